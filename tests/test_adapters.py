@@ -12,10 +12,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 import training_runs
-from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.folder import save_model
-from skilltrain.files import write_json, write_text
 from skilltrain.losses import InfoNCE
 from skilltrain.models.adapters import AdapterConfig, add_adapter, merge_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -27,6 +25,7 @@ from skilltrain.training.publish import export_run
 from skilltrain.training.settings import TrainEncoderConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_set import ListsSource
+from test_export_run import write_run
 from tiny_models import qwen3_tokenizer
 from training_data import training_set
 
@@ -199,8 +198,7 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
     assert {value.dtype for value in saved.values()} == {torch.float32}
     assert not any(".base_layer." in name or "quant" in name for name in saved)
     assert all(torch.equal(saved[name], value) for name, value in parameters.items())
-    write_text(config.out / "recipe.yaml", to_yaml(config))
-    write_json(config.out / "run.json", {"skilltrain": "0", "recipe": {}, "inputs": {}, "finished": False})
+    write_run(config, finished=False)
     export_run(config.out, tmp_path / "out", None)
     encoder = copy.deepcopy(step).model.eval()
     merge_adapter(encoder.backbone)

@@ -1,10 +1,9 @@
-import json
 import math
 
 import pytest
 import torch
 
-from benchmark_folders import write_ours, write_pool, write_rankings
+from benchmark_folders import write_ours, write_pool, write_rankings, write_skillrouter
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
@@ -15,9 +14,9 @@ WORDS = ["deploy pods", "chart table", "extract pdf", "translate text", "review 
 SKILLS_OF_POOL = [Skill(f"s{i}", f"name {word}", f"about {word}", f"the body {word}") for i, word in enumerate(WORDS)]
 
 
-def write_benchmark(folder, judged, split="dev"):
+def write_benchmark(folder, judged):
     """A benchmark from query_id → {skill_id: verdict}."""
-    write_ours(folder, [(query_id, f"find {query_id}", split) for query_id in judged], judged)
+    write_ours(folder, [(query_id, f"find {query_id}", "dev") for query_id in judged], judged)
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write_candidates(folder, ranked, stage="bm25", name="candidates"):
+def write_candidates(folder, ranked):
     rankings = {q: [(s, -float(rank)) for rank, s in enumerate(skill_ids, 1)] for q, skill_ids in ranked.items()}
-    write_rankings(folder / name, {stage: rankings})
+    write_rankings(folder / "candidates", {"bm25": rankings})
 
 
 def encoder_dev(folder, encoder, **settings):
@@ -135,13 +134,9 @@ def test_a_sample_of_the_pool_holds_what_is_judged(folder, open_encoder_of):
 
 
 def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
-    bench = folder / "skillrouter"
-    bench.mkdir()
-    (bench / "tasks.jsonl").write_text(json.dumps({"task_id": "t", "instruction_text": "find it"}) + "\n")
     entry = {"gt_skill_ids": ["g"], "relevance": {"g": 3}, "task_type": "single"}
-    (bench / "relevance.json").write_text(json.dumps({"t": entry}))
     gold = [{"skill_id": i, "name": i, "description": "d", "body": "b"} for i in ("g", "s0")]
-    (bench / "gold_skills.jsonl").write_text("".join(json.dumps(one) + "\n" for one in gold))
+    bench = write_skillrouter(folder / "skillrouter", [("t", "find it")], {"t": entry}, gold)
     dev = open_dev(DevConfig(benchmark=bench), open_encoder_of("bert"), folder / "pool")
     assert skills_of(dev) == [*(f"s{i}" for i in range(6)), "g"]
     assert dev.evaluate(giving(torch.eye(8)[[7, *range(1, 8)]]))["Hit@1"].mean == 1.0

@@ -21,6 +21,7 @@ from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate
 from skilltrain.training.publish import check_round_trip
+from test_export import scores_of
 from test_model_card import QUERY, SKILLS, run_program
 
 CPU = torch.device("cpu")
@@ -37,11 +38,6 @@ def reranker(tmp_path, open_reranker_of):
 
 def read(folder, name):
     return json.loads((folder / name).read_text(encoding="utf-8"))
-
-
-def scores_of(reranker, query, skills):
-    with torch.inference_mode():
-        return reranker(reranker.tokenize(query, skills))
 
 
 def test_one_output_in_place_of_a_vocabulary_gives_the_same_scores(tmp_path, reranker):

@@ -28,7 +28,7 @@ from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings, Texts
 from small_library import skilltrain
 from training_data import training_set
-from training_runs import CONFIG, NUM_LISTS, new_step, run, signal_in
+from training_runs import CONFIG, NUM_LISTS, new_step, run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -93,21 +93,6 @@ def test_the_log_holds_each_steps_figures(uninterrupted):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_ctrl_c_saves_a_checkpoint_which_no_other_run_overwrites(model_folders, tmp_path):
-    step = signal_in(new_step(model_folders["bert"]), 1, signal.SIGINT)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SkilltrainError) as error:
-        run(step, tmp_path, resume=False)
-    assert str(error.value) == (
-        f"{tmp_path}: interrupted after step 1 of 6; a checkpoint is saved "
-        "(run the same command with --resume to go on)"
-    )
-    assert signal.getsignal(signal.SIGINT) is before
-    assert (tmp_path / "checkpoints" / "step-1").is_dir()
-    with pytest.raises(SkilltrainError, match="checkpoints of an earlier run lie here"):
-        run(new_step(model_folders["bert"]), tmp_path, resume=False)
-
-
 def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folders, tmp_path):
     arguments = (6, model_folders["bert_dropout"], tmp_path)
     with pytest.raises(multiprocessing.ProcessExitedException, match="SIGKILL"):
@@ -119,6 +104,8 @@ def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folder
     half = tmp_path / "checkpoints" / "step-6.partial"
     half.mkdir()
     (half / "model.safetensors").write_text("half")
+    with pytest.raises(SkilltrainError, match="checkpoints of an earlier run lie here"):
+        run(new_step(model_folders["bert_dropout"]), tmp_path, resume=False)
     torch.manual_seed(99)  # whatever the random state of the new process
     assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
     assert log_of(tmp_path) == log_of(uninterrupted[0])
@@ -198,7 +185,7 @@ def test_only_a_second_ctrl_c_stops_at_once():
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

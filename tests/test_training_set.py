@@ -4,12 +4,13 @@ import shutil
 import pytest
 import yaml
 
+from benchmark_folders import write_ours, write_pool
 from skilltrain.config import to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.runs import input_paths
-from skilltrain.tables import CLUSTERS, JUDGEMENTS, LISTS, QUERIES, SKILLS, write_table
+from skilltrain.tables import CLUSTERS, LISTS, QUERIES, write_table
 from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
 
 SKILL_IDS = "abcde"
@@ -22,30 +23,26 @@ def a_list(query_id, **verdicts):
     }  # fmt: skip
 
 
-def judged(query_id, **verdicts):
-    return [{"query_id": query_id, "skill_id": s, "verdict": v, "judge": "test"} for s, v in verdicts.items()]
-
-
 LISTS_OF_TEST = [
     a_list("q1", a="required", b="useful", c="irrelevant"),
     a_list("q2#1", d="required", a="rejected"),
     a_list("q2#2", e="required", b="irrelevant"),
 ]
-JUDGEMENTS_OF_TEST = [
-    *judged("q1", a="required", b="useful", e="useful", d="rejected"),
-    *judged("q2#1", d="required", e="required"),
-    *judged("q2#2", d="required", e="required"),
-]
+JUDGEMENTS_OF_TEST = {
+    "q1": {"a": "required", "b": "useful", "e": "useful", "d": "rejected"},
+    "q2#1": {"d": "required", "e": "required"},
+    "q2#2": {"d": "required", "e": "required"},
+}
+QUERIES_OF_TEST = [(query_id, f"text of {query_id}", "train") for query_id in JUDGEMENTS_OF_TEST]
+POOL = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
 
 
 @pytest.fixture
 def build(tmp_path):
-    def write(lists=LISTS_OF_TEST, judgements=JUDGEMENTS_OF_TEST, queries=("q1", "q2#1", "q2#2"), **settings):
-        pool = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
-        write_table(pool, SKILLS, tmp_path)
+    def write(lists=LISTS_OF_TEST, judgements=JUDGEMENTS_OF_TEST, **settings):
+        write_pool(tmp_path, POOL)
         write_table(lists, LISTS, tmp_path)
-        write_table(judgements, JUDGEMENTS, tmp_path)
-        write_table((Query(q, f"text of {q}", "single", "test", "train") for q in queries), QUERIES, tmp_path)
+        write_ours(tmp_path, QUERIES_OF_TEST, judgements)
         return validate(ListsSource, {"pool": tmp_path, "lists": tmp_path} | settings, "recipe")
 
     return write
@@ -73,7 +70,7 @@ def test_gains_count_from_that_of_an_irrelevant_skill_and_verdicts_name_the_posi
 def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(build, tmp_path):
     twice = Query("q1", "same", "single", "t", "train"), Query("q2#1", "same", "single", "t", "train")
     lists = [a_list("q1", a="required", b="rejected"), a_list("q2#1", b="required", c="irrelevant")]
-    source = build(lists=lists, judgements=[*judged("q1", a="required"), *judged("q2#1", b="required")])
+    source = build(lists=lists, judgements={"q1": {"a": "required"}, "q2#1": {"b": "required"}})
     assert len(load_training_set(source).lists) == 2  # of two texts
     write_table(twice, QUERIES, tmp_path)
     with pytest.raises(SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"):
@@ -171,5 +168,4 @@ def test_a_training_set_has_lexical_scores_of_the_whole_pool_where_they_are_aske
     source = build(max_lists=1)
     data = load_training_set(source)
     assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"] and data.lexical == {}
-    pool = [Skill(s, f"name {s}", "d", "b") for s in SKILL_IDS]
-    assert load_training_set(source, with_lexical=True).lexical == lexical_scores(["text of q1"], pool)
+    assert load_training_set(source, with_lexical=True).lexical == lexical_scores(["text of q1"], POOL)
