@@ -142,9 +142,8 @@ def load_encoder(
     from transformers import AutoConfig, AutoModel
 
     folder = loading.resolve_model(config.source)
-    stored = loading.stored_settings(folder, "encoder")
     model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
-    settings = _settings(folder, config, stored, model_config)
+    settings = _settings(folder, config, model_config)
     tokenizer = loading.load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
@@ -157,21 +156,22 @@ def load_encoder(
 def open_to_answer(config: EncoderConfig, device: torch.device) -> Encoder:
     """As `load_encoder`, no more to be trained: on a CPU plain BERT is read without transformers, in half the time."""
     folder = loading.resolve_model(config.source)
-    stored = loading.stored_settings(folder, "encoder")
     found = read_bert(folder) if device.type == "cpu" else None
     if found is None:
         return load_encoder(config, device).requires_grad_(False)
     network, tokenizer = found
-    settings = _settings(folder, config, stored, network.config)
+    settings = _settings(folder, config, network.config)
     network = network.to(loading.resolve_dtype(config.precision, device))
     return Encoder(network.eval().requires_grad_(False), tokenizer, settings)
 
 
-def _settings(folder: Path, config: EncoderConfig, stored: dict[str, Any], model_config: Any) -> EncoderSettings:
+def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
     """What the recipe says, else what training saved, else what a base model's own files say, else our defaults.
 
-    Raises SkilltrainError for limits beyond the model's positions, and windows that do not move on or would be cut.
+    Raises SkilltrainError for a reranker, limits beyond the model's positions, and windows that do not move on or would
+    be cut.
     """
+    stored = loading.stored_settings(folder, "encoder")
     given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
     prompts = "", ""

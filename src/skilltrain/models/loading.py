@@ -110,12 +110,18 @@ def _check_files(folder: Path, source: str) -> None:
     if not (folder / "config.json").is_file():
         fix = "training that has not finished leaves only checkpoints; continue it with --resume"
         raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=fix)
-    if (folder / _INDEX_FILE).is_file():
-        index = read_json(folder / _INDEX_FILE)
-        shards = index.get("weight_map") if isinstance(index, dict) else None
-        for name in map(str, shards.values() if isinstance(shards, dict) else ()):
-            if PurePath(name).name != name:
-                raise SkilltrainError(f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE)
+    shards = read_map(folder / _INDEX_FILE).get("weight_map")
+    for name in map(str, shards.values() if isinstance(shards, dict) else ()):
+        if PurePath(name).name != name:
+            raise SkilltrainError(f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE)
+
+
+def read_map(file: Path) -> dict[str, Any]:
+    """The settings in a JSON file; none where there is no file."""
+    config = read_json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
+        raise SkilltrainError("is no map of settings", where=file)
+    return config
 
 
 def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
@@ -139,8 +145,7 @@ def _record(folder: Path) -> tuple[str | None, dict[str, Any]]:
         if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict) or "kind" not in stored:
             raise SkilltrainError("is no record of a skilltrain model", where=file, fix="export the model again")
         return str(stored["kind"]), stored["settings"]
-    config = read_json(folder / "config.json")
-    architectures = config.get("architectures") if isinstance(config, dict) else None
+    architectures = read_map(folder / "config.json").get("architectures")
     modules = read_json(folder / "modules.json") if (folder / "modules.json").is_file() else None
     if "SequenceClassification" in str(architectures) or "LogitScore" in str(modules):
         return "reranker", {}

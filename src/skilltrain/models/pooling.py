@@ -12,7 +12,7 @@ from torch import Tensor
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import inside, read_json
-from skilltrain.models.loading import num_positions
+from skilltrain.models.loading import num_positions, read_map
 
 Pooling = Literal["mean", "last_token", "cls"]
 _ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
@@ -81,7 +81,7 @@ def foreign_settings(
     """
     if not (folder / "modules.json").is_file():
         return {}, ("", "")
-    files = _read_map(folder / "config_sentence_transformers.json") | {"modules": read_json(folder / "modules.json")}
+    files = read_map(folder / "config_sentence_transformers.json") | {"modules": read_json(folder / "modules.json")}
     found = validate(_Files, files, folder)
     places: dict[str, Path] = {}
     for module in found.modules:
@@ -95,7 +95,7 @@ def foreign_settings(
     prompts = {name: text for name, text in found.prompts.items() if text is not None}
     used = prompts.get("query", ""), next((prompts[name] for name in _OF_SKILLS if name in prompts), "")
     if "Pooling" in places:
-        config = _read_map(places["Pooling"] / "config.json")
+        config = read_map(places["Pooling"] / "config.json")
         settings["pooling"] = pooling or _pooling(folder, places["Pooling"], config)
         if any(used) and config.get("include_prompt") is False:
             what = "its pooling leaves the prompt out (include_prompt: false), which an encoder here does not compute"
@@ -122,8 +122,8 @@ def _token_limits(folder: Path, place: Path, model_config: Any, least_query_toke
     they are cut by characters first, and their ends hold what is asked.
     """
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
-    given = validate(_Files, next(filter(None, (_read_map(place / name) for name in names)), {}), folder)
-    own = _read_map(place / "tokenizer_config.json").get("model_max_length")
+    given = validate(_Files, next(filter(None, (read_map(place / name) for name in names)), {}), folder)
+    own = read_map(place / "tokenizer_config.json").get("model_max_length")
     own = own if isinstance(own, int) and own < _ENDLESS else None
     most = _least(own if given.max_seq_length is None else given.max_seq_length, num_positions(model_config))
     query_most = most if most is None or given.query_length else max(most, least_query_tokens)
@@ -134,10 +134,3 @@ def _token_limits(folder: Path, place: Path, model_config: Any, least_query_toke
 
 def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _read_map(file: Path) -> dict[str, Any]:
-    config = read_json(file) if file.is_file() else {}
-    if not isinstance(config, dict):
-        raise SkilltrainError("is no map of settings", where=file)
-    return config
