@@ -1,6 +1,7 @@
 """A model's own settings are found wherever it lies: in a folder, on the Hub, in sentence-transformers' form."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.folder import copy_model, save_model
 from skilltrain.models import loading
-from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
+from skilltrain.models.bert import read_bert
+from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder, open_to_answer
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
@@ -125,16 +127,13 @@ def test_a_model_that_is_not_there_is_one_clear_line(source, message):
 
 @pytest.fixture
 def broken(tmp_path, model_folders):
-    """name of a tiny model, what to do to its folder or to its weights → the folder of a copy."""
+    """name of a tiny model, what to do to its folder → the folder of a copy."""
 
-    def copy(name, change=lambda folder: None, weights=None):
+    def copy(name, change=lambda folder: None):
         folder = tmp_path / "broken"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(model_folders[name], folder)
         change(folder)
-        if weights is not None:
-            file = folder / "model.safetensors"
-            save_file(weights(load_file(file)), file, metadata={"format": "pt"})
         return folder
 
     return copy
@@ -148,16 +147,24 @@ def without(*names):
     return change
 
 
-def config_with(**values):
-    def change(folder):
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return change
-
-
 def written(name, content):
     return lambda folder: (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def changed(name, **values):
+    return lambda folder: written(name, json.loads((folder / name).read_text()) | values)(folder)
+
+
+def cut_short(name):
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def with_weights(function):
+    def change(folder):
+        file = folder / "model.safetensors"
+        save_file(function(load_file(file)), file, metadata={"format": "pt"})
+
+    return change
 
 
 def opened(folder):
@@ -183,30 +190,29 @@ def foreign_tokenizer(folder):
     qwen3_tokenizer(appends_end=True).save_pretrained(folder)
 
 
-def unchanged(folder):
-    pass
+ONE_LAYER, UNTIED = changed("config.json", num_hidden_layers=1), changed("config.json", tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "weights", "message"),
+    ("name", "change", "message"),
     [
-        ("bert", without("tokenizer.json", "tokenizer_config.json"), None, NO_LETTER),
-        ("bert", foreign_tokenizer, None, r"its tokenizer has \d+ tokens, but its weights have rows for \d+"),
-        ("bert", unchanged, renamed, r"do not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
-        ("bert", unchanged, shorter, r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
-        ("bert", config_with(num_hidden_layers=1), None, r"16 are unknown, such as encoder\.layer\.1\."),
-        ("bert", without("model.safetensors"), None, r"cannot load the weights: .*no file named model\.safetensors"),
-        ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), None, "holds an adapter, not a"),
-        ("bert_reranker", unchanged, None, "its model is of kind reranker, but encoder is needed here"),
-        ("reranker bert", unchanged, None, r"lack the head that gives the score: classifier\.bias is missing"),
-        ("reranker bert_reranker", config_with(num_hidden_layers=1), None, r"16 are unknown, such as bert\.enc"),
-        ("reranker qwen3_reranker", config_with(tie_word_embeddings=False), None, r"score: lm_head\.weight is missing"),
-        ("reranker bert", written("modules.json", [{"type": POOLING, "path": "1"}]), None, "of kind encoder, but rer"),
+        ("bert", without("tokenizer.json", "tokenizer_config.json"), NO_LETTER),
+        ("bert", foreign_tokenizer, r"its tokenizer has \d+ tokens, but its weights have rows for \d+"),
+        ("bert", with_weights(renamed), r"not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
+        ("bert", with_weights(shorter), r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
+        ("bert", ONE_LAYER, r"16 are unknown, such as encoder\.layer\.1\."),
+        ("bert", without("model.safetensors"), r"cannot load the weights: .*no file named model\.safetensors"),
+        ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), "holds an adapter, not a"),
+        ("bert_reranker", lambda folder: None, "its model is of kind reranker, but encoder is needed here"),
+        ("reranker bert", lambda folder: None, r"lack the head that gives the score: classifier\.bias is missing"),
+        ("reranker bert_reranker", ONE_LAYER, r"16 are unknown, such as bert\.enc"),
+        ("reranker qwen3_reranker", UNTIED, r"score: lm_head\.weight is missing"),
+        ("reranker bert", written("modules.json", [{"type": POOLING, "path": "1"}]), "of kind encoder, but rer"),
     ],
 )
-def test_a_broken_model_is_refused_by_name(broken, name, change, weights, message):
+def test_a_broken_model_is_refused_by_name(broken, name, change, message):
     kind, _, name = name.rpartition(" ")
-    folder = broken(name, change, weights)
+    folder = broken(name, change)
     with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
         if kind:
             load_reranker(RerankerConfig(source=str(folder)), CPU)
@@ -214,12 +220,41 @@ def test_a_broken_model_is_refused_by_name(broken, name, change, weights, messag
             opened(folder)
 
 
+BROKEN_BERT = [
+    with_weights(lacking("encoder.layer.0.output.dense.bias")),
+    *map(cut_short, ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")),
+    written("config.json", "[]"),
+    written("tokenizer.json", "{}"),
+    changed("config.json", num_hidden_layers=3000),
+    changed("config.json", hidden_size="wide"),
+    changed("config.json", vocab_size=10),
+]
+OTHER_BERT = [
+    without("tokenizer.json"),
+    changed("config.json", hidden_act="relu"),
+    changed("config.json", hidden_size=16),
+    changed("config.json", model_type="roberta"),
+    changed("tokenizer_config.json", do_lower_case=False),
+    changed("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"),
+]
+
+
+@pytest.mark.parametrize("change", [*BROKEN_BERT, *OTHER_BERT])
+def test_what_is_not_plain_whole_bert_is_left_to_transformers_which_says_what_is_broken(broken, change):
+    assert read_bert(broken("bert"))
+    folder = broken("bert", change)
+    assert read_bert(folder) is None
+    if change in BROKEN_BERT:
+        with pytest.raises(SkilltrainError):
+            open_to_answer(EncoderConfig(source=str(folder)), CPU)
+
+
 def test_what_may_be_absent_or_too_much(broken, model_folders, told):
     """Poolers, buffers of old checkpoints, and other tasks' heads; in training also the head that is to be trained."""
     positions = {"embeddings.position_ids": torch.arange(512)[None], "cls.predictions.bias": torch.zeros(9)}
     vectors = []
     for change in (dict, lacking("pooler"), lambda weights: weights | positions):
-        encoder = load_encoder(EncoderConfig(source=str(broken("bert", weights=change))), CPU)
+        encoder = opened(broken("bert", with_weights(change)))
         with torch.inference_mode():
             vectors.append(encoder(encoder.tokenize(["deploy pods"], 16)))
     assert all(torch.equal(one, vectors[0]) for one in vectors) and told == []
@@ -271,24 +306,20 @@ def test_no_path_that_is_read_leaves_its_folder(broken, change, read):
 
 
 @pytest.fixture
-def plain(tmp_path, model_folders):
+def plain(broken):
     """What its files say → a copy of the tiny BERT that sentence-transformers opens, without skilltrain.json."""
 
     def write(modules=(TRANSFORMER, POOLING, NORMALIZE), pooling=None, model=None, tokenizer=None, name="bert"):
-        folder = tmp_path / "plain"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(model_folders[name], folder)
+        folder = broken(name)
         places = ["", *(f"{n}_{kind.split('.')[-1]}" for n, kind in enumerate(modules[1:], 1))]
         listed = [{"idx": n, "name": str(n), "path": places[n], "type": kind} for n, kind in enumerate(modules)]
-        (folder / "modules.json").write_text(json.dumps(listed))
+        written("modules.json", listed)(folder)
         if pooling is not None:
             (folder / "1_Pooling").mkdir()
-            (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+            written("1_Pooling/config.json", pooling)(folder)
         if model is not None:
-            (folder / "sentence_bert_config.json").write_text(json.dumps(model))
-        if tokenizer is not None:
-            file = folder / "tokenizer_config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | tokenizer))
+            written("sentence_bert_config.json", model)(folder)
+        changed("tokenizer_config.json", **tokenizer or {})(folder)
         return str(folder)
 
     return write
