@@ -168,24 +168,23 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
 
 
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
-    path = _key_path(config_class, fault, values)
+    path, sections = _followed(config_class, fault["loc"], values)
     key, kind, found = ".".join(path), fault["type"], _short(fault["input"])
-    place = f"{key}: " if key else ""
+    place, keys = f"{key}: " if key else "", sorted({name for c in sections for name in c.model_fields})
     if kind == "extra_forbidden":
-        choices = _keys_at(config_class, fault["loc"][:-1])
-        return f"unknown key '{key}'{_nearest(path[-1], choices)} allowed here: {', '.join(choices)}"
+        return f"unknown key '{key}'{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
     if kind == "missing":
-        return f"missing key '{key}'"
+        return f"missing key '{'.'.join([*path, str(fault['loc'][-1])])}'"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = fault["ctx"]["discriminator"].strip("'")
         key = ".".join([*path, tag])
-        choices = sorted({tags_of(c)[tag] for c in _classes_at(config_class, fault["loc"]) if tag in tags_of(c)})
+        choices = sorted({tags_of(c)[tag] for c in sections if tag in tags_of(c)})
         if kind == "union_tag_not_found":
             return f"missing key '{key}': choose from {', '.join(choices)}"
         found = str(fault["ctx"]["tag"])
         return f"{key}: unknown choice '{found}'{_nearest(found, choices)} choose from {', '.join(choices)}"
     if kind in ("model_type", "model_attributes_type"):
-        return f"{place}must be a section of keys ({', '.join(_keys_at(config_class, fault['loc']))}), found {found}"
+        return f"{place}must be a section of keys ({', '.join(keys)}), found {found}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if kind == "path_type":
         message = "must be a path"
@@ -196,41 +195,32 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     return f"{place}{message[:1].lower()}{message[1:]}{found}"
 
 
-def _key_path(config_class: type[BaseModel], fault: Any, values: Any) -> list[str]:
-    """The keys that lead to a fault in `values`; pydantic's location also names the chosen members of unions."""
+def _followed(
+    config_class: type[BaseModel], location: Sequence[Any], values: Any
+) -> tuple[list[str], list[type[BaseModel]]]:
+    """(the keys that lead to a fault in `values`, the sections that may stand at its place).
+
+    pydantic's location also names the chosen members of unions, by their tags: these select among the sections.
+    """
     path: list[str] = []
-    for depth, part in enumerate(fault["loc"]):
-        if _tagged(part, _classes_at(config_class, fault["loc"][:depth])):
+    sections: list[type[BaseModel]] = [config_class]
+    for part in location:
+        chosen = [c for c in sections if part in tags_of(c).values()] if len(sections) > 1 else []
+        if chosen:  # also where it is a key of theirs
+            sections = chosen
             continue
+        inner = [m for c in sections if part in c.model_fields for m in sections_of(c.model_fields[part].annotation)]
+        sections = inner or sections
         inside_list = isinstance(values, Sequence) and isinstance(part, int)
         if inside_list or (isinstance(values, Mapping) and part in values):
             path.append(str(part))
             values = values[part]
-    return [*path, str(fault["loc"][-1])] if fault["type"] == "missing" else path
+    return path, sections
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, choices, n=1)
     return f", did you mean '{near[0]}'?" if near else ";"
-
-
-def _keys_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[str]:
-    """Keys allowed in the section at `location`."""
-    return sorted({name for c in _classes_at(config_class, location) for name in c.model_fields})
-
-
-def _classes_at(config_class: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:
-    """The sections that may stand at `location`; a part that is a union's tag selects among them."""
-    current: list[type[BaseModel]] = [config_class]
-    for part in location:
-        inner = [m for c in current if part in c.model_fields for m in sections_of(c.model_fields[part].annotation)]
-        current = _tagged(part, current) or inner or current
-    return current
-
-
-def _tagged(part: Any, sections: list[type[BaseModel]]) -> list[type[BaseModel]]:
-    """Those of several sections that `part` selects as their tag, even where it is also a key of theirs."""
-    return [c for c in sections if part in tags_of(c).values()] if len(sections) > 1 else []
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
