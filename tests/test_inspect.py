@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from skilltrain import tables
-from skilltrain.records import Query, Skill
+from skilltrain.records import Dropped, Query, Skill
 from skilltrain.report.lists import inspect_lists, numbers_of
 from skilltrain.report.material import Material, run_checks
 from skilltrain.report.page import histograms, percent
@@ -43,9 +43,9 @@ ROWS = {
 }  # fmt: skip
 MINED = {"semantic": 6, "lexical": 5}
 DROPS = [
-    ("q1", "t/pods", "name", 1.0, "same name as a gold skill", "semantic", "s/join"),
-    ("q1", "t/join", "jaccard", 0.9, "body overlap 0.900 > 0.6 with a gold skill", "lexical", "s/join"),
-    ("q3", "z/tu", "rank_window", 1.0, "rank 1 is outside 2 to 50", "lexical", None),
+    Dropped("q1", "t/pods", "name", "same name as a gold skill", 1.0, "semantic", "s/join"),
+    Dropped("q1", "t/join", "jaccard", "body overlap 0.900 > 0.6 with a gold skill", 0.9, "lexical", "s/join"),
+    Dropped("q3", "z/tu", "rank_window", "rank 1 is outside 2 to 50", 1.0, "lexical"),
 ]
 
 
@@ -63,10 +63,6 @@ def list_rows(lists: dict[str, list[tuple[str, str, str, int]]]) -> list[dict[st
     return [{"query_id": query_id, **of_query} for query_id, of_query in columns.items()]
 
 
-def drop_rows(drops: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [dict(zip(DROPPED.schema.names, row, strict=False)) for row in drops]
-
-
 def ranking_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
     found = [(stage, n) for stage, size in sizes.items() for n in range(1, size + 1)]
     return [{"query_id": "q1", "skill_id": f"k{n}", "rank": n, "score": 0.5, "stage": stage} for stage, n in found]
@@ -77,22 +73,22 @@ def write_runs(root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DR
     paths = {"pool": root / "pool", "queries": root / "queries"}
     asked = [Query(query_id, text, "single", "llm", "train") for query_id, text in texts.items()]
     skills = [Skill(skill_id, *row) for skill_id, row in pool.items()]
-    empty = drop_rows([("", "s/empty", "empty", None, "body is empty")])
-    write_run(paths["pool"], {"stage": "pool"}, (SKILLS, skills), (DROPPED, empty))
+    empty = Dropped("", "s/empty", "empty", "body is empty")
+    write_run(paths["pool"], {"stage": "pool"}, (SKILLS, skills), (DROPPED, [empty]))
     write_run(paths["queries"], {"stage": "queries"}, (QUERIES, asked), (DROPPED, []))
     mined = write_run(root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, []))
-    gone = Counter(drop[5] for drop in drops)
+    gone = Counter(drop.source for drop in drops)
     kept = {source: size - gone[source] for source, size in MINED.items()}
     layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "rank_window"}]
     filtered = write_run(
         root / "filtered", {"stage": "filter", **paths, "rankings": mined, "layers": layers},
-        (RANKINGS, ranking_rows(kept)), (DROPPED, drop_rows(drops)),
+        (RANKINGS, ranking_rows(kept)), (DROPPED, drops),
     )  # fmt: skip
     quotas = {"semantic": 2, "lexical": 2, "taxonomy": 1}
     return write_run(
         root / "lists", {"stage": "lists", **paths, "rankings": filtered, "quotas": quotas},
         (LISTS, list_rows(lists)), (QUERIES, asked),
-        (DROPPED, drop_rows([("q9", "", "no_positive", None, "no required skill of this query is in the pool")])),
+        (DROPPED, [Dropped("q9", "", "no_positive", "no required skill of this query is in the pool")]),
     )  # fmt: skip
 
 

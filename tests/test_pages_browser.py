@@ -150,7 +150,7 @@ def test_a_candidate_opens_and_shows_its_texts(lists: Page):
 
 def test_drops_are_filtered_by_filter_and_search(lists: Page):
     filters = "[...document.querySelectorAll('#drop-rows article')].map(node => node.dataset.filter)"
-    assert sorted(lists.run(filters)) == sorted(drop[2] for drop in DROPS)
+    assert sorted(lists.run(filters)) == sorted(drop.filter for drop in DROPS)
     click(lists, "input[name=filter][value=jaccard]")
     assert lists.run(filters) == ["jaccard"]
     assert text_of(lists, "#drop-found") == "1 pair"

@@ -15,17 +15,13 @@ from skilltrain.config import load_recipe, sections_of
 from skilltrain.data.pool import skill_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import run
-from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint
+from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint, record_of
 from skilltrain.stages import STAGES, parse_recipe, run_recipe, schema_of
 from small_library import contents, encoder_recipe, forget_ranks, skilltrain, succeeds, write_recipe
 
 
 def pool_config(library, out, **settings):
     return parse_recipe({"stage": "pool", "sources": str(library / "skills"), "out": str(out), **settings}, "test")
-
-
-def record_of(folder):
-    return json.loads((folder / "run.json").read_text())
 
 
 # Recipes -------------------------------------------------------------------------------------------------------------
