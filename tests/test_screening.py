@@ -367,6 +367,7 @@ def test_programs_are_read_as_if_nothing_were_hidden(written: str, shown: str):
     assert all(0 <= start < end <= len(written) for start, end in (reading.place(i, i + 1) for i in range(len(shown))))
 
 
+TRIED = [find for rule in RULES for find in rule.finds + rule.programs]
 RUNS = (hidden._RUN, reading._DISGUISE)  # a run of one kind of letter, with nothing behind it
 
 
@@ -374,11 +375,9 @@ def patterns() -> list[re.Pattern]:
     """Every pattern of the package and of its table."""
     modules = (hidden, lures, reading, secret_keys, unfold)
     found = [value for module in modules for value in vars(module).values() if isinstance(value, re.Pattern)]
-    finds = [find for rule in RULES for find in rule.finds]
     found += [regex for regex, _ in unfold._STEPS]
-    return found + [
-        re.compile(one) for find in finds for one in (find.regex, find.unless, *find.needs, *dict(find.score)) if one
-    ]
+    of_rules = [one for find in TRIED for one in (find.regex, find.unless, *find.needs, *find.score) if one]
+    return found + [re.compile(one) for one in of_rules]
 
 
 def has_unbounded_repeat(pattern: re.Pattern) -> bool:
@@ -444,7 +443,7 @@ def test_flags_are_written_and_read_beside_a_pool(tmp_path: Path, capsys: pytest
 
 def test_rules_have_names_reasons_and_anchors_in_lower_case():
     assert len({one.name for one in RULES}) == len(RULES) == 18 and all(one.reason for one in RULES)
-    assert all(anchor == anchor.lower() for one in RULES for find in one.finds for anchor in find.anchors)
+    assert all(anchor == anchor.lower() for find in TRIED for anchor in find.anchors)
 
 
 # Bundled files ------------------------------------------------------------------------------------------------------

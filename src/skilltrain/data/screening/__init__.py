@@ -11,16 +11,16 @@ from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 
-from skilltrain.data.screening import hidden, lures, secret_keys
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
 from skilltrain.data.screening.reading import Flag, Reading, read_text
-from skilltrain.data.screening.rules import Rule, load_rules
+from skilltrain.data.screening.rules import Rule, table
+from skilltrain.data.screening.secret_keys import show_beginning
 from skilltrain.records import Skill, counted
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
-RULES: tuple[Rule, ...] = load_rules({"lures": lures, "hidden": hidden, "secret_keys": secret_keys})
+RULES = tuple(Rule.model_validate(row) for row in table()["rules"])
 FIELDS = ("name", "description", "body")
 MAX_FLAGS = 20  # of one rule in one field; more tell no more
 MAX_SPAN = 400  # characters
@@ -48,13 +48,13 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
 
 def _find(rule: Rule, reading: Reading) -> Iterable[Flag]:
     """The first finds of a rule in a text; they do not overlap."""
-    places = {span for find in rule.finds for span in islice(find.places(reading), 10 * MAX_FLAGS)}
+    places = {span for find in rule.tried_in(reading.kind) for span in islice(find.places(reading), 10 * MAX_FLAGS)}
     done = 0
     for start, end in islice(sorted(places, key=lambda span: (span[0], -span[1])), MAX_FLAGS):
         if start >= done:
             done = min(end, start + MAX_SPAN)
             span = reading.text[start:done]
-            shown = secret_keys.show_beginning(span) if rule.name == "embedded_secret" else span
+            shown = show_beginning(span) if rule.name == "embedded_secret" else span
             yield Flag(rule.name, reading.field, start, done, shown, rule.reason)
 
 

@@ -6,15 +6,15 @@ it does; each alone is harmless work.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from importlib.resources import files
-from itertools import chain
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator, BeforeValidator, Field, ImportString
+
+from skilltrain.config import Config
 
 if TYPE_CHECKING:
     from skilltrain.data.screening.reading import Reading
@@ -34,27 +34,31 @@ def expand(regex: str) -> str:
     return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
 
 
-@dataclass(frozen=True)
-class Find:
+Kind = Literal["name", "description", "body", "program"]
+Expression = Annotated[
+    str, BeforeValidator(lambda regex: regex if isinstance(regex, str) else "|".join(regex)), AfterValidator(expand)
+]
+
+
+class Find(Config, validate_default=False):
     """One way to break a rule, as places in the plain text (of a `written` check in the text as written)."""
 
-    anchors: tuple[str, ...] = ()  # texts in lower case: it is tried within `reach` of one; everywhere without
-    regex: str = ""
-    custom: "Callable[[Reading], Spans] | None" = None  # a check in Python instead: its module and name
+    # Texts in lower case: it is tried within `reach` of one, without any everywhere.
+    anchors: Annotated[tuple[str, ...], BeforeValidator(lambda texts: expand(texts).split("|"))] = ()
+    regex: Expression = ""
+    custom: ImportString[Callable[..., Spans]] | None = None  # a check in Python instead, which takes the Reading
     written: bool = False
-    needs: tuple[str, ...] = ()  # all must stand within `near` letters of a find
-    score: tuple[tuple[str, int], ...] = ()  # points of what may stand there, of which `least` come together
+    needs: tuple[Expression, ...] = ()  # all must stand within `near` letters of a find
+    score: dict[Expression, int] = Field(default={})  # points of what may stand there, of which `least` come together
     least: int = 0
-    unless: str = ""  # must not stand there
-    cited: Literal["warned", "quoted", ""] = "warned"  # no find: a command warned of, an order quoted, or neither
+    unless: Expression = ""  # must not stand there
+    cited: Literal["warned", "quoted"] | None = "warned"  # no find: a command warned of, an order quoted, or neither
     near: int = 160
     reach: int = 400
-    fields: tuple[str, ...] = ("name", "description", "body", "program")
+    fields: tuple[Kind, ...] = ("name", "description", "body", "program")
 
     def places(self, reading: "Reading") -> Spans:
         """The finds, as (start, end) in the text as written."""
-        if reading.kind not in self.fields:
-            return
         anchors = [anchor for anchor in self.anchors if anchor in reading.plain]
         if self.anchors and not anchors:
             return
@@ -77,7 +81,7 @@ class Find:
         around = start - self.near, end + self.near
         if not all(reading.stands_between(need, *around) for need in self.needs):
             return False
-        if sum(points for notion, points in self.score if reading.stands_between(notion, *around)) < self.least:
+        if sum(points for notion, points in self.score.items() if reading.stands_between(notion, *around)) < self.least:
             return False
         if self.unless and reading.stands_between(self.unless, *around):
             return False
@@ -86,36 +90,18 @@ class Find:
         return not (self.cited == "warned" and reading.is_warned_of(start, end))
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(Config):
     """A named check, and why a find matters."""
 
     name: str
     reason: str
-    finds: tuple[Find, ...]
+    finds: tuple[Find, ...] = ()
+    programs: tuple[Find, ...] = ()
 
-
-def load_rules(modules: Mapping[str, ModuleType]) -> tuple[Rule, ...]:
-    """The rules of rules.yaml; `modules` are those of the checks in Python, by name."""
-    rules = []
-    for rule in table()["rules"]:
-        programs = ({**row, "fields": ["program"]} for row in rule.get("programs", ()))
-        rows = chain(rule.get("finds", ()), programs)
-        rules.append(Rule(rule["name"], rule["reason"], tuple(_find_of(row, modules) for row in rows)))
-    return tuple(rules)
-
-
-def _find_of(row: Mapping[str, Any], modules: Mapping[str, ModuleType]) -> Find:
-    regex = row.get("regex", "")
-    values: dict[str, Any] = {**row, "regex": "|".join(map(expand, regex if isinstance(regex, list) else [regex]))}
-    values["anchors"] = tuple(filter(None, expand(row.get("anchors", "")).split("|")))
-    values["unless"] = expand(row.get("unless", ""))
-    values |= {key: tuple(map(expand, row[key])) for key in ("needs", "fields") if key in row}
-    values["score"] = tuple((expand(notion), points) for notion, points in row.get("score", {}).items())
-    if "custom" in row:
-        module, _, name = row["custom"].partition(".")
-        values["custom"] = getattr(modules[module], name)
-    return Find(**values)
+    def tried_in(self, kind: str) -> list[Find]:
+        """The finds for a text of this kind."""
+        finds = [find for find in self.finds if kind in find.fields]
+        return [*finds, *self.programs] if kind == "program" else finds
 
 
 def _windows(anchors: Sequence[str], plain: str, reach: int) -> Spans:
