@@ -4,14 +4,13 @@ Prompts are our own. Tasks and skills are untrusted: llm/untrusted.py says what 
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from skilltrain.llm import LLM
-from skilltrain.llm.ask import Questions, read_numbers, read_object, read_texts
+from skilltrain.llm.ask import read_numbers, read_object, read_texts
 from skilltrain.llm.untrusted import untrusted_line
-from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
+from skilltrain.retrieval.select import Ask, AskConfig, Prompt
 from skilltrain.routing.planning.rules import MAX_STEPS, Round
 
 _RULE = """
@@ -26,41 +25,6 @@ _REACT = """You work on a task by looking for one skill after the other. Answer 
 {{"thought": "…", "search": "what the next skill must do"}}, or {{"thought": "…", "done": true}} once skills for the \
 whole task have been found."""
 _STEP_CHARS = 500
-
-
-class _ModelConfig(AskConfig):
-    query_chars: int = Field(default=4000, ge=1, description="how much of a task it sees")
-
-
-class StepsConfig(_ModelConfig):
-    """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
-
-    kind: Literal["llm"] = "llm"
-    true_count: bool = Field(default=False, description="tell it how many steps the gold plan has (an upper bound)")
-
-
-class DirectConfig(_ModelConfig):
-    """LLM-Direct: a chat model that chooses skills from a list, without steps."""
-
-    kind: Literal["direct"] = "direct"
-    shown: int = Field(default=100, ge=1, description="skills it sees: those nearest to the task, gold ones always")
-
-
-class ReactConfig(_ModelConfig):
-    """ReAct: a chat model that thinks, searches, and reads what it found, until it stops."""
-
-    kind: Literal["react"] = "react"
-    shown: int = Field(default=5, ge=1, description="skills that it reads after each search")
-
-
-ModelConfig = StepsConfig | DirectConfig | ReactConfig
-
-
-def planning_questions(config: ModelConfig, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
-    """What the model is asked for tasks, and how its answers are read."""
-    prompts = {"llm": (_STEPS, read_steps), "direct": (_DIRECT, read_choices), "react": (_REACT, read_search)}
-    system, read = prompts[config.kind]
-    return questions_of(config, llm, Prompt(system + _RULE, "", read, 120, "planning"), asks)
 
 
 def read_steps(ask: Ask, answer: str) -> Round:
@@ -102,3 +66,34 @@ def read_search(ask: Ask, answer: str) -> str:
     if not search and not turn.done:
         raise ValueError("it has neither search nor done")
     return search
+
+
+class ModelConfig(AskConfig):
+    """A chat model that plans: what it is asked, and how its answers are read."""
+
+    query_chars: int = Field(default=4000, ge=1, description="how much of a task it sees")
+    prompt: ClassVar[Prompt]
+
+
+class StepsConfig(ModelConfig):
+    """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
+
+    kind: Literal["llm"] = "llm"
+    true_count: bool = Field(default=False, description="tell it how many steps the gold plan has (an upper bound)")
+    prompt = Prompt(_STEPS + _RULE, "", read_steps, 120, "planning")
+
+
+class DirectConfig(ModelConfig):
+    """LLM-Direct: a chat model that chooses skills from a list, without steps."""
+
+    kind: Literal["direct"] = "direct"
+    shown: int = Field(default=100, ge=1, description="skills it sees: those nearest to the task, gold ones always")
+    prompt = Prompt(_DIRECT + _RULE, "", read_choices, 120, "planning")
+
+
+class ReactConfig(ModelConfig):
+    """ReAct: a chat model that thinks, searches, and reads what it found, until it stops."""
+
+    kind: Literal["react"] = "react"
+    shown: int = Field(default=5, ge=1, description="skills that it reads after each search")
+    prompt = Prompt(_REACT + _RULE, "", read_search, 120, "planning")

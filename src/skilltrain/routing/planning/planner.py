@@ -19,15 +19,9 @@ from skilltrain.llm import open_llm
 from skilltrain.llm.ask import Asked, ask_until, ask_while_up
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
-from skilltrain.retrieval.select import Ask
+from skilltrain.retrieval.select import Ask, questions_of
 from skilltrain.routing.planning.compose import ComposeConfig, Plan, compose
-from skilltrain.routing.planning.decompose import (
-    DirectConfig,
-    ModelConfig,
-    ReactConfig,
-    StepsConfig,
-    planning_questions,
-)
+from skilltrain.routing.planning.decompose import DirectConfig, ModelConfig, ReactConfig, StepsConfig
 from skilltrain.routing.planning.rules import MAX_STEPS, Round, steps_by_rules
 from skilltrain.routing.router import Router
 from skilltrain.texts import one_line
@@ -103,24 +97,25 @@ class Planner:
             plans.append(Plan(task, steps, own, "rules" if fault else decomposer.kind, notes))
         return plans
 
-    def _asked(self, config: ModelConfig, tasks: Sequence[Query]) -> tuple[dict[str, list[Round]], dict[str, str]]:
+    def _asked(
+        self, config: StepsConfig | DirectConfig | ReactConfig, tasks: Sequence[Query]
+    ) -> tuple[dict[str, list[Round]], dict[str, str]]:
         """(query_id → the rounds of those tasks that the model has steps for, query_id → why others have none)."""
         llm = open_llm(config.llm)  # once, for it keeps to one budget
 
         def ask(asks: Sequence[Ask]) -> Asked[Ask, Any]:
-            return (ask_while_up if self.lenient else ask_until)(planning_questions(config, llm, asks))
+            return (ask_while_up if self.lenient else ask_until)(questions_of(config, llm, config.prompt, asks))
 
-        if isinstance(config, ReactConfig):
-            rounds, dropped = self._searched(config, ask, tasks)
+        if isinstance(config, StepsConfig):
+            asked = ask([self._steps(config, task) for task in tasks])
+        elif isinstance(config, DirectConfig):
+            asked = ask(self._choices(config, tasks))
         else:
-            if isinstance(config, DirectConfig):
-                asked = ask(self._choices(config, tasks))
-            else:
-                asked = ask([self._steps(config, task) for task in tasks])
-            rounds, dropped = {one.query_id: [found] for one, found in asked.values}, asked.dropped
+            asked = self._searched(config, ask, tasks)
+        rounds: dict[str, list[Round]] = {one.query_id: [found] for one, found in asked.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
-            self._refine(config, ask, [task for task in tasks if task.query_id in rounds], rounds)
-        why = {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in dropped}
+            self._refine(config, ask, [one.query for one, _ in asked.values], rounds)
+        why = {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in asked.dropped}
         without = (task.query_id for task in tasks if task.query_id not in rounds)
         return rounds, {query_id: why.get(query_id, "the model looked for nothing") for query_id in without}
 
@@ -166,10 +161,8 @@ class Planner:
             asks.append(Ask(task, ((_MAY_HELP, lines),), choices=skills))
         return asks
 
-    def _searched(
-        self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
-    ) -> tuple[dict[str, list[Round]], list[Dropped]]:
-        """(what ReAct searches for, one step a search; why it has none)."""
+    def _searched(self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]) -> Asked[Ask, Any]:
+        """What ReAct searches for, one step a search."""
         searches: dict[str, tuple[str, ...]] = {}
         faults: list[Dropped] = []
         asks = [Ask(task) for task in tasks]
@@ -184,7 +177,8 @@ class Planner:
                 searches[one.query_id] = (*searches.get(one.query_id, ()), search)
                 turn = f"search: {untrusted_line(search)}\n{self._told([one for one, _ in ranking], described=True)}"
                 asks.append(replace(one, parts=(*one.parts, ("so far", turn.strip()))))
-        return {query_id: [Round(texts)] for query_id, texts in searches.items()}, faults
+        found = [(Ask(task), Round(searches[task.query_id])) for task in tasks if task.query_id in searches]
+        return Asked(found, faults, {})
 
     def _told(self, skill_ids: Sequence[str], described: bool) -> str:
         """What the model reads of skills: their names, or a line each with the beginning of the description."""

@@ -23,9 +23,9 @@ from skilltrain.llm.ask import cost_of
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
-from skilltrain.retrieval.select import Ask
+from skilltrain.retrieval.select import Ask, questions_of
 from skilltrain.routing.planning.compose import Plan, plan_json
-from skilltrain.routing.planning.decompose import ModelConfig, planning_questions
+from skilltrain.routing.planning.decompose import ModelConfig
 from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each
 from skilltrain.version import __version__
 
@@ -108,7 +108,7 @@ def plan_plans(config: PlansConfig) -> dict[str, Any]:
     costs: dict[str, Any] = {}
     for planner in config.planners:
         if isinstance(model := planner.decomposer, ModelConfig):
-            costs[planner.name] = cost_of(planning_questions(model, open_llm(model.llm), asks))
+            costs[planner.name] = cost_of(questions_of(model, open_llm(model.llm), model.prompt, asks))
     return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
