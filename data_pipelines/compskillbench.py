@@ -32,7 +32,7 @@ from skilltrain.data.query_texts import names_skill
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl, staged_folder
 from skilltrain.recipe import run_pipeline
-from skilltrain.records import Dropped, Skill
+from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, PLANS, QUERIES, SKILLS, write_table
 from skilltrain.texts import name_key
 
@@ -141,16 +141,13 @@ def task_text(style: str, steps: list[str], join: str) -> str:
 def write_tasks(folder: Path, style: str, chains: dict[int, list[tuple[list[str], Skill]]]) -> None:
     """Queries, judgements and gold plans of `chains` (number → steps) in a style."""
     place, joins = STYLES.index(style), cycle(JOINS[style])
-    queries: list[dict[str, Any]] = []
-    judgements: list[dict[str, Any]] = []
-    plans: list[dict[str, Any]] = []
+    queries, judgements, plans = list[Query](), list[Judgement](), list[dict[str, Any]]()
     for number, chain in chains.items():
         query_id, steps = f"comp-{number:03}", [words[place] for words, _ in chain]
         text = task_text(style, steps, next(joins))
-        queries.append({"query_id": query_id, "text": text, "kind": "multi", "origin": style, "split": "test"})
+        queries.append(Query(query_id, text, "multi", style, "test"))
         for step, (text, (_, skill)) in enumerate(zip(steps, chain, strict=True), 1):
-            judgements.append({"query_id": query_id, "skill_id": skill.skill_id, "verdict": "required",
-                               "judge": "compskillbench"})  # fmt: skip
+            judgements.append(Judgement(query_id, skill.skill_id, Verdict.REQUIRED, "compskillbench"))
             waits = [str(step - 1)] if step > 1 else []
             plans.append({"query_id": query_id, "step_id": str(step), "text": text, "depends_on": waits,
                           "skill_id": skill.skill_id})  # fmt: skip

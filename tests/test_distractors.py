@@ -64,7 +64,6 @@ def settings(benchmark: Path, server: LLMServer, llm: dict[str, Any] | None = No
 
 def run(config: DistractorsConfig, name: str = "out") -> tuple[dict[str, Any], Path]:
     out = config.out.with_name(name)
-    out.mkdir()
     return run_distractors(config, out), out
 
 

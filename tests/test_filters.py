@@ -46,7 +46,6 @@ class Filter:
 
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"
-        self.out.mkdir()
         self.write(rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random"))
         rows = [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in CLUSTER_OF.items()]
         write_table(rows, CLUSTERS, folder / "clusters")

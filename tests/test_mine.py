@@ -41,7 +41,6 @@ class Workshop:
         self.folder, self.out = folder, folder / "out"
         self.vectors: dict[str, np.ndarray] = {}
         self.query_vectors: dict[str, np.ndarray] = {}
-        self.out.mkdir()
         monkeypatch.setattr(mine_module, "open_encoder", lambda source: self)
 
     def encode_queries(self, texts):
