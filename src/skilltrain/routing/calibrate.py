@@ -6,6 +6,7 @@ so that whatever is answered then is wrong. All figures are by cross-validation 
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from math import floor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,7 +23,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.evaluation.bootstrap import share
 from skilltrain.files import write_json
 from skilltrain.routing.answer import Calibration, Calibrator, Traced
-from skilltrain.routing.fusion import folds_of
+from skilltrain.routing.fusion import fitted_elsewhere, folds_of
 from skilltrain.routing.indexing import CALIBRATION_FILE
 from skilltrain.routing.router import Router
 from skilltrain.terminal import track
@@ -150,15 +151,11 @@ def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: C
 
     Calibration error, risk and coverage are over the queries with and without their skills, in equal parts.
     """
-    fitted: list[Calibrator] = []
-    for fold in range(config.folds):
-        others = [case for case, own in zip(cases, folds, strict=True) if own != fold]
-        fitted.append(fit_calibrator(others, config.answered, config.contained))
+    fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
     rows: list[list[float]] = []
-    for case, fold in zip(cases, folds.tolist(), strict=True):
-        traced, right, calibrator = case.traced, case.right, fitted[fold]
+    for (traced, right, is_served), calibrator in zip(cases, fitted_elsewhere(fit, cases, folds), strict=True):
         top, size = max(calibrator.probabilities(traced), default=0.0), calibrator.num_likely(traced)
-        rows.append([top, size, any(right[:1]), calibrator.fits(traced), any(right[:size]), case.is_served])
+        rows.append([top, size, any(right[:1]), calibrator.fits(traced), any(right[:size]), is_served])
     tops, sizes, *facts = np.array(rows, dtype=np.float64).T
     right, fits, contains, served = (fact > 0 for fact in facts)
     return {

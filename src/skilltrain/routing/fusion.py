@@ -8,10 +8,10 @@ A leg that was trained on the same queries looks better than it is: data_pipelin
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -45,6 +45,8 @@ from skilltrain.version import __version__
 
 MEASURES = parse_measures(("Hit@1", "MRR@10"))
 FITTED, EQUAL = "fitted", "equal weights"
+CaseT = TypeVar("CaseT")
+FittedT = TypeVar("FittedT")
 _L2 = 1e-3  # keeps weights finite where few queries can be told apart without error
 
 
@@ -98,12 +100,9 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     if num_without:
         say(f"{num_without} of {len(scored)} queries have no gold skill among what the legs found: not fitted on")
     rankings = dict(zip(names, found, strict=True)) | {FITTED: {}, EQUAL: {}}
-    for fold in range(config.folds):
-        fitted_elsewhere = fit_weights([scored[place] for place in np.flatnonzero(folds != fold)])
-        for place in np.flatnonzero(folds == fold):
-            query_id = tasks[place].query.query_id
-            rankings[FITTED][query_id] = scored[place].ranked(fitted_elsewhere)
-            rankings[EQUAL][query_id] = scored[place].ranked(np.full(len(legs), 1 / len(legs)))
+    for task, query, elsewhere in zip(tasks, scored, fitted_elsewhere(fit_weights, scored, folds), strict=True):
+        rankings[FITTED][task.query.query_id] = query.ranked(elsewhere)
+        rankings[EQUAL][task.query.query_id] = query.ranked(np.full(len(legs), 1 / len(legs)))
     figures = compare(rankings, {task.query.query_id: task.relevance for task in tasks}, clusters)
     fitted = FittedWeights(
         weights=tuple(weights.tolist()),
@@ -227,6 +226,15 @@ def folds_of(tasks: Sequence[Task], num_folds: int, seed: int) -> tuple[list[str
         fold[names[place]] = int(sizes.argmin())
         sizes[fold[names[place]]] += counts[names[place]]
     return groups, np.array([fold[group] for group in groups], dtype=np.int64)
+
+
+def fitted_elsewhere(
+    fit: Callable[[Sequence[CaseT]], FittedT], cases: Sequence[CaseT], folds: Int64[np.ndarray, " case"]
+) -> list[FittedT]:
+    """For each case what `fit` makes of the cases of other folds."""
+    others = ([case for case, own in zip(cases, folds, strict=True) if own != fold] for fold in range(folds.max() + 1))
+    fitted = [fit(cases) for cases in others]
+    return [fitted[fold] for fold in folds]
 
 
 def compare(
