@@ -242,7 +242,6 @@ def test_the_command_plans_without_a_model(library: Path) -> None:
     assert succeeds("plan", "合并文件，然后翻译", "--pool", pool).out.count("no skill fits") == 2
     for line, fault in {
         ("", "--pool", pool): "the task is empty",
-        ("x",): "give either --router or --pool",
         ("x", "--pool", pool, "hints.H=3"): "unknown key 'hints.H'",
         ("x", "--pool", pool, "--llm", "{kind: parrot}"): "unknown choice 'parrot'",
     }.items():
@@ -353,6 +352,14 @@ def test_the_stage_scores_ways_to_plan_side_by_side(bench: Path) -> None:
     assert "| DA | .667 [.00, 1.00] | .000 [.00, .00] |" in report and "| one step | first | DA |" in report
     plans = [json.loads(line) for line in (bench / "out" / "plans.jsonl").read_text().splitlines()]
     assert [len(plan["steps"]) for plan in plans] == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_dry_run_says_what_the_models_take_first(bench: Path) -> None:
+    llm = json.dumps(chat(LLMServer("http://127.0.0.1:9/v1")))  # nothing listens there
+    planners = f"planners=[{{name: rules}}, {{name: model, decomposer: {{kind: llm, llm: {llm}}}}}]"
+    plan = json.loads(succeeds(*arguments(bench, planners), "--dry-run").out)["plan"]
+    assert (plan["num_tasks"], plan["num_skills"]) == (3, 4)
+    assert plan["asked"].keys() == {"model"} and plan["asked"]["model"]["num_requests"] == 3
 
 
 def test_what_is_held_out_is_not_found_and_still_has_its_category(bench: Path) -> None:
