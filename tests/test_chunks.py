@@ -27,6 +27,7 @@ from skilltrain.training.scores import ScoreContext, encoder_scores, in_batch_ne
 from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
 from skilltrain.workers import WorkersConfig
 from small_library import succeeds
+from test_dense import counted
 
 TEN = SkillTemplate(body_chars=10)
 SKILL = Skill("s", "n", "d", "0123456789abcdefghijABCD\n ")  # 24 characters and white space
@@ -73,8 +74,7 @@ def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(model_fol
     np.testing.assert_array_equal(chunks.vectors, encoder.encode_skills([LONG, SHORT]))
     assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
     encoder = open_encoder(source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"}))
-    seen, forward = [], encoder.model.forward
-    monkeypatch.setattr(encoder.model, "forward", lambda texts: seen.extend(texts) or forward(texts))
+    seen = counted(encoder, monkeypatch)
     chunks = encoder.encode_chunks([LONG, SHORT])
     assert len(seen) == 2 and chunks.starts.tolist() == [0, 3, 4] and chunks.pool == "top2"
     alone = [Skill("x", "clip", "find the clip", LONG.body[start : start + 50]) for start in (0, 40, 80)]

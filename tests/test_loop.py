@@ -222,7 +222,7 @@ def scripted_dev(places, tmp_path, signal_in=0, **settings):
     relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
     own = ScriptedRanker(places, signal_in)
     queries = [Query("q", "find", "single", "test", "dev")]
-    return Dev(config, relevance, Cascade(queries, [], 20, own), own)
+    return Dev(config, relevance, Cascade(queries, [], 20, {"self": own}), own)
 
 
 def run_with(dev, step, out, resume=False, **changes):

@@ -162,7 +162,7 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
         module, "open_ranker", lambda config, *rest: asked.append(config.kind) or open_ranker(config, *rest)
     )
     own = Own()
-    cascade = Cascade(QUERIES, SKILLS, 3, own)
+    cascade = Cascade(QUERIES, SKILLS, 3, {"self": own})
     both = system("own", kept(LEXICAL, 5), RerankConfig(source="self", keep=5))
     check_systems([both], has_own=True)
     first = cascade.run(both)[-1].rankings["q1"]

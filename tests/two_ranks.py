@@ -146,7 +146,7 @@ def dev_figure(bert: Path, root: Path, rank: int) -> float:
     )
     own = OwnEncoder(load_encoder(EncoderConfig(source=str(bert)), CPU), queries, skills)
     relevances = {"q": Relevance(frozenset("a"), {"a": 1.0})}
-    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, own), own)
+    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, {"self": own}), own)
     return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean
 
 

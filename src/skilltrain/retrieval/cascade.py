@@ -91,23 +91,16 @@ class RankedStage:
 class Cascade:
     """Runs systems for the same queries over one pool; what two systems begin with in common runs once.
 
-    `own` is the model in training (`source: self`); what it is part of runs anew each time. `opened` keeps models.
+    `opened` keeps models by `key_of`. That of `OWN` is the model in training; what it is part of runs anew each time.
     """
 
     def __init__(
-        self,
-        queries: Sequence[Query],
-        skills: Sequence[Skill],
-        depth: int,
-        own: Ranker | None = None,
-        opened: dict[str, Ranker] | None = None,
+        self, queries: Sequence[Query], skills: Sequence[Skill], depth: int, opened: dict[str, Ranker] | None = None
     ) -> None:
         if not queries:
             raise SkilltrainError("there is no query to rank for")
         self.queries, self.skills, self.depth = queries, skills, depth
         self._opened = {} if opened is None else opened
-        if own is not None:
-            self._opened[OWN] = own
         self._answers: dict[str, RankedStage] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:

@@ -26,7 +26,7 @@ from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
-from skilltrain.retrieval.rankers import is_own
+from skilltrain.retrieval.rankers import OWN, is_own
 from skilltrain.retrieval.rerank import reordered
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
@@ -140,7 +140,8 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     is_encoder = isinstance(model, Encoder)
     own = OwnEncoder(model, queries, [*skills.values()]) if is_encoder else OwnReranker(model, skills)
     depth = max(measure.cutoff for measure in config.measures)
-    cascade = Cascade(queries, [*skills.values()], max([depth, *(ranker.keep or 0 for ranker in config.rankers)]), own)
+    depth = max([depth, *(ranker.keep or 0 for ranker in config.rankers)])
+    cascade = Cascade(queries, [*skills.values()], depth, {OWN: own})
     _check_candidates(config, cascade, tasks)
     return Dev(config, {task.query.query_id: task.relevance for task in tasks}, cascade, own)
 

@@ -118,7 +118,7 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
         queries = [Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)]
-        rankings = Cascade(queries, skills, keep, opened=opened).run(system)[-1].rankings
+        rankings = Cascade(queries, skills, keep, opened).run(system)[-1].rankings
         return [rankings[query.query_id] for query in queries]
 
     return find
