@@ -19,7 +19,7 @@ from skilltrain.ablation.grid import Cell, Plan, StepRun, make_plan
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, holm, same_queries
-from skilltrain.evaluation.slices import Row, means_by_slice
+from skilltrain.evaluation.slices import Row, means_of
 from skilltrain.files import read_jsonl, write_json, write_text
 from skilltrain.report.page import SHARES, axis_around, ends_of, html_page
 from skilltrain.report.page import markdown as markdown_of
@@ -187,7 +187,7 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> Row:
         mean = {q: {m: fmean(rows[q][m] for rows in every) for m in row} for q, row in every[0].items()}
         systems.append(SystemResult(variant, mean, {}))
     query_ids = same_queries(systems)
-    means = means_by_slice(systems, {query_id: {} for query_id in query_ids}, measures)[0].means
+    means = means_of(systems, query_ids, measures)
     variants: list[Row] = []
     for variant, of_seed in values.items():
         metrics = means[variant]

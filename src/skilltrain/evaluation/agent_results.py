@@ -18,7 +18,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, same_queries
 from skilltrain.evaluation.metrics import Relevance, as_found
-from skilltrain.evaluation.slices import means_by_slice
+from skilltrain.evaluation.slices import means_of
 from skilltrain.files import read_jsonl
 
 CHIEF = "Pass@1"  # the measure by which conditions are compared
@@ -78,7 +78,7 @@ def agent_results(trials: Sequence[Trial], gold: Mapping[str, Relevance], ceilin
     tasks, means = same_queries(results), dict[str, Mapping[str, Interval]]()
     for result in results:  # each by itself: a condition without skills has no use rate
         measures = [*dict.fromkeys(measure for row in result.per_query.values() for measure in row)]
-        means |= means_by_slice([result], {task: {} for task in tasks}, measures)[0].means
+        means |= means_of([result], tasks, measures)
     pairs = [(results[0].name, result.name) for result in results[1:]]
     best = means[ceiling][CHIEF].mean if ceiling else 0.0
     shares = {name: row[CHIEF].mean / best for name, row in means.items()} if best else {}

@@ -81,14 +81,14 @@ def means_by_slice(
         for value in sorted(values, key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value))
     }
     # of many a label one value holds all queries
-    means = {ids: _means(results, ids, measures) for ids in dict.fromkeys(kept.values())}
+    means = {ids: means_of(results, ids, measures) for ids in dict.fromkeys(kept.values())}
     return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in kept.items())
 
 
-def _means(
+def means_of(
     results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
 ) -> dict[str, dict[str, Interval]]:
-    """System → measure → mean. Measures of the same queries share draws; one of no query is left out."""
+    """System → measure → mean over these queries. Measures of the same queries share draws; one of none is left out."""
     together: dict[tuple[str, ...], list[str]] = {}
     for measure in measures:
         if having := tuple(q for q in query_ids if any(measure in result.per_query[q] for result in results)):
