@@ -34,7 +34,8 @@ def make(tmp_path: Path, rows: Any, **settings: Any) -> Tables:
         rows = tmp_path / "train.jsonl"
     out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
     out.mkdir()
-    summary = run_queries(QueriesConfig(files=rows, pool=tmp_path / "pool", out=out, **settings), out)
+    values = {"files": rows, "pool": tmp_path / "pool", "out": out, **settings}
+    summary = run_queries(QueriesConfig.model_validate(values), out)
     queries, judgements, dropped = (read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED))
     return queries, judgements, dropped, summary
 
@@ -194,4 +195,4 @@ def test_patterns_name_files_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     config = QueriesConfig.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
-    assert config.files == [Path("../a.jsonl"), Path("../b.jsonl")]
+    assert config.files == (Path("../a.jsonl"), Path("../b.jsonl"))

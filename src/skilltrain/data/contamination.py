@@ -55,11 +55,6 @@ class ContaminationLimits(Config):
         default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that makes a positive a gold skill's copy"
     )
 
-    @property
-    def compares_skills(self) -> bool:
-        """Whether gold skills are looked at, and must have texts."""
-        return self.name or self.jaccard is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Gold:
@@ -244,7 +239,8 @@ def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
     """
     training = [(query, positives_of(judged)) for query, judged in select_judged(config.queries, config.split)]
     skills = _known(config.pool, {skill_id for _, positives in training for skill_id in positives})
-    needs_golds = config.limits.compares_skills or config.clusters is not None or config.encoder is not None
+    by_more_than_name = config.limits.jaccard, config.clusters, config.encoder
+    needs_golds = config.limits.name or any(ground is not None for ground in by_more_than_name)
     clusters = read_clusters(config.clusters, (skill.skill_id for skill in skills)) if config.clusters else None
     benchmarks = open_benchmarks(config.benchmarks, config.pool, needs_golds)
     index = BenchmarkIndex(benchmarks, config.limits, clusters)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pydantic
 from pydantic import BaseModel, Field, field_validator
 
-from skilltrain.config import Config, InputPath, validate
+from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
 from skilltrain.errors import SkilltrainError, reason_of
@@ -37,7 +37,7 @@ class QueriesConfig(Config):
     """Settings of the stage `queries`."""
 
     stage: Literal["queries"] = "queries"
-    files: list[InputPath] = Field(
+    files: InputPaths = Field(
         min_length=1,
         description=".jsonl, .jsonl.gz, .json, .parquet or .csv, or patterns like queries/*.jsonl; a row has query or "
         "text, and skill_ids, skill_id or required; optional useful, rejected, irrelevant, query_id, origin, split, "
@@ -51,15 +51,15 @@ class QueriesConfig(Config):
     )
     out: Path = Field(description="folder to write queries, judgements and dropped to")
 
-    @field_validator("files", mode="before")
+    @field_validator("files")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """A single file as a list of one; a pattern as the files that it names, so that these are recorded."""
-        found: list[Any] = []
-        for item in value if isinstance(value, list | tuple) else [value]:
-            path = Path(item) if isinstance(item, str | Path) and not Path(item).exists() else None
-            found += (path and sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))) or [item]
-        return found
+    def _matching(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
+        """A pattern as the files that it names, so that these are recorded."""
+        found: list[Path] = []
+        for file in files:
+            matching = [] if file.exists() else Path(file.anchor).glob(str(file.relative_to(file.anchor)))
+            found += sorted(matching) or [file]
+        return tuple(found)
 
 
 def _line(value: Any) -> str | None:

@@ -25,7 +25,7 @@ from skilltrain.data.collect.archives import read_skill_files
 from skilltrain.data.collect.registry import Listed, RegistryConfig, read_listing
 from skilltrain.data.collect.registry_client import RegistryClient
 from skilltrain.data.collect.sync_state import Outcome, SyncState, open_state
-from skilltrain.data.pool.read import merge_sources
+from skilltrain.data.pool.read import first_reason, merge_sources
 from skilltrain.data.pool.skill_file import parse_skill_file
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Skill, counted
@@ -73,8 +73,8 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
         dropped += [*refused, *left_out]
         dropped += [Dropped("", one, "unlisted", why) for one in gone if not state.outcomes[one].refusal]
         if not skills:
-            why = f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
-            raise SkilltrainError(f"no skill is left of {len(listed):,} listed", where=registry.base_url, fix=why)
+            what = f"no skill is left of {len(listed):,} listed"
+            raise SkilltrainError(what, where=registry.base_url, fix=first_reason(dropped))
         write_table(skills, SKILLS, out)
         # A reason may quote a stranger: it stands on one line, without what no table can hold.
         short = (replace(drop, reason=one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS]) for drop in dropped)

@@ -98,6 +98,11 @@ class Listed:
     digest: str
     url: str
 
+    @property
+    def place(self) -> str:
+        """The URL without what may change from request to request, such as a signature."""
+        return self.url.partition("?")[0]
+
 
 def read_listing(
     registry: RegistryConfig, state: SyncState, client: RegistryClient
@@ -116,11 +121,11 @@ def read_listing(
             if isinstance(found, Dropped):
                 dropped.append(found)
                 continue
-            earlier, now = (one.url.partition("?")[0] for one in (skills.get(found.skill_id, found), found))
-            if earlier != now:  # but for a signature
-                reason = f"listed twice; the earlier entry led to {earlier}"
+            earlier = skills.get(found.skill_id)
+            if earlier and earlier.place != found.place:
+                reason = f"listed twice; the earlier entry led to {earlier.place}"
                 dropped.append(Dropped("", found.skill_id, "same_id", reason))
-            if found.skill_id in skills or len(skills) < registry.max_skills:
+            if earlier or len(skills) < registry.max_skills:
                 skills[found.skill_id] = found
         if not skills:
             reason = f": {dropped[0].reason}" if dropped else ""

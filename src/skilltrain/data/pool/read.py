@@ -88,10 +88,10 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
         read.append(skills)
         dropped += [replace(drop, source=clean_text(str(source))) for drop in refused]
         if not skills and len(sources) > 1:
-            say(f"warning: the source {source} gives no skill ({_first_reason(refused) or 'it is empty'})")
+            say(f"warning: the source {source} gives no skill ({first_reason(refused) or 'it is empty'})")
     if not any(read):
         what = f"no skill is left of {len(sources)} source(s)"
-        raise SkilltrainError(what, where=sources[0], fix=_first_reason(dropped))
+        raise SkilltrainError(what, where=sources[0], fix=first_reason(dropped))
     return read, dropped
 
 
@@ -100,7 +100,8 @@ def _with_lang(skill: Skill) -> Skill:
     return skill if skill.lang else replace(skill, lang=language_of(said))
 
 
-def _first_reason(dropped: Sequence[Dropped]) -> str:
+def first_reason(dropped: Sequence[Dropped]) -> str:
+    """Why nothing is left, in words for an error."""
     return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
 
 
