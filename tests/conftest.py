@@ -100,9 +100,8 @@ def runs(tmp_path_factory, model_folders):
 @pytest.fixture
 def server(monkeypatch):
     """A chat server on loopback whose answers name the seed of their request; the environment holds a key."""
-    from llm_server import KEY, Reply, embeddings, llm_server
+    from llm_server import KEY, llm_server
 
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with llm_server() as running:
-        running.otherwise = lambda asked: embeddings(asked) if "input" in asked else Reply(f"answer {asked['seed']}")
         yield running

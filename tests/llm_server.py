@@ -66,9 +66,6 @@ class Reply:
         return (json.dumps(self.content(request)) if self.raw is None else self.raw).encode()
 
 
-NUM_DIMENSIONS = 4
-
-
 def vector_of(text: str, num_dimensions: int) -> list[float]:
     """Numbers that only the text decides; exact in float32, not of length 1."""
     return [byte - 127.5 for byte in hashlib.sha256(text.encode()).digest()[:num_dimensions]]
@@ -90,7 +87,7 @@ def vectors_body(vectors: Sequence[Sequence[float] | str], num_tokens: int, is_b
 
 def embeddings(request: dict[str, Any]) -> Reply:
     """What an honest server replies to an embeddings request: three bytes a token."""
-    texts, num_dimensions = request["input"], request.get("dimensions", NUM_DIMENSIONS)
+    texts, num_dimensions = request["input"], request.get("dimensions", 4)
     num_tokens = sum(math.ceil(len(text.encode()) / 3) for text in texts)
     vectors = [vector_of(text, num_dimensions) for text in texts]
     return Reply(raw=vectors_body(vectors, num_tokens, request["encoding_format"] == "base64"))
@@ -113,7 +110,7 @@ class LLMServer:
     times: list[float] = field(default_factory=list)
     script: list[Reply] = field(default_factory=list)
     otherwise: Callable[[dict[str, Any]], Reply] = field(
-        default=lambda request: embeddings(request) if "input" in request else Reply()
+        default=lambda request: embeddings(request) if "input" in request else Reply(f"answer {request['seed']}")
     )
     faults: dict[str, list[Reply]] = field(default_factory=dict)
     batch_steps: list[str] = field(default_factory=lambda: ["validating", "in_progress", "completed"])

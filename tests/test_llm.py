@@ -128,7 +128,7 @@ def test_a_server_that_was_never_there_is_named_and_only_openai_itself_needs_a_k
         complete(open_llm(OpenAIConfig(model="m", cache=None)))
     with llm_server() as local:
         llm = open_client(local)
-        assert ask(llm, 0) == ["Please plan my week."]
+        assert ask(llm, 0) == ["answer 0"]
     with pytest.raises(SkilltrainError, match=r"no server answers.*llm\.base_url") as failure:
         complete(open_client(local))
     assert failure.value.where == local.base_url

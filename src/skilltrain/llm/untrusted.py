@@ -9,14 +9,15 @@ import re
 from collections.abc import Iterable, Sequence
 
 from skilltrain.records import Skill
+from skilltrain.texts import INVISIBLE
 
 _NAME_CHARS = 200
 _LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
-# Controls, soft hyphens, fillers, marks of direction, zero-width characters (but for the joiners that scripts and emoji
-# need), lone surrogates, and the tags and variation selectors in which whole sentences can be hidden.
+# What is invisible (but for the joiners that scripts and emoji need), controls, lone surrogates, and the tags and
+# variation selectors in which whole sentences can be hidden.
 _UNSEEN = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e"
-    "\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+    f"(?![\u200c\u200d])[{INVISIBLE}\x00-\x08\x0e-\x1f\x7f-\x9f\u180b-\u180f\ud800-\udfff\ufe00-\ufe0f\ufff9-\ufffb"
+    "\U000e0000-\U000e0fff]"
 )
 _TURN = re.compile(
     r"<(?=[|｜]|/?(?:s|think|bos|eos|pad|unk)>|(?:start|end)_of_turn>|</?SYS>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])", re.I
@@ -50,8 +51,7 @@ def mark_of(texts: Iterable[str]) -> str:
 
 def fenced(text: str) -> str:
     """An untrusted text between two lines that hold the same mark."""
-    mark = f"{mark_of([text])} ==="
-    return f"{mark}\n{text}\n{mark}"
+    return framed([("===", text)], "===")[1]
 
 
 def framed(parts: Sequence[tuple[str, str]], end: str) -> tuple[str, str]:

@@ -33,7 +33,7 @@ def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
     In the order of fields, rules and places; time grows linearly with the length. The field of a find in a file is
     `./` and the file's path.
     """
-    files = [file for hidden in (False, True) for file in bundled_files(folder, hidden=hidden)[0]] if folder else []
+    files = bundled_files(folder)[0] + bundled_files(folder, hidden=True)[0] if folder else []
     return screen_texts(skill, files)
 
 

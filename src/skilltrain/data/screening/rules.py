@@ -66,8 +66,8 @@ class Find(Config, validate_default=False):
         yield from spans if self.written else (reading.place(*span) for span in spans)
 
     def _matches(self, reading: "Reading", anchors: Sequence[str]) -> Spans:
-        windows = _windows(anchors, reading.plain, self.reach) if anchors else [(0, len(reading.plain))]
-        for start, end in windows:
+        everywhere = [[0, len(reading.plain)]]
+        for start, end in _windows(anchors, reading.plain, self.reach) if anchors else everywhere:
             for found in self._pattern.finditer(reading.plain, start, end):
                 at = found.end() - len(found[0].lstrip())
                 if self._holds(reading, at, found.end()):
@@ -104,15 +104,12 @@ class Rule(Config):
         return [*finds, *self.programs] if kind == "program" else finds
 
 
-def _windows(anchors: Sequence[str], plain: str, reach: int) -> Spans:
-    """Stretches of `plain` within `reach` characters of an anchor, in order and never overlapping."""
-    places = [found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)]
-    start = end = -1
-    for at in sorted(places):
-        if at - reach > end:
-            if end > 0:
-                yield start, end
-            start = max(0, at - reach)
-        end = at + reach
-    if end > 0:
-        yield start, min(end, len(plain))
+def _windows(anchors: Sequence[str], plain: str, reach: int) -> list[list[int]]:
+    """[start, end] of the stretches of `plain` within `reach` characters of an anchor, in order, without overlap."""
+    windows: list[list[int]] = []
+    for at in sorted(found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)):
+        if windows and at - reach <= windows[-1][1]:
+            windows[-1][1] = at + reach
+        else:
+            windows.append([max(0, at - reach), at + reach])
+    return windows

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from skilltrain.data.screening.reading import Reading
 from skilltrain.data.screening.rules import Spans, expand
@@ -64,8 +64,8 @@ def _looks_random(key: str) -> bool:
 
 def _has_staircase(key: str) -> bool:
     """Whether five letters in a row follow each other, up or down: abcde, 98765."""
-    steps = [ord(second) - ord(first) for first, second in pairwise(key)]
-    return any(abs(steps[i]) == 1 and len(set(steps[i : i + 4])) == 1 for i in range(len(steps) - 3))
+    steps = (ord(second) - ord(first) for first, second in pairwise(key))
+    return any(abs(step) == 1 and len([*same]) >= 4 for step, same in groupby(steps))
 
 
 def _bits_a_letter(text: str) -> float:
