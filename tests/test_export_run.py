@@ -159,6 +159,8 @@ def test_an_adapter_is_merged_or_read_by_peft(tmp_path, model_folders, name):
         export_run(config.out, tmp_path / "mixed", interpolate=0.5)
 
     assert export_adapter(config.out, tmp_path / "adapter")["checkpoint"] == "step-3"
+    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets)
     kind: Any = AutoModel
     if "reranker" in name:
         kind = AutoModelForCausalLM if "qwen3" in name else AutoModelForSequenceClassification

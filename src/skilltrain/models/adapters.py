@@ -76,6 +76,7 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
     """(settings, weights by name) of an adapter and the head that trained with it, as peft keeps them for `base`."""
     config, heads_of = network.peft_config[_NAME], {id(head) for head in _heads(network)}
     config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)  # a set: the file would differ from run to run
     config.modules_to_save = [name for name, module in network.named_modules() if id(module) in heads_of] or None
     trained = {name: value for name, value in network.named_parameters() if value.requires_grad}
     named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in trained.items()}

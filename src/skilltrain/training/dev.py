@@ -73,14 +73,12 @@ class OwnReranker:
         """The first `keep` candidates of each query by score, the others behind them in their order."""
         candidates = of_first_rank(candidates)
         assert candidates is not None, "a reranker needs candidates"
-        asked = [query for query in queries if candidates[query.query_id]]
-        firsts = [[skill_id for skill_id, _ in candidates[query.query_id][:keep]] for query in asked]
-        skills = [[self.skills[skill_id] for skill_id in of_query] for of_query in firsts]
-        lists = [self.reranker.tokenize(query.text, some) for query, some in zip(asked, skills, strict=True)]
-        rows = _finite(self.model(Pairs(lists))).split([len(pairs) for pairs in lists])
-        rankings: Rankings = {query.query_id: [] for query in queries}
-        for query, skill_ids, row in zip(asked, firsts, rows, strict=True):
-            scores = dict(zip(skill_ids, row.tolist(), strict=True))
+        firsts = {query: [skill_id for skill_id, _ in candidates[query.query_id][:keep]] for query in queries}
+        lists = [self.reranker.tokenize(query.text, [self.skills[s] for s in firsts[query]]) for query in queries]
+        found = iter(_finite(self.model(Pairs([pairs for pairs in lists if pairs]))).tolist())
+        rankings: Rankings = {}
+        for query, skill_ids in firsts.items():
+            scores = {skill_id: next(found) for skill_id in skill_ids}
             rankings[query.query_id] = reordered(candidates[query.query_id], keep, scores, self.first_weight)
         return rankings
 

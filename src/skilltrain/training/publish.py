@@ -199,8 +199,7 @@ def check_round_trip(folder: Path) -> None:
 def _scores(model: Encoder | Reranker, is_late: bool) -> Float[Tensor, "query skill"]:
     if isinstance(model, Reranker):
         return torch.stack([model(model.tokenize(query, _SKILLS)) for query in _QUERIES])
-    texts = [model.settings.template.render_skill(skill) for skill in _SKILLS]
-    asked, shown = model.tokenize_queries(_QUERIES), model.tokenize(texts, model.settings.max_tokens)
+    asked, shown = model.tokenize_queries(_QUERIES), model.tokenize_skills(_SKILLS)
     if not is_late:
         return model(asked) @ model(shown).T
     queries, skills = ([model.with_tokens([text], len(text))[0, 1:] for text in some] for some in (asked, shown))

@@ -26,7 +26,6 @@ from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Verdict
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.rankers import OWN, RankerConfig, needs_candidates, parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
@@ -76,8 +75,7 @@ class DevConfig(Config):
     def check(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
         """Raises ValueError for rankers that cannot rank, or in which the model in training is not one of `kind`."""
         measure, last = parse_measure(self.metric), self.rankers[-1]
-        parts = [part for part in parts_of(self.rankers) if isinstance(part, DenseConfig | LateConfig | RerankConfig)]
-        own = [part for part in parts if part.source == OWN]
+        own = [part for part in parts_of(self.rankers) if getattr(part, "source", None) == OWN]
         if needs_candidates(self.rankers[0]):
             raise ValueError("dev.rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
         if not own:
