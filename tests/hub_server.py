@@ -56,6 +56,8 @@ def hub_server() -> Iterator[Hub]:
             name, found = self.repository()
             if found is None:
                 self.answer(404, "Repository not found")
+            elif "/tree/" in self.path:
+                self.answer(200, [{"type": "file", "path": file, "size": 1, "oid": "0" * 40} for file in found.files])
             else:
                 siblings = [{"rfilename": file} for file in found.files]
                 self.answer(200, {"id": name, "private": found.private, "sha": "0" * 40, "siblings": siblings})
