@@ -137,7 +137,7 @@ def test_every_listed_skill_is_collected_and_a_second_run_asks_only_for_what_is_
 
 
 def test_keys_nested_lists_at_the_root_and_a_template_of_the_download(registry, sync, tmp_path):
-    page = {"data": {"list": [{"slug": "own er/ns", "meta": {"v": 3}}]}}
+    page = {"data": {"list": [{"slug": "own er/ns", "meta": {"v": 3}}, {"slug": ".."}]}}
     registry.script["/api/skills?offset=0"] = [Reply(json.dumps(page).encode())]
     registry.script["/api/skills?offset=50"] = [Reply(b'{"data": {"list": []}}')]
     registry.script["/api/get/own%20er%2Fns"] = [Reply(b"# no header\nA body.")]
@@ -145,7 +145,7 @@ def test_keys_nested_lists_at_the_root_and_a_template_of_the_download(registry, 
         registry__pages={"param": "offset", "first": 0, "step": 50},
         registry__keys={"items": "data.list", "id": "slug", "updated": "meta.v"},
     )  # fmt: skip
-    assert found.names == {"own er/ns": "ns"}
+    assert (found.names, found.dropped) == ({"own er/ns": "ns"}, {"..": "no_url"})
     assert registry.paths == ["/api/skills?offset=0", "/api/skills?offset=50", "/api/get/own%20er%2Fns"]
     registry.script["/api/skills?page=1"] = [Reply(json.dumps([{"id": 5, "download_url": "get/s1"}]).encode())]
     registry.script["/api/skills?page=2"] = [Reply(b"[]")]
@@ -172,13 +172,14 @@ def test_hostile_archives_and_entries_are_dropped_with_a_reason_and_touch_nothin
         "../../evil": Entry(b"", url="get/fine"),
         "zip-slip": Entry(zip_of({"SKILL.md": b"x", "../../../evil": b"x"})),
         "no-skill": Entry(zip_of({"README.md": b"x"})),
+        "no-text": Entry(zip_of({"SKILL.md": bytes(range(256)) * 20})),
         "bad\nid": Entry(b"x"),
         "x" * 600: Entry(b"x"),
         "fine": Entry(SEVEN["s0"]),
     }
     found = sync()
     assert set(found.names) == {"fine", "../../evil"}
-    assert found.dropped == {"zip-slip": "unsafe_name", "no-skill": "no_skill_file", "": "no_id"}
+    assert found.dropped == {"zip-slip": "unsafe_name", "no-skill": "no_skill_file", "no-text": "not_text", "": "no_id"}
     out, state = sorted(tmp_path.iterdir())
     assert state.name == "state" and {path.name for path in out.iterdir()} == {"skills.parquet", "dropped.parquet"}
 
@@ -316,6 +317,7 @@ def test_other_hosts_private_addresses_and_other_schemes_are_refused_without_a_r
         "http://169.254.169.254/latest/meta-data", "http://localhost:1/x", "http://127.0.0.1:1/x", "file:///etc/passwd",
         "http://[::1]/x", f"http://user:pw@{host}/x", f"http://{host}@evil.example/x", "ftp://evil.example/x",
         "//evil.example/x", "http://2130706433/x", "https://evil.example/x", "http://[", "javascript:alert(1)",
+        "http://evil.example:99999999/x",
     ]  # fmt: skip
     registry.skills |= {f"bad{number}": Entry(b"x", url=url) for number, url in enumerate(urls)}
     found = sync()

@@ -299,6 +299,7 @@ def test_a_pool_is_read_from_a_table_or_any_source(tmp_path: Path):
     rows = [row("b"), row("a", "Other."), row("b", "Third."), row("c", "third.")]
     file = write(tmp_path, {"s.jsonl": rows}) / "s.jsonl"
     skills, _, _ = make(tmp_path, file, drop_duplicates=False)
+    assert [skill.skill_id for skill in read_pool(write(tmp_path, {"d/SKILL.md": "Body."}) / "d" / "SKILL.md")] == ["d"]
     assert read_pool(file) == read_pool(str(file)) == read_pool(tmp_path / "out0")
     assert [skill.skill_id for skill in read_pool(file)] == ["a", "b", "b~2", "c"]
     again, dropped, _ = make(tmp_path, tmp_path / "out0")  # own output is a source again

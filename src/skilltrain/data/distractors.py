@@ -171,10 +171,9 @@ def _check(skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigra
     if not fewest <= count <= most:
         kind = "too_short" if count < fewest else "too_long"
         raise AnswerError(kind, f"its body has {count} words, {fewest} to {most} are wanted", count)
-    for other, _ in known:
+    for place, (other, others) in enumerate(known):
         if name_key(skill.name) == name_key(other.name):
             raise AnswerError("same_name", f"it has the name of {other.skill_id}", other_id=other.skill_id)
-    for place, (other, others) in enumerate(known):
         if (likeness := jaccard(trigrams, others)) > MAX_JACCARD:
             kind, reason = "near_copy" if place < num_golds else "duplicate", f"its body is nearly {other.skill_id}'s"
             raise AnswerError(kind, reason, round(likeness, 4), other.skill_id)

@@ -282,4 +282,4 @@ class _Mates:
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
     def _drawn(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
-        return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist() if allowed.any() else []
+        return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist()
