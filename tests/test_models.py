@@ -107,13 +107,6 @@ def test_control_strings_in_a_skill_or_a_query_are_plain_text(open_reranker_of, 
     assert [i for i in text if i in encoder.tokenizer.added_tokens_decoder] == [text[-1]]
 
 
-def test_bfloat16_autocast_does_not_round_the_score(open_reranker_of):
-    reranker = open_reranker_of("qwen3_reranker")
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = reranker(reranker.tokenize(QUERY, SKILLS))
-    assert scores.dtype == torch.float32 and (scores != scores.bfloat16().float()).any()
-
-
 ROOM = r"query_max_tokens \(126\) leaves no room for a skill in max_tokens"
 
 

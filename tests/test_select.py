@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +131,23 @@ def test_the_chosen_one_goes_first_and_the_others_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("read", "texts", "value"),
     [
-        "3", " 3\n", "3.", "[3]", "(3)", "#3", "**3**", "`3`", '"3"', "Skill 3", "skill #3.", "Candidate [3]",
-        "Answer: 3", "The answer is 3", "The best skill is: 3", "The most relevant skill is number 3.", "03", "３",
-        "“3”", "Option 3。", "INJECT", "inject", " **Reject** ", '"REJECT".', '"pdf forms in Python"',
-        "“pdf forms in Python”\n", "pdf forms in Python",
+        (read_choice, [
+            "3", " 3\n", "3.", "[3]", "(3)", "#3", "**3**", "`3`", '"3"', "Skill 3", "skill #3.", "Candidate [3]",
+            "Answer: 3", "The answer is 3", "The best skill is: 3", "The most relevant skill is number 3.", "03", "３",
+            "“3”", "Option 3。",
+        ], "c"),
+        (read_verdict, ["INJECT", "inject"], True),
+        (read_verdict, [" **Reject** ", '"REJECT".'], False),
+        (partial(read_queries, 1), ['"pdf forms"', "“pdf forms”\n", "pdf forms"], ["pdf forms"]),
     ],
 )  # fmt: skip
-def test_an_answer_is_read_however_it_is_dressed(text: str) -> None:
-    if "ject" in text.lower():
-        assert read_verdict(TASK, text) is ("inject" in text.lower())
-    elif "pdf" in text:
-        assert read_queries(1, TASK, text) == ["pdf forms in Python"]
-    else:
-        assert read_choice(TASK, text) == "c"
+def test_an_answer_is_read_however_it_is_dressed(
+    read: Callable[[Ask, str], Any], texts: list[str], value: object
+) -> None:
+    for text in texts:
+        assert read(TASK, text) == value, text
 
 
 @pytest.mark.parametrize(

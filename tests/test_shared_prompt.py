@@ -91,6 +91,7 @@ def test_float32_and_bfloat16_autocast_stay_close(folder):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             rounded = reranker(PAIRS)
         assert torch.allclose(rounded.double(), expected, atol=0.05 * expected.abs().max())
+        assert rounded.dtype == torch.float32 and (rounded != rounded.bfloat16().float()).any(), "not the score itself"
         # Where nothing is packed, it is a network like others.
         double = reranker.double()
         assert torch.equal(plain_scores(reranker, double.network, PAIRS), expected)

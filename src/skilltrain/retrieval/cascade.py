@@ -17,7 +17,6 @@ from skilltrain.retrieval.rankers import (
     OWN,
     Asking,
     AskingConfig,
-    FuseConfig,
     RankerConfig,
     is_own,
     key_of,
@@ -135,7 +134,7 @@ class Cascade:
             raise SkilltrainError(what, where=f"system {system.name}")
         counts = ranker.counts if isinstance(ranker, Asking) else {}
         answer = RankedStage(system.name, kind, rankings, seconds, (), counts)
-        if not any(map(is_own, rankers)):
+        if not any(map(is_own, parts_of(rankers))):
             self._answers[key] = answer
         return answer
 
@@ -200,7 +199,7 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
         raise SkilltrainError("two systems have the same name", where="systems")
     for system in systems:
         for part in parts_of(system.rankers):
-            if isinstance(part, FuseConfig) or not is_own(part):
+            if not is_own(part):
                 part.check()
             elif not has_own:
                 what = f"source {OWN} is the model in training, and nothing is trained here"

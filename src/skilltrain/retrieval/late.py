@@ -121,15 +121,15 @@ class Late:
         np.save(folder / "starts.npy", starts_of(counts))
 
     def _skills(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
-        """Yield each skill's tokens' vectors: those that are stored, then the others, longest texts first."""
-        settings, texts = self.encoder.settings, dict[str, str]()
-        for skill_id in skill_ids:
-            if self.stored is None:
-                texts[skill_id] = settings.template.render_skill(self.skills[skill_id])
-            else:
+        """Yield each skill's tokens' vectors: as they are stored, else encoded, longest texts first."""
+        if self.stored is not None:
+            for skill_id in skill_ids:
                 rows = self.stored.of(self._places[skill_id])
                 tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
                 yield skill_id, tokens.to(self.encoder.device)
+            return
+        settings = self.encoder.settings
+        texts = {skill_id: settings.template.render_skill(self.skills[skill_id]) for skill_id in skill_ids}
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         for start in range(0, len(ordered), _TEXTS):
             some = ordered[start : start + _TEXTS]

@@ -124,9 +124,9 @@ def num_read(ranker: RankerConfig) -> int | None:
     return part.keep if isinstance(part, RerankConfig | SelectConfig | AdmitConfig) else None
 
 
-def is_own(ranker: RankerConfig) -> bool:
-    """Whether it is, or holds, the model in training."""
-    return any(isinstance(part, DenseConfig | RerankConfig) and part.source == OWN for part in parts_of([ranker]))
+def is_own(part: RankerConfig) -> bool:
+    """Whether it is the model in training."""
+    return isinstance(part, DenseConfig | RerankConfig) and part.source == OWN
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
-from skilltrain.retrieval.rankers import OWN, is_own
+from skilltrain.retrieval.rankers import OWN, is_own, parts_of
 from skilltrain.retrieval.rerank import reordered
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
@@ -149,7 +149,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
 
     The cascade remembers what they find, and lets go of their models.
     """
-    number = next(number for number, ranker in enumerate(config.rankers) if is_own(ranker))
+    number = next(number for number, ranker in enumerate(config.rankers) if any(map(is_own, parts_of([ranker]))))
     if not number:
         return
     keeps = keeps_of(config.system, cascade.depth)
