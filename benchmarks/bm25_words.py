@@ -15,13 +15,13 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
+from skilltrain.data.pool.read import read_pool
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.bootstrap import intervals
 from skilltrain.evaluation.metrics import parse_measures, per_query
 from skilltrain.records import Skill
 from skilltrain.retrieval.lexical import Vocabulary, top_k
-from skilltrain.routing.evaluate import skills_of
 
 MEASURES, DEPTH = ("Hit@1", "MRR@10", "Recall@50"), 50
 _VOCABULARY = Vocabulary()
@@ -70,7 +70,7 @@ def main() -> None:
     """Print the table."""
     data = Path(sys.argv[1])
     benchmark = load_benchmark(data / "skillsbench-dev")
-    skills = skills_of(data / "pool", benchmark)
+    skills = [*benchmark.with_gold(read_pool(data / "pool")).values()]
     print(f"| {len(skills)} skills, n = {len(benchmark.tasks)} tasks | words | {' | '.join(MEASURES)} |")
     print(f"| --- | --- |{' ---: |' * len(MEASURES)}")
     for shown, text_of in SHOWN.items():

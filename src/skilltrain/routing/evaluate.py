@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +88,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
     benchmark, pools, predicted = _opened(config)
     check_systems(config.systems)  # before what an analysis takes
-    by_id = {skill.skill_id: skill for skills in pools for skill in skills}
+    by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
     analysis: dict[str, Any] = {**analyse_inputs(config.analysis, config.systems, benchmark, by_id)}
     unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
     stages, asked = _ranked(config, benchmark, pools, unserved)
@@ -124,7 +123,8 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
 def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """How much would be ranked, and about what chat models and embeddings servers would take (`plan_ranking`)."""
     benchmark, pools, _ = _opened(config)
-    return plan_ranking(config.systems, [task.query for task in benchmark.tasks], list(chain.from_iterable(pools)))
+    skills = [skill for pool in pools for skill in pool.values()]
+    return plan_ranking(config.systems, [task.query for task in benchmark.tasks], skills)
 
 
 def score_predictions(config: EvaluateConfig) -> Report:
@@ -136,19 +136,7 @@ def score_predictions(config: EvaluateConfig) -> Report:
     return _report(config, benchmark, predicted, {}, benchmark.notes, {})
 
 
-def skills_of(pool: Path | None, benchmark: Benchmark) -> list[Skill]:
-    """The pool with the benchmark's own gold skills, which come last and never replace a skill of the pool.
-
-    Without a pool, the one that the benchmark was published with.
-    """
-    if pool is None:
-        return list(benchmark.pool)
-    skills = read_pool(pool)
-    known = {skill.skill_id for skill in skills}
-    return skills + [skill for skill in benchmark.gold_skills if skill.skill_id not in known]
-
-
-def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]], Predicted]:
+def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[dict[str, Skill]], Predicted]:
     """(the benchmark as each of its parts can be scored over its pool, these pools, predictions by their file's name).
 
     An empty pool limits nothing. Raises SkilltrainError for whatever can be known to be wrong before anything is
@@ -159,10 +147,14 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]], Predi
         raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
     if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
         raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
-    pools = [skills_of(config.pool, part) for part in benchmark.parts]
+    if config.pool is None:
+        pools = [{skill.skill_id: skill for skill in part.pool} for part in benchmark.parts]
+    else:
+        skills = read_pool(config.pool)
+        pools = [part.with_gold(skills) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
-    benchmark = joined([check_pool(part, {s.skill_id for s in pool}) if pool else part for part, pool in parts])
-    by_id = {skill.skill_id: skill for pool in pools for skill in pool}
+    benchmark = joined([check_pool(part, pool.keys()) if pool else part for part, pool in parts])
+    by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
     predicted: Predicted = {}
     for file in config.predictions:
         if file.stem in [*predicted, *(system.name for system in config.systems)]:
@@ -178,7 +170,7 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[list[Skill]], Predi
 
 
 def _ranked(
-    config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Sequence[Skill]], unserved: Sequence[Query]
+    config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Mapping[str, Skill]], unserved: Sequence[Query]
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
     """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked).
 
@@ -189,7 +181,7 @@ def _ranked(
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
     for part, pool in zip(benchmark.parts, pools, strict=True):
         queries = [*(task.query for task in part.tasks), *(() if found else unserved)]
-        ranked = run_systems(config.systems, queries, pool, depth, config.analysis.num_timed)
+        ranked = run_systems(config.systems, queries, [*pool.values()], depth, config.analysis.num_timed)
         for system, stages in ranked.items():
             tier = f", {part.name}" if benchmark.tiers else ""
             asked |= {f"{stage.name}{tier}": stage.counts for stage in stages if stage.counts}

@@ -123,8 +123,7 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     """The dev benchmark for a model in training. Raises SkilltrainError for gold skills that cannot be found."""
     check_systems([config.system], has_own=True)
     benchmark = load_benchmark(config.benchmark, config.split)
-    pool = {skill.skill_id: skill for skill in read_pool(config.pool or training_pool)}
-    pool |= {skill.skill_id: skill for skill in benchmark.gold_skills if skill.skill_id not in pool}
+    pool = benchmark.with_gold(read_pool(config.pool or training_pool))
     tasks = check_pool(benchmark, pool.keys()).tasks
     queries = [task.query for task in tasks]
     judged = chain.from_iterable((*task.relevance.gains, *task.relevance.alternatives) for task in tasks)

@@ -63,6 +63,11 @@ class Benchmark:
         """query_id → what the bootstrap draws it together with, for the queries that have such a cluster."""
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
 
+    def with_gold(self, skills: Iterable[Skill]) -> dict[str, Skill]:
+        """`skills` by id, and the gold skills that came with the tasks: these stand last, and replace no skill."""
+        pool = {skill.skill_id: skill for skill in skills}
+        return pool | {skill.skill_id: skill for skill in self.gold_skills if skill.skill_id not in pool}
+
 
 def task_of(
     query: Query, relevance: Relevance, labels: Labels, where: object = None, steps: Iterable[GoldStep] = ()
