@@ -34,6 +34,7 @@ from skilltrain.routing.planning.planner import Planner, PlannerConfig
 from skilltrain.routing.planning.rules import Round, dependencies, steps_by_rules
 from skilltrain.tables import PLANS, write_table
 from small_library import skilltrain, succeeds
+from test_benchmarks import live, mcp_task, write
 
 
 def tool(skill_id: str, description: str = "", category: str | None = None) -> Skill:
@@ -367,6 +368,14 @@ def test_what_is_held_out_is_not_found_and_still_has_its_category(bench: Path) -
     every = run(bench, f"held_out={bench / 'away'}")["planners"]["rules"][0]["means"]
     assert every["Oracle R@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
     assert every["Oracle CatR@1"]["mean"] == 1.0  # the other skill of documents is found in its place
+
+
+def test_a_benchmarks_own_category_stays_where_no_step_names_a_skill(tmp_path: Path) -> None:
+    """LiveMCPBench's tasks have a category each."""
+    tasks = [mcp_task(tool, tool, steps=[f"{tool} it"], category=f"to {tool}") for tool in ("write", "fetch")]
+    write(tmp_path / "bench", live(*tasks))
+    own = run(tmp_path, "pool=null")["planners"]["rules"]
+    assert [one["value"] for one in own if one["label"] == "category"] == ["to fetch", "to write"]
 
 
 def test_what_cannot_be_scored_is_refused(bench: Path) -> None:
