@@ -69,14 +69,14 @@ class Results:
 
     def markdown(self) -> str:
         """The ablation as Markdown; names are escaped."""
-        return markdown_of("ablation.md.j2", results=self, grid=self.plan.grid, recipe_file=RECIPE_FILE)
+        return markdown_of("ablation", results=self, grid=self.plan.grid, recipe_file=RECIPE_FILE)
 
     def page(self) -> str:
         """The ablation as one HTML page."""
         differences = [c.difference for table in self.tables for c in table["differences"]]
         values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
         axis = axis_around(0, ends_of(differences) or [0])
-        return html_page("ablation.html.j2", (), **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
+        return html_page("ablation", **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
 
 
 def plan_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:

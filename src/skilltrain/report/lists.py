@@ -46,8 +46,7 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
         pairs.setdefault((drop.filter, drop.query_id, drop.skill_id, drop.other_id), []).append(drop)
     data = page_data(material, {key: checks[key] for key in found}, max_lists, pairs)
     content = html_page(
-        "lists.html.j2",
-        ("lists.js",),
+        "lists",
         material=material,
         num_sampled=min(max_lists, len(material.query_ids)),
         found=found,

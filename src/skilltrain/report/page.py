@@ -26,21 +26,23 @@ from skilltrain.evaluation.comparison import ALPHA
 from skilltrain.texts import one_line, visible
 
 NUM_BINS = 40
+_TEMPLATES = files("skilltrain.report") / "templates"
 
 
-def html_page(template: str, scripts: tuple[str, ...], **values: Any) -> str:
-    """A whole page: the template, the style sheet that all pages share, and the scripts as one."""
-    style = _asset("page.css")
-    script = "\n".join(_asset(name) for name in ("page.js", *scripts))
+def html_page(name: str, /, **values: Any) -> str:
+    """A whole page: the template `name`, the style sheet and the script that all pages share, and its own script."""
+    style = (_TEMPLATES / "page.css").read_text("utf-8")
+    scripts = [_TEMPLATES / "page.js", _TEMPLATES / f"{name}.js"]
+    script = "\n".join(file.read_text("utf-8") for file in scripts if file.is_file())  # most have none of their own
     policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
     policy += f"; style-src {_hash(style)}; script-src {_hash(script)}"
-    made = _environment(markdown=False).get_template(template)
+    made = _environment(markdown=False).get_template(f"{name}.html.j2")
     return made.render(values, policy=policy, style=Markup(style), script=Markup(script))
 
 
-def markdown(template: str, **values: Any) -> str:
-    """A Markdown document; texts are one line without markup, formatted numbers stay as they are."""
-    return _environment(markdown=True).get_template(template).render(values)
+def markdown(name: str, /, **values: Any) -> str:
+    """The Markdown document `name`; texts are one line without markup, formatted numbers stay as they are."""
+    return _environment(markdown=True).get_template(f"{name}.md.j2").render(values)
 
 
 def plain(text: str) -> str:
@@ -74,10 +76,6 @@ def _environment(markdown: bool) -> Environment:
 
 def _trusted(form: Callable[..., str]) -> Callable[..., Markup]:
     return lambda *values: Markup(form(*values))
-
-
-def _asset(name: str) -> str:
-    return files("skilltrain.report").joinpath("templates", name).read_text("utf-8")
 
 
 def _hash(content: str) -> str:

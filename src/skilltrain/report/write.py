@@ -46,7 +46,7 @@ def write_per_query(report: Report, file: Path) -> None:
 
 def report_markdown(report: Report) -> str:
     """The report as Markdown: the same numbers as the page, in tables."""
-    return markdown("evaluation.md.j2", **_values(report))
+    return markdown("evaluation", **_values(report))
 
 
 def report_page(report: Report) -> str:
@@ -54,8 +54,7 @@ def report_page(report: Report) -> str:
     ranks = {query_id: [found[query_id] for found in report.first_ranks.values()] for query_id in report.tasks}
     found = {query_id: sum(1 / rank for rank in row if rank) for query_id, row in ranks.items()}
     return html_page(
-        "evaluation.html.j2",
-        ("evaluation.js",),
+        "evaluation",
         **_values(report),
         num_failures=sum(1 not in row for row in ranks.values()),
         hardest_first=sorted(ranks, key=lambda query_id: (1 in ranks[query_id], found[query_id], query_id)),

@@ -87,8 +87,8 @@ def write_gradients(found: Sequence[PartOfGradient], config: TrainConfig, num_ba
     values = {"about": about, "places": list(dict.fromkeys(row.at for row in found)), "found": found}
     with staged_folder(config.out) as folder:
         write_json(folder / "gradients.json", about | {"parts": [asdict(row) for row in found]})
-        write_text(folder / "gradients.md", markdown("gradients.md.j2", **values))
-        write_text(folder / "gradients.html", html_page("gradients.html.j2", (), **values))
+        write_text(folder / "gradients.md", markdown("gradients", **values))
+        write_text(folder / "gradients.html", html_page("gradients", **values))
 
 
 def _of_encoder(step: Any, batch: Sequence[TrainingList]) -> Iterator[Rows]:

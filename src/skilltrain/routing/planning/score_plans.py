@@ -85,7 +85,7 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
     about = {"benchmark": benchmark.name, "num_tasks": len(tasks), "num_skills": len(pool), "notes": notes}
     values = {"slices": slices, "rounds": rounds, "comparisons": compared, "measures": config.scored}
-    write_text(out / "report.md", markdown("plans.md.j2", **about, **values, meanings=MEANINGS, sliced=_SLICED))
+    write_text(out / "report.md", markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED))
     by_slice = {
         name: [{"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.to_json(name)} for s in own]
         for name, own in slices.items()
