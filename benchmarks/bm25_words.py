@@ -60,8 +60,7 @@ def cells(skills: list[Skill], text_of: Callable[[Skill], str], cut: Cut, benchm
         scores = index.get_scores_from_ids(words)
         best = top_k(scores, DEPTH)
         rankings[task.query.query_id] = [ids[int(place)] for place in best if scores[place] > 0]
-    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    values = per_query(rankings, relevances, parse_measures(MEASURES))
+    values = per_query(rankings, benchmark.relevances, parse_measures(MEASURES))
     rows = np.array([[found[name] for name in MEASURES] for found in values.values()])
     return " | ".join(map(str, intervals(rows)))
 

@@ -84,8 +84,8 @@ def agents(
     from skilltrain.evaluation.benchmarks.load import load_benchmark
     from skilltrain.report.page import p_equals, signed_interval
 
-    tasks = load_benchmark([benchmark], None).tasks if benchmark else ()
-    found = agent_results(read_trials(trials), {task.query.query_id: task.relevance for task in tasks}, ceiling)
+    relevances = load_benchmark([benchmark], None).relevances if benchmark else {}
+    found = agent_results(read_trials(trials), relevances, ceiling)
     if as_json:
         show(asdict(found))
         return

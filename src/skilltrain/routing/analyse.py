@@ -167,8 +167,7 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
 
     Recall at this cutoff is what later rankers cannot exceed, Hit at it the Hit@1 of a perfect next ranker.
     """
-    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    clusters = [task.cluster or task.query.query_id for task in benchmark.tasks]
+    relevances, clusters = benchmark.relevances, [task.cluster or task.query.query_id for task in benchmark.tasks]
     found: list[Row] = []
     for system, ranked in stages.items():
         for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):

@@ -93,7 +93,7 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
     stages, asked = _ranked(config, benchmark, pools, unserved)
     notes = [*benchmark.notes, *_select_notes(asked)]
-    query_ids = [task.query.query_id for task in benchmark.tasks]
+    query_ids = [*benchmark.relevances]
     if unserved:
         last = {name: ranked[-1].rankings for name, ranked in stages.items()}
         analysis["unserved"] = told = tell_unserved(last, query_ids, unserved)
@@ -124,7 +124,7 @@ def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """How much would be ranked, and about what chat models and embeddings servers would take (`plan_ranking`)."""
     benchmark, pools, _ = _opened(config)
     skills = [skill for pool in pools for skill in pool.values()]
-    return plan_ranking(config.systems, [task.query for task in benchmark.tasks], skills)
+    return plan_ranking(config.systems, benchmark.queries, skills)
 
 
 def score_predictions(config: EvaluateConfig) -> Report:
@@ -180,7 +180,7 @@ def _ranked(
     asked: dict[str, Mapping[str, Any]] = {}
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
     for part, pool in zip(benchmark.parts, pools, strict=True):
-        queries = [*(task.query for task in part.tasks), *(() if found else unserved)]
+        queries = part.queries if found else [*part.queries, *unserved]
         ranked = run_systems(config.systems, queries, [*pool.values()], depth, config.analysis.num_timed)
         for system, stages in ranked.items():
             tier = f", {part.name}" if benchmark.tiers else ""
@@ -209,7 +209,7 @@ def _predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> dict
         if pool and (strange := [skill_id for skill_id in ranking if skill_id not in pool]):
             what = f"{len(strange)} of {len(ranking)} predicted skills are not in the pool, first '{strange[0]}'"
             raise SkilltrainError(what, where=where, fix="predict ids of this pool, or score without pool=…")
-    known = [task.query.query_id for task in benchmark.tasks]
+    known = [*benchmark.relevances]
     if unknown := [query_id for query_id in values if query_id not in benchmark.unscored.union(known)]:
         what = f"{len(unknown)} of {len(values)} predicted queries are not in the benchmark, first '{unknown[0]}'"
         raise SkilltrainError(what, where=file, fix=f"its query ids look like '{known[0]}'")
@@ -229,8 +229,7 @@ def _report(
     notes: Sequence[str],
     provenance: Mapping[str, str],
 ) -> Report:
-    relevances = {task.query.query_id: task.relevance for task in benchmark.tasks}
-    rows = {name: per_query(found, relevances, config.scored) for name, found in rankings.items()}
+    rows = {name: per_query(found, benchmark.relevances, config.scored) for name, found in rankings.items()}
     results = [SystemResult(name, rows[name], found, benchmark.clusters) for name, found in rankings.items()]
     return build_report(benchmark, results, config.scored, skills, notes, provenance)
 

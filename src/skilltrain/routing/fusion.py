@@ -90,9 +90,10 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     `scored_queries` or `fit_weights` refuse.
     """
     skills = read_pool(config.pool)
-    tasks = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills}).tasks
+    benchmark = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills})
+    tasks = benchmark.tasks
     clusters, folds = folds_of(tasks, config.folds, config.seed)
-    legs, found = found_by_legs(config.system, [task.query for task in tasks], skills)
+    legs, found = found_by_legs(config.system, benchmark.queries, skills)
     names = [f"{number} {leg_name(leg)}" for number, leg in enumerate(legs, 1)]
     scored = scored_queries(tasks, names, found)
     weights = fit_weights(scored)
@@ -103,7 +104,7 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     for task, query, elsewhere in zip(tasks, scored, fitted_elsewhere(fit_weights, scored, folds), strict=True):
         rankings[FITTED][task.query.query_id] = query.ranked(elsewhere)
         rankings[EQUAL][task.query.query_id] = query.ranked(np.full(len(legs), 1 / len(legs)))
-    figures = compare(rankings, {task.query.query_id: task.relevance for task in tasks}, clusters)
+    figures = compare(rankings, benchmark.relevances, clusters)
     fitted = FittedWeights(
         weights=tuple(weights.tolist()),
         legs=tuple(legs),
@@ -126,8 +127,8 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
 
 
 def plan_fusion(config: FusionConfig) -> dict[str, Any]:
-    tasks = load_benchmark(config.queries, config.split).tasks
-    return plan_ranking([config.system], [task.query for task in tasks], read_pool(config.pool))
+    queries = load_benchmark(config.queries, config.split).queries
+    return plan_ranking([config.system], queries, read_pool(config.pool))
 
 
 def found_by_legs(

@@ -124,8 +124,8 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     check_systems([config.system], has_own=True)
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = benchmark.with_gold(read_pool(config.pool or training_pool))
-    tasks = check_pool(benchmark, pool.keys()).tasks
-    queries = [task.query for task in tasks]
+    benchmark = check_pool(benchmark, pool.keys())
+    tasks, queries = benchmark.tasks, benchmark.queries
     judged = chain.from_iterable((*task.relevance.gains, *task.relevance.alternatives) for task in tasks)
     kept = pool.keys() & judged
     others = [skill_id for skill_id in pool if skill_id not in kept]
@@ -140,7 +140,7 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     depth = max([depth, *(ranker.keep or 0 for ranker in config.rankers)])
     cascade = Cascade(queries, [*skills.values()], depth, {OWN: own})
     _check_candidates(config, cascade, tasks)
-    return Dev(config, {task.query.query_id: task.relevance for task in tasks}, cascade, own)
+    return Dev(config, benchmark.relevances, cascade, own)
 
 
 def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:

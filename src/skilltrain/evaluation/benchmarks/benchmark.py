@@ -63,6 +63,14 @@ class Benchmark:
         """query_id → what the bootstrap draws it together with, for the queries that have such a cluster."""
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
 
+    @property
+    def queries(self) -> list[Query]:
+        return [task.query for task in self.tasks]
+
+    @property
+    def relevances(self) -> dict[str, Relevance]:
+        return {task.query.query_id: task.relevance for task in self.tasks}
+
     def with_gold(self, skills: Iterable[Skill]) -> dict[str, Skill]:
         """`skills` by id, and the gold skills that came with the tasks: these stand last, and replace no skill."""
         pool = {skill.skill_id: skill for skill in skills}

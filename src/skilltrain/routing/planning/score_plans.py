@@ -74,8 +74,7 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     benchmark, skills, pool = _opened(config)
     tasks, find = benchmark.tasks, finder(config.system, pool)
     known = {task.query.query_id: task for task in tasks}
-    queries = [task.query for task in tasks]
-    plans = {one.name: Planner(one, skills, find, known).plan(queries) for one in config.planners}
+    plans = {one.name: Planner(one, skills, find, known).plan(benchmark.queries) for one in config.planners}
     results = _results(config, tasks, plans, find, skills)
     slices: dict[str, tuple[SliceMeans, ...]] = {}
     for one in results:
