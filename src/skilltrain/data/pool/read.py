@@ -112,9 +112,8 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
     …, passing over names that a source itself uses, so that no id given by a source changes its meaning.
     """
     given = {skill.skill_id for skills in sources for skill in skills}
-    first_with, seen, taken = dict[bytes, str](), set[tuple[str, bytes]](), set[str]()
-    last_suffix: Counter[str] = Counter()
-    kept, dropped = list[Skill](), list[Dropped]()
+    first_with, seen, last_suffix = dict[bytes, str](), set[tuple[str, bytes]](), Counter[str]()
+    kept, dropped = dict[str, Skill](), list[Dropped]()
     for skill in (skill for skills in sources for skill in sorted(skills, key=lambda skill: skill.skill_id)):
         own_id, content = skill.skill_id, _content_digest(skill)
         first = first_with.get(content)
@@ -124,13 +123,12 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
             continue
         seen.add((own_id, content))
         skill_id = own_id
-        while skill_id in taken or (skill_id != own_id and skill_id in given):
+        while skill_id in kept or (skill_id != own_id and skill_id in given):
             last_suffix[own_id] += 1
             skill_id = f"{own_id}~{last_suffix[own_id] + 1}"
         first_with.setdefault(content, skill_id)
-        taken.add(skill_id)
-        kept.append(replace(skill, skill_id=skill_id))
-    return kept, dropped
+        kept[skill_id] = replace(skill, skill_id=skill_id)
+    return list(kept.values()), dropped
 
 
 def _content_digest(skill: Skill) -> bytes:
