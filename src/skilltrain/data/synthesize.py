@@ -20,7 +20,7 @@ from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
 from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
+from skilltrain.llm import Asked, LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import OWN_TEXT, Dropped, Judgement, Query, Skill, Verdict, counted
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
@@ -81,31 +81,30 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError where no query was made at all.
     """
     wanted, flagged = _wanted(config)
-    used: dict[str, Any] = {}
     if isinstance(config.llm, OwnTextConfig):
-        written, dropped = _from_own_text(config, wanted, out)
+        asked = _from_own_text(config, wanted, out)
     else:
         asked = ask(_questions(config, config.llm, wanted))
-        written, dropped, used = asked.values, asked.dropped, asked.used
     num_skills = len(wanted) // config.num_queries_per_skill
-    if not written:
-        first = dropped[0].reason if dropped else "every skill is flagged"
-        fix = "answers are kept in llm.cache; set another seed to have others asked for" if used else ""
+    if not asked.values:
+        first = asked.dropped[0].reason if asked.dropped else "every skill is flagged"
+        fix = "answers are kept in llm.cache; set another seed to have others asked for" if asked.used else ""
         raise SkilltrainError(f"made no query for {num_skills} skills; the first reason: {first}", fix=fix)
 
-    origin, cluster_of, dropped = config.origin, _cluster_of(config.clusters), flagged + dropped
-    queries: list[Query] = []
-    for one, text in written:
+    origin, cluster_of, dropped = config.origin, _cluster_of(config.clusters), flagged + asked.dropped
+    queries, judgements = list[Query](), list[Judgement]()
+    for one, text in asked.values:
         is_dev = is_drawn(config.dev_share, config.seed, "split", cluster_of.get(one.skill_id, one.skill_id))
         queries.append(Query(one.query_id, text, "single", origin, "dev" if is_dev else "train"))
-    judgements = [Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin) for one, _ in written]
+        judgements.append(Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin))
     write_queries(queries, judgements, dropped, out)
     return {
         "num_skills": num_skills, "num_asked": len(wanted),
         "num_queries": len(queries), "num_dropped": len(dropped),
         "dropped": counted(row.filter for row in dropped),
         "num_dev": sum(query.split == "dev" for query in queries),
-        "mean_words": round(sum(num_words(text) for _, text in written) / len(written), 1), "origin": origin, **used,
+        "mean_words": round(sum(num_words(query.text) for query in queries) / len(queries), 1),
+        "origin": origin, **asked.used,
         "profile": query_profile([query.text for query in queries]),
     }  # fmt: skip
 
@@ -173,9 +172,7 @@ def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[Wanted
     return questions_of(llm, wanted, partial(query_prompt, config), config.seed, read, tokens, "writing queries")
 
 
-def _from_own_text(
-    config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path
-) -> tuple[list[tuple[WantedQuery, str]], list[Dropped]]:
+def _from_own_text(config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path) -> Asked[WantedQuery, str]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
     written, dropped = list[tuple[WantedQuery, str]](), list[Dropped]()
     rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
@@ -196,7 +193,7 @@ def _from_own_text(
     write_table(rest.values(), SKILLS, out)
     if (flags := read_flags(config.pool)) is not None:
         write_flags(flags, out)
-    return written, dropped
+    return Asked(written, dropped, {})
 
 
 def _cluster_of(clusters: Path | None) -> dict[str, str]:
