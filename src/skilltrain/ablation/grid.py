@@ -60,7 +60,6 @@ class AblationConfig(Config):
 
     @property
     def runs_folder(self) -> Path:
-        """Where the steps' runs stand."""
         return self.out / "steps" if self.runs is None else self.runs
 
 
@@ -74,7 +73,6 @@ class StepRun:
 
     @property
     def folder(self) -> Path:
-        """Where it stands, or will stand."""
         return self.config.out
 
 
@@ -113,7 +111,6 @@ class Plan:
 
     @property
     def runs(self) -> dict[Path, StepRun]:
-        """The runs of all cells by folder."""
         return {run.folder: run for cell in self.cells for run in cell.runs}
 
 

@@ -72,7 +72,6 @@ class Results:
         return markdown_of("ablation", results=self, grid=self.plan.grid, recipe_file=RECIPE_FILE)
 
     def page(self) -> str:
-        """The ablation as one HTML page."""
         differences = [c.difference for table in self.tables for c in table["differences"]]
         values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
         axis = axis_around(0, ends_of(differences) or [0])

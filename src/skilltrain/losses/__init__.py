@@ -84,7 +84,6 @@ class Matryoshka(Config):
 
     @property
     def needs_teacher_scores(self) -> bool:
-        """Whether the inner loss learns from a teacher."""
         return self.loss.needs_teacher_scores
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:

@@ -51,7 +51,6 @@ class TrainingLog:
             tracker.finish()
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Keep a training step's figures."""
         self._keep(step, _rounded(figures), {f"train/{name}": value for name, value in figures.items()})
 
     def write_dev(self, step: int, figures: Mapping[str, Interval]) -> None:

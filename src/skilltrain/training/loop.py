@@ -48,7 +48,6 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
         return self.folder / CHECKPOINTS
 
 

@@ -36,7 +36,6 @@ class ScoreContext:
 
     @classmethod
     def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
-        """The context of a training."""
 
         def groups_of(key: str) -> tuple[str, ...]:
             skill = data.skills.get(key)

@@ -64,7 +64,6 @@ class DevConfig(Config):
 
     @property
     def system(self) -> SystemConfig:
-        """The rankers as a system."""
         return SystemConfig(name="dev", rankers=self.rankers)
 
     @property

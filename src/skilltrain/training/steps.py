@@ -173,7 +173,6 @@ class RerankerStep(_Step[Reranker]):
         return loss * 0 if is_idle else loss
 
     def pairs(self, one: TrainingList) -> list[PairIds]:
-        """Token ids of a list's pairs."""
         query = self.query_ids[one.query]
         return [self.model.pairs.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids]
 
