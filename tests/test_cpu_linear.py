@@ -9,6 +9,7 @@ from skilltrain.models import cpu_linear
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear, pack_linear_layers, train_with_onednn
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from test_steps import gradients
 from training_data import training_set
 
 SHAPES = [
@@ -113,11 +114,8 @@ def test_a_training_step_is_the_plain_one_and_no_name_changes(open_encoder_of, o
     for speed_up in (lambda _: None, train_with_onednn):
         speed_up(model)
         step = (RerankerStep if is_reranker else EncoderStep)(model, ListwiseCE(), data, settings).train()
-        model.zero_grad()
         loss = step(data.lists)
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((loss.item(), gradients))
+        results.append((loss.item(), gradients(model, loss)))
     (plain_loss, plain), (loss, got) = results
     assert any(type(module) is OneDnnLinear for module in model.modules()) and list(model.state_dict()) == names
     assert loss == pytest.approx(plain_loss, rel=1e-5) and got.keys() == plain.keys()

@@ -205,7 +205,8 @@ def counts_of(step: StepModule) -> dict[str, int]:
 
 def cut_share(step: StepModule) -> float:
     """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
-    longest = step.model.settings.max_tokens - isinstance(step, EncoderStep)
+    most = step.model.settings.max_tokens
+    longest = most - 1 if isinstance(step, EncoderStep) else most
     rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in step.data.lists]
     return round(fmean(length > longest for row in rows for is_positive, length in row if is_positive), 4)
 

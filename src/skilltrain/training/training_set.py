@@ -192,7 +192,7 @@ def _lists_in(folder: Path, source: ListsSource, weight: float, pool: Mapping[st
     worth = {verdict: gain - source.gains[Verdict.IRRELEVANT] for verdict, gain in source.gains.items()}
     found = list[TrainingList]()
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
-        for fault in _faults(row, texts, worth):
+        if fault := next(_faults(row, texts, worth), None):
             raise SkilltrainError(f"the list of query {row['query_id']!r} {fault}", where=folder)
         query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
         verdicts = tuple(map(Verdict, row["verdicts"]))
