@@ -9,7 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, Qwen3Config, Qwen3Model
+from transformers import AutoModel
 
 import training_runs
 from skilltrain.errors import SkilltrainError
@@ -26,7 +26,7 @@ from skilltrain.training.settings import TrainEncoderConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_set import ListsSource
 from test_export_run import write_run
-from tiny_models import qwen3_tokenizer
+from tiny_models import save_qwen3
 from training_data import training_set
 
 CPU = torch.device("cpu")
@@ -131,20 +131,7 @@ NF4 = AdapterConfig(rank=4, alpha=8, dropout=0.1, quantize="nf4")
 def save_wide(tmp_path_factory):
     """width → the folder of a Qwen3; bitsandbytes needs blocks of 64 on a CPU."""
     pytest.importorskip("bitsandbytes")
-
-    def save(width):
-        folder, tokenizer = tmp_path_factory.mktemp("base"), qwen3_tokenizer(True)
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=32, intermediate_size=128, max_position_embeddings=512,
-            initializer_range=0.1,
-        )  # fmt: skip
-        Qwen3Model(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return save
+    return lambda width: save_qwen3(tmp_path_factory.mktemp("base"), reranker=False, width=width)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,7 @@ import torch
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.records import Skill
 from skilltrain.retrieval import dense
-from skilltrain.retrieval.dense import (
-    EncoderSource,
-    EncodingCount,
-    SkillEncoder,
-    even_groups,
-    open_encoder,
-)
+from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, even_groups, open_encoder
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.templates import EncoderTemplate
 from tiny_models import WORDS

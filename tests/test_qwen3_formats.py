@@ -16,11 +16,7 @@ from skilltrain.models.reranker import yes_no_ids
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, EncoderTemplate, RerankerTemplate
-from tiny_models import (
-    as_embedding_tokenizer,
-    qwen3_tokenizer,
-    real_qwen3_tokenizer,
-)
+from tiny_models import as_embedding_tokenizer, qwen3_tokenizer, real_qwen3_tokenizer
 
 CPU = torch.device("cpu")
 TEXTS = [
@@ -175,9 +171,8 @@ def test_vectors_equal_plain_code_with_left_padding(open_encoder_of):
     encoder = open_encoder_of("qwen3")
     settings = {"padding": True, "padding_side": "left", "truncation": True, "max_length": 100}
     inputs = encoder.tokenizer(TEXTS, return_tensors="pt", **settings)
-    assert (inputs["input_ids"][:, -1] == encoder.tokenizer.pad_token_id).all() and inputs["attention_mask"][
-        :, -1
-    ].all()
+    last, is_seen = inputs["input_ids"][:, -1], inputs["attention_mask"][:, -1]
+    assert (last == encoder.tokenizer.pad_token_id).all() and is_seen.all()
     with torch.inference_mode():
         expected = torch.nn.functional.normalize(encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1)
         assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)

@@ -15,15 +15,7 @@ from skilltrain.llm import AnswerError, Request, cost_of
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.retrieval.expand import Expand, ExpandConfig, joined, read_queries
-from skilltrain.retrieval.select import (
-    AdmitConfig,
-    Ask,
-    Select,
-    SelectConfig,
-    read_choice,
-    read_relevant,
-    read_verdict,
-)
+from skilltrain.retrieval.select import AdmitConfig, Ask, Select, SelectConfig, read_choice, read_relevant, read_verdict
 from skilltrain.routing.router import Router
 
 

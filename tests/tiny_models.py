@@ -73,10 +73,10 @@ def _bert_config(vocabulary: int, dropout: float) -> BertConfig:
     )  # fmt: skip
 
 
-def _qwen3_config(vocabulary: int) -> Qwen3Config:
+def _qwen3_config(vocabulary: int, width: int) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=64, max_position_embeddings=2048, initializer_range=0.2,
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=width // 2, intermediate_size=2 * width, max_position_embeddings=2048, initializer_range=0.2,
         tie_word_embeddings=True,
     )  # fmt: skip
 
@@ -91,11 +91,11 @@ def save_bert(folder: Path, reranker: bool, dropout: float = 0.0) -> Path:
     return folder
 
 
-def save_qwen3(folder: Path, reranker: bool, appends_end: bool = True) -> Path:
+def save_qwen3(folder: Path, reranker: bool, appends_end: bool = True, width: int = 32) -> Path:
     """A Qwen3 base model, or a Qwen3 causal language model."""
     torch.manual_seed(0)
     tokenizer = qwen3_tokenizer(appends_end and not reranker)
-    config = _qwen3_config(len(tokenizer))
+    config = _qwen3_config(len(tokenizer), width)
     (Qwen3ForCausalLM if reranker else Qwen3Model)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
