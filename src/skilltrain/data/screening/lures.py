@@ -131,8 +131,7 @@ def outside_addresses(reading: Reading) -> Spans:
             yield found.start(), found.start() + len(found[0].rstrip(".,;:"))
 
 
-_PASTE_URL = re.compile(expand("<PASTE_URL>"), re.ASCII)
-_SCHEME = re.compile(r"(?:https?://)?(?:www\.)?$")
+_PASTE_URL = re.compile(expand(r"(?<![\w.-])(?:https?://)?(?:www\.)?<PASTE_URL>"), re.ASCII)
 _RUN_IT = re.compile(expand("<RUN_IT>"))
 _PIPED = re.compile(expand(r"[^\n|]{0,40}<PIPE><SHELL>|[\"')]{0,3}\s{0,2}\)?\s{0,3}\|\s{0,3}<SHELL>"))
 _SUBSTITUTED = re.compile(r"(?:\beval|\bsource|\bsh|\bbash|\biex)\b[^\n|;]{0,60}$")
@@ -142,14 +141,10 @@ _VISIT = re.compile(r"\b(?:visit|open|go to|copy|get|from|see)\b|访问|打开|�
 def paste_links(reading: Reading) -> Spans:
     for found in _PASTE_URL.finditer(reading.plain):
         before = reading.line_before(found.start(), 120)
-        scheme = _SCHEME.search(before)
-        before = before[: scheme.start()] if scheme else before
-        if before[-1:].isalnum() or before[-1:] in ("-", ".", "_"):
-            continue  # the end of another name: add_transfer.sh/x, spatix.io/x
         after = reading.plain[found.end() : found.end() + 120]
         runs = _PIPED.match(after) or _SUBSTITUTED.search(before)
         if runs or ("gist." not in found[0] and _VISIT.search(before) and _RUN_IT.search(after)):
-            yield found.start() - (len(scheme[0]) if scheme else 0), found.end()
+            yield found.span()
 
 
 _NEEDED = re.compile(expand("<NEEDED>"), re.ASCII)

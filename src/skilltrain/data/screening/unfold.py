@@ -155,10 +155,10 @@ def _decode(literal: str, how: str) -> str | None:
 
 
 def _replaced(found: re.Match[str], _: Values) -> str | None:
-    texts = _inners(found[0]) if found["where"] is None else [_inner(found["where"]), *_inners(found["by"])]
     if found["php"]:
-        texts = [texts[-1], *texts[:2]]
-    text, old, new = (texts[0], texts[1], texts[2] if len(texts) > 2 else "") if len(texts) > 1 else ("", "", "")
+        old, new, text = _inners(found[0])
+    else:
+        text, old, new = [_inner(found["where"]), *_inners(found["by"]), ""][:3]
     return _quote(text.replace(old, new)) if old else None
 
 
