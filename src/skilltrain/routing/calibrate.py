@@ -5,7 +5,6 @@ so that whatever is answered then is wrong. All figures are by cross-validation 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from math import floor
 from pathlib import Path
@@ -84,11 +83,11 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     figures = _figures(cases, np.repeat(folds, 2), config)
     if config.unserved is not None:
         unserved = read_unserved(config.unserved)
-        figures["unserved"] = asdict(share([calibrator.fits(router.trace(query.text)) for query in unserved]))
+        figures["unserved"] = share([calibrator.fits(router.trace(query.text)) for query in unserved])
     found = {"system": record.rankers, "models": record.models, "calibrator": calibrator, "figures": figures}
-    calibration = Calibration(**found, num_queries=len(benchmark.tasks))
-    write_json(out / CALIBRATION_FILE, calibration.model_dump(mode="json"))
-    return {"num_queries": len(benchmark.tasks), **figures}
+    calibration = Calibration(**found, num_queries=len(benchmark.tasks)).model_dump(mode="json")
+    write_json(out / CALIBRATION_FILE, calibration)
+    return {"num_queries": len(benchmark.tasks), **calibration["figures"]}
 
 
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
@@ -159,11 +158,11 @@ def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: C
     tops, sizes, *facts = np.array(rows, dtype=np.float64).T
     right, fits, contains, served = (fact > 0 for fact in facts)
     return {
-        "right": asdict(share(right[served])),
-        "answered": asdict(share(fits[served])),
-        "right_if_answered": asdict(share(right[served & fits])),
-        "falsely_answered": asdict(share(fits[~served])),
-        "contained": asdict(share(contains[served])),
+        "right": share(right[served]),
+        "answered": share(fits[served]),
+        "right_if_answered": share(right[served & fits]),
+        "falsely_answered": share(fits[~served]),
+        "contained": share(contains[served]),
         "num_likely": float(sizes[served].mean()),
         "calibration_error": calibration_error(tops, right),
         "risk_coverage": risk_coverage(tops, right),

@@ -9,13 +9,14 @@ A leg that was trained on the same queries looks better than it is: data_pipelin
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from pydantic import Field, model_validator
+from pydantic_core import to_jsonable_python
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.pool.read import read_pool
@@ -112,7 +113,7 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
         num_without_gold=num_without,
         folds=config.folds,
         seed=config.seed,
-        figures={name: {one: asdict(value) for one, value in row.items()} for name, row in figures.items()},
+        figures=to_jsonable_python(figures),
         skilltrain=__version__,
         fingerprints={"pool": input_fingerprint(config.pool), "queries": input_fingerprint(config.queries)},
     )
