@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Judgement, Query, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
 
@@ -20,9 +20,8 @@ def write_ours(
     """Our tables from (query_id, text, split) and query_id → skill_id → verdict."""
     asked = [Query(query_id, text, "single", "test", split) for query_id, text, split in queries]
     write_table(asked, QUERIES, folder)
-    judged = ((query_id, *pair) for query_id, row in verdicts.items() for pair in row.items())
-    names = ("query_id", "skill_id", "verdict", "judge")
-    write_table([dict(zip(names, (*row, "test"), strict=True)) for row in judged], JUDGEMENTS, folder)
+    judged = [Judgement(query_id, *pair, "test") for query_id, row in verdicts.items() for pair in row.items()]
+    write_table(judged, JUDGEMENTS, folder)
     return folder
 
 

@@ -3,7 +3,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Skill, Verdict
+from skilltrain.records import Judgement, Query, Skill, Verdict
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -101,7 +101,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 def test_verdicts_are_read_by_query():
     judged = [("q1", "a", Verdict.REQUIRED), ("q2", "a", "rejected"), ("q1", "b", "useful"), ("q3", "a", "good")]
-    rows = [dict(zip(("query_id", "skill_id", "verdict", "judge"), (*row, "test"), strict=True)) for row in judged]
+    rows = [Judgement(*row, "test") for row in judged]
     found = verdicts_by_query(table_from_rows(rows[:3], JUDGEMENTS))
     assert found == {"q1": {"a": Verdict.REQUIRED, "b": Verdict.USEFUL}, "q2": {"a": Verdict.REJECTED}}
     with pytest.raises(SkilltrainError, match=r"^q3: 'good' is no verdict; choose from required, useful, irrelevant"):
