@@ -109,12 +109,12 @@ class Page:
 
 
 @contextmanager
-def browser(profile: Path) -> Iterator[Page]:
-    """A browser with one tab, whose profile lies in `profile`; it ends with the block."""
+def browser(file: Path) -> Iterator[Page]:
+    """A browser that shows `file` in its one tab, with its profile beside; it ends with the block."""
     assert CHROMIUM is not None
     commands, answers = os.pipe(), os.pipe()
     ends = (commands[0], answers[1])
-    command = [CHROMIUM, f"--user-data-dir={profile}", *_OPTIONS]
+    command = [CHROMIUM, f"--user-data-dir={file.parent / 'profile'}", *_OPTIONS]
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, ends), *command],
         pass_fds=ends,
@@ -127,6 +127,7 @@ def browser(profile: Path) -> Iterator[Page]:
     try:
         with os.fdopen(commands[1], "wb") as to, os.fdopen(answers[0], "rb") as back:
             page = Page(to, back)
+            page.open(file)
             yield page
             page.close()
     finally:

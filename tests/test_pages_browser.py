@@ -22,9 +22,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A browser that shows the report of invented systems with hostile names and texts."""
     root = tmp_path_factory.mktemp("browser")
     write_report(invented(24), root)
-    with browser(root / "profile") as tab:
-        tab.open(root / "report.html")
-        yield tab
+    with browser(root / "report.html") as page:
+        yield page
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +34,8 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     texts = TEXTS | {"q3": f"draw it {HOSTILE}"} | {f"more{n}": f"question number {n}" for n in range(NUM_MORE)}
     rows = ROWS | {f"more{n}": ROWS["q1"] for n in range(NUM_MORE)}
     inspect_lists(write_runs(root, pool=pool, texts=texts, lists=rows), None, None, 100)
-    with browser(root / "profile") as tab:
-        tab.open(root / "lists.html")
-        yield tab
+    with browser(root / "lists.html") as page:
+        yield page
 
 
 @pytest.fixture(autouse=True)
