@@ -43,30 +43,25 @@ def model_folders(tmp_path_factory):
     }
 
 
-@pytest.fixture
-def open_encoder_of(model_folders):
-    """name, settings → a freshly loaded encoder."""
+def opener(folders, config_class, load):
+    """name, settings → what `load` makes of that model's folder on the CPU, anew each time."""
     import torch
 
+    return lambda name, **settings: load(config_class(source=str(folders[name]), **settings), torch.device("cpu"))
+
+
+@pytest.fixture
+def open_encoder_of(model_folders):
     from skilltrain.models.encoder import EncoderConfig, load_encoder
 
-    def load(name, **settings):
-        return load_encoder(EncoderConfig(source=str(model_folders[name]), **settings), torch.device("cpu"))
-
-    return load
+    return opener(model_folders, EncoderConfig, load_encoder)
 
 
 @pytest.fixture
 def open_reranker_of(model_folders):
-    """name, settings → a freshly loaded reranker."""
-    import torch
-
     from skilltrain.models.reranker import RerankerConfig, load_reranker
 
-    def load(name, **settings):
-        return load_reranker(RerankerConfig(source=str(model_folders[name]), **settings), torch.device("cpu"))
-
-    return load
+    return opener(model_folders, RerankerConfig, load_reranker)
 
 
 @pytest.fixture
