@@ -264,4 +264,5 @@ def test_evaluating_changes_nothing_of_the_training(uninterrupted, model_folders
     step = new_step(model_folders["bert_dropout"])
     run_with(scripted_dev([1] * 6, tmp_path, every=4), step, tmp_path)
     assert [number for number, _ in dev_rows(tmp_path)] == [4, 6]  # the last step is evaluated too
+    assert [row for row in log_of(tmp_path) if "dev" not in row] == log_of(uninterrupted[0])
     assert identical(dict(step.named_parameters()), uninterrupted[1])

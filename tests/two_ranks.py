@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
@@ -105,6 +106,13 @@ def training(step: Step, out: Path, resume: bool = False, precision: Precision =
     train(new_accelerator(config, quantized=False), step, config, Run(out, resume, {}))
 
 
+def failure(step: Step, out: Path, resume: bool = False) -> SkilltrainError:
+    """What the loop ends with."""
+    with pytest.raises(SkilltrainError) as error:
+        training(step, out, resume)
+    return error.value
+
+
 def precision_of(kind: str) -> Precision:
     """The number format that a case computes in."""
     return "bfloat16" if kind.endswith("bfloat16") else "float32"
@@ -171,11 +179,7 @@ def malicious(folder: Path, out: Path, rank: int) -> str:
             file.write_bytes(malicious_pickle(out / "executed"))
     dist.barrier()
     launch("zero2 encoder")
-    try:
-        training(step_of("zero2 encoder", folder), out, resume=True)
-    except SkilltrainError as error:
-        return error.what
-    return "trained"
+    return failure(step_of("zero2 encoder", folder), out, resume=True).what
 
 
 def launch(kind: str) -> None:
@@ -205,20 +209,12 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
     step = step_of("ddp encoder", bert)
     if rank == 1:
         signal_in(step, 2, signal.SIGINT)
-    try:
-        training(step, out)
-    except SkilltrainError as error:
-        return error.what
-    return "not interrupted"
+    return failure(step, out).what
 
 
 def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
     """What the loop says when each rank has a folder `out` of its own, and only rank 0 a checkpoint to go on from."""
     if resume and rank == 0:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
-    try:
-        with patch.object(engine, "_PATIENCE", 0.0):
-            training(step_of("ddp encoder", bert), root / str(rank), resume)
-    except SkilltrainError as error:
-        return str(error)
-    return "trained"
+    with patch.object(engine, "_PATIENCE", 0.0):
+        return str(failure(step_of("ddp encoder", bert), root / str(rank), resume))
