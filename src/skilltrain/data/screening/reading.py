@@ -75,6 +75,10 @@ class Reading:
         """What stands before `start` in its line, at most `width` characters."""
         return self.plain[max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start]
 
+    def line_after(self, end: int, width: int) -> str:
+        """What stands after `end` in its line, at most `width` characters."""
+        return self.plain[end : end + width].partition("\n")[0]
+
     def is_quoted(self, start: int) -> bool:
         """Whether a phrase at `start` of the plain text is cited, not said: in quotes or code, after "such as", or, in
         a skill on security, as the title of a list.
@@ -103,27 +107,24 @@ class Reading:
             code = _COMMENT.sub("", self.plain[max(0, start - 1500) : end + 300])
             in_quotes = any(self.line_before(start, 300).count(quote) % 2 for quote in "\"'`/")
             return (in_quotes or bool(_ELEMENT.match(line))) and bool(_SCANNER.search(code))
-        line_end = self.plain.find("\n", end, end + 200)
-        before = 1500 if self.on_security else 300
-        return bool(_WARNING.search(self.plain[max(0, start - before) : line_end if line_end >= 0 else end + 200]))
+        before = self.plain[max(0, start - (1500 if self.on_security else 300)) : end]
+        return bool(_WARNING.search(before + self.line_after(end, 200)))
 
     def is_sample(self, start: int, end: int) -> bool:
         """Whether a skill shows a text as an attack: one on security says so in the section up to the end of the line,
         a test of a scanner in its first words.
         """
         section = max(self.plain.rfind("\n#", max(0, start - 600), start), start - 600, 0)
-        line_end = self.plain.find("\n", end, end + 120)
-        until = line_end if line_end >= 0 else end + 120
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
-        is_test = bool(_SCANNER_TEST.search(first_words.lower()))
-        return is_test or (self.on_security and bool(_WARNING.search(self.plain, section, until)))
+        if _SCANNER_TEST.search(first_words.lower()):
+            return True
+        return self.on_security and bool(_WARNING.search(self.plain[section:end] + self.line_after(end, 120)))
 
     @cached_property
     def on_security(self) -> bool:
         """Whether name or description say that the skill is about attacks: it may show some."""
-        return self.skill is not None and bool(
-            _ON_SECURITY.search(f"{self.skill.name} {self.skill.description}".lower())
-        )
+        about = f"{self.skill.name} {self.skill.description}" if self.skill else ""
+        return bool(_ON_SECURITY.search(about.lower()))
 
 
 @dataclass(frozen=True, slots=True)
