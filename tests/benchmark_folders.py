@@ -9,9 +9,24 @@ from skilltrain.records import Judgement, Query, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
 
+Files = dict[str, Any]
+"""Name → text, rows of JSON Lines, or a JSON value; None leaves a file out."""
+
 
 def jsonl(*rows: Any) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write(folder: Path, files: Files) -> Path:
+    """`folder` with these files."""
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list) and name.endswith(".jsonl"):
+            file.write_text(jsonl(*content), encoding="utf-8")
+        elif content is not None:
+            file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
 
 
 def write_ours(
@@ -36,14 +51,7 @@ def write_pool(folder: Path, skills: Iterable[Skill]) -> Path:
     return folder
 
 
-def write_skillrouter(
-    folder: Path, tasks: Iterable[tuple[str, str]], relevance: Any, gold: Iterable[Any] | None = None
-) -> Path:
+def skillrouter(tasks: Iterable[tuple[str, str]], relevance: Any, gold: Iterable[Any] | None = None) -> Files:
     """SkillRouter's files from (task_id, text), the map of relevance.json and, if there are any, gold skills' rows."""
-    folder.mkdir(exist_ok=True)
     rows = [{"task_id": i, "instruction_text": text, "difficulty": "hard", "excluded": True} for i, text in tasks]
-    (folder / "tasks.jsonl").write_text(jsonl(*rows))
-    (folder / "relevance.json").write_text(json.dumps(relevance))
-    if gold is not None:
-        (folder / "gold_skills.jsonl").write_text(jsonl(*gold))
-    return folder
+    return {"tasks.jsonl": rows, "relevance.json": relevance, "gold_skills.jsonl": gold and [*gold]}

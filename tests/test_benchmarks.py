@@ -7,27 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmark_folders import jsonl, write_ours
+from benchmark_folders import Files, jsonl, skillrouter, write, write_ours
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.evaluation.metrics import Relevance, as_found
 from skilltrain.records import Query, Skill
-
-Files = dict[str, Any]
-"""Name → text, rows of JSON Lines, or a JSON value; None leaves a file out."""
-
-
-def write(folder: Path, files: Files) -> Path:
-    """`folder` with these files."""
-    for name, content in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, list) and name.endswith(".jsonl"):
-            file.write_text(jsonl(*content), encoding="utf-8")
-        elif content is not None:
-            file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return folder
 
 
 def ids(benchmark: Benchmark) -> list[str]:
@@ -88,9 +73,7 @@ def entry(*gold_ids: str, **more: Any) -> dict[str, Any]:
 
 def router(task_ids: str, relevance: Any) -> Files:
     """SkillRouter's form: one task for each letter."""
-    rows = [{"task_id": one, "instruction_text": f"do {one}", "difficulty": "medium", "excluded": True}
-            for one in task_ids]  # fmt: skip
-    return {"tasks.jsonl": rows, "relevance.json": relevance}
+    return skillrouter([(task_id, f"do {task_id}") for task_id in task_ids], relevance)
 
 
 # Each form -----------------------------------------------------------------------------------------------------------

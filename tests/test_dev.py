@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from benchmark_folders import write_ours, write_pool, write_rankings, write_skillrouter
+from benchmark_folders import skillrouter, write, write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
@@ -136,7 +136,7 @@ def test_a_sample_of_the_pool_holds_what_is_judged(folder, open_encoder_of):
 def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
     entry = {"gt_skill_ids": ["g"], "relevance": {"g": 3}, "task_type": "single"}
     gold = [{"skill_id": i, "name": i, "description": "d", "body": "b"} for i in ("g", "s0")]
-    bench = write_skillrouter(folder / "skillrouter", [("t", "find it")], {"t": entry}, gold)
+    bench = write(folder / "skillrouter", skillrouter([("t", "find it")], {"t": entry}, gold))
     dev = open_dev(DevConfig(benchmark=bench), open_encoder_of("bert"), folder / "pool")
     assert skills_of(dev) == [*(f"s{i}" for i in range(6)), "g"]
     assert dev.evaluate(giving(torch.eye(8)[[7, *range(1, 8)]]))["Hit@1"].mean == 1.0

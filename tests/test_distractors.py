@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmark_folders import write_skillrouter
+from benchmark_folders import skillrouter, write
 from llm_server import LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
 from skilltrain.data.distractors import (
@@ -51,9 +51,8 @@ def write_tasks(folder: Path, golds: list[Skill] | None) -> Path:
         task: {"gt_skill_ids": gold, "relevance": dict.fromkeys(gold, 3), "task_type": "x"}
         for task, gold in TASKS.items()
     }
-    return write_skillrouter(
-        folder, [(task, f"Secret wording of {task}") for task in TASKS], relevance, golds and map(asdict, golds)
-    )
+    asked = [(task, f"Secret wording of {task}") for task in TASKS]
+    return write(folder, skillrouter(asked, relevance, golds and map(asdict, golds)))
 
 
 def settings(benchmark: Path, server: LLMServer, llm: dict[str, Any] | None = None, **changed: Any):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmark_folders import jsonl, write_ours, write_pool, write_skillrouter
+from benchmark_folders import skillrouter, write, write_ours, write_pool
 from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
@@ -138,7 +138,7 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
         {"skill_id": "new", "name": "new", "description": "", "body": "about a zebra"},
         {"skill_id": "s0", "name": "s0", "description": "", "body": "zebra zebra zebra zebra"},
     ]
-    write_skillrouter(tmp_path / "bench", [("t1", "zebra")], {"t1": relevance}, gold)
+    write(tmp_path / "bench", skillrouter([("t1", "zebra")], {"t1": relevance}, gold))
     write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     (tmp_path / "out").mkdir()
     evaluate(tmp_path, pool=str(tmp_path / "pool"), systems=[BM25], measures=["Hit@1"])
@@ -149,12 +149,11 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
 def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
     """Hard adds a copy that says `apples` more often, so Hit@1 is 1 over easy and 0 over hard."""
     entry = {"gt_skill_ids": ["s0"], "relevance": {"s0": 3}, "task_type": "clean"}
-    write_skillrouter(folder, [("t", "apples")], {"t": entry})
+    write(folder, skillrouter([("t", "apples")], {"t": entry}))
     copy = Skill("copy", "apples", "apples", "apples")
     for tier, skills in {"easy": SKILLS_OF_POOL, "hard": [*SKILLS_OF_POOL, copy]}.items():
-        (folder / tier).mkdir()
-        rows = ({key: value for key, value in asdict(one).items() if value is not None} for one in skills)
-        (folder / tier / "part.jsonl").write_text(jsonl(*rows))
+        rows = [{key: value for key, value in asdict(one).items() if value is not None} for one in skills]
+        write(folder / tier, {"part.jsonl": rows})
     predicted = predict(folder, {"t@easy": ["s0"], "t@hard": ["s0"]})
     tiers = [str(folder / "easy"), str(folder / "hard")]
     summary = evaluate(folder, benchmark=tiers, systems=[BM25], predictions=predicted, measures=["Hit@1"])
@@ -174,13 +173,12 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
 
 def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
     """BEIR: the corpus is the pool; predictions are held to it as well."""
-    bench = tmp_path / "bench"
-    (bench / "qrels").mkdir(parents=True)
     (tmp_path / "out").mkdir()
-    corpus = [{"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL]
-    (bench / "corpus.jsonl").write_text(jsonl(*corpus))
-    (bench / "queries.jsonl").write_text(json.dumps({"_id": "q1", "text": "the chart report"}) + "\n")
-    (bench / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\ts3\t1\n")
+    write(tmp_path / "bench", {
+        "corpus.jsonl": [{"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL],
+        "queries.jsonl": [{"_id": "q1", "text": "the chart report"}],
+        "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq1\ts3\t1\n",
+    })  # fmt: skip
     summary = evaluate(tmp_path, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})
     assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
     with pytest.raises(SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"):

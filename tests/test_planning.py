@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark_folders import jsonl, write_ours, write_pool
+from benchmark_folders import jsonl, write, write_ours, write_pool
 from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.data.pool.read import read_pool
@@ -34,7 +34,7 @@ from skilltrain.routing.planning.planner import Planner, PlannerConfig
 from skilltrain.routing.planning.rules import Round, dependencies, steps_by_rules
 from skilltrain.tables import PLANS, write_table
 from small_library import skilltrain, succeeds
-from test_benchmarks import live, mcp_task, write
+from test_benchmarks import live, mcp_task
 
 
 def tool(skill_id: str, description: str = "", category: str | None = None) -> Skill:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark_folders import write_pool, write_skillrouter
+from benchmark_folders import skillrouter, write, write_pool
 from skilltrain.records import Skill
 from small_library import Outcome, skilltrain, succeeds
 
@@ -21,7 +21,7 @@ RELEVANCE = {
 @pytest.fixture
 def benchmark(tmp_path: Path) -> Path:
     """t1 wants a (a degraded copy gains a third), t2 wants b and c, t3 is not scored."""
-    return write_skillrouter(tmp_path / "bench", TASKS.items(), RELEVANCE)
+    return write(tmp_path / "bench", skillrouter(TASKS.items(), RELEVANCE))
 
 
 def evaluate(benchmark: Path, values: object, *more: object) -> Outcome:
