@@ -1,6 +1,6 @@
 """Stage `mine`: candidates for a query's hard negatives, from four sources (SkillRouter, section 4.2)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,7 +90,7 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
     ranked, index = mine(config, skills, asked)
     write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
     write_table(lost, DROPPED, out)
-    counts = {s: sum(len(found) for found, _ in ranked[n :: len(SOURCES)]) for n, s in enumerate(SOURCES)}
+    counts = {source: sum(len(of_query[source][0]) for of_query in ranked) for source in SOURCES}
     for source, amount in config.amounts().items():
         if amount and not counts[source]:
             fix = "; give the pool categories: skilltrain pool categories=taxonomy" if source == "taxonomy" else ""
@@ -103,8 +103,8 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
 
 def mine(
     config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]
-) -> tuple[list[Ranked], dict[str, Any]]:
-    """(each query's candidates from each of SOURCES, query after query; what is to be told of the index).
+) -> tuple[list[dict[str, Ranked]], dict[str, Any]]:
+    """(each query's candidates by source; what is to be told of the index).
 
     `asked` has each query with its positives. What a query gets depends on no other query.
     """
@@ -124,18 +124,20 @@ def mine(
         worded = found, np.where(scores > 0, scores, np.float32(np.nan))  # 0: it shares no term
     categories = numbered((skill.category or "").strip() for skill in skills)
     names = numbered(name_key(skill.name) for skill in skills)
-    ranked: list[Ranked] = []
+    ranked: list[dict[str, Ranked]] = []
     for row, (query, positives) in enumerate(track(asked, "drawing candidates", len(asked))):
         semantic = _others(near[0][row], near[1][row], positives, config.depth)
         if words and config.lexical_among == "semantic":
             scores = words.scores(query.text)[semantic[0]]
-            ranked += [semantic, _best_first(semantic[0][scores > 0], scores[scores > 0])]
+            lexical = _best_first(semantic[0][scores > 0], scores[scores > 0])
         else:
-            ranked += [semantic, _others(worded[0][row], worded[1][row], positives, config.depth)]
+            lexical = _others(worded[0][row], worded[1][row], positives, config.depth)
+        of_query = {"semantic": semantic, "lexical": lexical}
         for source, allowed in zip(SOURCES[2:], drawable(categories, names, positives), strict=True):
             drawn = draw(allowed, amounts[source], f"{config.seed}/{query.query_id}/{source}")
-            of_query = query_vectors[row : row + 1], np.zeros(len(drawn), np.int64)
-            ranked.append(_best_first(drawn, chunks.scores(*of_query, drawn)))
+            scores = chunks.scores(query_vectors[row : row + 1], np.zeros(len(drawn), np.int64), drawn)
+            of_query[source] = _best_first(drawn, scores)
+        ranked.append(of_query)
     return ranked, index
 
 
@@ -177,16 +179,17 @@ def _best_first(found: Positions, scores: Float32[np.ndarray, " candidate"]) -> 
     return found[order], scores[order]
 
 
-def _table(ranked: Sequence[Ranked], query_ids: list[str], skill_ids: list[str]) -> pa.Table:
+def _table(ranked: Sequence[Mapping[str, Ranked]], query_ids: list[str], skill_ids: list[str]) -> pa.Table:
     """RANKINGS of all queries, query by query and source by source."""
-    counts = np.array([len(positions) for positions, _ in ranked])
+    found = [of_query[source] for of_query in ranked for source in SOURCES]
+    counts = np.array([len(positions) for positions, _ in found])
     pairs = np.repeat(np.arange(len(counts)), counts)  # of a query and a source
     ranks = np.arange(len(pairs)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
     columns = [
         pa.array(query_ids).take(pa.array(pairs // len(SOURCES))),
-        pa.array(skill_ids).take(pa.array(np.concatenate([positions for positions, _ in ranked]))),
+        pa.array(skill_ids).take(pa.array(np.concatenate([positions for positions, _ in found]))),
         pa.array(ranks, pa.int32()),
-        pa.array(np.concatenate([scores for _, scores in ranked]), pa.float64()),
+        pa.array(np.concatenate([scores for _, scores in found]), pa.float64()),
         pa.array(SOURCES).take(pa.array(pairs % len(SOURCES))),
     ]
     return pa.Table.from_arrays(columns, schema=RANKINGS.schema)
