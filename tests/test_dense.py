@@ -1,5 +1,7 @@
 """Skills and queries as vectors: each text once, in micro-batches of one length, and through the cache."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.records import Skill
 from skilltrain.retrieval import dense
-from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, even_groups, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, even_groups, open_encoder
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.templates import EncoderTemplate
 from tiny_models import WORDS
@@ -122,9 +124,9 @@ def texts_of(num):
     return sorted((" ".join(generator.choice(WORDS, size=n % 23 + 1)) for n in range(num)), key=len, reverse=True)
 
 
-def encoded(model, texts, token_budget, count):
+def encoded(model, texts, token_budget, count=None):
     encoder = SkillEncoder(model, "", token_budget, None, "")
-    return encoder.encode_texts(texts, 24, "encoding", count)
+    return encoder.encode_texts(texts, 24, "encoding", Counter() if count is None else count)
 
 
 @pytest.mark.parametrize(("name", "packed"), [("bert", True), ("qwen3", False)])
@@ -137,17 +139,17 @@ def test_blocks_groups_and_packed_layers_give_each_texts_own_vector(open_encoder
     monkeypatch.setattr(dense, "_ENOUGH_TOKENS", 40)
     if packed:
         pack_linear_layers(model.backbone, 64)
-    found, count = np.full_like(alone, np.nan), EncodingCount()
+    found, count = np.full_like(alone, np.nan), Counter()
     for part, vectors in encoded(model, texts, 64, count):
         found[part] = vectors
     np.testing.assert_allclose(found, alone, atol=1e-6)
     tokens = sum(map(len, model.tokenize(texts, 24)))
-    assert (count.texts, count.tokens) == (50, tokens) and tokens <= count.slots < 1.3 * tokens
+    assert (count["texts"], count["tokens"]) == (50, tokens) and tokens <= count["slots"] < 1.3 * tokens
 
 
 def test_a_slow_models_vectors_come_before_the_block_is_done(open_encoder_of, monkeypatch):
     monkeypatch.setattr(dense, "_SAVE_SECONDS", 0)
-    parts = [part for part, _ in encoded(open_encoder_of("bert"), texts_of(30), 48, EncodingCount())]
+    parts = [part for part, _ in encoded(open_encoder_of("bert"), texts_of(30), 48)]
     assert len(parts) > 5 and sorted(np.concatenate(parts).tolist()) == list(range(30))
 
 

@@ -65,7 +65,7 @@ def test_a_system_ranks_by_the_cosines_of_what_the_server_answers(
 def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(server: LLMServer) -> None:
     server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0.1 * (len(server.requests) % 2))
     encoder = open_api(server, concurrency=3)
-    vectors = encoder.encode_skills(SKILLS)
+    vectors = encoder.encode_chunks(SKILLS).vectors
     assert vectors.shape == (10, 4) and vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
     assert 1 <= server.most_busy <= 3
@@ -91,7 +91,7 @@ def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
         ({"fields": "nd"}, "S: pdf | Reads files."),
         ({"body_chars": 4, "description_chars": 5}, "S: pdf | Reads | Long"),
     ):
-        open_api(server, **changed, skill=template).encode_skills([skill])
+        open_api(server, **changed, skill=template).encode_chunks([skill])
         assert server.requests[-1]["input"] == [text]
     open_api(server, **changed).encode_queries(["merge these"])
     assert server.requests[-1]["input"] == ["Q: merge"]
@@ -103,11 +103,11 @@ def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_ke
     server.otherwise = lambda request: embeddings(request) if len(server.requests) <= 1 else Reply(status=500)
     encoder = open_api(server, tmp_path, max_retries=1, concurrency=1)
     with pytest.raises(SkilltrainError, match=r"gave no vectors: .*scripted 500.*vectors so far are kept") as failure:
-        encoder.encode_skills(SKILLS)
+        encoder.encode_chunks(SKILLS)
     assert "\n" not in str(failure.value) and failure.value.where == server.base_url
     assert len(server.requests) == 1 + 2
     server.otherwise = embeddings
-    open_api(server, tmp_path).encode_skills(SKILLS)
+    open_api(server, tmp_path).encode_chunks(SKILLS)
     assert sum(len(request["input"]) for request in server.requests[3:]) == 6
 
 
@@ -143,7 +143,7 @@ def test_what_is_no_vector_ends_the_run_in_one_line_without_the_key(
 ) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
-        open_api(server, concurrency=1).encode_skills(SKILLS[:3])
+        open_api(server, concurrency=1).encode_chunks(SKILLS[:3])
     assert failure.value.where == (where or server.base_url) and len(server.requests) == 1
     assert "\n" not in str(failure.value) and KEY not in str(failure.value)
 
@@ -156,25 +156,25 @@ def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
 
 def test_the_cache_needs_no_server(tmp_path: Path) -> None:
     with llm_server() as gone:
-        first = open_api(gone, tmp_path).encode_skills(SKILLS[:6])
-    assert (open_api(gone, tmp_path, batch_size=2).encode_skills(SKILLS[:6]) == first).all()
+        first = open_api(gone, tmp_path).encode_chunks(SKILLS[:6]).vectors
+    assert (open_api(gone, tmp_path, batch_size=2).encode_chunks(SKILLS[:6]).vectors == first).all()
     with pytest.raises(SkilltrainError, match=r"no server answers.*embeddings\.base_url"):
-        open_api(gone, tmp_path, max_retries=0).encode_skills(SKILLS)
+        open_api(gone, tmp_path, max_retries=0).encode_chunks(SKILLS)
 
 
 def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
     server: LLMServer, tmp_path: Path
 ) -> None:
-    twice = open_api(server, tmp_path).encode_skills([*SKILLS[:6], SKILLS[0]])
-    more = open_api(server, tmp_path).encode_skills(SKILLS)
+    twice = open_api(server, tmp_path).encode_chunks([*SKILLS[:6], SKILLS[0]]).vectors
+    more = open_api(server, tmp_path).encode_chunks(SKILLS).vectors
     assert len(sent(server)) == 10 and (twice == more[[*range(6), 0]]).all()
     # Skill 0 has no body: what it is without one is known.
-    nd = open_api(server, tmp_path, skill={"fields": "nd"}).encode_skills(SKILLS)
+    nd = open_api(server, tmp_path, skill={"fields": "nd"}).encode_chunks(SKILLS).vectors
     texts = [SkillTemplate(fields="nd").render(skill) for skill in SKILLS]
     assert sorted(sent(server)[10:]) == sorted(texts[1:])
     np.testing.assert_allclose(nd, expected(texts), atol=1e-7)
     assert (nd[0] == more[0]).all() and (nd[1:] != more[1:]).any(axis=1).all()
-    open_api(server, tmp_path, model="other").encode_skills(SKILLS)
+    open_api(server, tmp_path, model="other").encode_chunks(SKILLS)
     assert len(sent(server)) == 10 + 9 + 10
     server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
     with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*another cache folder"):

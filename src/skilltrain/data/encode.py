@@ -7,7 +7,7 @@ them there; queries are found by mine and filter, for systems encode theirs anew
 
 import hashlib
 import os
-from dataclasses import astuple
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -21,7 +21,7 @@ from skilltrain.config import Config, InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
 from skilltrain.models.ranks import made_by_first_rank, of_first_rank, rank_and_world
-from skilltrain.retrieval.dense import EncoderSource, EncodingCount, SkillEncoder, open_encoder
+from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
 from skilltrain.retrieval.vectors import VectorCache, longest_first, text_keys
 from skilltrain.tables import QUERIES, read_skills, read_table
 from skilltrain.terminal import launched_ranks, say
@@ -62,11 +62,12 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     if config.queries is not None:
         requests = read_table(config.queries, QUERIES).column("text").to_pylist()
         texts["queries"] = list(map(settings.template.render_query, requests)), settings.query_max_tokens
-    started, found = monotonic(), dict[str, Any]()
-    counts = [EncodingCount() for _ in texts]
-    for (kind, (of_kind, max_tokens)), count in zip(texts.items(), counts, strict=True):
+    started, found, counts = monotonic(), dict[str, Any](), Counter[str]()
+    for kind, (of_kind, max_tokens) in texts.items():
+        count = Counter[str]()
         found |= _encode(encoder, cache, kind, of_kind, max_tokens, count)
-    num_texts, tokens, slots = _sums(*np.sum([astuple(count) for count in counts], axis=0).tolist())
+        counts += count
+    num_texts, tokens, slots = _sums(counts["texts"], counts["tokens"], counts["slots"])
     if num_texts:
         seconds = monotonic() - started
         say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
@@ -96,7 +97,7 @@ def _sums(*numbers: int) -> list[int]:
 
 
 def _encode(
-    encoder: SkillEncoder, cache: VectorCache, kind: str, texts: list[str], max_tokens: int, count: EncodingCount
+    encoder: SkillEncoder, cache: VectorCache, kind: str, texts: list[str], max_tokens: int, count: Counter[str]
 ) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
     (rank, world), keys = rank_and_world(), text_keys(texts, max_tokens)
@@ -114,7 +115,7 @@ def _encode(
     mine = [texts[place] for place in share.tolist()]
     for part, vectors in encoder.encode_texts(mine, max_tokens, description, count):
         cache.add(keys[share[part]], vectors)
-    [encoded] = _sums(count.texts)
+    [encoded] = _sums(count["texts"])
     if rank == 0:
         _wait_for(cache, keys[missing])
     return {f"num_{kind}": len(keys), f"num_{kind}_distinct": len(first), f"num_{kind}_encoded": encoded}

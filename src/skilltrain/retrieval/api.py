@@ -74,13 +74,10 @@ class ApiEncoder:
         return PoolRanker([*skills], VectorIndex(chunks, self.encode_queries))
 
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
-        return ChunkVectors.one_each(self.encode_skills(skills))
-
-    def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
         """One unit vector per skill; equal and cached texts are not sent. SkilltrainError names a skill without one."""
         texts = [self.config.render_skill(skill) for skill in skills]
         embed = partial(self._embed, "embedding skills", [f"skill {skill.skill_id}" for skill in skills])
-        return cached_vectors(texts, _ANY_LENGTH, self.cache, embed)
+        return ChunkVectors.one_each(cached_vectors(texts, _ANY_LENGTH, self.cache, embed))
 
     def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
         """One unit vector per raw query; prompt and cap are applied here. Errors count queries from 0."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -58,15 +59,6 @@ class DenseConfig(EncoderSource):
         return open_encoder(self, opened)
 
 
-@dataclass
-class EncodingCount:
-    """Texts, their tokens, and the slots that these took, padding included."""
-
-    texts: int = 0
-    tokens: int = 0
-    slots: int = 0
-
-
 @dataclass(frozen=True)
 class SkillEncoder:
     """An encoder opened for retrieval; `identity` tells its vectors from those of any other (empty without a cache)."""
@@ -103,15 +95,16 @@ class SkillEncoder:
 
     def _vectors(self, texts: Sequence[str], max_tokens: int, description: str) -> np.ndarray:
         def encode(some: list[str], _: Positions) -> Parts:
-            return self.encode_texts(some, max_tokens, description, EncodingCount())
+            return self.encode_texts(some, max_tokens, description, Counter())
 
         return cached_vectors(texts, max_tokens, self.cache, encode)
 
     @torch.inference_mode()
-    def encode_texts(self, texts: Sequence[str], max_tokens: int, description: str, count: EncodingCount) -> Parts:
-        """Yield (places in `texts`, which come longest first, and their unit vectors); `count` starts at 0 and grows.
+    def encode_texts(self, texts: Sequence[str], max_tokens: int, description: str, count: Counter[str]) -> Parts:
+        """Yield (places in `texts`, which come longest first, and their unit vectors).
 
-        Raises SkilltrainError where a vector is no number.
+        `count` starts empty, and grows by texts, their tokens, and the slots that these took, padding included. Raises
+        SkilltrainError where a vector is no number.
         """
         if not texts:
             return
@@ -126,12 +119,10 @@ class SkillEncoder:
                     batch = [ids[position] for position in group]
                     vectors.append(model(batch))
                     places += [start + position for position in group]
-                    count.texts += len(batch)
-                    count.tokens += sum(map(len, batch))
-                    count.slots += model.num_slots(batch)
-                    show(count.texts, f"{count.tokens / max(1e-9, time.monotonic() - started):,.0f} tokens/s")
+                    count.update(texts=len(batch), tokens=sum(map(len, batch)), slots=model.num_slots(batch))
+                    show(count["texts"], f"{count['tokens'] / max(1e-9, time.monotonic() - started):,.0f} tokens/s")
                     is_due = len(places) >= _BLOCK or time.monotonic() - saved > _SAVE_SECONDS
-                    if count.texts < len(texts) and not is_due:
+                    if count["texts"] < len(texts) and not is_due:
                         continue
                     found = torch.cat(vectors).float().cpu().numpy()
                     if not np.isfinite(found).all():
