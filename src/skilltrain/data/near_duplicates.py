@@ -131,12 +131,11 @@ class TrigramSets:
         places, numbers = _repeated(self.trigrams, max_names)
         if not len(places):
             return self
-        owners = np.repeat(names, self.sizes)[places] + 1  # without a name: 0
-        pairs = _distinct(numbers * (len(names) + 1) + owners)
-        is_template = np.bincount(pairs // (len(names) + 1)) > max_names
-        keep = np.ones(len(self.trigrams), dtype=bool)
-        keep[places] = ~is_template[numbers]
-        return TrigramSets(self.trigrams[keep], np.concatenate([[0], np.cumsum(keep)])[self.starts])
+        owners, width = np.repeat(names, self.sizes)[places] + 1, names.max() + 2  # without a name: 0
+        is_template = np.bincount(_distinct(numbers * width + owners) // width) > max_names
+        left_out = np.sort(places[is_template[numbers]])
+        starts = self.starts - np.searchsorted(left_out, self.starts)
+        return TrigramSets(np.delete(self.trigrams, left_out), starts)
 
 
 def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
