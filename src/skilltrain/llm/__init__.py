@@ -8,9 +8,8 @@ from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM", "AnswerError", "Answers", "Asked", "Budget", "BudgetConfig", "Completion",
-    "LLMConfig", "OpenAIConfig", "Prices", "Questions", "Request", "SmolLM2Config", "Usage", "ask_until",
-    "cost_of", "open_llm", "prices_of", "read_numbers", "read_object",
+    "LLM", "AnswerError", "Answers", "Asked", "BudgetConfig", "Completion", "LLMConfig", "OpenAIConfig", "Questions",
+    "Request", "SmolLM2Config", "Usage", "ask_until", "cost_of", "open_llm", "read_numbers", "read_object",
 ]  # fmt: skip
 
 
