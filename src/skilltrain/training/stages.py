@@ -170,7 +170,6 @@ def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
     lists, ranks, device = step.data.lists, launched_ranks(), default_device()
     batches, dtype = [*chain.from_iterable(step_batches(lists, config))], config.dtype_on(device)
     activations = planned_activations(step, batches, dtype) / ranks
-    held = held_bytes(step) / _num_shares()
     most = step.model.settings.max_tokens
     tokens = sum(min(length, most) for one in lists for length in step.lengths(one))
     if isinstance(step, EncoderStep):
@@ -181,7 +180,7 @@ def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
         "positives_cut_share": cut_share(step),
         "list_tokens": tokens,
         "activation_mib": round(activations / 2**20, 1),
-        "memory_mib": round((held + activations) / 2**20, 1),
+        "memory_mib": round((held_bytes(step) + activations) / 2**20, 1),
         "num_ranks": ranks,
     }
     if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
@@ -224,16 +223,12 @@ def planned_activations(step: StepModule, batches: Iterable[Batch], dtype: torch
     return round(sum(slots) * num_layers * of_input + max(slots) * of_layer)
 
 
-def _num_shares() -> int:
-    """In how many parts, one on each rank, lies what training holds."""
-    return launched_ranks() if shares_state() else 1
-
-
-def held_bytes(module: nn.Module) -> int:
-    """Bytes of all weights, and of the gradients and AdamW's two moments of those that train."""
+def held_bytes(module: nn.Module) -> float:
+    """Bytes on each rank of all weights, and of the gradients and AdamW's two moments of those that train."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in [*module.parameters(), *trained])
-    return weights + _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
+    held = weights + _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
+    return held / (launched_ranks() if shares_state() else 1)
 
 
 def check_fits(config: TrainConfig) -> None:
@@ -244,7 +239,7 @@ def check_fits(config: TrainConfig) -> None:
     device = default_device()
     if device.type != "cuda" or is_quantized(config):
         return
-    held = held_bytes(load_model(config, torch.device("meta"))) / _num_shares()
+    held = held_bytes(load_model(config, torch.device("meta")))
     total = torch.cuda.get_device_properties(device).total_memory
     if held > total:
         what = f"its weights, gradients and AdamW's moments take {held / GIB:.1f} GiB on each GPU"
@@ -274,7 +269,7 @@ def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float
     body.set_input_embeddings(nn.Embedding(1, table.shape[1], dtype=table.dtype))
     body.to_empty(device=ids.device).train()
     for tensor in (*body.parameters(), *body.buffers()):  # what memory held before may be slow to compute with
-        tensor.data.zero_() if not tensor.is_floating_point() else tensor.data.normal_(std=0.02)
+        tensor.data.normal_(std=0.02) if tensor.is_floating_point() else tensor.data.zero_()
     if device == "cpu":
         train_with_onednn(body)
 
