@@ -191,7 +191,7 @@ def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path)
         {"query_id": query_id, "skill_id": s, "rank": rank, "score": -float(rank), "stage": "x"}
         for query_id in ("q1", "q2") for rank, s in enumerate("fdeabc", 1)
     ]  # fmt: skip
-    write_table(ranked, RANKINGS, tmp_path / "rankings")
+    write_table(ranked[::-1], RANKINGS, tmp_path / "rankings")  # rows stand in no order
     server.otherwise = lambda asked: Reply("[2]" if "text 1" in asked["messages"][1]["content"] else "none of them")
     command = [
         "equivalents", f"queries={tmp_path}/queries", f"pool={tmp_path}/pool", f"rankings={tmp_path}/rankings",

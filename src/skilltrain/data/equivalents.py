@@ -61,7 +61,8 @@ def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
 
 def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    rankings, judgements = read_table(config.rankings, RANKINGS), read_table(config.queries, JUDGEMENTS)
+    judgements = read_table(config.queries, JUDGEMENTS)
+    rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
     rows, ranked = rows_by_query(rankings), texts_of(rankings.column("skill_id"))
     gold_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements.to_pylist()}
     groups: list[Group] = []
