@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from skilltrain.config import Config, InputPath, parse_yaml, validate
 from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sources, read_sources
-from skilltrain.data.screening import count_flagged, screen_pool, write_flags
+from skilltrain.data.screening import screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
@@ -97,7 +97,7 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         "num_categories": len({skill.category for skill in skills} - {None}),
         "description_words": audit([skill.description for skill in skills]),
         "num_flagged_skills": len(flags),
-        "num_flagged": count_flagged(flags),
+        "num_flagged": counted(rule for found in flags.values() for rule in {flag.rule for flag in found}),
     }
 
 

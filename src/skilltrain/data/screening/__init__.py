@@ -15,7 +15,7 @@ from skilltrain.data.screening.bundled import BundledFile, bundled_files
 from skilltrain.data.screening.reading import Flag, Reading, read_text
 from skilltrain.data.screening.rules import Rule, table
 from skilltrain.data.screening.secret_keys import show_beginning
-from skilltrain.records import Skill, counted
+from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
@@ -70,11 +70,6 @@ def screen_pool(
 
 def _screen_block(pairs: Sequence[tuple[Skill, Path | None]]) -> list[list[Flag]]:
     return [screen(*pair) for pair in pairs]
-
-
-def count_flagged(flags: Mapping[str, Sequence[Flag]]) -> dict[str, int]:
-    """Rule → number of skills that it flags, of the rules that flag any."""
-    return counted(rule for found in flags.values() for rule in {flag.rule for flag in found})
 
 
 def write_flags(flags: Mapping[str, Sequence[Flag]], path: Path) -> Path:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
-from skilltrain.data.screening.rules import Spans, expand
+from skilltrain.data.screening.rules import expand
 from skilltrain.data.screening.unfold import rewrite, unfold
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
@@ -154,9 +154,7 @@ def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Rea
     names = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(aliases)})(?=\.\w|[(),])")
     for _ in range(2 if aliases else 0):
         plain, origins = rewrite(plain, origins, names, lambda found: aliases[found[0]])
-    mixed = tuple(_mixed_words(plain))
-    for start, end in mixed:
-        plain = plain[:start] + plain[start:end].translate(_LOOK_ALIKE) + plain[end:]
+    plain, mixed = _in_one_script(plain)
     return Reading(text, plain, origins, mixed, field, kind, skill)
 
 
@@ -172,10 +170,16 @@ def _undisguised(found: re.Match[str]) -> str | None:
     return shown if len(shown) < 2 else None  # no entity, or one that stands for two letters
 
 
-def _mixed_words(plain: str) -> Spans:
-    """Words of Latin letters with look-alikes of another script among them, and of no other letters."""
-    is_foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
-    for found in _MIXED_WORD.finditer(plain) if is_foreign else ():
+def _in_one_script(plain: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """(`plain` with words of Latin letters and look-alikes of another script, and no other, in Latin, their places)."""
+    mixed: list[tuple[int, int]] = []
+
+    def shown(found: re.Match[str]) -> str:
         outside = plain[max(0, found.start() - 1) : found.start()] + plain[found.end() : found.end() + 1]
-        if re.search("[a-z]{2}|[a-z].+[a-z]", found[0]) and not any(letter.isalpha() for letter in outside):
-            yield found.span()
+        if not re.search("[a-z]{2}|[a-z].+[a-z]", found[0]) or any(letter.isalpha() for letter in outside):
+            return found[0]
+        mixed.append(found.span())
+        return found[0].translate(_LOOK_ALIKE)
+
+    is_foreign = not plain.isascii() and any(letter in plain for letter in _LETTERS)
+    return _MIXED_WORD.sub(shown, plain) if is_foreign else plain, tuple(mixed)
