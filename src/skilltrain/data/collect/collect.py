@@ -165,8 +165,8 @@ def _read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tup
     The only SKILL.md of an archive is the listed skill, wherever it lies; of several each has its path behind the id.
     """
     own, inner, dropped = list[Skill](), list[Skill](), list[Dropped]()
-    for skill_id in (skill.skill_id for skill in listed if skill.skill_id in state.outcomes):
-        outcome = state.outcomes[skill_id]
+    known = {one.skill_id: state.outcomes[one.skill_id] for one in listed if one.skill_id in state.outcomes}
+    for skill_id, outcome in known.items():
         if outcome.refusal:
             dropped.append(Dropped("", skill_id, outcome.refusal, outcome.reason))
         for folder, text in outcome.files.items():

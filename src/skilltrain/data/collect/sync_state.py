@@ -39,7 +39,8 @@ class SyncState:
         self._run = database.execute
         self._run("PRAGMA journal_mode = WAL")
         self._run("CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, value TEXT, PRIMARY KEY (kind, name))")
-        [(self._home, self.sync)] = self._read("sync").items() or {base_url: 1}.items()
+        kept = self._read("sync") or {base_url: 1}
+        [(self._home, self.sync)] = kept.items()
         if self._home != base_url:
             raise SkilltrainError(
                 f"holds what was collected from {self._home}", where=folder, fix="set another state=…"
