@@ -84,7 +84,7 @@ def agents(
     from skilltrain.evaluation.benchmarks.load import load_benchmark
     from skilltrain.report.page import p_equals, signed_interval
 
-    relevances = load_benchmark([benchmark], None).relevances if benchmark else {}
+    relevances = load_benchmark(benchmark).relevances if benchmark else {}
     found = agent_results(read_trials(trials), relevances, ceiling)
     if as_json:
         show(asdict(found))
