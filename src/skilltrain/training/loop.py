@@ -63,12 +63,6 @@ def drawn(lists: Sequence[TrainingList], generator: np.random.Generator) -> list
     return found
 
 
-def num_steps(lists: Sequence[TrainingList], config: TrainingConfig) -> int:
-    """Optimiser steps of a whole training."""
-    num_lists = len(drawn(lists, np.random.default_rng(0)))
-    return config.epochs * math.ceil(num_lists / (config.batch_size * config.accumulation))
-
-
 def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[list[TrainingList]]]:
     """For each optimiser step its batches, in an order that depends on the seed and the epoch alone."""
     per_step = config.batch_size * config.accumulation
@@ -130,8 +124,8 @@ class Training:
     def go_on(self) -> None:
         """All steps that are left, each logged; some are followed by a dev evaluation or a checkpoint."""
         config, run, position, dev = self.config, self.run, self.position, self.run.dev
-        lists, device = self.step.data.lists, self.accelerator.device
-        total, patience = num_steps(lists, config), (dev and dev.config.patience) or math.inf
+        steps, device = [*step_batches(self.step.data.lists, config)], self.accelerator.device
+        total, patience = len(steps), (dev and dev.config.patience) or math.inf
         started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
         trackers = open_trackers(config.trackers, run.folder, run.recipe)
         with (
@@ -141,12 +135,12 @@ class Training:
             progress("training", total, position.step) as show,
         ):
             if can_probe(self.accelerator):
-                self._probe_memory()
-            for number, batches in enumerate(step_batches(lists, config)):
-                if number < position.step or position.best.num_bad >= patience:
-                    continue
+                self._probe_memory(largest_batch(self.step, chain.from_iterable(steps)))
+            for batches in steps[position.step :]:
+                if position.best.num_bad >= patience:
+                    break
                 for group in self.optimizer.param_groups:  # a rate that follows from the step alone needs no state
-                    group["lr"] = config.learning_rate * schedule(number, total, config.warmup_share)
+                    group["lr"] = config.learning_rate * schedule(position.step, total, config.warmup_share)
                 figures = self._update(batches)
                 position.seconds = time.monotonic() - started
                 figures = {"epoch": position.step / per_epoch} | figures
@@ -222,14 +216,13 @@ class Training:
         values = torch.as_tensor(values, device=self.accelerator.device)
         return cast(Tensor, self.accelerator.reduce(values, "sum"))
 
-    def _probe_memory(self) -> None:
-        """Run the largest batch forward and backward once: what does not fit fails now, not after hours.
+    def _probe_memory(self, batch: Batch) -> None:
+        """Run the largest `batch` forward and backward once: what does not fit fails now, not after hours.
 
         No weight moves, gradients are dropped and random states put back. AdamW's two moments, which come with the
         first step, have their room taken meanwhile. All ranks must call it.
         """
-        batches = chain.from_iterable(step_batches(self.step.data.lists, self.config))
-        batch, device = largest_batch(self.step, batches), self.accelerator.device
+        device = self.accelerator.device
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         moments = [] if self.optimizer.state else [torch.empty_like(each) for each in trained for _ in range(2)]
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -28,7 +28,7 @@ from skilltrain.records import Dropped
 from skilltrain.terminal import is_main_process, launched_ranks, say
 from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator, shards_weights, shares_state
-from skilltrain.training.loop import GIB, Batch, Run, largest_batch, num_steps, step_batches, train
+from skilltrain.training.loop import GIB, Batch, Run, largest_batch, step_batches, train
 from skilltrain.training.publish import save_trained
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
@@ -168,7 +168,8 @@ def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
     `hours`.
     """
     lists, ranks, device = step.data.lists, launched_ranks(), default_device()
-    batches, dtype = [*chain.from_iterable(step_batches(lists, config))], config.dtype_on(device)
+    steps, dtype = [*step_batches(lists, config)], config.dtype_on(device)
+    batches = [*chain.from_iterable(steps)]
     activations = planned_activations(step, batches, dtype) / ranks
     most = step.model.settings.max_tokens
     tokens = sum(min(length, most) for one in lists for length in step.lengths(one))
@@ -176,7 +177,7 @@ def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
         tokens += sum(len(step.query_ids[one.query]) for one in lists)
     plan = counts_of(step) | {
         "num_queries": len({one.query for one in lists}),
-        "num_steps": num_steps(lists, config),
+        "num_steps": len(steps),
         "positives_cut_share": cut_share(step),
         "list_tokens": tokens,
         "activation_mib": round(activations / 2**20, 1),
