@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from skilltrain.workers import WorkersConfig, map_blocks
 if TYPE_CHECKING:
     from datasketch import LeanMinHash
 
-MAX_PERMUTATIONS = 160
+MAX_PERMUTATIONS = 100
 MIN_RECALL = 0.99
 SAME_NAME_OVERLAP = 0.3  # Jaccard index from which a skill of the same name is a copy
 _BLOCK = 512  # bodies or skills that a worker reads at once
@@ -37,7 +37,7 @@ Trigrams = UInt64[np.ndarray, " trigram"]
 Positions = Int64[np.ndarray, " position"]
 
 
-@lru_cache(maxsize=1 << 18)
+@cache
 def _word_hash(word: str) -> int:
     """64 bits, the same in every process."""
     return int.from_bytes(blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little")
@@ -59,18 +59,17 @@ def word_trigrams(text: str) -> Trigrams:
         # Multiplying by odd constants modulo 2^64 tells the order of the words apart; the shift spreads high bits.
         part = (numbers[offset : offset + len(mixed)] + np.uint64(offset)) * _MIX[offset]
         mixed = (mixed ^ (part ^ (part >> np.uint64(29)))) * _MIX[0]
-    return _distinct(mixed)
+    return _distinct(np.sort(mixed))
 
 
-def _distinct(numbers: np.ndarray) -> np.ndarray:
-    """The sorted distinct values; on millions of integers many times faster than numpy's `unique`."""
-    ordered = np.sort(numbers)
+def _distinct(ordered: np.ndarray) -> np.ndarray:
+    """The distinct values of a sorted array; on millions of integers many times faster than numpy's `unique`."""
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
 
 
 def _repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
     """(the places of the values that stand more than so many times in an array, a number for each such value)."""
-    order = np.argsort(values)
+    order = np.argsort(values, kind="stable")  # the fastest: sets are sorted already
     ordered = values[order]
     counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
     often = counts > times
@@ -132,10 +131,12 @@ class TrigramSets:
         if not len(places):
             return self
         owners, width = np.repeat(names, self.sizes)[places] + 1, names.max() + 2  # without a name: 0
-        is_template = np.bincount(_distinct(numbers * width + owners) // width) > max_names
-        left_out = np.sort(places[is_template[numbers]])
-        starts = self.starts - np.searchsorted(left_out, self.starts)
-        return TrigramSets(np.delete(self.trigrams, left_out), starts)
+        pairs = np.sort(numbers * width + owners, kind="stable")
+        is_template = np.bincount(_distinct(pairs) // width) > max_names
+        left_out = np.zeros(len(self.trigrams), dtype=bool)
+        left_out[places] = is_template[numbers]
+        starts = self.starts - np.searchsorted(np.flatnonzero(left_out), self.starts)
+        return TrigramSets(self.trigrams[~left_out], starts)
 
 
 def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
