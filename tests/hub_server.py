@@ -27,6 +27,7 @@ class Hub:
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     status_of_create: int = 200
+    status_of_commit: int = 200
     log: list[str] = field(default_factory=list)
 
 
@@ -56,8 +57,6 @@ def hub_server() -> Iterator[Hub]:
             name, found = self.repository()
             if found is None:
                 self.answer(404, "Repository not found")
-            elif "/tree/" in self.path:
-                self.answer(200, [{"type": "file", "path": file, "size": 1, "oid": "0" * 40} for file in found.files])
             else:
                 siblings = [{"rfilename": file} for file in found.files]
                 self.answer(200, {"id": name, "private": found.private, "sha": "0" * 40, "siblings": siblings})
@@ -93,6 +92,9 @@ def hub_server() -> Iterator[Hub]:
         def commit(self, operations: list[dict]) -> None:
             name, found = self.repository()
             assert found is not None
+            if hub.status_of_commit != 200:
+                self.answer(hub.status_of_commit, "The commit is refused")
+                return
             for operation in operations:
                 value = operation["value"]
                 if operation["key"] == "file":

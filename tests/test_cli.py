@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from skilltrain import __version__
@@ -58,6 +58,10 @@ def places(runs, tmp_path_factory, model_folders):
     (tmp / "foreign_run" / "run.json").write_text("[1, 2]")
     rows = [{"query": name, "skill_ids": [f"data/{name}"], "split": "train"} for name in ("csv-repair", "nothing")]
     (tmp / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(model_folders["bert"], tmp / "poisoned")  # a model whose vectors are no numbers
+    weights = load_file(tmp / "poisoned" / "model.safetensors")
+    weights["embeddings.LayerNorm.weight"][0] = float("nan")
+    save_file(weights, tmp / "poisoned" / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(model_folders["qwen3_reranker"], tmp / "without_yes")  # its tokenizer knows single bytes alone
     tokenizer = json.loads((tmp / "without_yes" / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = []
@@ -92,6 +96,7 @@ FAULTS = {
     TRAIN + "model.source={tmp}/unfinished": "continue it with --resume",
     "train {tmp}/reranker.yaml model.source={runs}/encoder":
         "{runs}/encoder: its model is of kind encoder, but reranker is needed here",
+    TRAIN + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
     "train {tmp}/reranker.yaml model.source={tmp}/without_yes model.template.form=yes_no":
         "has no single tokens 'yes' and 'no'",
     TRAIN + "adapter.targets=[]": "adapter.targets: must",

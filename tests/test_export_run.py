@@ -29,7 +29,7 @@ from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import RerankerTemplate
-from skilltrain.training.publish import check_round_trip, export_adapter, export_run, push_model, save_trained
+from skilltrain.training.publish import _upload, check_round_trip, export_adapter, export_run, push_model, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
 from small_library import skilltrain, succeeds
@@ -301,6 +301,17 @@ def test_a_second_push_leaves_nothing_of_the_first(hub, finished, tmp_path):
     found = push_model(tmp_path / "exported", Published(REPO))
     assert hub.repositories[REPO].files.keys() == found["files"].keys() and "MultiVectorEncoder(" in found["card"]
     refuses("is pushed as it is", push_model, tmp_path / "exported", Published(REPO), form="onnx")
+
+
+def test_a_refused_commit_leaves_the_repository_as_it_was(hub, tmp_path):
+    """With more files than the Hub's own upload of a folder puts into a commit."""
+    names = [f"part_{number}.json" for number in range(30)]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    old = {"skilltrain.json": b"{}", "model.safetensors": b"old"}
+    hub.repositories[REPO], hub.status_of_commit = Repository(files=dict(old)), 400
+    refuses("nothing is half-written", _upload, tmp_path, names, REPO, False)
+    assert hub.repositories[REPO].files == old and sum("/commit/" in line for line in hub.log) == 1
 
 
 def test_a_public_repository_is_written_only_when_asked_for(hub, finished):

@@ -264,7 +264,7 @@ InputPath = typing.Annotated[Path, InputMark()]
 
 def _several(value: Any) -> Any:
     """A single path as a list of one."""
-    return () if value is None else value if isinstance(value, list | tuple) else (value,)
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 InputPaths = typing.Annotated[tuple[InputPath, ...], BeforeValidator(_several)]

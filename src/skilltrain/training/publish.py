@@ -1,7 +1,7 @@
 """From a training run to a model folder, at its end and later from any checkpoint, and on to the Hugging Face Hub."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def push_model(
         _check_no_secret(files)
         sizes = {name: path.stat().st_size for name, path in files.items()}
         card = files["README.md"].read_text(encoding="utf-8")
-        url = None if only_plan else _upload(folder, published.repo, public)
+        url = None if only_plan else _upload(folder, sizes, published.repo, public)
     return {"url": url, "files": sizes, "card": card}
 
 
@@ -226,13 +226,13 @@ def _check_no_secret(files: Mapping[str, Path]) -> None:
             raise SkilltrainError(what, where=name, fix="take it out of the recipe, and revoke it; nothing was sent")
 
 
-def _upload(folder: Path, repo: str, public: bool) -> str:
+def _upload(folder: Path, names: Collection[str], repo: str, public: bool) -> str:
     """Make the repository where need be, and one commit of all files; its address."""
     import httpx2
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    api = HfApi(library_name="skilltrain")
+    api, old = HfApi(library_name="skilltrain"), set[str]()
     try:
         if api.repo_exists(repo):
             info = api.model_info(repo)
@@ -245,8 +245,10 @@ def _upload(folder: Path, repo: str, public: bool) -> str:
                 raise SkilltrainError("the repository is public", where=repo, fix=fix)
         url = api.create_repo(repo, private=not public, exist_ok=True)
         say(f"{url}: uploading")
-        message = "Upload a model of skilltrain"
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns="*")
+        # Not upload_folder: it cuts many files into several commits, and what fails would be half there.
+        changes = [CommitOperationAdd(name, folder / name) for name in names]
+        changes += [CommitOperationDelete(name) for name in sorted(old - {*names})]
+        api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
     except (OSError, ValueError, httpx2.HTTPError) as error:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         is_refusal = isinstance(error, LocalTokenNotFoundError) or status in (401, 403)

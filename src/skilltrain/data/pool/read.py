@@ -194,7 +194,8 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             is_folder, name = path.name in folder_names, path.name.lower()
             if not is_folder and name != "skill.md" and not name.endswith(_SHARDS):
                 continue
-            if path.is_symlink() and not (path.exists() and path.resolve().is_relative_to(root)):
+            target = Path(os.path.realpath(path))  # raises nothing where the user may not look
+            if target != path and not (target.is_relative_to(root) and target.exists()):
                 reason = f"{_place(path, root)} is a link that leads out of {clean_text(root.name)} or nowhere"
                 refused.append(Dropped("", "", "link", reason))
             elif not is_folder:
