@@ -20,17 +20,18 @@ MAX_PARAMETERS = 7
 # into; by 150 for a router that opens in two seconds, because it reads BERT itself; and by 5,900 for four features that
 # had no code at all (R3's rejections and their gradients; SkillFlow's cascade and agents' trials; SkillWeaver's plans;
 # the router's index, abstention, servers, export forms and the way to the Hub) and SkillRouter's own variant. These
-# were written side by side in three hours, and gone through as a whole a day later.
+# were written side by side in three hours, and gone through as a whole a day later. Those of the modules and of
+# llm rose once by 57 lines, for what several parts had each for themselves.
 BUDGETS = {
     "(modules)": 1_900, "llm": 950, "losses": 700, "models": 1_400, "retrieval": 1_500, "evaluation": 1_800,
     "data": 4_400, "training": 2_300, "export": 800, "report": 1_000, "routing": 1_600, "ablation": 800, "cli": 500,
 }  # fmt: skip
 CEILINGS = {
-    "(modules)": 2_270, "llm": 1_104, "models": 1_806, "retrieval": 2_122, "data": 5_586, "training": 2_600,
-    "report": 1_018, "routing": 3_547, "cli": 859,
+    "(modules)": 2_318, "llm": 1_113, "models": 1_801, "retrieval": 2_070, "data": 5_523, "training": 2_558,
+    "report": 1_006, "routing": 3_516, "cli": 858,
 }  # fmt: skip
 # The aims are 18,000 lines in 150 files, and 16,000 lines of tests; these too only ever fall.
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 24_364, 161, 21_007
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_TEST_LINES = 24_212, 161, 20_840
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "torch"}
 
