@@ -298,7 +298,7 @@ def test_what_failed_is_left_out_and_named(tmp_path):
     plan = two_seeds(tmp_path)
     results = collect_results(plan, {("raw *new*", 2): "step train: out of memory"})
     raw = results.to_json()["tables"][0]["variants"][1]
-    assert list(raw["seed_means"]) == [1] and raw["seed_sd"] == {"Hit@1": None, "MRR@10": None}
+    assert list(raw["seed_means"]) == ["1"] and raw["seed_sd"] == {"Hit@1": None, "MRR@10": None}
     assert [cell["error"] for cell in results.to_json()["cells"]] == [None, None, None, "step train: out of memory"]
     without = collect_results(plan, {("clean", 1): "x", ("clean", 2): "x"})
     assert [scores["variant"] for scores in without.tables[0]["variants"]] == ["raw *new*"]
