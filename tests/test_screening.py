@@ -1,7 +1,9 @@
 """The rules of the safety screening on texts of our own: what they find, where, and what they let pass."""
 
 import base64
+import errno
 import json
+import os
 import re
 import sys
 from itertools import pairwise
@@ -493,6 +495,22 @@ def test_what_belongs_to_a_skill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [str(file.path) for file in bundled_files(tmp_path, hidden=True)[0]] == [".git/hooks/a", ".vscode/b"]
     monkeypatch.setattr(bundled, "MAX_FILES", 2)
     assert [len(bundled_files(tmp_path)[0]), bundled_files(tmp_path)[1]] == [2, 2]
+
+
+def test_a_folder_that_nobody_may_enter_costs_only_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("locked/x.py", "run.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    whole_stat = Path.stat  # made to fail here: the tests may run as root, for whom chmod locks nothing
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if path.parent.name == "locked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return whole_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    files, num_left_out = bundled_files(tmp_path)
+    assert [str(file.path) for file in files] == ["run.sh"] and num_left_out == 1
 
 
 def test_comments_of_a_program_warn_nobody_but_those_of_a_scanner():

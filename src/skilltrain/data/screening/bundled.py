@@ -45,6 +45,8 @@ def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFi
     num_left_out = num_bytes = 0
     for path in _paths(folder, hidden):
         try:
+            if path.is_symlink() or not path.is_file():
+                continue
             size = path.stat().st_size
             if len(files) == MAX_FILES or num_bytes + size > MAX_BYTES:
                 num_left_out += 1
@@ -62,8 +64,8 @@ def _paths(folder: Path, hidden: bool) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         inside = Path(place).relative_to(folder).parts
         is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
-        kept = (name for name in folders if (hidden or name[0] != ".") and not Path(place, name, SKILL_FILE).exists())
+        # Of a folder that nobody may enter `exists` would raise.
+        kept = (name for name in folders if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE)))
         folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
         wanted = (name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git)
-        paths = (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)
-        yield from (path for path in paths if path.is_file() and not path.is_symlink())
+        yield from (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)
