@@ -30,7 +30,9 @@ Cut = Callable[[str], Iterable[str]]
 CUTS: dict[str, Cut] = {
     "our terms: stemmed, without stop words": lambda text: our_terms(text),
     "lower-case words": lambda text: re.findall(r"\w+", text.lower()),
-    "lower-case words of two letters and more (bm25s' own)": lambda text: re.findall(r"(?u)\b\w\w+\b", text.lower()),
+    "lower-case words of two letters and more (bm25s' own)": lambda text: re.findall(
+        r"(?u)\b\w\w+\b", text.lower()
+    ),
     "lower case, cut at blanks": lambda text: text.lower().split(),
     "cut at blanks": str.split,
 }
@@ -48,10 +50,14 @@ SHOWN: dict[str, Callable[[Skill], str]] = {
 }
 
 
-def cells(skills: list[Skill], text_of: Callable[[Skill], str], cut: Cut, benchmark: Benchmark) -> str:
+def cells(
+    skills: list[Skill], text_of: Callable[[Skill], str], cut: Cut, benchmark: Benchmark
+) -> str:
     """The measures of BM25 (Lucene's formula, k1 = 1.5, b = .75) over the skills' texts."""
     numbers, ids = dict[str, int](), [skill.skill_id for skill in skills]
-    corpus = [[numbers.setdefault(word, len(numbers)) for word in cut(text_of(skill))] for skill in skills]
+    corpus = [
+        [numbers.setdefault(word, len(numbers)) for word in cut(text_of(skill))] for skill in skills
+    ]
     index = bm25s.BM25(method="lucene")
     index.index((corpus, numbers), show_progress=False)
     rankings: dict[str, list[str]] = {}
@@ -70,7 +76,9 @@ def main() -> None:
     data = Path(sys.argv[1])
     benchmark = load_benchmark(data / "skillsbench-dev")
     skills = [*benchmark.with_gold(read_pool(data / "pool")).values()]
-    print(f"| {len(skills)} skills, n = {len(benchmark.tasks)} tasks | words | {' | '.join(MEASURES)} |")
+    print(
+        f"| {len(skills)} skills, n = {len(benchmark.tasks)} tasks | words | {' | '.join(MEASURES)} |"
+    )
     print(f"| --- | --- |{' ---: |' * len(MEASURES)}")
     for shown, text_of in SHOWN.items():
         for title, cut in CUTS.items():

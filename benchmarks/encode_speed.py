@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from measuring import SEED, Gemm, Meter, forward_flops, own_process, pairs_seen, ratio, say, set_environment
+from measuring import (
+    SEED,
+    Gemm,
+    Meter,
+    forward_flops,
+    own_process,
+    pairs_seen,
+    ratio,
+    say,
+    set_environment,
+)
 from train_speed_cases import CASES, Case, write_model
 
 from skilltrain.records import Skill
@@ -49,10 +59,16 @@ _OF = {case.name: case for case in CASES}
 ENCODING = {
     "minilm-512": replace(_OF["encoder-short"], title="MiniLM, 300+2500 characters, 512 tokens"),
     "minilm-256": replace(
-        _OF["encoder-short"], max_tokens=256, title="MiniLM, 300+2500 characters, 256 tokens (its default)"
+        _OF["encoder-short"],
+        max_tokens=256,
+        title="MiniLM, 300+2500 characters, 256 tokens (its default)",
     ),
-    "qwen3": replace(_OF["encoder-short-qwen3"], title="small Qwen3, 300+2500 characters, 2048 tokens"),
-    "qwen3-long": replace(_OF["encoder-long-qwen3"], title="small Qwen3, 500+8000 characters, 4096 tokens"),
+    "qwen3": replace(
+        _OF["encoder-short-qwen3"], title="small Qwen3, 300+2500 characters, 2048 tokens"
+    ),
+    "qwen3-long": replace(
+        _OF["encoder-long-qwen3"], title="small Qwen3, 500+8000 characters, 4096 tokens"
+    ),
 }
 
 
@@ -76,7 +92,9 @@ class Encoding:
 
         torch.set_num_threads(threads)
         self.slots: list[int] = []
-        self.encode = (_ours if mode.library == "skilltrain" else _peer)(mode, skills, folder, self.slots)
+        self.encode = (_ours if mode.library == "skilltrain" else _peer)(
+            mode, skills, folder, self.slots
+        )
         self.meter = Meter()
 
     @classmethod
@@ -96,7 +114,9 @@ class Encoding:
         return Round(seconds, cpu_seconds, peak, sum(own.slots))
 
 
-def _ours(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]) -> Callable[[], np.ndarray]:
+def _ours(
+    mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]
+) -> Callable[[], np.ndarray]:
     from skilltrain.retrieval import dense
 
     if not mode.packed:
@@ -108,14 +128,21 @@ def _ours(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int])
     return lambda: encoder.encode_skills(skills)
 
 
-def _peer(mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]) -> Callable[[], np.ndarray]:
+def _peer(
+    mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]
+) -> Callable[[], np.ndarray]:
     from sentence_transformers import SentenceTransformer
 
-    settings, model = _plain_encoder(folder).settings, SentenceTransformer(str(folder), device="cpu")
+    settings, model = (
+        _plain_encoder(folder).settings,
+        SentenceTransformer(str(folder), device="cpu"),
+    )
     model.max_seq_length = settings.max_tokens
     texts = [settings.template.skill.render(skill) for skill in skills]
     first: Any = model[0]
-    first.register_forward_pre_hook(lambda _module, inputs: slots.append(inputs[0]["input_ids"].numel()))
+    first.register_forward_pre_hook(
+        lambda _module, inputs: slots.append(inputs[0]["input_ids"].numel())
+    )
     return lambda: model.encode(texts, batch_size=mode.batch_size, show_progress_bar=False)
 
 
@@ -150,21 +177,27 @@ class CaseResult:
     differences: dict[str, float]
 
 
-def measure(case: Case, skills: tuple[Skill, ...], data: Path, threads: int, num_rounds: int) -> CaseResult:
+def measure(
+    case: Case, skills: tuple[Skill, ...], data: Path, threads: int, num_rounds: int
+) -> CaseResult:
     """Every mode in each round, one after the other; the warm-up is left out."""
     with tempfile.TemporaryDirectory(prefix="encode-speed-") as name:
         folder = Path(name)
         with own_process() as writer:
             writer.submit(write_model, case, data, folder / "model").result()
             work = writer.submit(tokens_and_flops, folder / "model", skills).result()
-        processes = [own_process(Encoding.begin, mode, skills, folder / "model", threads) for mode in MODES]
+        processes = [
+            own_process(Encoding.begin, mode, skills, folder / "model", threads) for mode in MODES
+        ]
         rounds: dict[str, list[Round]] = {mode.name: [] for mode in MODES}
         gemm, rates = Gemm(), []
         for number in range(num_rounds + 1):
             rates.append(gemm.rates())
             for place, (mode, process) in enumerate(zip(MODES, processes, strict=True)):
                 one = process.submit(Encoding.round, folder / f"{place}.npy").result()
-                say(f"  round {number}: {one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time), {mode.name}")
+                say(
+                    f"  round {number}: {one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time), {mode.name}"
+                )
                 rounds[mode.name].append(one)
             if not number:
                 differences = _differences(folder)
@@ -226,13 +259,23 @@ def read_skills(data: Path, num: int) -> tuple[Skill, ...]:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the cases; print a table for each as soon as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with pool/ and qwen3-tokenizer/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with pool/ and qwen3-tokenizer/"
+    )
     parser.add_argument("--num", type=int, default=512, help="skills to encode")
     parser.add_argument("--threads", type=int, default=2, help="threads of every process")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument("--only", nargs="+", choices=ENCODING, default=[*ENCODING], metavar="CASE",
-                        help=", ".join(ENCODING))  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=ENCODING,
+        default=[*ENCODING],
+        metavar="CASE",
+        help=", ".join(ENCODING),
+    )
     parser.add_argument("--json", type=Path, help="file for every single measurement")
     given = parser.parse_args(arguments)
     set_environment(given.threads)

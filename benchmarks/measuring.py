@@ -17,9 +17,15 @@ RESAMPLES, SEED = 10_000, 0
 
 def set_environment(threads: int) -> None:
     """For this process and those that it starts, before torch is loaded."""
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+    }
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, where it is installed, would say on stdout that it had to look
+    os.environ["DS_ACCELERATOR"] = (
+        "cpu"  # DeepSpeed, where it is installed, would say on stdout that it had to look
+    )
 
 
 def own_process(*initial: Any) -> ProcessPoolExecutor:
@@ -43,12 +49,17 @@ class Meter:
     def start(self) -> None:
         """Begin to measure."""
         if self.baseline is None:
-            self.baseline = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            self.baseline = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+                "SC_PAGE_SIZE"
+            )
         self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
     def read(self) -> tuple[float, float, int]:
         """(seconds, seconds of CPU time, the most bytes that this process had beyond those at the first start)."""
-        seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+        seconds, cpu_seconds = (
+            time.perf_counter() - self.started,
+            time.process_time() - self.cpu_started,
+        )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return seconds, cpu_seconds, peak - (self.baseline or 0)
 
@@ -93,7 +104,10 @@ def forward_flops(network: Any, tokens: float, seen: float) -> float:
         if isinstance(module, nn.Linear) and not name.startswith(names) and ".pooler" not in name
     )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2.0 * weights * tokens + 4.0 * config.num_hidden_layers * config.num_attention_heads * width * seen
+    return (
+        2.0 * weights * tokens
+        + 4.0 * config.num_hidden_layers * config.num_attention_heads * width * seen
+    )
 
 
 def pairs_seen(network: Any, length: int) -> float:

@@ -56,7 +56,11 @@ class Measurement:
     @property
     def seconds(self) -> float:
         """Of mining and of filtering."""
-        return self.result["mine_seconds"] + self.result["filter_seconds"] if self.result else float("nan")
+        return (
+            self.result["mine_seconds"] + self.result["filter_seconds"]
+            if self.result
+            else float("nan")
+        )
 
     @property
     def gigabytes(self) -> float:
@@ -70,11 +74,20 @@ def measure(mode: str, folder: Path, threads: int) -> tuple[int, dict | None]:
     A process's peak counts pages that it shares with others, and peaks come at different times: the sum is more than
     was ever in use.
     """
-    environment = os.environ | {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
+    environment |= {
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, str(WORKER), mode, str(folder), str(threads)]
     peak = 0
-    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output, env=environment) as process:
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, stdout=output, env=environment) as process,
+    ):
         while process.poll() is None:
             peak = max(peak, sum(_peak(child) for child in _tree(process.pid)))
             time.sleep(0.1)
@@ -104,19 +117,26 @@ def _peak(pid: int) -> int:
 
 def report(measured: Sequence[Measurement]) -> str:
     """Two Markdown tables, seconds and memory at every size, with growth exponents over sizes that grow together."""
-    sizes = list(dict.fromkeys(one.size for one in sorted(measured, key=lambda one: one.num_skills)))
+    sizes = list(
+        dict.fromkeys(one.size for one in sorted(measured, key=lambda one: one.num_skills))
+    )
     lines: list[str] = []
     columns: tuple[tuple[str, Callable[[Measurement], float], str], ...] = (
         ("seconds (skills x queries)", lambda one: one.seconds, ".1f"),
         ("peak memory, GB", lambda one: one.gigabytes, ".2f"),
     )
     for title, value, form in columns:
-        lines += [f"| {title} | {' | '.join(sizes)} | grows as |", f"|---|{'---:|' * (len(sizes) + 1)}"]
+        lines += [
+            f"| {title} | {' | '.join(sizes)} | grows as |",
+            f"|---|{'---:|' * (len(sizes) + 1)}",
+        ]
         for mode, name in MODES.items():
             row = {one.size: one for one in measured if one.mode == mode}
             if row:
                 cells = [_cell(row[size], value, form) if size in row else "" for size in sizes]
-                lines.append(f"| {name} | {' | '.join(cells)} | {_growth([*row.values()], value)} |")
+                lines.append(
+                    f"| {name} | {' | '.join(cells)} | {_growth([*row.values()], value)} |"
+                )
         lines.append("")
     return "\n".join([*lines, *_remarks(measured)])
 
@@ -129,7 +149,9 @@ def _growth(row: Sequence[Measurement], value: Callable[[Measurement], float]) -
     """n^e by least squares in logarithms, over sizes with the most common number of queries a skill."""
     done = [one for one in row if one.result]
     ratios = [round(one.num_queries / one.num_skills, 2) for one in done]
-    alike = [one for one, own in zip(done, ratios, strict=True) if own == max(ratios, key=ratios.count)]
+    alike = [
+        one for one, own in zip(done, ratios, strict=True) if own == max(ratios, key=ratios.count)
+    ]
     if len(alike) < 2:
         return ""
     logs = np.log([[one.num_skills, value(one)] for one in alike])
@@ -139,32 +161,61 @@ def _growth(row: Sequence[Measurement], value: Callable[[Measurement], float]) -
 def _remarks(measured: Sequence[Measurement]) -> list[str]:
     """Recall of indexes, and the share of candidates that both sides have in common."""
     lines: list[str] = []
-    exact = {one.size: one.result["nearest"] for one in measured if one.mode == "ours-semantic" and one.result}
+    exact = {
+        one.size: one.result["nearest"]
+        for one in measured
+        if one.mode == "ours-semantic" and one.result
+    }
     for one in (one for one in measured if one.result):
         found, name = one.result or {}, f"- {MODES[one.mode]}, {one.size}"
         index = found.get("summary", {}).get("index", {})
         if "recall@50" in index:
-            lines.append(f"{name}: recall@50 {index['recall@50']:.3f} (n = {index['num_queries_sampled']} queries)")
+            lines.append(
+                f"{name}: recall@50 {index['recall@50']:.3f} (n = {index['num_queries_sampled']} queries)"
+            )
         if one.mode.startswith("st") and (ours := exact.get(one.size)):
-            both = [query for query in found["nearest"] if query in ours and found["nearest"][query]]
-            shares = [len({*found["nearest"][q]} & {*ours[q]}) / len(found["nearest"][q]) for q in both]
-            lines.append(f"{name}: {np.mean(shares):.4f} of its candidates are ours (n = {len(shares)} queries)")
+            both = [
+                query for query in found["nearest"] if query in ours and found["nearest"][query]
+            ]
+            shares = [
+                len({*found["nearest"][q]} & {*ours[q]}) / len(found["nearest"][q]) for q in both
+            ]
+            lines.append(
+                f"{name}: {np.mean(shares):.4f} of its candidates are ours (n = {len(shares)} queries)"
+            )
     return lines
 
 
 def main(arguments: Sequence[str]) -> None:
     """Measure; with --json every measurement is kept as soon as it is made."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pool", type=Path, required=True, help="SKILLS table")
-    parser.add_argument("--queries", type=Path, required=True, help="folder with QUERIES and JUDGEMENTS of this pool")
+    parser.add_argument(
+        "--queries",
+        type=Path,
+        required=True,
+        help="folder with QUERIES and JUDGEMENTS of this pool",
+    )
     parser.add_argument("--split", default="train", help="queries of this split")
     parser.add_argument("--encoder", required=True, help="encoder that makes the vectors")
-    parser.add_argument("--cache", type=Path, required=True, help="folder that keeps vectors for the next time")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 20_000, 40_000, 80_000], help="skills")
-    parser.add_argument("--queries-a-skill", type=float, default=0.475, help="queries grow with the pool by this")
+    parser.add_argument(
+        "--cache", type=Path, required=True, help="folder that keeps vectors for the next time"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[10_000, 20_000, 40_000, 80_000], help="skills"
+    )
+    parser.add_argument(
+        "--queries-a-skill", type=float, default=0.475, help="queries grow with the pool by this"
+    )
     parser.add_argument("--as-is", action="store_true", help="mine the pool as it is, too")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the peer, worker processes of ours")
-    parser.add_argument("--only", nargs="+", choices=MODES, default=[*MODES], metavar="MODE", help=", ".join(MODES))
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of the peer, worker processes of ours"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=MODES, default=[*MODES], metavar="MODE", help=", ".join(MODES)
+    )
     parser.add_argument("--json", type=Path, help="file for every single measurement")
     given = parser.parse_args(arguments)
     base = encode_base(given.pool, given.queries, given.split, given.encoder, given.cache)
@@ -175,11 +226,17 @@ def main(arguments: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="mine-speed-") as folder:
             write_case(base, num_skills, num_queries, Path(folder))
             for mode in given.only:
-                one = Measurement(mode, num_skills, num_queries, *measure(mode, Path(folder), given.threads))
-                say(f"{one.size} {MODES[mode]}: {_cell(one, lambda one: one.seconds, '.1f')} s, {one.gigabytes:.2f} GB")
+                one = Measurement(
+                    mode, num_skills, num_queries, *measure(mode, Path(folder), given.threads)
+                )
+                say(
+                    f"{one.size} {MODES[mode]}: {_cell(one, lambda one: one.seconds, '.1f')} s, {one.gigabytes:.2f} GB"
+                )
                 measured.append(one)
                 if given.json:
-                    given.json.write_text(json.dumps([asdict(m) for m in measured], indent=1), encoding="utf-8")
+                    given.json.write_text(
+                        json.dumps([asdict(m) for m in measured], indent=1), encoding="utf-8"
+                    )
     print(report(measured), flush=True)
 
 

@@ -63,14 +63,25 @@ def write_case(base: Base, num_skills: int, num_queries: int, folder: Path) -> N
     is_gold = np.array([skill.skill_id in golds for skill in base.skills])
     order = np.concatenate([np.flatnonzero(is_gold), chosen.permutation(np.flatnonzero(~is_gold))])
     if num_skills < is_gold.sum():
-        raise SystemExit(f"mine_speed: {is_gold.sum()} skills are positives; ask for more than {num_skills}")
+        raise SystemExit(
+            f"mine_speed: {is_gold.sum()} skills are positives; ask for more than {num_skills}"
+        )
     places = [(int(order[n % len(order)]), n // len(order)) for n in range(num_skills)]
-    write_table([_skill_copy(base.skills[place], copy, choice) for place, copy in places], SKILLS, folder / "pool")
+    write_table(
+        [_skill_copy(base.skills[place], copy, choice) for place, copy in places],
+        SKILLS,
+        folder / "pool",
+    )
     np.save(folder / "skills.npy", _drifted(base.skill_vectors, places, chosen))
     asked = [(n % len(base.queries), n // len(base.queries)) for n in range(num_queries)]
     queries = [_query_copy(base.queries[place], copy, choice) for place, copy in asked]
     judged = [
-        {"query_id": query.query_id, "skill_id": skill_id, "verdict": "required", "judge": "benchmark"}
+        {
+            "query_id": query.query_id,
+            "skill_id": skill_id,
+            "verdict": "required",
+            "judge": "benchmark",
+        }
         for query, (place, _) in zip(queries, asked, strict=True)
         for skill_id in base.positives[base.queries[place].query_id]
     ]
@@ -86,7 +97,12 @@ def _skill_copy(skill: Skill, copy: int, choice: random.Random) -> Skill:
     moved = choice.sample(range(len(lines)), len(lines) // 3)
     for here, there in zip(moved, sorted(moved), strict=True):
         lines[here], lines[there] = lines[there], lines[here]
-    return replace(skill, skill_id=f"{skill.skill_id} copy {copy}", name=f"{skill.name}-{copy}", body="\n".join(lines))
+    return replace(
+        skill,
+        skill_id=f"{skill.skill_id} copy {copy}",
+        name=f"{skill.name}-{copy}",
+        body="\n".join(lines),
+    )
 
 
 def _query_copy(query: Query, copy: int, choice: random.Random) -> Query:
@@ -97,7 +113,9 @@ def _query_copy(query: Query, copy: int, choice: random.Random) -> Query:
     return replace(query, query_id=f"{query.query_id} copy {copy}", text=" ".join(words))
 
 
-def _drifted(vectors: np.ndarray, places: Sequence[tuple[int, int]], chosen: np.random.Generator) -> np.ndarray:
+def _drifted(
+    vectors: np.ndarray, places: Sequence[tuple[int, int]], chosen: np.random.Generator
+) -> np.ndarray:
     result = vectors[[place for place, _ in places]].astype(np.float32)
     copies = np.array([copy > 0 for _, copy in places])
     steps = chosen.normal(size=(int(copies.sum()), vectors.shape[1])).astype(np.float32)

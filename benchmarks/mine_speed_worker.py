@@ -19,23 +19,29 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 DEPTH = 50
 NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
 INDEXES = {
-    "ours": "Flat", "ours-semantic": "Flat", "ours-semantic-hnsw": "HNSW32 efSearch=256",
+    "ours": "Flat",
+    "ours-semantic": "Flat",
+    "ours-semantic-hnsw": "HNSW32 efSearch=256",
     "ours-semantic-ivf": "IVF1024,Flat nprobe=64",
-}  # fmt: skip
+}
 
 
 class KnownVectors:
     """Stands for an encoder, so that its work is not timed; knows skills by id and queries by text."""
 
     def __init__(self, folder: Path) -> None:
-        self.skills, self.queries = (np.load(folder / name, mmap_mode="r") for name in ("skills.npy", "queries.npy"))
+        self.skills, self.queries = (
+            np.load(folder / name, mmap_mode="r") for name in ("skills.npy", "queries.npy")
+        )
         ids = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist()
         texts = read_table(folder / "queries", QUERIES).column("text").to_pylist()
         self.skill_rows = {skill_id: row for row, skill_id in enumerate(ids)}
         self.query_rows = {text: row for row, text in enumerate(texts)}
 
     def encode_chunks(self, skills: list[Skill]) -> ChunkVectors:
-        return ChunkVectors.one_each(self.skills[[self.skill_rows[skill.skill_id] for skill in skills]])
+        return ChunkVectors.one_each(
+            self.skills[[self.skill_rows[skill.skill_id] for skill in skills]]
+        )
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
         return self.queries[[self.query_rows[text] for text in texts]]
@@ -50,21 +56,37 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     for module in (mine, filter_layers):
         module.open_encoder = lambda source: vectors
     paths = {"pool": folder / "pool", "queries": folder / "queries"}
-    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}, "index": INDEXES[mode]}
+    settings = {
+        "stage": "mine",
+        "depth": DEPTH,
+        "encoder": {"source": "known"},
+        "index": INDEXES[mode],
+    }
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
         config = mine.MineConfig.model_validate(settings | paths | {"out": out})
         started = time.perf_counter()
         summary = mine.run_mine(config, Path(out))
-        result = {"mine_seconds": time.perf_counter() - started, "summary": summary, "filter_seconds": 0.0}
+        result = {
+            "mine_seconds": time.perf_counter() - started,
+            "summary": summary,
+            "filter_seconds": 0.0,
+        }
         result["nearest"] = _nearest_of_table(Path(out))
         if mode == "ours":
             filtered = Path(out) / "filtered"
             filtered.mkdir()
-            settings = {"stage": "filter", "encoder": {"source": "known"}, "rankings": out, "out": filtered}
+            settings = {
+                "stage": "filter",
+                "encoder": {"source": "known"},
+                "rankings": out,
+                "out": filtered,
+            }
             settings["workers"] = {"num": threads}
             started = time.perf_counter()
-            result["filter_summary"] = run_filter(FilterConfig.model_validate(settings | paths), filtered)
+            result["filter_summary"] = run_filter(
+                FilterConfig.model_validate(settings | paths), filtered
+            )
             result["filter_seconds"] = time.perf_counter() - started
     return result
 
@@ -72,7 +94,9 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
 def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
     rows = read_table(folder, RANKINGS).to_pydict()
     found: dict[str, list[str]] = {}
-    for query_id, skill_id, stage in zip(rows["query_id"], rows["skill_id"], rows["stage"], strict=True):
+    for query_id, skill_id, stage in zip(
+        rows["query_id"], rows["skill_id"], rows["stage"], strict=True
+    ):
         if len(found) == NUM_COMPARED and query_id not in found:
             break
         if stage == "semantic":
@@ -101,7 +125,11 @@ class PeerModel:
 
         vectors = KnownVectors(folder)
         query_ids = read_table(folder / "queries", QUERIES).column("query_id").to_pylist()
-        self.device, self._skills, self._queries = torch.device("cpu"), vectors.skills, vectors.queries
+        self.device, self._skills, self._queries = (
+            torch.device("cpu"),
+            vectors.skills,
+            vectors.queries,
+        )
         self._skill_rows = vectors.skill_rows
         self._query_rows = {query_id: row for row, query_id in enumerate(query_ids)}
 
@@ -134,7 +162,10 @@ def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     judged = read_table(folder / "queries", JUDGEMENTS).to_pydict()
     pairs = Dataset.from_dict({"query": judged["query_id"], "skill": judged["skill_id"]})
-    corpus, model = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist(), PeerModel(folder)
+    corpus, model = (
+        read_table(folder / "pool", SKILLS).column("skill_id").to_pylist(),
+        PeerModel(folder),
+    )
     started = time.perf_counter()
     mined = mine_hard_negatives(
         pairs,
@@ -152,7 +183,12 @@ def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     first = np.argsort(np.array(mined["query"]))[:NUM_COMPARED]  # our table is in this order
     for row in mined.select(first):
         nearest[row["query"]] = row["skill"][1:]
-    return {"mine_seconds": seconds, "filter_seconds": 0.0, "nearest": nearest, "num_rows": len(mined)}
+    return {
+        "mine_seconds": seconds,
+        "filter_seconds": 0.0,
+        "nearest": nearest,
+        "num_rows": len(mined),
+    }
 
 
 def _peak_bytes() -> int:
@@ -166,7 +202,11 @@ def main(mode: str, folder: Path, threads: int) -> None:
     if mode == "clusters":
         result = measure_clusters(folder, threads)
     else:
-        result = measure_ours(mode, folder, threads) if mode in INDEXES else measure_peer(mode, folder, threads)
+        result = (
+            measure_ours(mode, folder, threads)
+            if mode in INDEXES
+            else measure_peer(mode, folder, threads)
+        )
     result["own_peak_bytes"] = _peak_bytes()
     print(json.dumps(result))
 

@@ -32,7 +32,9 @@ def main(data: Path, out: Path) -> None:
     split = split_groups({row["group_id"]: members(row) for row in rows}, TEST_SHARE, seed=0)
     test = [row for row in rows if split[row["group_id"]] == "dev"]
     train = [row for row in rows if split[row["group_id"]] == "train"]
-    table = pa.concat_tables(pq.read_table(file) for file in sorted((data / "pool").glob("*.parquet")))
+    table = pa.concat_tables(
+        pq.read_table(file) for file in sorted((data / "pool").glob("*.parquet"))
+    )
     judged = {skill_id for row in rows for skill_id in members(row)}
     ids = table.column("skill_id").to_pylist()
     others = random.Random(0).sample(sorted(set(ids) - judged), NUM_OTHERS)
@@ -42,10 +44,16 @@ def main(data: Path, out: Path) -> None:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
         (folder / "without").mkdir()
         bare = ({key: row[key] for key in ("group_id", "query", "required")} for row in train)
-        (folder / "without" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
+        (folder / "without" / "train.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in bare)
+        )
         (folder / "pool").mkdir()
-        pq.write_table(table.filter(pa.array([one in kept for one in ids])), folder / "pool" / "part-0.parquet")
-    print(f"{len(train)} groups to train on, {len(test)} to test on, {len(kept)} skills; no skill is on both sides")
+        pq.write_table(
+            table.filter(pa.array([one in kept for one in ids])), folder / "pool" / "part-0.parquet"
+        )
+    print(
+        f"{len(train)} groups to train on, {len(test)} to test on, {len(kept)} skills; no skill is on both sides"
+    )
     for differing in (0.1, 0.2, 0.3):
         found = smallest_difference(len(test), differing)
         print(

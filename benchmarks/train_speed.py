@@ -41,23 +41,37 @@ def run_case(case: Case, data: Path, what: Material, threads: int) -> CaseResult
     """
     reports: dict[str, list[StepReport]] = {}
     differences = np.zeros(1)
-    comparable = [mode.name for mode in case.modes if isinstance(mode, OurMode) or not mode.as_shipped]
+    comparable = [
+        mode.name for mode in case.modes if isinstance(mode, OurMode) or not mode.as_shipped
+    ]
     with tempfile.TemporaryDirectory(prefix="train-speed-") as folder:
         model = Path(folder) / "model"
         with own_process() as writer:  # so that this one stays small
             writer.submit(write_model, case, data, model).result()
         for mode in case.modes:
             with own_process() as process:
-                reports[mode.name] = process.submit(train, case, mode, model, what, threads).result()
+                reports[mode.name] = process.submit(
+                    train, case, mode, model, what, threads
+                ).result()
             for number, one in enumerate(reports[mode.name]):
                 times = f"{one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time)"
                 say(f"  round {number}: {times}, loss {one.loss:.6f}, {mode.name}")
-            losses = np.array([[one.loss for one in steps] for name, steps in reports.items() if name in comparable])
+            losses = np.array(
+                [
+                    [one.loss for one in steps]
+                    for name, steps in reports.items()
+                    if name in comparable
+                ]
+            )
             if len(losses):
                 differences = np.ptp(losses, axis=0) / np.abs(losses).max(axis=0)
             if differences[0] > TOLERANCE:
-                sys.exit(f"train_speed: losses at equal weights differ by {differences[0]:.1e}: {losses[:, 0]}")
-    return CaseResult(case, {name: steps[1:] for name, steps in reports.items()}, float(differences.max()))
+                sys.exit(
+                    f"train_speed: losses at equal weights differ by {differences[0]:.1e}: {losses[:, 0]}"
+                )
+    return CaseResult(
+        case, {name: steps[1:] for name, steps in reports.items()}, float(differences.max())
+    )
 
 
 def table(result: CaseResult) -> str:
@@ -79,7 +93,12 @@ def table(result: CaseResult) -> str:
     for mode, steps in result.steps.items():
         seconds = [step.seconds for step in steps]
         memory = steps[-1].peak_bytes / base[-1].peak_bytes
-        rate = np.median([own.useful_flops / step.seconds for own, step in zip(base, steps, strict=True)]) / gemm
+        rate = (
+            np.median(
+                [own.useful_flops / step.seconds for own, step in zip(base, steps, strict=True)]
+            )
+            / gemm
+        )
         lines.append(
             f"| {mode} | {np.median(seconds) / queries:.2f} | {ratio([step.seconds for step in base], seconds)} "
             f"| {steps[-1].peak_bytes / 1e6:.0f} | {memory:.2f} | {steps[-1].padding:.1%} | {rate:.0%} |"
@@ -90,12 +109,20 @@ def table(result: CaseResult) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Run the cases; print a table for each as soon as it is done."""
     names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with pool/, queries/ and qwen3-tokenizer/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with pool/, queries/ and qwen3-tokenizer/"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads of every process")
-    parser.add_argument("--rounds", type=int, help="timed rounds of every case, instead of its own number")
+    parser.add_argument(
+        "--rounds", type=int, help="timed rounds of every case, instead of its own number"
+    )
     parser.add_argument("--batch", type=int, help="lists a step, instead of the case's own number")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names)
+    )
     parser.add_argument("--json", type=Path, help="file for every single measurement")
     given = parser.parse_args(arguments)
     set_environment(given.threads)

@@ -15,8 +15,14 @@ from skilltrain.records import Skill
 from skilltrain.texts import name_key
 
 NUM_SKILLS = 3000
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -80,21 +86,105 @@ _SHIPPED = PeerMode("sentence-transformers, default, dropout 0.1 as shipped", as
 _PACKED = (OurMode("skilltrain", 16384), OurMode("skilltrain, recompute", 4096, True))
 
 CASES = (
-    Case("encoder-short", "MiniLM encoder, 300+2500 characters, 512 tokens", "encoder", "minilm",
-         300, 2500, 512, 8, 10, 3, 6, _ENCODER_MODES),
-    Case("encoder-long", "MiniLM encoder, 500+8000 characters, 512 tokens", "encoder", "minilm",
-         500, 8000, 512, 8, 10, 3, 6, _ENCODER_MODES),
-    Case("encoder-shipped", "MiniLM encoder with its dropout, 300+2500 characters, 512 tokens", "encoder", "minilm",
-         300, 2500, 512, 2, 10, 5, 6, (_SHIPPED, _DEFAULT, _OURS)),
-    Case("encoder-short-qwen3", "small Qwen3 encoder, 300+2500 characters", "encoder", "qwen3",
-         300, 2500, 2048, 8, 10, 5, 4, _ENCODER_MODES),
-    Case("encoder-long-qwen3", "small Qwen3 encoder, 500+8000 characters", "encoder", "qwen3",
-         500, 8000, 4096, 8, 10, 5, 2, _ENCODER_MODES),
-    Case("reranker-minilm", "MiniLM reranker, lists of 20, 500+2000 characters, 512 tokens", "reranker", "minilm",
-         500, 2000, 512, 2, 19, 5, 6, (_DEFAULT, _BEST_LISTS, *_ENCODER_MODES[-2:])),
-    Case("reranker-qwen3", "small Qwen3 reranker, lists of 20, 500+2000 characters", "reranker", "qwen3",
-         500, 2000, 4096, 2, 19, 5, 4, (_DEFAULT, _BEST_LISTS, *_PACKED)),
-)  # fmt: skip
+    Case(
+        "encoder-short",
+        "MiniLM encoder, 300+2500 characters, 512 tokens",
+        "encoder",
+        "minilm",
+        300,
+        2500,
+        512,
+        8,
+        10,
+        3,
+        6,
+        _ENCODER_MODES,
+    ),
+    Case(
+        "encoder-long",
+        "MiniLM encoder, 500+8000 characters, 512 tokens",
+        "encoder",
+        "minilm",
+        500,
+        8000,
+        512,
+        8,
+        10,
+        3,
+        6,
+        _ENCODER_MODES,
+    ),
+    Case(
+        "encoder-shipped",
+        "MiniLM encoder with its dropout, 300+2500 characters, 512 tokens",
+        "encoder",
+        "minilm",
+        300,
+        2500,
+        512,
+        2,
+        10,
+        5,
+        6,
+        (_SHIPPED, _DEFAULT, _OURS),
+    ),
+    Case(
+        "encoder-short-qwen3",
+        "small Qwen3 encoder, 300+2500 characters",
+        "encoder",
+        "qwen3",
+        300,
+        2500,
+        2048,
+        8,
+        10,
+        5,
+        4,
+        _ENCODER_MODES,
+    ),
+    Case(
+        "encoder-long-qwen3",
+        "small Qwen3 encoder, 500+8000 characters",
+        "encoder",
+        "qwen3",
+        500,
+        8000,
+        4096,
+        8,
+        10,
+        5,
+        2,
+        _ENCODER_MODES,
+    ),
+    Case(
+        "reranker-minilm",
+        "MiniLM reranker, lists of 20, 500+2000 characters, 512 tokens",
+        "reranker",
+        "minilm",
+        500,
+        2000,
+        512,
+        2,
+        19,
+        5,
+        6,
+        (_DEFAULT, _BEST_LISTS, *_ENCODER_MODES[-2:]),
+    ),
+    Case(
+        "reranker-qwen3",
+        "small Qwen3 reranker, lists of 20, 500+2000 characters",
+        "reranker",
+        "qwen3",
+        500,
+        2000,
+        4096,
+        2,
+        19,
+        5,
+        4,
+        (_DEFAULT, _BEST_LISTS, *_PACKED),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -121,9 +211,14 @@ def read_data(data: Path) -> tuple[list[Skill], list[dict]]:
     file = data / "queries" / "train.jsonl"
     if not file.is_file() or not (data / "pool").is_dir():
         raise SkilltrainError("holds no pool/*.parquet and queries/train.jsonl", where=data)
-    queries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    queries = [
+        json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
     columns = ["skill_id", "name", "description", "body"]
-    rows = {row["skill_id"]: row for row in pyarrow.parquet.read_table(data / "pool", columns=columns).to_pylist()}
+    rows = {
+        row["skill_id"]: row
+        for row in pyarrow.parquet.read_table(data / "pool", columns=columns).to_pylist()
+    }
     golds = sorted({query["skill_ids"][0] for query in queries} & rows.keys())
     others = random.Random(SEED).sample(sorted(rows.keys() - set(golds)), NUM_SKILLS - len(golds))
     skills = [Skill(*(rows[skill_id][key] or "" for key in columns)) for skill_id in golds + others]
@@ -141,12 +236,18 @@ def mine(skills: Sequence[Skill], queries: Sequence[dict], num_negatives: int) -
     lists = []
     for query, row in zip(queries, positions, strict=True):
         gold = query["skill_ids"][0]
-        negatives = [skills[position].skill_id for position in row if skills[position].skill_id != gold]
-        lists.append(MinedList(query["query_id"], query["query"], (gold, *negatives[:num_negatives])))
+        negatives = [
+            skills[position].skill_id for position in row if skills[position].skill_id != gold
+        ]
+        lists.append(
+            MinedList(query["query_id"], query["query"], (gold, *negatives[:num_negatives]))
+        )
     return lists
 
 
-def material(skills: Sequence[Skill], lists: Sequence[MinedList], batch: int, steps: int) -> Material:
+def material(
+    skills: Sequence[Skill], lists: Sequence[MinedList], batch: int, steps: int
+) -> Material:
     """The first lists that fill `steps` batches, in each of which no skill and no skill's name stands twice.
 
     So both trainers count the same negatives: sentence-transformers counts a repeated skill twice, skilltrain does not.
@@ -207,7 +308,10 @@ def _write_qwen3(case: Case, folder: Path, tokenizer_folder: Path) -> None:
         )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=end, eos_token="<|im_end|>")
     torch.manual_seed(SEED)
-    sizes: dict[str, Any] = SIZES | {"vocab_size": len(tokenizer), "num_hidden_layers": case.num_layers}
+    sizes: dict[str, Any] = SIZES | {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": case.num_layers,
+    }
     config = Qwen3Config(initializer_range=0.1, tie_word_embeddings=True, **sizes)
     (Qwen3Model if case.kind == "encoder" else Qwen3ForCausalLM)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -224,9 +328,13 @@ def _export(case: Case, base: Path, folder: Path) -> None:
     torch.manual_seed(SEED)
     skill = SkillTemplate(description_chars=case.description_chars, body_chars=case.body_chars)
     if case.kind == "encoder":
-        settings = EncoderConfig(source=str(base), max_tokens=case.max_tokens, template=EncoderTemplate(skill=skill))
+        settings = EncoderConfig(
+            source=str(base), max_tokens=case.max_tokens, template=EncoderTemplate(skill=skill)
+        )
         save_model(load_encoder(settings, torch.device("cpu")), folder, str(base))
     else:
-        template = RerankerTemplate(form="pair" if case.model == "minilm" else "yes_no", skill=skill)
+        template = RerankerTemplate(
+            form="pair" if case.model == "minilm" else "yes_no", skill=skill
+        )
         rerank = RerankerConfig(source=str(base), max_tokens=case.max_tokens, template=template)
         save_model(load_reranker(rerank, torch.device("cpu")), folder, str(base))

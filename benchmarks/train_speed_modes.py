@@ -50,7 +50,9 @@ class Reporter:
         self.begin()
 
 
-def train(case: Case, mode: OurMode | PeerMode, folder: Path, what: Material, threads: int) -> list[StepReport]:
+def train(
+    case: Case, mode: OurMode | PeerMode, folder: Path, what: Material, threads: int
+) -> list[StepReport]:
     """Every step's report; `folder` is the model's."""
     reporter = Reporter(threads)
     if isinstance(mode, OurMode):
@@ -63,7 +65,9 @@ def train(case: Case, mode: OurMode | PeerMode, folder: Path, what: Material, th
 # skilltrain -----------------------------------------------------------------------------------------------------------
 
 
-def _train_ours(case: Case, mode: OurMode, folder: Path, what: Material, reporter: Reporter) -> None:
+def _train_ours(
+    case: Case, mode: OurMode, folder: Path, what: Material, reporter: Reporter
+) -> None:
     """skilltrain's step as its loop runs it: loss over queries, backward, clip, AdamW. Texts are tokenised before."""
     import torch
 
@@ -98,7 +102,8 @@ def _our_step(case: Case, mode: OurMode, folder: Path, what: Material) -> Any:
 
     gains = (1.0, *(0.0 for _ in range(case.negatives)))
     lists = tuple(
-        TrainingList(one.query_id, one.query, one.skill_ids, gains, frozenset(one.skill_ids[:1])) for one in what.lists
+        TrainingList(one.query_id, one.query, one.skill_ids, gains, frozenset(one.skill_ids[:1]))
+        for one in what.lists
     )
     data, device = TrainingSet(lists, what.skills), torch.device("cpu")
     settings = StepSettings(token_budget=mode.token_budget, recompute=mode.recompute)
@@ -119,7 +124,9 @@ def useful_flops(step: Any, batch: Sequence[Any]) -> float:
     network, shared = step.model.network, [0]
     if isinstance(step, EncoderStep):
         skill_ids = {skill_id for one in batch for skill_id in one.skill_ids}
-        lists = [[step.query_ids[one.query] for one in batch] + [step.skill_ids[s] for s in skill_ids]]
+        lists = [
+            [step.query_ids[one.query] for one in batch] + [step.skill_ids[s] for s in skill_ids]
+        ]
     else:
         lists = [[pair.ids for pair in step.pairs(one)] for one in batch]
         shared = [_num_shared(texts) if is_causal(network) else 0 for texts in lists]
@@ -134,13 +141,17 @@ def useful_flops(step: Any, batch: Sequence[Any]) -> float:
 def _num_shared(texts: Sequence[Sequence[int]]) -> int:
     """Length of the common prefix of all texts."""
     shortest = min(map(len, texts))
-    return next((i for i in range(shortest) if any(text[i] != texts[0][i] for text in texts)), shortest)
+    return next(
+        (i for i in range(shortest) if any(text[i] != texts[0][i] for text in texts)), shortest
+    )
 
 
 # sentence-transformers ------------------------------------------------------------------------------------------------
 
 
-def _train_peer(case: Case, mode: PeerMode, folder: Path, what: Material, reporter: Reporter) -> None:
+def _train_peer(
+    case: Case, mode: PeerMode, folder: Path, what: Material, reporter: Reporter
+) -> None:
     """Train through the library's trainer, reporting each step; tokenising a batch is part of its step."""
     from sentence_transformers.base.losses.merged_forward import column_merging_disabled
     from transformers import PrinterCallback, TrainerCallback
@@ -156,8 +167,12 @@ def _train_peer(case: Case, mode: PeerMode, folder: Path, what: Material, report
         reporter.slots += inputs[0]["attention_mask"].numel()
 
     folder = folder.with_name(folder.name + "-shipped") if mode.as_shipped else folder
-    trainer: Any = (_encoder_trainer if case.kind == "encoder" else _reranker_trainer)(case, mode, folder, what)
-    trainer.loss.register_forward_hook(lambda _module, _inputs, loss: losses.append(float(loss.detach())))
+    trainer: Any = (_encoder_trainer if case.kind == "encoder" else _reranker_trainer)(
+        case, mode, folder, what
+    )
+    trainer.loss.register_forward_hook(
+        lambda _module, _inputs, loss: losses.append(float(loss.detach()))
+    )
     trainer.model[0].register_forward_pre_hook(count)
     trainer.add_callback(Reporting())
     trainer.remove_callback(PrinterCallback)  # it would print into the tables
@@ -216,21 +231,35 @@ def _encoder_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) -
     model.max_seq_length = case.max_tokens
     texts, rows = _texts(case, what), []
     for one in what.lists:
-        columns = {f"negative_{number}": texts[skill_id] for number, skill_id in enumerate(one.skill_ids[1:], 1)}
+        columns = {
+            f"negative_{number}": texts[skill_id]
+            for number, skill_id in enumerate(one.skill_ids[1:], 1)
+        }
         rows.append({"query": one.query, "positive": texts[one.skill_ids[0]], **columns})
     loss: Any = MultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE)
     if mode.cached:
-        loss = CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=mode.mini_batch or 32)
+        loss = CachedMultipleNegativesRankingLoss(
+            model, scale=1 / TEMPERATURE, mini_batch_size=mode.mini_batch or 32
+        )
     arguments = SentenceTransformerTrainingArguments(**_arguments(case))
-    return SentenceTransformerTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), loss=loss)
+    return SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows), loss=loss
+    )
 
 
 def _reranker_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) -> Any:
     from datasets import Dataset
-    from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
+    from sentence_transformers import (
+        CrossEncoder,
+        CrossEncoderTrainer,
+        CrossEncoderTrainingArguments,
+    )
     from sentence_transformers.cross_encoder.losses import ListNetLoss
 
-    model, texts = CrossEncoder(str(folder), device="cpu", max_length=case.max_tokens), _texts(case, what)
+    model, texts = (
+        CrossEncoder(str(folder), device="cpu", max_length=case.max_tokens),
+        _texts(case, what),
+    )
     rows = [
         {
             "query": one.query,
@@ -241,4 +270,6 @@ def _reranker_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) 
     ]
     loss = ListNetLoss(model, mini_batch_size=mode.mini_batch)
     arguments = CrossEncoderTrainingArguments(**_arguments(case))
-    return CrossEncoderTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), loss=loss)
+    return CrossEncoderTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows), loss=loss
+    )

@@ -42,13 +42,26 @@ _LEADING = re.compile(r"[^\w\s&,]+\s*")
 STYLES = ("template", "paraphrase", "human")
 # A task's steps are joined by each in turn; {0} is the first, {1} the last, {…} what stands between.
 JOINS = {
-    "template": ("First {a}, then {z}.", "{A}, and then {z}.", "{A}. After that, {z}.", "{A} and {z}.",
-                 "Please {a}, and finally {z}."),
-    "paraphrase": ("I need you to {a}; following that, {z}.", "Your job is to {a} and to {z}.",
-                   "{A}. With this at hand, {z}.", "Could you {a} as well as {z}?"),
-    "human": ("{A}? And {z}, please.", "So: {a}. Also, {z}. Thanks!", "{A} - and while you are at it: {z}.",
-              "Quick one. {A}? {Z}? That would help a lot."),
-}  # fmt: skip
+    "template": (
+        "First {a}, then {z}.",
+        "{A}, and then {z}.",
+        "{A}. After that, {z}.",
+        "{A} and {z}.",
+        "Please {a}, and finally {z}.",
+    ),
+    "paraphrase": (
+        "I need you to {a}; following that, {z}.",
+        "Your job is to {a} and to {z}.",
+        "{A}. With this at hand, {z}.",
+        "Could you {a} as well as {z}?",
+    ),
+    "human": (
+        "{A}? And {z}, please.",
+        "So: {a}. Also, {z}. Thanks!",
+        "{A} - and while you are at it: {z}.",
+        "Quick one. {A}? {Z}? That would help a lot.",
+    ),
+}
 
 
 class Pipeline(Config):
@@ -57,10 +70,16 @@ class Pipeline(Config):
     servers: Path
     out: Path
     categories: Path = Path(__file__).with_suffix(".yaml")
-    sizes: dict[int, int] = Field(default={2: 150, 3: 100, 4: 25, 5: 25}, description="steps → tasks")
-    min_chars: int = Field(default=15, description="of a description without badges; the paper's 15")
+    sizes: dict[int, int] = Field(
+        default={2: 150, 3: 100, 4: 25, 5: 25}, description="steps → tasks"
+    )
+    min_chars: int = Field(
+        default=15, description="of a description without badges; the paper's 15"
+    )
     min_skills: int = Field(default=5, description="of a category")
-    held_out: list[str] = Field(default=["security", "code-execution"], description="the paper's two categories")
+    held_out: list[str] = Field(
+        default=["security", "code-execution"], description="the paper's two categories"
+    )
     held_out_share: float = Field(default=0.2, description="of the skills")
     seed: int = 0
 
@@ -71,7 +90,9 @@ def rows_of_source(path: Path) -> Iterator[dict[str, Any]]:
         yield from (row for _, row in read_jsonl(path))
         return
     if not any(path.glob("*.md")):
-        raise SkilltrainError("is neither a JSON Lines file nor a folder of Markdown lists", where=path)
+        raise SkilltrainError(
+            "is neither a JSON Lines file nor a folder of Markdown lists", where=path
+        )
     for file in sorted(path.glob("*.md")):
         category = ""
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -84,7 +105,11 @@ def rows_of_source(path: Path) -> Iterator[dict[str, Any]]:
 def clean(pipeline: Pipeline, groups: dict[str, Any]) -> tuple[list[Skill], list[Dropped]]:
     """(the servers as skills of our categories, what was left out and why)."""
     of_source = {name: group for group, entry in groups.items() for name in entry.get("from", ())}
-    by_words = {group: re.compile(entry["words"], re.I) for group, entry in groups.items() if "words" in entry}
+    by_words = {
+        group: re.compile(entry["words"], re.I)
+        for group, entry in groups.items()
+        if "words" in entry
+    }
     skills: dict[str, Skill] = {}
     dropped: list[Dropped] = []
     for number, row in enumerate(rows_of_source(pipeline.servers), 1):
@@ -94,24 +119,40 @@ def clean(pipeline: Pipeline, groups: dict[str, Any]) -> tuple[list[Skill], list
         group = group or of_source.get(str(row.get("category")))
         fault = None
         if len(about) < pipeline.min_chars:
-            fault = "short_description", f"'{about}' has fewer than {pipeline.min_chars} characters without badges"
+            fault = (
+                "short_description",
+                f"'{about}' has fewer than {pipeline.min_chars} characters without badges",
+            )
         elif group is None:
             fault = "category", f"the category '{row.get('category')}' is not mapped"
         elif key in skills:
             fault = "duplicate", f"has the same name as {skills[key].skill_id}"
-        tool = {"skill_id": row.get("id") or name, "name": name, "description": about, "category": group}
-        skill = Dropped("", name, *fault) if fault else skill_from_row(tool, f"entry {number}", "mcp")
+        tool = {
+            "skill_id": row.get("id") or name,
+            "name": name,
+            "description": about,
+            "category": group,
+        }
+        skill = (
+            Dropped("", name, *fault) if fault else skill_from_row(tool, f"entry {number}", "mcp")
+        )
         if isinstance(skill, Dropped):
             dropped.append(skill)
         else:
             skills[key] = skill
-    few = {group for group in groups if sum(s.category == group for s in skills.values()) < pipeline.min_skills}
+    few = {
+        group
+        for group in groups
+        if sum(s.category == group for s in skills.values()) < pipeline.min_skills
+    }
     for group in sorted(few):
         print(f"{group}: fewer than {pipeline.min_skills} skills, no task needs it")
     return list(skills.values()), dropped
 
 
-def draw_chains(pipeline: Pipeline, groups: dict[str, Any], skills: list[Skill]) -> list[list[tuple[list[str], Skill]]]:
+def draw_chains(
+    pipeline: Pipeline, groups: dict[str, Any], skills: list[Skill]
+) -> list[list[tuple[list[str], Skill]]]:
     """Tasks as steps of (its words in each style, the gold skill); every step is of another category."""
     draw = random.Random(pipeline.seed)
     fitting: dict[str, list[tuple[list[str], list[Skill]]]] = {}
@@ -119,7 +160,11 @@ def draw_chains(pipeline: Pipeline, groups: dict[str, Any], skills: list[Skill])
         own = [skill for skill in skills if skill.category == group]
         for needs, *words in entry["steps"]:
             pattern = re.compile(needs, re.I)
-            able = [s for s in own if pattern.search(s.description) and not any(names_skill(w, s.name) for w in words)]
+            able = [
+                s
+                for s in own
+                if pattern.search(s.description) and not any(names_skill(w, s.name) for w in words)
+            ]
             if len(own) >= pipeline.min_skills and able:
                 fitting.setdefault(group, []).append((words, able))
     chains: list[list[tuple[list[str], Skill]]] = []
@@ -147,10 +192,19 @@ def write_tasks(folder: Path, style: str, chains: dict[int, list[tuple[list[str]
         text = task_text(style, steps, next(joins))
         queries.append(Query(query_id, text, "multi", style, "test"))
         for step, (text, (_, skill)) in enumerate(zip(steps, chain, strict=True), 1):
-            judgements.append(Judgement(query_id, skill.skill_id, Verdict.REQUIRED, "compskillbench"))
+            judgements.append(
+                Judgement(query_id, skill.skill_id, Verdict.REQUIRED, "compskillbench")
+            )
             waits = [str(step - 1)] if step > 1 else []
-            plans.append({"query_id": query_id, "step_id": str(step), "text": text, "depends_on": waits,
-                          "skill_id": skill.skill_id})  # fmt: skip
+            plans.append(
+                {
+                    "query_id": query_id,
+                    "step_id": str(step),
+                    "text": text,
+                    "depends_on": waits,
+                    "skill_id": skill.skill_id,
+                }
+            )
     for rows, spec in ((queries, QUERIES), (judgements, JUDGEMENTS), (plans, PLANS)):
         write_table(rows, spec, folder)
 
@@ -173,7 +227,11 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
             write_tasks(out / style, style, chains)
         for name, held in away.items():
             ids = {skill.skill_id for skill in held}
-            hit = {n: chain for n, chain in chains.items() if any(skill.skill_id in ids for _, skill in chain)}
+            hit = {
+                n: chain
+                for n, chain in chains.items()
+                if any(skill.skill_id in ids for _, skill in chain)
+            }
             write_tasks(out / name, "template", hit)
             write_table(held, SKILLS, out / name / "held_out")
             counts[name] = {"tasks": len(hit), "held out": len(held)}

@@ -42,13 +42,19 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
     out, training = pipeline.out, load_recipe(pipeline.recipe, pipeline.settings)
     config = parse_recipe(training, pipeline.recipe)
     if config.stage != "train_encoder" or not isinstance(config.data.lists, Path):
-        raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=pipeline.recipe)
+        raise SkilltrainError(
+            "the recipe must train an encoder on one folder of lists", where=pipeline.recipe
+        )
     lists, pool, vectors = config.data.lists, str(config.data.pool), str(out / "vectors")
     tasks = load_benchmark((lists,), None).tasks
     _, folds = folds_of(tasks, pipeline.folds, config.training.seed)
     lexical, late = {"kind": "lexical"}, config.late_interaction is not None
     for number in range(pipeline.folds):
-        held = {task.query.query_id for task, fold in zip(tasks, folds.tolist(), strict=True) if fold == number}
+        held = {
+            task.query.query_id
+            for task, fold in zip(tasks, folds.tolist(), strict=True)
+            if fold == number
+        }
         part = out / f"fold{number + 1}"
         _cut(lists, held, part)
         encoder = str(part / "encoder")
@@ -58,8 +64,16 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
         if late:
             find = {"kind": "fuse", "of": [lexical, dense], "keep": 50}
             systems.append({"name": "late", "rankers": [find, {"kind": "late", "source": encoder}]})
-        _run({"stage": "evaluate", "pool": pool, "benchmark": str(part / "held"), "depth": 100, "systems": systems,
-              "out": str(part / "ranked")})  # fmt: skip
+        _run(
+            {
+                "stage": "evaluate",
+                "pool": pool,
+                "benchmark": str(part / "held"),
+                "depth": 100,
+                "systems": systems,
+                "out": str(part / "ranked"),
+            }
+        )
     ranked = [str(out / f"fold{number + 1}" / "ranked") for number in range(pipeline.folds)]
     saved = [{"kind": "saved", "rankings": ranked, "stage": name} for name in ("dense", "late")]
     find = {"kind": "fuse", "of": [lexical, saved[0]]}

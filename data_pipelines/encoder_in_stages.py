@@ -29,7 +29,9 @@ class Pipeline(Config):
 
     recipe: Path
     out: Path
-    free_pairs: int = Field(default=0, ge=0, description="skills whose own text is trained on first")
+    free_pairs: int = Field(
+        default=0, ge=0, description="skills whose own text is trained on first"
+    )
     rounds: int = Field(default=1, ge=0, description="trainings on negatives mined anew")
     settings: list[str] = Field(default=[], description="further settings of the recipe, key=value")
 
@@ -39,7 +41,9 @@ def run(pipeline: Pipeline) -> list[Path]:
     out, training = pipeline.out, load_recipe(pipeline.recipe, pipeline.settings)
     config = parse_recipe(training, pipeline.recipe)
     if config.stage != "train_encoder" or not isinstance(config.data.lists, Path):
-        raise SkilltrainError("the recipe must train an encoder on one folder of lists", where=pipeline.recipe)
+        raise SkilltrainError(
+            "the recipe must train an encoder on one folder of lists", where=pipeline.recipe
+        )
     pool, lists = str(config.data.pool), str(config.data.lists)
     source, encoders = str(config.model.source), list[Path]()
 
@@ -53,7 +57,12 @@ def run(pipeline: Pipeline) -> list[Path]:
 
     if pipeline.free_pairs:
         place, pairs = out / "free_pairs", str(out / "free_pairs" / "pairs")
-        own = {"stage": "synthesize", "pool": pool, "llm": {"kind": "own_text"}, "max_skills": pipeline.free_pairs}
+        own = {
+            "stage": "synthesize",
+            "pool": pool,
+            "llm": {"kind": "own_text"},
+            "max_skills": pipeline.free_pairs,
+        }
         _run(own | {"num_queries_per_skill": 2, "out": pairs})
         cut = _new_lists(place, {"pool": pairs, "queries": pairs}, source, source, QUOTAS)
         train(place / "encoder", {"pool": pairs, "lists": cut, "clusters": None})
@@ -62,7 +71,10 @@ def run(pipeline: Pipeline) -> list[Path]:
     for number in range(1, pipeline.rounds + 1):
         place = out / f"round{number}"
         wrong = {"semantic": WRONG_TOP // 2, "lexical": WRONG_TOP // 2}
-        train(place / "encoder", {"lists": _new_lists(place, {"pool": pool, "queries": lists}, source, base, wrong)})
+        train(
+            place / "encoder",
+            {"lists": _new_lists(place, {"pool": pool, "queries": lists}, source, base, wrong)},
+        )
     return encoders
 
 

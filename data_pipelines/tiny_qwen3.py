@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from transformers.utils import logging
 
@@ -29,9 +38,16 @@ class Pipeline(Config):
     tokenizer: Path | None = Field(default=None, description="folder with a tokenizer.json")
     vocabulary: int = 4096
     sizes: dict[str, int] = Field(
-        default={"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-                 "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
-    )  # fmt: skip
+        default={
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+        }
+    )
 
 
 def learn_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
@@ -40,7 +56,9 @@ def learn_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
     raw.normalizer, raw.decoder = normalizers.NFC(), decoders.ByteLevel()
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
+    )
     raw.train_from_iterator([*texts, *["yes", "no"] * 1000], trainer)
     raw.add_special_tokens([END, "<|im_start|>", "<|im_end|>"])
     raw.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
@@ -52,15 +70,29 @@ def run(pipeline: Pipeline) -> None:
     logging.disable_progress_bar()
     texts = [file.read_text(encoding="utf-8") for file in sorted(LIBRARY.rglob("SKILL.md"))]
     given = pipeline.tokenizer
-    raw = Tokenizer.from_file(str(given / "tokenizer.json")) if given else learn_tokenizer(texts, pipeline.vocabulary)
-    end = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, raw.token_to_id(END))])
-    parts: dict[str, Any] = {"encoder": (Qwen3Model, end), "reranker": (Qwen3ForCausalLM, processors.ByteLevel())}
+    raw = (
+        Tokenizer.from_file(str(given / "tokenizer.json"))
+        if given
+        else learn_tokenizer(texts, pipeline.vocabulary)
+    )
+    end = processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, raw.token_to_id(END))]
+    )
+    parts: dict[str, Any] = {
+        "encoder": (Qwen3Model, end),
+        "reranker": (Qwen3ForCausalLM, processors.ByteLevel()),
+    }
     for name, (network, processor) in parts.items():
         torch.manual_seed(0)
         raw.post_processor = processor
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=END, eos_token="<|im_end|>")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=raw, pad_token=END, eos_token="<|im_end|>"
+        )
         config = Qwen3Config(
-            vocab_size=len(tokenizer), initializer_range=0.1, tie_word_embeddings=True, **pipeline.sizes
+            vocab_size=len(tokenizer),
+            initializer_range=0.1,
+            tie_word_embeddings=True,
+            **pipeline.sizes,
         )
         network(config).save_pretrained(pipeline.out / name)
         tokenizer.save_pretrained(pipeline.out / name)

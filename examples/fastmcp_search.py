@@ -40,4 +40,9 @@ class RouterSearch(BM25SearchTransform):
 
 
 def _as_skill(tool: Tool) -> Skill:
-    return Skill(tool.name, tool.name, tool.description or "", json.dumps(tool.parameters, ensure_ascii=False))
+    return Skill(
+        tool.name,
+        tool.name,
+        tool.description or "",
+        json.dumps(tool.parameters, ensure_ascii=False),
+    )

@@ -25,7 +25,9 @@ def write(folder: Path, files: Files) -> Path:
         if isinstance(content, list) and name.endswith(".jsonl"):
             file.write_text(jsonl(*content), encoding="utf-8")
         elif content is not None:
-            file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+            file.write_text(
+                content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+            )
     return folder
 
 
@@ -35,7 +37,11 @@ def write_ours(
     """Our tables from (query_id, text, split) and query_id → skill_id → verdict."""
     asked = [Query(query_id, text, "single", "test", split) for query_id, text, split in queries]
     write_table(asked, QUERIES, folder)
-    judged = [Judgement(query_id, *pair, "test") for query_id, row in verdicts.items() for pair in row.items()]
+    judged = [
+        Judgement(query_id, *pair, "test")
+        for query_id, row in verdicts.items()
+        for pair in row.items()
+    ]
     write_table(judged, JUDGEMENTS, folder)
     return folder
 
@@ -51,7 +57,12 @@ def write_pool(folder: Path, skills: Iterable[Skill]) -> Path:
     return folder
 
 
-def skillrouter(tasks: Iterable[tuple[str, str]], relevance: Any, gold: Iterable[Any] | None = None) -> Files:
+def skillrouter(
+    tasks: Iterable[tuple[str, str]], relevance: Any, gold: Iterable[Any] | None = None
+) -> Files:
     """SkillRouter's files from (task_id, text), the map of relevance.json and, if there are any, gold skills' rows."""
-    rows = [{"task_id": i, "instruction_text": text, "difficulty": "hard", "excluded": True} for i, text in tasks]
+    rows = [
+        {"task_id": i, "instruction_text": text, "difficulty": "hard", "excluded": True}
+        for i, text in tasks
+    ]
     return {"tasks.jsonl": rows, "relevance.json": relevance, "gold_skills.jsonl": gold and [*gold]}

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="skilltrain-tests-")  # the user's own cache stays untouched
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+    prefix="skilltrain-tests-"
+)  # the user's own cache stays untouched
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.fsync = lambda fd: None  # no test cuts the power
@@ -20,7 +22,9 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Before the first import of these packages: every annotated shape in them is checked at every call.
-install_import_hook(["skilltrain.losses", "skilltrain.models", "skilltrain.training"], "beartype.beartype")
+install_import_hook(
+    ["skilltrain.losses", "skilltrain.models", "skilltrain.training"], "beartype.beartype"
+)
 
 
 def pytest_collection_finish():
@@ -40,7 +44,9 @@ def model_folders(tmp_path_factory):
         "bert_dropout": save_bert(root / "bert_dropout", reranker=False, dropout=0.1),
         "bert_reranker": save_bert(root / "bert_reranker", reranker=True),
         "qwen3": save_qwen3(root / "qwen3", reranker=False),
-        "qwen3_base_tokenizer": save_qwen3(root / "qwen3_base_tokenizer", reranker=False, appends_end=False),
+        "qwen3_base_tokenizer": save_qwen3(
+            root / "qwen3_base_tokenizer", reranker=False, appends_end=False
+        ),
         "qwen3_reranker": save_qwen3(root / "qwen3_reranker", reranker=True),
     }
 
@@ -49,7 +55,9 @@ def opener(folders, config_class, load):
     """name, settings → what `load` makes of that model's folder on the CPU, anew each time."""
     import torch
 
-    return lambda name, **settings: load(config_class(source=str(folders[name]), **settings), torch.device("cpu"))
+    return lambda name, **settings: load(
+        config_class(source=str(folders[name]), **settings), torch.device("cpu")
+    )
 
 
 @pytest.fixture

@@ -11,16 +11,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 # The browser reads commands from file descriptor 3 and answers on 4.
 _START = (
     "import fcntl, os, sys; read, write = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3]); "
     "os.dup2(read, 3); os.dup2(write, 4); os.execvp(sys.argv[3], sys.argv[3:])"
 )
 _OPTIONS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+)
 
 
 class Page:
@@ -32,7 +43,9 @@ class Page:
         self.requests: list[str] = []
         self.dialogs: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
@@ -45,16 +58,27 @@ class Page:
     def open(self, file: Path, width: int = 1280, dark: bool = False) -> None:
         """Load a file and wait until it is ready."""
         assert file.is_file(), file
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Page.navigate", url=file.resolve().as_uri())
-        while self.run("document.readyState") != "complete" or self.run("location.protocol") != "file:":
+        while (
+            self.run("document.readyState") != "complete"
+            or self.run("location.protocol") != "file:"
+        ):
             pass
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page. A fault in it is an AssertionError."""
-        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -63,9 +87,13 @@ class Page:
         self.open(Path(self.run("decodeURIComponent(location.pathname)")), width, dark)
         self.run("document.querySelectorAll('details').forEach(node => node.open = true)")
         assert self.run("document.documentElement.scrollWidth") <= width
-        ground = self.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        ground = self.run(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+        )
         assert (sum(ground) < 200) == dark
-        controls = "[...document.querySelectorAll('input, select, button, svg[role=img], [role=region]')]"
+        controls = (
+            "[...document.querySelectorAll('input, select, button, svg[role=img], [role=region]')]"
+        )
         named = "node.labels?.length || node.textContent.trim() || node.getAttribute('aria-label')"
         assert self.run(f"{controls}.filter(node => !({named})).length") == 0
 

@@ -59,7 +59,10 @@ def hub_server() -> Iterator[Hub]:
                 self.answer(404, "Repository not found")
             else:
                 siblings = [{"rfilename": file} for file in found.files]
-                self.answer(200, {"id": name, "private": found.private, "sha": "0" * 40, "siblings": siblings})
+                self.answer(
+                    200,
+                    {"id": name, "private": found.private, "sha": "0" * 40, "siblings": siblings},
+                )
 
         def do_POST(self) -> None:
             hub.log.append(f"POST {self.path}")
@@ -82,11 +85,19 @@ def hub_server() -> Iterator[Hub]:
         def create(self, asked: dict[str, str]) -> None:
             name = f"{asked['organization']}/{asked['name']}"
             if hub.status_of_create != 200:
-                self.answer(hub.status_of_create, "You don't have the rights to create a model under this namespace")
+                self.answer(
+                    hub.status_of_create,
+                    "You don't have the rights to create a model under this namespace",
+                )
             elif name in hub.repositories:
-                self.answer(409, {"error": "You already created this model repo", "url": f"{hub.url}/{name}"})
+                self.answer(
+                    409,
+                    {"error": "You already created this model repo", "url": f"{hub.url}/{name}"},
+                )
             else:
-                hub.repositories[name] = Repository(asked.get("visibility") == "private" or bool(asked.get("private")))
+                hub.repositories[name] = Repository(
+                    asked.get("visibility") == "private" or bool(asked.get("private"))
+                )
                 self.answer(200, {"url": f"{hub.url}/{name}"})
 
         def commit(self, operations: list[dict]) -> None:
@@ -102,7 +113,9 @@ def hub_server() -> Iterator[Hub]:
                 elif operation["key"] == "deletedFile":
                     del found.files[value["path"]]
             found.commits += 1
-            self.answer(200, {"commitUrl": f"{hub.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40})
+            self.answer(
+                200, {"commitUrl": f"{hub.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40}
+            )
 
     with serving(Handler) as hub.url:
         yield hub

@@ -26,9 +26,15 @@ ASK = ("", "Say hello.")
 
 def honest_usage(request: dict[str, Any], text: str) -> dict[str, int]:
     """Three bytes a token: more than the client estimates, so that its figures are the server's."""
-    prompt = sum(math.ceil(len(message["content"].encode()) / 3) + 8 for message in request["messages"])
+    prompt = sum(
+        math.ceil(len(message["content"].encode()) / 3) + 8 for message in request["messages"]
+    )
     completion = math.ceil(len(text.encode()) / 3)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,18 @@ class Reply:
     def content(self, request: dict[str, Any]) -> Any:
         """The decoded body as a server would send it."""
         if self.status != 200:
-            return {"error": {"message": f"scripted {self.status}", "type": "scripted", "code": self.code}}
-        message = {"role": "assistant", "content": None if self.refusal else self.text, "refusal": self.refusal}
+            return {
+                "error": {
+                    "message": f"scripted {self.status}",
+                    "type": "scripted",
+                    "code": self.code,
+                }
+            }
+        message = {
+            "role": "assistant",
+            "content": None if self.refusal else self.text,
+            "refusal": self.refusal,
+        }
         choice = {"index": 0, "message": message, "finish_reason": self.finish_reason}
         usage = honest_usage(request, self.text) if self.usage is HONEST else self.usage
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "scripted"}
@@ -71,16 +87,20 @@ def vector_of(text: str, num_dimensions: int) -> list[float]:
     return [byte - 127.5 for byte in hashlib.sha256(text.encode()).digest()[:num_dimensions]]
 
 
-def vectors_body(vectors: Sequence[Sequence[float] | str], num_tokens: int, is_base64: bool = True) -> str:
+def vectors_body(
+    vectors: Sequence[Sequence[float] | str], num_tokens: int, is_base64: bool = True
+) -> str:
     """An answer of the embeddings API; the last vector comes first, for no order is promised."""
     data = [
         {
-            "object": "embedding", "index": index,
+            "object": "embedding",
+            "index": index,
             "embedding": base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-            if is_base64 and not isinstance(vector, str) else vector,
+            if is_base64 and not isinstance(vector, str)
+            else vector,
         }
         for index, vector in enumerate(vectors)
-    ]  # fmt: skip
+    ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return json.dumps({"object": "list", "data": data[::-1], "model": "scripted", "usage": usage})
 
@@ -110,10 +130,14 @@ class LLMServer:
     times: list[float] = field(default_factory=list)
     script: list[Reply] = field(default_factory=list)
     otherwise: Callable[[dict[str, Any]], Reply] = field(
-        default=lambda request: embeddings(request) if "input" in request else Reply(f"answer {request['seed']}")
+        default=lambda request: (
+            embeddings(request) if "input" in request else Reply(f"answer {request['seed']}")
+        )
     )
     faults: dict[str, list[Reply]] = field(default_factory=dict)
-    batch_steps: list[str] = field(default_factory=lambda: ["validating", "in_progress", "completed"])
+    batch_steps: list[str] = field(
+        default_factory=lambda: ["validating", "in_progress", "completed"]
+    )
     leaves_out: Callable[[dict[str, Any]], bool] = field(default=lambda request: False)
     files: dict[str, bytes] = field(default_factory=dict)
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -129,8 +153,15 @@ class LLMServer:
         """Keep a file."""
         file_id = f"file-{len(self.files)}"
         self.files[file_id] = content
-        return {"id": file_id, "object": "file", "bytes": len(content), "created_at": 0, "filename": "f",
-                "purpose": "batch", "status": "processed"}  # fmt: skip
+        return {
+            "id": file_id,
+            "object": "file",
+            "bytes": len(content),
+            "created_at": 0,
+            "filename": "f",
+            "purpose": "batch",
+            "status": "processed",
+        }
 
     def create_batch(self, values: dict[str, Any]) -> dict[str, Any]:
         """A new batch over an uploaded file."""
@@ -138,10 +169,16 @@ class LLMServer:
         lines = self.files[values["input_file_id"]].decode().splitlines()
         self.batched += [json.loads(line)["body"] for line in lines]
         self.batches[batch_id] = {
-            **values, "id": batch_id, "object": "batch", "created_at": 0, "status": "validating",
-            "output_file_id": None, "error_file_id": None, "errors": None,
+            **values,
+            "id": batch_id,
+            "object": "batch",
+            "created_at": 0,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "errors": None,
             "request_counts": {"completed": 0, "failed": 0, "total": len(lines)},
-        }  # fmt: skip
+        }
         return self.batches[batch_id]
 
     def look_at_batch(self, batch_id: str) -> dict[str, Any]:
@@ -150,8 +187,14 @@ class LLMServer:
         self.looks[batch_id] = step + 1
         batch["status"] = self.batch_steps[min(step, len(self.batch_steps) - 1)]
         if batch["status"] == "failed":
-            batch["errors"] = {"object": "list", "data": [{"code": "bad_line", "message": "line is bad", "line": 2}]}
-        if batch["status"] in ("completed", "expired", "cancelled") and batch["output_file_id"] is None:
+            batch["errors"] = {
+                "object": "list",
+                "data": [{"code": "bad_line", "message": "line is bad", "line": 2}],
+            }
+        if (
+            batch["status"] in ("completed", "expired", "cancelled")
+            and batch["output_file_id"] is None
+        ):
             self._end(batch)
         return batch
 
@@ -159,7 +202,10 @@ class LLMServer:
         output, errors = [], []
         for line in self.files[batch["input_file_id"]].decode().splitlines():
             record = json.loads(line)
-            request, result = record["body"], {"id": "r", "custom_id": record["custom_id"], "error": None}
+            request, result = (
+                record["body"],
+                {"id": "r", "custom_id": record["custom_id"], "error": None},
+            )
             if self.leaves_out(request):
                 if batch["status"] == "expired":
                     error = {"code": "batch_expired", "message": "not executed in time"}
@@ -168,7 +214,9 @@ class LLMServer:
             reply = self.reply_to(request)
             body = reply.content(request) if reply.raw is None else reply.raw
             response = {"status_code": reply.status, "request_id": "q", "body": body}
-            (output if reply.status == 200 else errors).append(json.dumps({**result, "response": response}))
+            (output if reply.status == 200 else errors).append(
+                json.dumps({**result, "response": response})
+            )
         output.reverse()  # no order is promised
         batch["output_file_id"] = self.upload("\n".join(output).encode())["id"] if output else None
         batch["error_file_id"] = self.upload("\n".join(errors).encode())["id"] if errors else None
@@ -177,8 +225,15 @@ class LLMServer:
 
 def chat(server: LLMServer, cache: Path | None = None, **changed: Any) -> dict[str, Any]:
     """The `llm:` section of a recipe that asks the server, one request after the other, and tries nothing again."""
-    return {"kind": "openai", "model": "scripted", "base_url": server.base_url, "cache": str(cache) if cache else None,
-            "max_retries": 0, "concurrency": 1, **changed}  # fmt: skip
+    return {
+        "kind": "openai",
+        "model": "scripted",
+        "base_url": server.base_url,
+        "cache": str(cache) if cache else None,
+        "max_retries": 0,
+        "concurrency": 1,
+        **changed,
+    }
 
 
 def open_client(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
@@ -191,7 +246,10 @@ def ask(llm: LLM, *seeds: int) -> list[str]:
     """Texts, or what went wrong, of one request for each seed, by position."""
     found = dict(llm.complete_all(Request(*ASK, seed) for seed in seeds))
     assert sorted(found) == list(range(len(seeds)))
-    return [answer.text if isinstance(answer, Completion) else answer.kind for _, answer in sorted(found.items())]
+    return [
+        answer.text if isinstance(answer, Completion) else answer.kind
+        for _, answer in sorted(found.items())
+    ]
 
 
 def texts(*seeds: int) -> list[str]:
@@ -201,13 +259,19 @@ def texts(*seeds: int) -> list[str]:
 
 def assert_no_key(folder: Path) -> None:
     """No file holds the key."""
-    assert all(KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert all(
+        KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file()
+    )
 
 
 def _uploaded(content_type: str, body: bytes) -> bytes:
     """The file in a multipart form."""
-    message = BytesParser().parsebytes(b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body)
-    parts = {part.get_param("name", header="content-disposition"): part for part in message.get_payload()}  # type: ignore
+    message = BytesParser().parsebytes(
+        b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body
+    )
+    parts = {
+        part.get_param("name", header="content-disposition"): part for part in message.get_payload()
+    }  # type: ignore
     return parts["file"].get_payload(decode=True)  # type: ignore
 
 
@@ -223,7 +287,10 @@ def llm_server() -> Iterator[LLMServer]:
             if endpoint in ("/chat/completions", "/embeddings"):
                 self.answer(json.loads(body))
             elif endpoint == "/files":
-                self.api(f"POST {endpoint}", lambda: state.upload(_uploaded(self.headers["Content-Type"], body)))
+                self.api(
+                    f"POST {endpoint}",
+                    lambda: state.upload(_uploaded(self.headers["Content-Type"], body)),
+                )
             else:
                 self.api(f"POST {endpoint}", lambda: state.create_batch(json.loads(body)))
 

@@ -11,7 +11,9 @@ class Quiet(BaseHTTPRequestHandler):
     """Logs nothing, and keeps connections open."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or headers and body, written one after the other, come 40 ms apart
+    disable_nagle_algorithm = (
+        True  # or headers and body, written one after the other, come 40 ms apart
+    )
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -29,7 +31,9 @@ class _Server(ThreadingHTTPServer):
 def serving(handler: type[Quiet]) -> Iterator[str]:
     """Yield the address of a server that runs until the block ends."""
     server = _Server(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

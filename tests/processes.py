@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["accelerate", "pytest", "transformers.models.bert.modeling_bert", "transformers.models.qwen3.modeling_qwen3",
-     "skilltrain.cli", "skilltrain.data.encode"]
-)  # fmt: skip
+    [
+        "accelerate",
+        "pytest",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.qwen3.modeling_qwen3",
+        "skilltrain.cli",
+        "skilltrain.data.encode",
+    ]
+)
 _PATIENCE = 120.0
 
 
@@ -24,12 +30,16 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_apart(*calls: Callable[[], Any], environments: Sequence[Mapping[str, str]] = ()) -> list[Ended]:
+def run_apart(
+    *calls: Callable[[], Any], environments: Sequence[Mapping[str, str]] = ()
+) -> list[Ended]:
     """Run calls side by side to their end, each in a process and with variables of its own."""
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / str(number) for number in range(len(calls))]
         processes: list[Any] = []
-        for folder, call, variables in zip(folders, calls, environments or [{}] * len(calls), strict=True):
+        for folder, call, variables in zip(
+            folders, calls, environments or [{}] * len(calls), strict=True
+        ):
             folder.mkdir()
             processes.append(_CONTEXT.Process(target=_enter, args=(folder, dict(variables), call)))
             processes[-1].start()
@@ -38,7 +48,9 @@ def run_apart(*calls: Callable[[], Any], environments: Sequence[Mapping[str, str
             process.kill()
             process.join()
         texts = [[(folder / stream).read_text() for stream in ("out", "err")] for folder in folders]
-        return [Ended(process.exitcode, *pair) for process, pair in zip(processes, texts, strict=True)]
+        return [
+            Ended(process.exitcode, *pair) for process, pair in zip(processes, texts, strict=True)
+        ]
 
 
 def _enter(folder: Path, variables: dict[str, str], call: Callable[[], Any]) -> None:
@@ -53,6 +65,11 @@ def run_ranks(num: int, call: Callable[[], Any]) -> list[Ended]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    every = {"WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    every = {
+        "WORLD_SIZE": str(num),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
     environments = [every | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num)]
     return run_apart(*[call] * num, environments=environments)

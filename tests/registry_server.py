@@ -54,7 +54,9 @@ class Registry:
 
     def downloads(self) -> list[str]:
         """Ids of the skills that were asked for, in order."""
-        return [path.removeprefix("/api/get/") for path in self.paths if path.startswith("/api/get/")]
+        return [
+            path.removeprefix("/api/get/") for path in self.paths if path.startswith("/api/get/")
+        ]
 
     def reply(self, path: str, headers: Mapping[str, str] | Message) -> Reply:
         """The usual reply: a page of the listing, or a skill."""
@@ -65,19 +67,27 @@ class Registry:
         if entry is None:
             return Reply(b"no such skill", 404)
         is_known = bool(entry.etag) and headers.get("if-none-match") == entry.etag
-        return Reply(b"" if is_known else entry.body, 304 if is_known else 200, {"ETag": entry.etag})
+        return Reply(
+            b"" if is_known else entry.body, 304 if is_known else 200, {"ETag": entry.etag}
+        )
 
     def _page(self, query: dict[str, str]) -> Reply:
         """Three skills, by the number of the page or by a cursor."""
         start = 3 * int(query["page"]) - 3 if "page" in query else int(query.get("cursor", 0))
         items = [
             {
-                "id": skill_id, "name": f"The {skill_id}", "updated_at": entry.updated, "digest": entry.digest,
+                "id": skill_id,
+                "name": f"The {skill_id}",
+                "updated_at": entry.updated,
+                "digest": entry.digest,
                 "download_url": f"get/{skill_id}" if entry.url is None else entry.url,
             }
             for skill_id, entry in self.skills.items()
-        ]  # fmt: skip
-        page = {"items": items[start : start + 3], "next_cursor": str(start + 3) if start + 3 < len(items) else None}
+        ]
+        page = {
+            "items": items[start : start + 3],
+            "next_cursor": str(start + 3) if start + 3 < len(items) else None,
+        }
         return Reply(json.dumps(page).encode(), headers={"Content-Type": "application/json"})
 
 
@@ -120,12 +130,18 @@ def registry_server() -> Iterator[Registry]:
         def do_GET(self) -> None:
             state.log.append((self.path, self.headers))
             scripted = state.script.get(self.path)
-            reply = scripted.pop(0) if scripted else state.before(self.path) or state.reply(self.path, self.headers)
+            reply = (
+                scripted.pop(0)
+                if scripted
+                else state.before(self.path) or state.reply(self.path, self.headers)
+            )
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
             if reply.length != -1 and reply.status != 304:
-                self.send_header("Content-Length", str(len(reply.body) if reply.length is None else reply.length))
+                self.send_header(
+                    "Content-Length", str(len(reply.body) if reply.length is None else reply.length)
+                )
             if reply.length is not None or reply.cut is not None:
                 self.close_connection = True
                 self.send_header("Connection", "close")

@@ -14,51 +14,147 @@ from skilltrain.cli import main
 # family → name: (what it does, first step, second step)
 SKILLS = {
     "documents": {
-        "pdf-text-extract": ("extract the text of a pdf", "read every page of the pdf", "write its text to a file"),
-        "pdf-merge": ("merge pdf files into one document", "sort the files by name", "join their pages in that order"),
-        "contract-review": ("review a contract for risky clauses", "find clauses on payment", "list what is missing"),
-        "report-format": ("format a report for print", "set the margins of the report", "number its headings"),
-        "scan-cleanup": ("clean scanned paper documents", "straighten each scanned sheet", "remove dark borders"),
+        "pdf-text-extract": (
+            "extract the text of a pdf",
+            "read every page of the pdf",
+            "write its text to a file",
+        ),
+        "pdf-merge": (
+            "merge pdf files into one document",
+            "sort the files by name",
+            "join their pages in that order",
+        ),
+        "contract-review": (
+            "review a contract for risky clauses",
+            "find clauses on payment",
+            "list what is missing",
+        ),
+        "report-format": (
+            "format a report for print",
+            "set the margins of the report",
+            "number its headings",
+        ),
+        "scan-cleanup": (
+            "clean scanned paper documents",
+            "straighten each scanned sheet",
+            "remove dark borders",
+        ),
     },
     "data": {
-        "chart-maker": ("draw a chart from a table", "choose a chart for the data", "label both axes of the chart"),
-        "table-join": ("join two tables of data", "find the common column", "check that no row of data is lost"),
-        "spreadsheet-audit": ("audit a spreadsheet for errors", "trace each formula", "mark cells with constants"),
-        "csv-repair": ("repair broken csv data", "detect the delimiter of the data", "quote fields with line breaks"),
-        "outlier-report": ("report outliers in sales data", "compute the median of each month", "flag what is far"),
+        "chart-maker": (
+            "draw a chart from a table",
+            "choose a chart for the data",
+            "label both axes of the chart",
+        ),
+        "table-join": (
+            "join two tables of data",
+            "find the common column",
+            "check that no row of data is lost",
+        ),
+        "spreadsheet-audit": (
+            "audit a spreadsheet for errors",
+            "trace each formula",
+            "mark cells with constants",
+        ),
+        "csv-repair": (
+            "repair broken csv data",
+            "detect the delimiter of the data",
+            "quote fields with line breaks",
+        ),
+        "outlier-report": (
+            "report outliers in sales data",
+            "compute the median of each month",
+            "flag what is far",
+        ),
     },
     "operations": {
-        "pod-deploy": ("deploy pods to kubernetes", "write the manifest of the pods", "wait until they are ready"),
-        "pod-debug": ("find out why pods crash", "read the last log of the crashed pods", "compare memory limits"),
-        "image-slim": ("make a container image smaller", "use a builder layer", "leave caches out of the image"),
-        "log-search": ("search the logs of a cluster", "filter log lines by request", "count errors each minute"),
-        "backup-plan": ("plan backups of a database", "measure how fast data grows", "test one restore a month"),
+        "pod-deploy": (
+            "deploy pods to kubernetes",
+            "write the manifest of the pods",
+            "wait until they are ready",
+        ),
+        "pod-debug": (
+            "find out why pods crash",
+            "read the last log of the crashed pods",
+            "compare memory limits",
+        ),
+        "image-slim": (
+            "make a container image smaller",
+            "use a builder layer",
+            "leave caches out of the image",
+        ),
+        "log-search": (
+            "search the logs of a cluster",
+            "filter log lines by request",
+            "count errors each minute",
+        ),
+        "backup-plan": (
+            "plan backups of a database",
+            "measure how fast data grows",
+            "test one restore a month",
+        ),
     },
     "media": {
-        "audio-clip": ("cut a clip out of audio", "find the silence around the clip", "fade both ends of it"),
-        "video-subtitle": ("write subtitles for a video", "transcribe speech of the video", "keep two short lines"),
-        "photo-sort": ("sort photos by place and day", "read the date of each photo", "group those of one trip"),
-        "translate-text": ("translate a text for the web", "keep names and numbers", "ask a native speaker to review"),
-        "podcast-notes": ("write notes for a podcast", "split the talk into topics", "link what guests mention"),
+        "audio-clip": (
+            "cut a clip out of audio",
+            "find the silence around the clip",
+            "fade both ends of it",
+        ),
+        "video-subtitle": (
+            "write subtitles for a video",
+            "transcribe speech of the video",
+            "keep two short lines",
+        ),
+        "photo-sort": (
+            "sort photos by place and day",
+            "read the date of each photo",
+            "group those of one trip",
+        ),
+        "translate-text": (
+            "translate a text for the web",
+            "keep names and numbers",
+            "ask a native speaker to review",
+        ),
+        "podcast-notes": (
+            "write notes for a podcast",
+            "split the talk into topics",
+            "link what guests mention",
+        ),
     },
 }
 QUERIES = [
     ("train", "get the words out of this pdf page by page", ["documents/pdf-text-extract"]),
     ("train", "I have nine pdf files and want one document", ["documents/pdf-merge"]),
-    ("train", "tell me which clauses in this agreement are dangerous", ["documents/contract-review"]),
+    (
+        "train",
+        "tell me which clauses in this agreement are dangerous",
+        ["documents/contract-review"],
+    ),
     ("train", "the scanned sheets are crooked and dark at the border", ["documents/scan-cleanup"]),
     ("train", "show my table of sales as a picture with labelled axes", ["data/chart-maker"]),
     ("train", "combine two tables by their common column without losing rows", ["data/table-join"]),
-    ("train", "somebody typed constants over formulas in our spreadsheet", ["data/spreadsheet-audit"]),
+    (
+        "train",
+        "somebody typed constants over formulas in our spreadsheet",
+        ["data/spreadsheet-audit"],
+    ),
     ("train", "bring three pods up on kubernetes and wait for them", ["operations/pod-deploy"]),
-    ("train", "pods restart again and again, what do the logs say", ["operations/pod-debug", "operations/log-search"]),
+    (
+        "train",
+        "pods restart again and again, what do the logs say",
+        ["operations/pod-debug", "operations/log-search"],
+    ),
     ("train", "our container image has two gigabytes, make it small", ["operations/image-slim"]),
     ("train", "cut the laughter out of the audio and fade the ends", ["media/audio-clip"]),
     ("train", "put short lines of speech under my video", ["media/video-subtitle"]),
     ("test", "number the headings of a report before print", ["documents/report-format"]),
     ("test", "fields with line breaks destroy my csv import", ["data/csv-repair"]),
     ("test", "thousands of photos, put those of one trip together", ["media/photo-sort"]),
-    ("test", "write notes for a talk and translate them", ["media/podcast-notes", "media/translate-text"]),
+    (
+        "test",
+        "write notes for a talk and translate them",
+        ["media/podcast-notes", "media/translate-text"],
+    ),
 ]
 # An untrained encoder finds all texts alike.
 LAYERS = "layers=[{name: name}, {name: jaccard}, {name: cosine, above: 0.998}]"
@@ -130,9 +226,17 @@ def write_library(folder: Path) -> Path:
             )
             file = folder / "skills" / family / name / "SKILL.md"
             file.parent.mkdir(parents=True)
-            file.write_text(f"---\nname: {name}\ndescription: How to {what}.\n{category}---\n{body}")
+            file.write_text(
+                f"---\nname: {name}\ndescription: How to {what}.\n{category}---\n{body}"
+            )
     rows = [
-        {"query_id": f"q{number:02}", "query": query, "skill_ids": skill_ids, "split": split, "origin": "test"}
+        {
+            "query_id": f"q{number:02}",
+            "query": query,
+            "skill_ids": skill_ids,
+            "split": split,
+            "origin": "test",
+        }
         for number, (split, query, skill_ids) in enumerate(QUERIES)
     ]
     (folder / "queries").mkdir()
@@ -172,16 +276,42 @@ out: {runs}/reranker
 
 def list_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]:
     """The commands from pool to lists: what an encoder is trained on."""
-    pool, queries, vectors = f"pool={runs}/pool", f"queries={runs}/queries", f"encoder.cache={runs}/vectors"
+    pool, queries, vectors = (
+        f"pool={runs}/pool",
+        f"queries={runs}/queries",
+        f"encoder.cache={runs}/vectors",
+    )
     encoder = f"encoder.source={model}"
     return [
-        ("pool", f"sources={library}/skills", "categories=from_pool", encoder, vectors, f"out={runs}/pool"),
+        (
+            "pool",
+            f"sources={library}/skills",
+            "categories=from_pool",
+            encoder,
+            vectors,
+            f"out={runs}/pool",
+        ),
         ("queries", f"files={library}/queries/*.jsonl", pool, f"out={runs}/queries"),
         ("mine", pool, queries, encoder, vectors, "depth=8", f"out={runs}/mined"),
-        ("filter", pool, queries, f"rankings={runs}/mined", encoder, vectors, LAYERS, f"out={runs}/filtered"),
-        ("lists", pool, queries, f"rankings={runs}/filtered",
-         "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}", f"out={runs}/encoder_lists"),
-    ]  # fmt: skip
+        (
+            "filter",
+            pool,
+            queries,
+            f"rankings={runs}/mined",
+            encoder,
+            vectors,
+            LAYERS,
+            f"out={runs}/filtered",
+        ),
+        (
+            "lists",
+            pool,
+            queries,
+            f"rankings={runs}/filtered",
+            "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}",
+            f"out={runs}/encoder_lists",
+        ),
+    ]
 
 
 def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
@@ -191,13 +321,35 @@ def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
     reranker = write_recipe(runs / "recipes" / "reranker.yaml", reranker_recipe(runs, model))
     return [
         ("train", str(encoder)),
-        ("candidates", pool, queries, "system.name=trained", "depth=12", f"out={runs}/candidates",
-         f"system.rankers=[{{kind: dense, source: {runs}/encoder}}]"),
-        ("filter", pool, queries, f"rankings={runs}/candidates", "judged_positives=keep", f"encoder.source={model}",
-         LAYERS, f"out={runs}/candidates_filtered"),
-        ("lists", pool, queries, f"rankings={runs}/candidates_filtered", "list_size=8", f"out={runs}/reranker_lists"),
+        (
+            "candidates",
+            pool,
+            queries,
+            "system.name=trained",
+            "depth=12",
+            f"out={runs}/candidates",
+            f"system.rankers=[{{kind: dense, source: {runs}/encoder}}]",
+        ),
+        (
+            "filter",
+            pool,
+            queries,
+            f"rankings={runs}/candidates",
+            "judged_positives=keep",
+            f"encoder.source={model}",
+            LAYERS,
+            f"out={runs}/candidates_filtered",
+        ),
+        (
+            "lists",
+            pool,
+            queries,
+            f"rankings={runs}/candidates_filtered",
+            "list_size=8",
+            f"out={runs}/reranker_lists",
+        ),
         ("train", str(reranker)),
-    ]  # fmt: skip
+    ]
 
 
 @functools.cache

@@ -31,10 +31,16 @@ from training_data import training_set
 
 CPU = torch.device("cpu")
 SMALL = AdapterConfig(rank=4, alpha=8)
-TEXTS = ["deploy pods", "extract text from pdf files", "translate the report and review it with care"]
+TEXTS = [
+    "deploy pods",
+    "extract text from pdf files",
+    "translate the report and review it with care",
+]
 SKILLS = [Skill(f"s{i}", f"chart {i}", text, text * i) for i, text in enumerate(TEXTS)]
 RERANKERS = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}
-BERT_HEAD = {f"{part}.{kind}" for part in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")}
+BERT_HEAD = {
+    f"{part}.{kind}" for part in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")
+}
 
 
 def outputs(model):
@@ -57,7 +63,9 @@ def train_a_little(model):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["bert", "qwen3", *RERANKERS])
-def test_trained_merged_saved_and_read_again(open_encoder_of, open_reranker_of, kind, precision, tmp_path):
+def test_trained_merged_saved_and_read_again(
+    open_encoder_of, open_reranker_of, kind, precision, tmp_path
+):
     """Only the adapter changes, in float32, and merged the model computes the same."""
     if kind in RERANKERS:
         template = RerankerTemplate(form=kind)
@@ -71,12 +79,16 @@ def test_trained_merged_saved_and_read_again(open_encoder_of, open_reranker_of, 
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32} and len(trained) > 4
     # A head of two rows, tied to the embeddings, stays whole and frozen.
-    assert {name for name in trained if ".lora_" not in name} == (BERT_HEAD if kind == "pair" else set())
+    assert {name for name in trained if ".lora_" not in name} == (
+        BERT_HEAD if kind == "pair" else set()
+    )
     frozen = {name: p.clone() for name, p in network.named_parameters() if not p.requires_grad}
     with torch.no_grad():
         assert not is_exact or torch.equal(outputs(model), before)  # B starts at zero
     train_a_little(model)
-    assert all(torch.equal(p, frozen[name]) for name, p in network.named_parameters() if name in frozen)
+    assert all(
+        torch.equal(p, frozen[name]) for name, p in network.named_parameters() if name in frozen
+    )
     if kind == "bert":
         with pytest.raises(SkilltrainError, match="not merged"):
             save_model(model, tmp_path, "base")
@@ -84,7 +96,11 @@ def test_trained_merged_saved_and_read_again(open_encoder_of, open_reranker_of, 
         trained = outputs(model)
         assert (trained - before).abs().max() > 1e-3
         assert merge_adapter(network) is network
-        tolerance = 2e-6 * max(1, float(trained.abs().max())) if is_exact else 0.2 + 0.05 * float(trained.abs().max())
+        tolerance = (
+            2e-6 * max(1, float(trained.abs().max()))
+            if is_exact
+            else 0.2 + 0.05 * float(trained.abs().max())
+        )
         assert (outputs(model) - trained).abs().max() <= tolerance
     assert set(network.state_dict()) == plain_names
     if is_exact:
@@ -98,11 +114,16 @@ def test_trained_merged_saved_and_read_again(open_encoder_of, open_reranker_of, 
 
 def test_trained_parameters_are_few_and_counted_by_hand(open_encoder_of):
     backbone = open_encoder_of("bert").backbone
-    add_adapter(backbone, AdapterConfig(rank=2, targets=("attention.self.query", "intermediate.dense")))
+    add_adapter(
+        backbone, AdapterConfig(rank=2, targets=("attention.self.query", "intermediate.dense"))
+    )
     trained = {name: p.numel() for name, p in backbone.named_parameters() if p.requires_grad}
     # Two layers; the query layer is 32 to 32, the intermediate layer 32 to 64: rank (in + out) each.
     assert sum(trained.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 64))
-    assert {name.partition(".lora_")[0].rpartition(".")[2] for name in trained} == {"query", "dense"}
+    assert {name.partition(".lora_")[0].rpartition(".")[2] for name in trained} == {
+        "query",
+        "dense",
+    }
 
 
 def test_bad_input_is_named(open_encoder_of, monkeypatch):
@@ -141,7 +162,10 @@ def base(save_wide):
 
 def config_of(base, out):
     """The settings of a run."""
-    model, data = EncoderConfig(source=str(base), max_tokens=64), ListsSource(pool=out / "pool", lists=out / "lists")
+    model, data = (
+        EncoderConfig(source=str(base), max_tokens=64),
+        ListsSource(pool=out / "pool", lists=out / "lists"),
+    )
     return TrainEncoderConfig(stage="train_encoder", model=model, adapter=NF4, data=data, out=out)
 
 
@@ -160,10 +184,14 @@ def whole(base, tmp_path_factory):
     """(settings, trained parameters, the step module) of an undisturbed run; 4-bit weights stay as they were."""
     config = config_of(base, tmp_path_factory.mktemp("whole"))
     step = new_step(config)
-    packed = {name: value.clone() for name, value in step.named_parameters() if value.dtype == torch.uint8}
+    packed = {
+        name: value.clone() for name, value in step.named_parameters() if value.dtype == torch.uint8
+    }
     parameters = training_runs.run(step, config.out, resume=False)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert len(packed) == 14 and all(torch.equal(parameters[name], value) for name, value in packed.items())
+    assert len(packed) == 14 and all(
+        torch.equal(parameters[name], value) for name, value in packed.items()
+    )
     return config, of_adapter(parameters), step
 
 
@@ -171,11 +199,15 @@ def whole(base, tmp_path_factory):
 def test_a_stopped_run_resumes_bit_identically(base, whole, tmp_path):
     config = config_of(base, tmp_path)
     with pytest.raises(SkilltrainError, match="interrupted after step 5 of 6"):
-        training_runs.run(training_runs.signal_in(new_step(config), 5, signal.SIGINT), tmp_path, resume=False)
+        training_runs.run(
+            training_runs.signal_in(new_step(config), 5, signal.SIGINT), tmp_path, resume=False
+        )
     torch.manual_seed(99)
     resumed = of_adapter(training_runs.run(new_step(config), tmp_path, resume=True))
     assert len(resumed) == 28 and resumed.keys() == whole[1].keys()
-    assert all(torch.equal(resumed[name], whole[1][name]) and resumed[name].any() for name in resumed)
+    assert all(
+        torch.equal(resumed[name], whole[1][name]) and resumed[name].any() for name in resumed
+    )
 
 
 def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole, tmp_path):
@@ -191,19 +223,28 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
     merge_adapter(encoder.backbone)
     with torch.inference_mode():
         ours = encoder(encoder.tokenize(TEXTS, 64))
-    plain = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(TEXTS, convert_to_tensor=True)
+    plain = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(
+        TEXTS, convert_to_tensor=True
+    )
     torch.testing.assert_close(plain, ours, atol=1e-5, rtol=0)
     lost = next(iter(parameters))
-    save_file({name: value for name, value in saved.items() if name != lost}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value for name, value in saved.items() if name != lost},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(SkilltrainError, match=lost.removeprefix("model.").replace(".", r"\.")):
         load_weights(load_model(config, CPU), "model", tmp_path)
 
 
-def test_quantized_layers_without_an_adapter_become_plain_too_and_a_bad_width_is_refused(base, save_wide):
+def test_quantized_layers_without_an_adapter_become_plain_too_and_a_bad_width_is_refused(
+    base, save_wide
+):
     options = {"dtype": torch.float32, **quantizing_options(NF4)}
     network = AutoModel.from_pretrained(base, **options).eval()
     add_adapter(network, NF4.model_copy(update={"targets": ("q_proj",)}))
     merge_adapter(network)
-    assert {type(m).__name__ for m in network.modules() if "Linear" in type(m).__name__} == {"Linear"}
+    assert {type(m).__name__ for m in network.modules() if "Linear" in type(m).__name__} == {
+        "Linear"
+    }
     with pytest.raises(SkilltrainError, match=r"layers.0.self_attn.q_proj is 96 wide"):
         add_adapter(AutoModel.from_pretrained(save_wide(96), **options), NF4)

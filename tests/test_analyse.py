@@ -32,14 +32,20 @@ from skilltrain.templates import EncoderTemplate, SkillTemplate
 
 
 def stage(kind, num_passed=None, **rankings):
-    ranked = {query_id: [(letter, 0.0) for letter in letters] for query_id, letters in rankings.items()}
+    ranked = {
+        query_id: [(letter, 0.0) for letter in letters] for query_id, letters in rankings.items()
+    }
     return RankedStage(kind, kind, ranked, 0.0, (), {}, num_passed)
 
 
 def test_recall_passes_from_ranker_to_ranker():
     gold = {"q1": "a", "q2": "bc"}
     tasks = [
-        task_of(Query(query_id, "text", "", "t", "test"), Relevance(frozenset(ids), dict.fromkeys(ids, 1.0)), {})
+        task_of(
+            Query(query_id, "text", "", "t", "test"),
+            Relevance(frozenset(ids), dict.fromkeys(ids, 1.0)),
+            {},
+        )
         for query_id, ids in gold.items()
     ]
     stages = {
@@ -49,24 +55,49 @@ def test_recall_passes_from_ranker_to_ranker():
     }
     rows = stage_recalls(stages, Benchmark("b", tuple(tasks)))
     assert [(row["system"], row["stage"], row["num_passed"]) for row in rows] == [
-        ("two", "1 dense", 2), ("two", "2 admit", 2), ("none", "1 dense", 2), ("none", "2 admit", 1),
-    ]  # fmt: skip
-    first, second, _, empty = ({name: mean.mean for name, mean in row["means"].items()} for row in rows)
-    assert first == pytest.approx({
-        # q1 has a second; q2 has b first and c fourth
-        "Recall@1": 0.25, "Recall@2": 0.75, "Precision@1": 0.5, "Precision@2": 0.5, "MRR@4": 0.75, "Hit@2": 1,
-    })  # fmt: skip
-    assert second == pytest.approx({
-        "Recall@1": 0.5, "Recall@2": 0.5, "Precision@1": 0.5, "Precision@2": 0.25, "MRR@2": 0.5, "Hit@2": 0.5,
-    })  # fmt: skip
+        ("two", "1 dense", 2),
+        ("two", "2 admit", 2),
+        ("none", "1 dense", 2),
+        ("none", "2 admit", 1),
+    ]
+    first, second, _, empty = (
+        {name: mean.mean for name, mean in row["means"].items()} for row in rows
+    )
+    assert first == pytest.approx(
+        {
+            # q1 has a second; q2 has b first and c fourth
+            "Recall@1": 0.25,
+            "Recall@2": 0.75,
+            "Precision@1": 0.5,
+            "Precision@2": 0.5,
+            "MRR@4": 0.75,
+            "Hit@2": 1,
+        }
+    )
+    assert second == pytest.approx(
+        {
+            "Recall@1": 0.5,
+            "Recall@2": 0.5,
+            "Precision@1": 0.5,
+            "Precision@2": 0.25,
+            "MRR@2": 0.5,
+            "Hit@2": 0.5,
+        }
+    )
     assert set(empty.values()) == {0.0} and rows[-1]["means"]["Hit@1"].n == 2
 
 
 def test_percentiles_rates_and_the_gpu_by_hand():
     """Total is of queries, not of percentiles; the GPU's seconds are of those rankers that use it."""
-    timed = {"lexical": ((1.0, 2.0, 3.0, 4.0, 10.0), 0), "dense": ((0.5, 0.5, 0.5, 0.5, 0.0), 2**30),
-             "rerank": ((0.0, 0.0, 0.0, 0.0, 1.0), 3 * 2**30)}  # fmt: skip
-    stages = [RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes=used) for kind, (alone, used) in timed.items()]
+    timed = {
+        "lexical": ((1.0, 2.0, 3.0, 4.0, 10.0), 0),
+        "dense": ((0.5, 0.5, 0.5, 0.5, 0.0), 2**30),
+        "rerank": ((0.0, 0.0, 0.0, 0.0, 1.0), 3 * 2**30),
+    }
+    stages = [
+        RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes=used)
+        for kind, (alone, used) in timed.items()
+    ]
     rows = latencies({"mine": stages, "not timed": [RankedStage("x", "x", {}, 0.0, (), {})]})
     assert [(row["system"], row["stage"], row["num"]) for row in rows] == [
         ("mine", name, 5) for name in ("1 lexical", "2 dense", "3 rerank", "total")
@@ -93,7 +124,9 @@ def test_a_skill_is_whole_where_neither_characters_nor_tokens_cut_it(model_folde
     text = truncation(DenseConfig(source=str(model_folders["bert"]), max_tokens=32), skills)
     assert (text["max_tokens"], text["whole"]) == (30, 0.5)
     described = EncoderTemplate(skill=SkillTemplate(fields="description", description_chars=2000))
-    short = truncation(EncoderConfig(source=str(model_folders["bert"]), max_tokens=32, template=described), skills)
+    short = truncation(
+        EncoderConfig(source=str(model_folders["bert"]), max_tokens=32, template=described), skills
+    )
     assert short["whole"] == 0.75, "bodies do not count for a model that sees none"
 
 
@@ -109,9 +142,13 @@ def test_table_9_of_skillrouter():
     cells = {"both": (92, 1, 1), "fixed": (19, 0, 1), "broken": (6, 1, 0), "neither": (33, 0, 0)}
     ids = {cell: [f"{cell}{i}" for i in range(num)] for cell, (num, *_) in cells.items()}
     before, after = (
-        {query_id: {"Hit@1": row[side]} for cell, row in cells.items() for query_id in ids[cell]} for side in (1, 2)
+        {query_id: {"Hit@1": row[side]} for cell, row in cells.items() for query_id in ids[cell]}
+        for side in (1, 2)
     )
-    ranked = SystemResult("SR-Emb", before, {}), SystemResult("SR-Rank", dict(reversed(after.items())), {})
+    ranked = (
+        SystemResult("SR-Emb", before, {}),
+        SystemResult("SR-Rank", dict(reversed(after.items())), {}),
+    )
     names = {"baseline": "SR-Emb", "system": "SR-Rank", "measure": "Hit@1"}
     assert outcomes(*ranked, "Hit@1") == {**names, **ids, "p": pytest.approx(0.0146, abs=5e-5)}
 
@@ -121,14 +158,21 @@ def test_table_9_of_skillrouter():
 PRINTED = 0.06  # percent: the paper prints tenths, and computed from coverages with more than three digits
 # SkillRouter, table 16: with FC@10, Hit@1 and Recall@10 of table 15's third row, in percent.
 TABLE_16 = {
-    "Gemini CLI (Flash)": (40.3, 44.2, 43.6), "Claude Code (Opus 4.5)": (34.1, 39.2, 38.4),
-    "Codex (GPT-5.2)": (37.9, 41.0, 40.5), "Claude Code (Opus 4.6)": (37.8, 40.9, 40.4),
-    "Gemini CLI (Pro)": (34.7, 37.7, 37.2), "Claude Code (Sonnet 4.5)": (24.8, 28.0, 27.5),
+    "Gemini CLI (Flash)": (40.3, 44.2, 43.6),
+    "Claude Code (Opus 4.5)": (34.1, 39.2, 38.4),
+    "Codex (GPT-5.2)": (37.9, 41.0, 40.5),
+    "Claude Code (Opus 4.6)": (37.8, 40.9, 40.4),
+    "Gemini CLI (Pro)": (34.7, 37.7, 37.2),
+    "Claude Code (Sonnet 4.5)": (24.8, 28.0, 27.5),
     "Claude Code (Haiku 4.5)": (19.7, 23.4, 22.8),
-}  # fmt: skip
+}
 # Table 15: FC@10, Hit@1 and Recall@10 of four pipelines, and the average over the seven agents.
-TABLE_15 = {(0.214, 0.314, 0.321): (27.8, 29.4, 29.5), (0.534, 0.680, 0.692): (33.0, 35.4, 35.6),
-            (0.520, 0.740, 0.704): (32.8, 36.3, 35.8), (0.540, 0.760, 0.719): (33.1, 36.7, 36.0)}  # fmt: skip
+TABLE_15 = {
+    (0.214, 0.314, 0.321): (27.8, 29.4, 29.5),
+    (0.534, 0.680, 0.692): (33.0, 35.4, 35.6),
+    (0.520, 0.740, 0.704): (32.8, 36.3, 35.8),
+    (0.540, 0.760, 0.719): (33.1, 36.7, 36.0),
+}
 
 
 def test_tables_15_and_16_of_skillrouter():
@@ -143,16 +187,22 @@ def test_tables_15_and_16_of_skillrouter():
     }
     found = pass_rates({**means, "not covered": {"nDCG@10": Interval(1, 1, 1, 150)}})
     averages = {(str(coverages), AVERAGE): percent for coverages, percent in TABLE_15.items()}
-    expected = averages | {(str((0.520, 0.740, 0.704)), agent): row for agent, row in TABLE_16.items()}
+    expected = averages | {
+        (str((0.520, 0.740, 0.704)), agent): row for agent, row in TABLE_16.items()
+    }
     rows = {(row["system"], row["agent"]): row for row in found}
     assert len(found) == len(rows) == 4 * 8
     for key, percent in expected.items():
         estimates = rows[key]["estimates"]
-        assert [100 * estimates[name].mean for name in measures] == pytest.approx(percent, abs=PRINTED), key
+        assert [100 * estimates[name].mean for name in measures] == pytest.approx(
+            percent, abs=PRINTED
+        ), key
     last = found[-1]
     gain = last["with_gold"] - last["without_skills"]
     low, high = (last["without_skills"] + end * gain for end in (0.440, 0.740))
-    assert last["estimates"]["FC@10"] == Interval(pytest.approx((2 * low + high) / 3), low, high, 150)
+    assert last["estimates"]["FC@10"] == Interval(
+        pytest.approx((2 * low + high) / 3), low, high, 150
+    )
 
 
 # Structure of skills -------------------------------------------------------------------------------------------------
@@ -162,22 +212,44 @@ def test_tables_15_and_16_of_skillrouter():
     ("body", "expected"),
     [
         # `1.` and `a/b.py` count as one word and three; 14 of 75 characters are code.
-        ("# Run\n\n1. `x` <https://e.org>\n   - two\n\nChecks\n---\n```sh\n# no\n- a/b.py\n```\n",
-         {"words": 13, "headings": 2, "ordered items": 1, "unordered items": 1, "inline code per 100 words": 100 / 13,
-          "links": 1, "code blocks": 1, "code share": 14 / 75}),
-        ("> ```\n> a\nb", {"code blocks": 1, "code share": 2 / 11}),  # a fence ends with the quote that holds it
-        ("    ```\n    a\n    ```\n", {"code blocks": 0, "code share": 0}),  # four spaces: code by indentation
+        (
+            "# Run\n\n1. `x` <https://e.org>\n   - two\n\nChecks\n---\n```sh\n# no\n- a/b.py\n```\n",
+            {
+                "words": 13,
+                "headings": 2,
+                "ordered items": 1,
+                "unordered items": 1,
+                "inline code per 100 words": 100 / 13,
+                "links": 1,
+                "code blocks": 1,
+                "code share": 14 / 75,
+            },
+        ),
+        (
+            "> ```\n> a\nb",
+            {"code blocks": 1, "code share": 2 / 11},
+        ),  # a fence ends with the quote that holds it
+        (
+            "    ```\n    a\n    ```\n",
+            {"code blocks": 0, "code share": 0},
+        ),  # four spaces: code by indentation
         ("#no\n\n####### no\n\n\\# no\n\n#\n\n  ## yes ##\n", {"headings": 2}),
         ("text\n2. no item\n\n2. item\n- c\n+ d\n", {"ordered items": 1, "unordered items": 2}),
         ("[a](b) ![c](d) [e] [f][g] `` a`b `` and `c and \\d`\n\n[e]: /url\n", {"links": 2}),
         ("<!-- # no\n- no -->\n", {"headings": 0, "unordered items": 0}),
         ("", {"words": 0, "code share": 0, "inline code per 100 words": 0}),
         ("run `scripts/a-b/run_all.sh`", {"mentions a script": 1, "mentions a reference file": 0}),
-        ("my/scripts/run.py ./references/api.v2.md", {"mentions a script": 1, "mentions a reference file": 1}),
-        ("postscripts/run.py, scripts/x and reference.md", {"mentions a script": 0, "mentions a reference file": 0}),
+        (
+            "my/scripts/run.py ./references/api.v2.md",
+            {"mentions a script": 1, "mentions a reference file": 1},
+        ),
+        (
+            "postscripts/run.py, scripts/x and reference.md",
+            {"mentions a script": 0, "mentions a reference file": 0},
+        ),
         ("script/x.ts, reference/y.yml", {"mentions a script": 1, "mentions a reference file": 1}),
     ],
-)  # fmt: skip
+)
 def test_bodies_are_read_as_commonmark(body, expected):
     found = structure_features(body)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
@@ -204,7 +276,12 @@ def test_comparison_worked_by_hand():
     others = ["a", "a b", "a b c d e", "scripts/x.py"]
     compared = {row["feature"]: row for row in compare_structure(gold, others)}
     words, script, links = (compared[name] for name in ("words", "mentions a script", "links"))
-    assert (words["gold"], words["others"], words["num_gold"], words["num_others"]) == (4, 2.5, 3, 4)
+    assert (words["gold"], words["others"], words["num_gold"], words["num_others"]) == (
+        4,
+        2.5,
+        3,
+        4,
+    )
     # gold 6, 2, 4 against 1, 2, 5, 3: 6 has more than all 4; 2 more than one, one tie; 4 more than three
     assert words["effect"] == pytest.approx((4 + 1.5 + 3) / 12)
     assert (script["gold"], script["others"]) == (2 / 3, 1 / 4)

@@ -23,8 +23,18 @@ def router(library, tmp_path_factory):
     A first process was killed on the way; what it had finished comes last, before and after the second one.
     """
     out, queries = tmp_path_factory.mktemp("fit") / "router", library / "queries" / "all.jsonl"
-    line = [sys.executable, "-m", "skilltrain", "fit", library / "skills", "--out", out, "--queries", queries,
-            "max_tokens=32"]  # fmt: skip
+    line = [
+        sys.executable,
+        "-m",
+        "skilltrain",
+        "fit",
+        library / "skills",
+        "--out",
+        out,
+        "--queries",
+        queries,
+        "max_tokens=32",
+    ]
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while not (out / "mined").is_dir() and process.poll() is None:
         time.sleep(0.05)
@@ -58,19 +68,31 @@ def test_a_pool_is_read_from_whatever_holds_skills(library, tmp_path):
 
 def test_the_stages_as_functions(library, tmp_path, model_folders):
     pool, model = tmp_path / "pool", str(model_folders["bert"])
-    assert skilltrain.run({"stage": "pool", "sources": library / "skills", "out": pool})["num_skills"] == 20
+    assert (
+        skilltrain.run({"stage": "pool", "sources": library / "skills", "out": pool})["num_skills"]
+        == 20
+    )
     rows = [{"query": text, "skill_ids": list(skill_ids)} for _, text, skill_ids in QUERIES]
-    lists = skilltrain.build_lists(pool, rows, tmp_path / "data", quotas={"semantic": 2, "random": 1})
+    lists = skilltrain.build_lists(
+        pool, rows, tmp_path / "data", quotas={"semantic": 2, "random": 1}
+    )
     assert lists == tmp_path / "data" / "encoder_lists" and (lists / "lists.parquet").is_file()
     recipe = {
-        "stage": "train_encoder", "model": {"source": model, "max_tokens": 32}, "data": {"pool": pool, "lists": lists},
+        "stage": "train_encoder",
+        "model": {"source": model, "max_tokens": 32},
+        "data": {"pool": pool, "lists": lists},
         "training": {"batch_size": 8},
-    }  # fmt: skip
+    }
     trained = skilltrain.train(recipe, f"out={tmp_path}/encoder")
     forget_ranks()
     systems = [{"name": "trained", "rankers": [{"kind": "dense", "source": trained}]}]
     found = skilltrain.evaluate(
-        {"stage": "evaluate", "benchmark": tmp_path / "data" / "queries", "pool": pool, "systems": systems},
+        {
+            "stage": "evaluate",
+            "benchmark": tmp_path / "data" / "queries",
+            "pool": pool,
+            "systems": systems,
+        },
         f"out={tmp_path}/report",
     )
     assert found["systems"][0]["metrics"]["Hit@1"]["n"] == len(rows)
@@ -84,7 +106,9 @@ def test_one_request_and_many(library, router):
     skills = skilltrain.read_pool(library / "skills")
     best = skilltrain.route("merge these pdf files", skills, "[{kind: lexical}]", k=1).skills[0]
     assert best.skill_id == "documents/pdf-merge" and best.path is None
-    found = skilltrain.route("merge these pdf files", library / "skills", [{"kind": "lexical"}], k=1).skills[0]
+    found = skilltrain.route(
+        "merge these pdf files", library / "skills", [{"kind": "lexical"}], k=1
+    ).skills[0]
     assert found == replace(best, path=library / "skills" / "documents" / "pdf-merge" / "SKILL.md")
     opened = skilltrain.Router.load(router[0])
     assert len(opened.route("merge these pdf files", k=3).skills) == 3
@@ -98,21 +122,40 @@ def test_a_killed_fit_goes_on_to_a_router_and_the_recipes_of_it(router):
     assert found["num_skills"] == 20 and found["num_lists"] > 0 and still_there == kept != {}
     recipes = sorted((out / "recipes").iterdir())
     assert [file.stem for file in recipes] == [
-        "1_pool", "2_queries", "3_mined", "4_filtered", "5_encoder_lists", "6_encoder", "8_index"
-    ]  # fmt: skip
+        "1_pool",
+        "2_queries",
+        "3_mined",
+        "4_filtered",
+        "5_encoder_lists",
+        "6_encoder",
+        "8_index",
+    ]
     before = contents(out)
     answered = succeeds("train", out / "recipes" / "6_encoder.yaml").err
     assert "already holds this run" in answered and contents(out) == before
     record = json.loads((out / "index-1" / "index.json").read_text())
     assert record["pool"] == "./pool" and record["rankers"][0]["of"][1]["source"] == "./encoder"
-    assert succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 6
+    assert (
+        succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 6
+    )
 
 
 def test_fit_without_queries_makes_its_own_and_its_dry_run_writes_nothing(library, tmp_path):
     command = ("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32")
     plan = json.loads(succeeds(*command, "--dry-run").out)["steps"]
-    assert [*plan] == ["pool", "queries", "mined", "filtered", "encoder_lists", "encoder", "report", "index"]
-    assert {step["state"] for step in plan.values()} == {"to run"} and not (tmp_path / "router").exists()
+    assert [*plan] == [
+        "pool",
+        "queries",
+        "mined",
+        "filtered",
+        "encoder_lists",
+        "encoder",
+        "report",
+        "index",
+    ]
+    assert {step["state"] for step in plan.values()} == {"to run"} and not (
+        tmp_path / "router"
+    ).exists()
     made = succeeds(*command, "--json")
     assert "passages of the skills' own texts: they favour BM25" in " ".join(made.err.split())
     found = json.loads(made.out)

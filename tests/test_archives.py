@@ -50,11 +50,20 @@ def zip_entry(name, mode):
     return info
 
 
-@pytest.mark.parametrize("pack", [zip_of, tar_of, lambda files: tar_of(files, "w")], ids=["zip", "tar.gz", "tar"])
+@pytest.mark.parametrize(
+    "pack", [zip_of, tar_of, lambda files: tar_of(files, "w")], ids=["zip", "tar.gz", "tar"]
+)
 def test_skills_come_out_as_they_were_packed_without_the_folder_around_them(pack):
-    files = {"SKILL.md": SKILL, "scripts/run.sh": b"echo", "empty": b"", "a/b/Skill.md": SKILL + b"x" * 70_000}
+    files = {
+        "SKILL.md": SKILL,
+        "scripts/run.sh": b"echo",
+        "empty": b"",
+        "a/b/Skill.md": SKILL + b"x" * 70_000,
+    }
     files["inner.zip"] = zip_of({"../../evil": b"x"})  # stays packed
-    found = read_skill_files(pack({f"./repo-abc123//{name}": content for name, content in files.items()}))
+    found = read_skill_files(
+        pack({f"./repo-abc123//{name}": content for name, content in files.items()})
+    )
     assert found == {"": SKILL, "a/b": files["a/b/Skill.md"]}
     assert read_skill_files(pack({"one/SKILL.md": SKILL, "README.md": b"x"})) == {"one": SKILL}
     assert read_skill_files(SKILL) == {"": SKILL}
@@ -62,14 +71,31 @@ def test_skills_come_out_as_they_were_packed_without_the_folder_around_them(pack
 
 @both_kinds
 def test_a_name_that_leads_out_refuses_the_archive(pack):
-    for name in ("../evil", "a/../../evil", "/etc/evil", "//evil", "C:/evil", "..\\evil", "\\\\host\\evil", ".."):
+    for name in (
+        "../evil",
+        "a/../../evil",
+        "/etc/evil",
+        "//evil",
+        "C:/evil",
+        "..\\evil",
+        "\\\\host\\evil",
+        "..",
+    ):
         assert refusal(pack({"SKILL.md": SKILL, name: b"evil"})).startswith("unsafe_name: "), name
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_links_special_files_and_a_second_file_of_one_name_are_not_read():
-    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.GNUTYPE_SPARSE):
-        assert read_skill_files(tar_with(tar_entry("trap/SKILL.md", kind, "/etc/passwd"))) == {"": SKILL}
+    for kind in (
+        tarfile.SYMTYPE,
+        tarfile.LNKTYPE,
+        tarfile.FIFOTYPE,
+        tarfile.CHRTYPE,
+        tarfile.GNUTYPE_SPARSE,
+    ):
+        assert read_skill_files(tar_with(tar_entry("trap/SKILL.md", kind, "/etc/passwd"))) == {
+            "": SKILL
+        }
     buffer = io.BytesIO(zip_of({"SKILL.md": SKILL}))
     with zipfile.ZipFile(buffer, "a") as archive:
         archive.writestr(zip_entry("trap/SKILL.md", stat.S_IFLNK | 0o777), "/etc/passwd")
@@ -93,7 +119,9 @@ def test_bombs_are_refused_by_size_and_by_count_and_a_large_skill_is_not_read(mo
     assert "no SKILL.md of at most 20 bytes" in refusal(pack({"SKILL.md": SKILL}))
 
 
-@pytest.mark.parametrize("pack", [lambda content: gzip.compress(content, 1), bytes], ids=["tar.gz", "tar"])
+@pytest.mark.parametrize(
+    "pack", [lambda content: gzip.compress(content, 1), bytes], ids=["tar.gz", "tar"]
+)
 def test_a_bomb_in_a_header_is_not_taken_into_memory(pack):
     header = tar_entry("x", tarfile.XHDTYPE)
     header.size = 20_000_000
@@ -121,7 +149,10 @@ def hostile():
     yield buffer.getvalue(), "unknown_format: 'SKILL.md' is compressed by method 14"
     files = {"SKILL.md": SKILL, "noise": random.Random(0).randbytes(5000)}
     for content in (zip_of(files), tar_of(files)):
-        yield from ((content[:place], "cannot be unpacked: ") for place in (len(content) // 2, len(content) - 30))
+        yield from (
+            (content[:place], "cannot be unpacked: ")
+            for place in (len(content) // 2, len(content) - 30)
+        )
     wrong_crc = bytearray(zip_of(files))
     wrong_crc[50] ^= 255
     yield bytes(wrong_crc), "cannot be unpacked: "
@@ -143,12 +174,16 @@ def test_any_damage_ends_in_skills_or_a_refusal():
     """200 archives with a few random bytes changed: no other exception."""
     draw = random.Random(7)
     files = {"SKILL.md": SKILL, "sub/x.txt": b"text " * 50}
-    long = tar_with(tar_entry("long/" * 22 + "SKILL.md"), tar_entry("link", tarfile.SYMTYPE, "SKILL.md"))
+    long = tar_with(
+        tar_entry("long/" * 22 + "SKILL.md"), tar_entry("link", tarfile.SYMTYPE, "SKILL.md")
+    )
     assert "/".join(["long"] * 22) in read_skill_files(long)
     for number in range(200):
         content = bytearray((zip_of(files), tar_of(files), tar_of(files, "w"), long)[number % 4])
         for _ in range(draw.randint(1, 4)):
-            content[draw.randrange(len(content))] = draw.choice([0, 255, 47, 46, draw.randrange(256)])
+            content[draw.randrange(len(content))] = draw.choice(
+                [0, 255, 47, 46, draw.randrange(256)]
+            )
         try:
             assert read_skill_files(bytes(content))
         except (RefusalError, ValueError) as error:

@@ -32,7 +32,9 @@ def test_vectors_tokens_and_identity_are_those_of_transformers(bert: str, real: 
     assert tokens == theirs.tokenize(TEXTS, 100)
     with torch.inference_mode():
         assert torch.allclose(ours(tokens), theirs(tokens), atol=1e-6)
-        assert torch.allclose(ours.with_tokens(tokens, 100), theirs.with_tokens(tokens, 100), atol=1e-6)
+        assert torch.allclose(
+            ours.with_tokens(tokens, 100), theirs.with_tokens(tokens, 100), atol=1e-6
+        )
 
 
 def test_opening_imports_neither_transformers_nor_a_compiler(bert: str) -> None:

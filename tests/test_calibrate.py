@@ -27,19 +27,32 @@ def test_features_are_score_lead_and_tops():
     assert rows.tolist() == [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]]
     assert traced([3.0], lexical=9.0).rows(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
     assert traced([], lexical=0.0).rows(["lexical"]).shape == (0, 3)
-    assert Traced({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, []).tops(["bm25", "none"]) == [0.25, 0.0]
+    assert Traced({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, []).tops(
+        ["bm25", "none"]
+    ) == [0.25, 0.0]
 
 
 def test_a_calibrator_follows_its_formula():
     calibrator = Calibrator(
-        rankers=("a",), weights=(1.0, 2.0, 0.5), intercept=-3.0, threshold=0.6, least=(0.5,), miss=0.5
+        rankers=("a",),
+        weights=(1.0, 2.0, 0.5),
+        intercept=-3.0,
+        threshold=0.6,
+        least=(0.5,),
+        miss=0.5,
     )
     task = traced([2.0, 1.0], a=1.0)  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
-    assert calibrator.probabilities(task) == pytest.approx([1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))])
+    assert calibrator.probabilities(task) == pytest.approx(
+        [1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))]
+    )
     assert calibrator.fits(task) and calibrator.num_likely(task) == 1
     assert not calibrator.fits(traced([9.0, 1.0], a=0.4))
     assert not calibrator.fits(traced([0.0, 0.0], a=1.0)) and not calibrator.fits(traced([], a=0.0))
-    assert calibrator.probabilities(traced([2e3, 1e3, -2e3], a=1.0)).tolist() == [1, 0, 0]  # and no overflow
+    assert calibrator.probabilities(traced([2e3, 1e3, -2e3], a=1.0)).tolist() == [
+        1,
+        0,
+        0,
+    ]  # and no overflow
 
 
 def test_a_fit_gives_the_frequencies_and_no_feature_a_weight_below_zero():
@@ -68,7 +81,9 @@ def test_calibration_error_risk_and_shares_by_hand():
     points = dict(risk_coverage(sure, right))
     assert points[0.1] == 0 and points[0.5] == 0.4 and points[1.0] == 0.2
     none = share([False] * 30)
-    assert (none.mean, none.low, none.n) == (0, 0, 30) and none.high == pytest.approx(0.1135, abs=1e-3)
+    assert (none.mean, none.low, none.n) == (0, 0, 30) and none.high == pytest.approx(
+        0.1135, abs=1e-3
+    )
     with pytest.raises(SkilltrainError, match="no query to take a share of"):
         share([])
 
@@ -78,7 +93,9 @@ def folders(library, tmp_path_factory):
     """A folder with a library's pool, queries, clusters and router."""
     folder = shutil.copytree(library, tmp_path_factory.mktemp("calibrate") / "library")
     succeeds("pool", f"sources={folder}/skills", f"out={folder}/pool")
-    succeeds("queries", f"files={folder}/queries/all.jsonl", f"pool={folder}/pool", f"out={folder}/asked")
+    succeeds(
+        "queries", f"files={folder}/queries/all.jsonl", f"pool={folder}/pool", f"out={folder}/asked"
+    )
     succeeds("clusters", f"pool={folder}/pool", f"out={folder}/clusters")
     succeeds("index", f"pool={folder}/pool", f"rankers={RANKERS}", f"out={folder}/router")
     lines = [json.dumps({"query": text}) for text in ("walk my dog at noon", "what is love")]
@@ -87,7 +104,13 @@ def folders(library, tmp_path_factory):
 
 
 def calibrate(folder, out, *settings):
-    given = (f"queries={folder}/asked", "split=null", f"clusters={folder}/clusters", "folds=3", *settings)
+    given = (
+        f"queries={folder}/asked",
+        "split=null",
+        f"clusters={folder}/clusters",
+        "folds=3",
+        *settings,
+    )
     return ("calibrate", f"router={folder}/router", *given, f"out={out}")
 
 
@@ -95,7 +118,10 @@ def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
     out = tmp_path / "calibration"
     line = calibrate(folders, out, f"unserved={folders}/unserved.jsonl", "answered=0.6")
     found = json.loads(succeeds(*line, "--json").out)
-    assert found["num_queries"] == len(QUERIES) and found["right"]["n"] == found["falsely_answered"]["n"] == 16
+    assert (
+        found["num_queries"] == len(QUERIES)
+        and found["right"]["n"] == found["falsely_answered"]["n"] == 16
+    )
     assert found["unserved"]["n"] == 2 and found["right"]["mean"] > 0.5
     assert found["falsely_answered"]["mean"] < found["answered"]["mean"]
     assert 0 <= found["calibration_error"] <= 1 and found["risk_coverage"][-1][0] == 1
@@ -104,8 +130,14 @@ def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
     router = Router.load(tmp_path / "router")
     whole = router.trace("merge pdf files").ranking
     left = router.trace("merge pdf files", {whole[0][0]})
-    assert left.ranking[0][0] == left.found["lexical"][0][0] == whole[1][0] and len(left.ranking) == len(whole) - 1
-    good, bad = router.route("merge pdf files into one document"), router.route("walk my dog at noon")
+    assert (
+        left.ranking[0][0] == left.found["lexical"][0][0] == whole[1][0]
+        and len(left.ranking) == len(whole) - 1
+    )
+    good, bad = (
+        router.route("merge pdf files into one document"),
+        router.route("walk my dog at noon"),
+    )
     assert good.fits and not bad.fits and good.num_likely is not None and good.num_likely >= 1
     sure = [routed.probability for routed in good.skills]
     assert sure == sorted(sure, reverse=True) and sure[0] > bad.skills[0].probability
@@ -121,7 +153,9 @@ def test_a_calibration_of_other_rankers_is_refused_or_dropped(folders, tmp_path)
     out, router = tmp_path / "calibration", tmp_path / "router"
     succeeds(*calibrate(folders, out))
     line = ("index", f"pool={folders}/pool", f"out={router}")
-    other = skilltrain(*line, "rankers=[{kind: lexical, fields: name}]", f"calibration={out}").error_line
+    other = skilltrain(
+        *line, "rankers=[{kind: lexical, fields: name}]", f"calibration={out}"
+    ).error_line
     assert "of other rankers or models (run skilltrain calibrate on this router)" in other
     succeeds(*line, f"rankers={RANKERS}", f"calibration={out}")
     assert Router.load(router).route("merge pdf files").num_likely is not None

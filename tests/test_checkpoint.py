@@ -50,9 +50,15 @@ def test_the_newest_and_the_best_are_kept_and_a_half_written_one_is_never_picked
     save(run, tmp_path, 2, 9, 10, keep=2)
     assert names(tmp_path) == ["step-9", "step-10"] and best_checkpoint(tmp_path) is None
     save(run, tmp_path, 100, best=9, keep=1)  # takes the place of its own leftover
-    assert names(tmp_path) == ["step-9", "step-100"] and not (tmp_path / "step-100.partial").exists()
+    assert (
+        names(tmp_path) == ["step-9", "step-100"] and not (tmp_path / "step-100.partial").exists()
+    )
     position = load_checkpoint(*run, tmp_path)
-    assert position is not None and position.step == 100 and best_checkpoint(tmp_path) == tmp_path / "step-9"
+    assert (
+        position is not None
+        and position.step == 100
+        and best_checkpoint(tmp_path) == tmp_path / "step-9"
+    )
 
 
 def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
@@ -60,7 +66,9 @@ def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_save_states", full_disk)
-    with pytest.raises(SkilltrainError, match=r"step-3\.partial: cannot save a checkpoint: No space left on device"):
+    with pytest.raises(
+        SkilltrainError, match=r"step-3\.partial: cannot save a checkpoint: No space left on device"
+    ):
         save(run, tmp_path, 3)
     assert checkpoints(tmp_path) == []
 
@@ -75,12 +83,16 @@ DAMAGE = {
 
 
 def changed(old, new):
-    return lambda content: content.replace(old, new) if old in content else pytest.fail("nothing to change")
+    return lambda content: (
+        content.replace(old, new) if old in content else pytest.fail("nothing to change")
+    )
 
 
 def of_another_model(content):
     """Each moment twice as long."""
-    return tensors({name: torch.cat([x, x]) if x.ndim else x for name, x in tensors_in(content).items()})
+    return tensors(
+        {name: torch.cat([x, x]) if x.ndim else x for name, x in tensors_in(content).items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,9 @@ def of_another_model(content):
         ("state.json", changed(b"whole models on cpu", b"8 x FSDP on cuda")),
     ],
 )
-def test_a_damaged_checkpoint_and_another_launch_are_refused_in_one_line(run, tmp_path, file, damage):
+def test_a_damaged_checkpoint_and_another_launch_are_refused_in_one_line(
+    run, tmp_path, file, damage
+):
     save(run, tmp_path, 3)
     path = tmp_path / "step-3" / file
     content = path.read_bytes()
@@ -108,7 +122,9 @@ def test_a_damaged_checkpoint_and_another_launch_are_refused_in_one_line(run, tm
     if damage is of_another_model:
         assert "ValueError the optimiser holds (4, 3) for a weight of (2, 3)" in str(error.value)
     if b"FSDP" in (path.read_bytes() if path.is_file() else b""):
-        assert str(error.value).endswith("8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)")
+        assert str(error.value).endswith(
+            "8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)"
+        )
 
 
 PICKLED_BY_OTHERS = ("random_states_0.pkl", "optimizer.bin", "deepspeed/mp_rank_00_model_states.pt")
@@ -150,7 +166,13 @@ def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypat
 
 def test_weights_of_another_model_are_refused(run, tmp_path):
     save(run, tmp_path, 1)
-    for other, unfit in ((torch.nn.Linear(4, 2), "size mismatch"), (torch.nn.Linear(3, 2, bias=False), "bias"),
-                         (torch.nn.ModuleList([torch.nn.Linear(3, 2)]), "weight|bias")):  # fmt: skip
-        with pytest.raises(SkilltrainError, match=f"step-1: the checkpoint does not fit the recipe's model.*({unfit})"):
+    for other, unfit in (
+        (torch.nn.Linear(4, 2), "size mismatch"),
+        (torch.nn.Linear(3, 2, bias=False), "bias"),
+        (torch.nn.ModuleList([torch.nn.Linear(3, 2)]), "weight|bias"),
+    ):
+        with pytest.raises(
+            SkilltrainError,
+            match=f"step-1: the checkpoint does not fit the recipe's model.*({unfit})",
+        ):
             load_weights(other, "", tmp_path / "step-1")

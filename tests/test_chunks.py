@@ -31,7 +31,9 @@ from test_dense import counted
 
 TEN = SkillTemplate(body_chars=10)
 SKILL = Skill("s", "n", "d", "0123456789abcdefghijABCD\n ")  # 24 characters and white space
-LONG = Skill("long", "clip", "find the clip", " ".join(f"task {n} deploy pods {n}" for n in range(8)))
+LONG = Skill(
+    "long", "clip", "find the clip", " ".join(f"task {n} deploy pods {n}" for n in range(8))
+)
 SHORT = Skill("short", "audio", "find the audio", "deploy data")
 
 
@@ -48,7 +50,9 @@ SHORT = Skill("short", "audio", "find the audio", "deploy data")
 )
 def test_windows_by_hand(chunks, starts):
     windows = TEN.windows(SKILL, Chunks(**chunks))
-    assert [TEN.render(window) for window in windows] == [f"n | d | {SKILL.body.rstrip()[s : s + 10]}" for s in starts]
+    assert [TEN.render(window) for window in windows] == [
+        f"n | d | {SKILL.body.rstrip()[s : s + 10]}" for s in starts
+    ]
     assert windows[0] == SKILL and {window.skill_id for window in windows} == {"s"}
 
 
@@ -65,19 +69,27 @@ FIFTY = {"template": EncoderTemplate(skill=SkillTemplate(description_chars=20, b
 
 
 def source(model_folders, **settings):
-    return EncoderSource(source=str(model_folders["bert"]), precision="float32", **FIFTY, **settings)
+    return EncoderSource(
+        source=str(model_folders["bert"]), precision="float32", **FIFTY, **settings
+    )
 
 
-def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(model_folders, tmp_path, monkeypatch):
+def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(
+    model_folders, tmp_path, monkeypatch
+):
     encoder = open_encoder(source(model_folders, cache=tmp_path))
     chunks = encoder.encode_chunks([LONG, SHORT])
     np.testing.assert_array_equal(chunks.vectors, encoder.encode_skills([LONG, SHORT]))
     assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
-    encoder = open_encoder(source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"}))
+    encoder = open_encoder(
+        source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"})
+    )
     seen = counted(encoder, monkeypatch)
     chunks = encoder.encode_chunks([LONG, SHORT])
     assert len(seen) == 2 and chunks.starts.tolist() == [0, 3, 4] and chunks.pool == "top2"
-    alone = [Skill("x", "clip", "find the clip", LONG.body[start : start + 50]) for start in (0, 40, 80)]
+    alone = [
+        Skill("x", "clip", "find the clip", LONG.body[start : start + 50]) for start in (0, 40, 80)
+    ]
     np.testing.assert_allclose(chunks.vectors[:3], encoder.encode_skills(alone), atol=1e-6)
 
 
@@ -99,19 +111,29 @@ def test_a_system_ranks_by_the_best_windows(model_folders, pool):
     [
         ({"chunks": {"windows": 0}}, "chunks.windows: .* greater than or equal to 1"),
         ({"chunks": {"windows": 2, "pool": "mean"}}, "chunks.pool"),
-        (FIFTY | {"chunks": {"windows": 2, "overlap": 50}}, "overlap 50 is not below the window, .*body_chars 50"),
-        ({"chunks": {"windows": 2}}, r"chunks of 300 \+ 2500 characters are longer than 256 tokens \(.*about 724"),
+        (
+            FIFTY | {"chunks": {"windows": 2, "overlap": 50}},
+            "overlap 50 is not below the window, .*body_chars 50",
+        ),
+        (
+            {"chunks": {"windows": 2}},
+            r"chunks of 300 \+ 2500 characters are longer than 256 tokens \(.*about 724",
+        ),
     ],
 )
 def test_windows_that_make_no_sense_are_one_line(model_folders, settings, message):
     with pytest.raises(SkilltrainError, match=message) as error:
-        config = validate(EncoderConfig, {"source": str(model_folders["bert"]), **settings}, "recipe")
+        config = validate(
+            EncoderConfig, {"source": str(model_folders["bert"]), **settings}, "recipe"
+        )
         load_encoder(config, torch.device("cpu"))
     assert "\n" not in str(error.value)
 
 
 def test_a_saved_model_keeps_its_windows_and_its_card_tells_them(model_folders, tmp_path):
-    given = EncoderConfig(source=str(model_folders["bert"]), **FIFTY, chunks=Chunks(windows=3, overlap=5))
+    given = EncoderConfig(
+        source=str(model_folders["bert"]), **FIFTY, chunks=Chunks(windows=3, overlap=5)
+    )
     encoder = load_encoder(given, torch.device("cpu"))
     save_model(encoder, tmp_path, base="owner/base")
     again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
@@ -124,7 +146,9 @@ def test_a_saved_model_keeps_its_windows_and_its_card_tells_them(model_folders, 
 
 # Training ------------------------------------------------------------------------------------------------------------
 
-SETTINGS = EncoderSettings(template=EncoderTemplate(skill=SkillTemplate(body_chars=12)), chunks=Chunks(windows=3))
+SETTINGS = EncoderSettings(
+    template=EncoderTemplate(skill=SkillTemplate(body_chars=12)), chunks=Chunks(windows=3)
+)
 A = Skill("a", "pdf", "", "merge files.deploy pods.translate it")  # three windows of 12 characters
 B = Skill("b", "clip", "", "audio video")
 C = Skill("c", "", "", "table chart.deploy data.")
@@ -149,7 +173,9 @@ def test_lists_name_the_window_that_bm25_likes_best():
         ["table chart.", "merge files."],  # no window has a word of it: the first
         ["deploy data.", "audio video"],
     ]
-    assert [data.skills[key].skill_id for one in data.lists for key in one.skill_ids] == [*"abbacacb"]
+    assert [data.skills[key].skill_id for one in data.lists for key in one.skill_ids] == [
+        *"abbacacb"
+    ]
     assert [one.gains for one in data.lists] == [one.gains for one in DATA.lists]
     assert on_best_windows(DATA, SETTINGS) == data
     assert on_best_windows(DATA, EncoderSettings()) is DATA
@@ -158,9 +184,13 @@ def test_lists_name_the_window_that_bm25_likes_best():
 def test_another_window_of_a_query_s_skill_is_no_negative():
     data = on_best_windows(DATA, SETTINGS)
     keys, first = sorted({key for one in data.lists for key in one.skill_ids}), data.lists[:1]
-    of = ScoreContext.of(replace(data, lexical={first[0].query: {"a": 2.0, "x": 1.0}}), InfoNCE(), in_batch=True)
+    of = ScoreContext.of(
+        replace(data, lexical={first[0].query: {"a": 2.0, "x": 1.0}}), InfoNCE(), in_batch=True
+    )
     scored = encoder_scores(first, first, torch.ones(1, 4), None, keys, torch.ones(6, 4), of)
-    assert scored.lexical_scores.tolist() == [[2, 2, 2, 0, 0, 0]]  # what BM25 says of a skill, for all its windows
+    assert scored.lexical_scores.tolist() == [
+        [2, 2, 2, 0, 0, 0]
+    ]  # what BM25 says of a skill, for all its windows
     assert [data.skills[key].skill_id for key in keys] == ["a", "a", "a", "b", "c", "c"]
     negative = in_batch_negatives(data.lists, keys, ScoreContext.of(data, InfoNCE(), in_batch=True))
     # q1 wants a, q3 and q4 want c: the two are one cluster. q2 wants b; its own candidate (a's last) is told elsewhere.
@@ -175,7 +205,9 @@ def test_another_window_of_a_query_s_skill_is_no_negative():
 def test_the_model_in_training_ranks_by_the_best_windows(open_encoder_of):
     skills = [Skill("a", "a", "d", "three words here"), Skill("b", "b", "d", "one")]
     template = EncoderTemplate(skill=SkillTemplate(body_chars=6))
-    encoder = open_encoder_of("bert", template=template, chunks=Chunks(windows=3, overlap=0, pool="top2"))
+    encoder = open_encoder_of(
+        "bert", template=template, chunks=Chunks(windows=3, overlap=0, pool="top2")
+    )
     own = OwnEncoder(encoder, [Query("q", "find", "", "", "")], skills)
     own.model = lambda inputs: torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
     assert own.rank([Query("q", "find", "", "", "")], None, 2) == {"q": [("a", 0.75), ("b", 0.625)]}
@@ -183,26 +215,43 @@ def test_the_model_in_training_ranks_by_the_best_windows(open_encoder_of):
 
 # The stages ----------------------------------------------------------------------------------------------------------
 
-TWO_WINDOWS = ChunkVectors(np.array([[0, 1], [1, 0], [0.6, 0.8], [0.8, 0.6]], np.float32), starts_of([2, 1, 1]))
+TWO_WINDOWS = ChunkVectors(
+    np.array([[0, 1], [1, 0], [0.6, 0.8], [0.8, 0.6]], np.float32), starts_of([2, 1, 1])
+)
 QUERY = np.array([[1, 0]], np.float32)
 
 
 def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
-    settings = {"stage": "mine", "pool": tmp_path, "queries": tmp_path, "encoder": {"source": "x"}, "out": tmp_path}
+    settings = {
+        "stage": "mine",
+        "pool": tmp_path,
+        "queries": tmp_path,
+        "encoder": {"source": "x"},
+        "out": tmp_path,
+    }
     (positions, scores), _ = _nearest(MineConfig(**settings), QUERY, TWO_WINDOWS, 3)
     assert positions.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(scores, [[1, 0.8, 0.6]], atol=1e-6)
-    with pytest.raises(SkilltrainError, match=r"index: an approximate index takes one window per skill \(index=Flat\)"):
+    with pytest.raises(
+        SkilltrainError,
+        match=r"index: an approximate index takes one window per skill \(index=Flat\)",
+    ):
         _nearest(MineConfig(**settings, index="HNSW32"), QUERY, TWO_WINDOWS, 3)
 
 
 def test_a_ceiling_is_by_the_best_window(monkeypatch):
-    known = SimpleNamespace(encode_chunks=lambda skills: TWO_WINDOWS, encode_queries=lambda texts: QUERY)
+    known = SimpleNamespace(
+        encode_chunks=lambda skills: TWO_WINDOWS, encode_queries=lambda texts: QUERY
+    )
     monkeypatch.setattr(filter_layers, "open_encoder", lambda _: known)
-    skills = [Skill(skill_id, "", "", "") for skill_id in "abcd"]  # c is in no list, and has no vector
+    skills = [
+        Skill(skill_id, "", "", "") for skill_id in "abcd"
+    ]  # c is in no list, and has no vector
     pairs = np.array([(row, 0, row, 3, 1) for row in (0, 1)], dtype=PAIR)
     pool = FilterPool(skills, pairs, [], ["q"], EncoderSource(source="x"), None, WorkersConfig())
-    np.testing.assert_allclose(CeilingLayer(relative_margin=0.0).check(pool, pairs), [1, np.nan], atol=1e-6)
+    np.testing.assert_allclose(
+        CeilingLayer(relative_margin=0.0).check(pool, pairs), [1, np.nan], atol=1e-6
+    )
 
 
 def test_the_stage_encode_encodes_all_windows(model_folders, tmp_path):

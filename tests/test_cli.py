@@ -46,7 +46,11 @@ RECIPES = {
 def places(runs, tmp_path_factory, model_folders):
     """Name → place, for the commands below; `tmp` is a folder full of bad input."""
     tmp = tmp_path_factory.mktemp("bad")
-    names = {"tmp": tmp, "runs": runs, **{name: str(folder) for name, folder in model_folders.items()}}
+    names = {
+        "tmp": tmp,
+        "runs": runs,
+        **{name: str(folder) for name, folder in model_folders.items()},
+    }
     for name, text in RECIPES.items():
         write = write_recipe if name == "good" else Path.write_text
         write(tmp / f"{name}.yaml", fill(text, names))
@@ -56,13 +60,18 @@ def places(runs, tmp_path_factory, model_folders):
     (tmp / "file").write_text("a file")
     (tmp / "foreign" / "letters.txt").write_text("dear")
     (tmp / "foreign_run" / "run.json").write_text("[1, 2]")
-    rows = [{"query": name, "skill_ids": [f"data/{name}"], "split": "train"} for name in ("csv-repair", "nothing")]
+    rows = [
+        {"query": name, "skill_ids": [f"data/{name}"], "split": "train"}
+        for name in ("csv-repair", "nothing")
+    ]
     (tmp / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.copytree(model_folders["bert"], tmp / "poisoned")  # a model whose vectors are no numbers
     weights = load_file(tmp / "poisoned" / "model.safetensors")
     weights["embeddings.LayerNorm.weight"][0] = float("nan")
     save_file(weights, tmp / "poisoned" / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(model_folders["qwen3_reranker"], tmp / "without_yes")  # its tokenizer knows single bytes alone
+    shutil.copytree(
+        model_folders["qwen3_reranker"], tmp / "without_yes"
+    )  # its tokenizer knows single bytes alone
     tokenizer = json.loads((tmp / "without_yes" / "tokenizer.json").read_text())
     tokenizer["model"]["merges"] = []
     (tmp / "without_yes" / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -84,26 +93,23 @@ TRAIN = "train {tmp}/good.yaml "
 FAULTS = {
     # Inputs that are not what they should be.
     "pool sources={tmp}/empty out={tmp}/out": "{tmp}/empty: holds no SKILL.md",
-    "queries files={tmp}/queries.jsonl pool={tmp}/nowhere out={tmp}/out":
-        "{tmp}/nowhere: no such file or folder (made by `skilltrain pool`, ",
-    "queries files={tmp}/queries.jsonl pool={runs}/pool out={tmp}/out":
-        "{tmp}/queries.jsonl, line 2: query 'queries-",
-    "pool sources={tmp}/.kept.partial out={tmp}/kept":
-        "{tmp}/.kept.partial: lies where the stage writes before it names the folder kept",
+    "queries files={tmp}/queries.jsonl pool={tmp}/nowhere out={tmp}/out": "{tmp}/nowhere: no such file or folder (made by `skilltrain pool`, ",
+    "queries files={tmp}/queries.jsonl pool={runs}/pool out={tmp}/out": "{tmp}/queries.jsonl, line 2: query 'queries-",
+    "pool sources={tmp}/.kept.partial out={tmp}/kept": "{tmp}/.kept.partial: lies where the stage writes before it names the folder kept",
     # Models.
     TRAIN + "model.source=nowhere": "nowhere: no such model",
     TRAIN + "model.source={tmp}/empty": "{tmp}/empty: is no model folder: it has no config.json",
     TRAIN + "model.source={tmp}/unfinished": "continue it with --resume",
-    "train {tmp}/reranker.yaml model.source={runs}/encoder":
-        "{runs}/encoder: its model is of kind encoder, but reranker is needed here",
-    TRAIN + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
-    "train {tmp}/reranker.yaml model.source={tmp}/without_yes model.template.form=yes_no":
-        "has no single tokens 'yes' and 'no'",
+    "train {tmp}/reranker.yaml model.source={runs}/encoder": "{runs}/encoder: its model is of kind encoder, but reranker is needed here",
+    TRAIN
+    + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
+    "train {tmp}/reranker.yaml model.source={tmp}/without_yes model.template.form=yes_no": "has no single tokens 'yes' and 'no'",
     TRAIN + "adapter.targets=[]": "adapter.targets: must",
-    "train {tmp}/reranker.yaml 'loss={name: infonce, lexical_weight: 1}'":
-        "loss: lexical_weight is for an encoder; a reranker can be fused with BM25",
-    TRAIN + "'loss={name: infonce, lexical_weight: -1}'": "loss.lexical_weight: must be greater than or equal to 0",
-    TRAIN + "'loss={name: matryoshka, dims: [16, 64]}'": "loss.dims: 64 is more than the encoder's 32",
+    "train {tmp}/reranker.yaml 'loss={name: infonce, lexical_weight: 1}'": "loss: lexical_weight is for an encoder; a reranker can be fused with BM25",
+    TRAIN
+    + "'loss={name: infonce, lexical_weight: -1}'": "loss.lexical_weight: must be greater than or equal to 0",
+    TRAIN
+    + "'loss={name: matryoshka, dims: [16, 64]}'": "loss.dims: 64 is more than the encoder's 32",
     "train {tmp}/reranker.yaml training.varlen=true": "varlen is for encoders; a causal reranker never pads",
     # The output folder.
     TRAIN + "out={tmp}/foreign": "{tmp}/foreign: the output folder is not empty and holds no run",
@@ -119,14 +125,15 @@ FAULTS = {
     "train {runs}/pool/recipe.yaml": "{runs}/pool/recipe.yaml: is a recipe of stage pool (run: skilltrain pool",
     "pool {runs}/pool/recipe.yaml {tmp}/good.yaml": "more than one recipe: {runs}/pool/recipe.yaml {tmp}/good.yaml",
     "pool out={tmp}/out": "skilltrain pool: missing key 'sources'",
-    TRAIN + "training.seed=1180591620717411303424": "training.seed: must be less than 2147483648, found 11805916207174",
-    **{f"synthesize pool={{runs}}/pool llm.kind=openai llm.base_url={url} out={{tmp}}/out":
-        "llm.base_url: give a URL such as http://localhost:8000/v1"
-       for url in ("http://127.0.0.1:abc/v1", "http://127.0.0.1:99999/v1", "http://[::1/v1")},
+    TRAIN
+    + "training.seed=1180591620717411303424": "training.seed: must be less than 2147483648, found 11805916207174",
+    **{
+        f"synthesize pool={{runs}}/pool llm.kind=openai llm.base_url={url} out={{tmp}}/out": "llm.base_url: give a URL such as http://localhost:8000/v1"
+        for url in ("http://127.0.0.1:abc/v1", "http://127.0.0.1:99999/v1", "http://[::1/v1")
+    },
     # Evaluation and routing.
     "evaluate {tmp}/systems.yaml --encoder {bert}": "{tmp}/systems.yaml: the recipe lists systems already",
-    "evaluate --benchmark {runs}/queries --predictions {tmp}/empty.json --json {tmp}/empty.json":
-        "{tmp}/empty.json: --json would overwrite the predictions",
+    "evaluate --benchmark {runs}/queries --predictions {tmp}/empty.json --json {tmp}/empty.json": "{tmp}/empty.json: --json would overwrite the predictions",
     "route words --pool {tmp}/nowhere": "{tmp}/nowhere: no such file or folder",
     "route words --pool {runs}/pool --top 0": "Invalid value for '--top': ",
     "route words": "skilltrain route: give either --router or --pool",
@@ -137,9 +144,10 @@ FAULTS = {
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
     "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
     "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: collect, pool, ",
-    TRAIN + "--resum": "--resum is no option of this command, or has no value (a setting is written resum=VALUE; see",
+    TRAIN
+    + "--resum": "--resum is no option of this command, or has no value (a setting is written resum=VALUE; see",
     "ablate grid.yaml more.yaml": "more.yaml: is no setting (settings have the form key=value)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", FAULTS)
@@ -149,7 +157,9 @@ def test_a_fault_is_one_line_and_changes_nothing(command, places, runs, monkeypa
     outcome = skilltrain(*arguments(command, places))
     assert fill(FAULTS[command], places) in outcome.error_line
     assert contents(places["tmp"], runs) == before
-    if not command.startswith(("train", "evaluate")):  # which say what they read before they meet a fault
+    if not command.startswith(
+        ("train", "evaluate")
+    ):  # which say what they read before they meet a fault
         assert outcome.only_line
 
 
@@ -163,7 +173,10 @@ def test_without_a_home_the_line_says_what_to_set(runs, model_folders, monkeypat
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", str)  # as without HOME and an entry of the user
     command = ("route", "words", "--pool", runs / "pool", "--encoder", model_folders["bert"])
-    assert skilltrain(*command).only_line == "error: there is no home folder, which ~ stands for (set HOME)"
+    assert (
+        skilltrain(*command).only_line
+        == "error: there is no home folder, which ~ stands for (set HOME)"
+    )
 
 
 STOPPED = StoppedError("interrupted after step 3", number=signal.SIGTERM)
@@ -171,9 +184,14 @@ STOPPED = StoppedError("interrupted after step 3", number=signal.SIGTERM)
 
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
-    [(KeyboardInterrupt(), 130, "interrupted; what was finished is kept"), (STOPPED, 143, "interrupted after step 3")],
+    [
+        (KeyboardInterrupt(), 130, "interrupted; what was finished is kept"),
+        (STOPPED, 143, "interrupted after step 3"),
+    ],
 )
-def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(runs, tmp_path, monkeypatch, raised, code, line):
+def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(
+    runs, tmp_path, monkeypatch, raised, code, line
+):
     def interrupted(config, out):
         (out / "half").write_text("")
         raise raised
@@ -185,7 +203,9 @@ def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(runs, tmp
 
 
 def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path):
-    (tmp_path / "SKILL.md").write_text("---\nname: größe-“x”\ndescription: 日本\n---\nMerges PDF files 😀.\n")
+    (tmp_path / "SKILL.md").write_text(
+        "---\nname: größe-“x”\ndescription: 日本\n---\nMerges PDF files 😀.\n"
+    )
     shown = []
     for option in ("--top=1", "--json"):
         stream = io.TextIOWrapper(io.BytesIO(), "latin-1")
@@ -201,21 +221,49 @@ def test_what_data_say_steers_no_terminal(tmp_path, runs):
     evil = "\x9b31m\u202eevil" + "x" * 5000
     (tmp_path / "r.yaml").write_text(f"stage: {json.dumps(evil)}\nout: a\n")
     line = skilltrain("pool", tmp_path / "r.yaml").only_line
-    assert "is a recipe of stage [U+009B]31m[U+202E]evilx" in line and len(line) < 2100 and line.endswith("…")
+    assert (
+        "is a recipe of stage [U+009B]31m[U+202E]evilx" in line
+        and len(line) < 2100
+        and line.endswith("…")
+    )
     row = {"query_id": "a", "query": "merge", "skill_ids": ["\u202edata/none"], "split": "train"}
     (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
-    assert "'[U+202E]data/none'" in skilltrain("queries", f"files={tmp_path}/q.jsonl", f"pool={runs}/pool",
-                                               f"out={tmp_path}/q").only_line  # fmt: skip
+    assert (
+        "'[U+202E]data/none'"
+        in skilltrain(
+            "queries", f"files={tmp_path}/q.jsonl", f"pool={runs}/pool", f"out={tmp_path}/q"
+        ).only_line
+    )
     (folder := tmp_path / "\u202elib").mkdir()
     (folder / "SKILL.md").write_text("Merges PDF files.")
     shown = succeeds("pool", f"sources={folder}", f"out={tmp_path}/pool", "--json").out
-    assert "\\u202elib" in shown and "\u202e" not in shown and str(folder) in json.loads(shown)["num_found"]
+    assert (
+        "\\u202elib" in shown
+        and "\u202e" not in shown
+        and str(folder) in json.loads(shown)["num_found"]
+    )
 
 
-def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equals_sign(runs, tmp_path):
-    train = ("train", runs / "recipes" / "encoder.yaml", "--training.epochs", "1", f"--out={tmp_path}/out", "--dry-run")
+def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equals_sign(
+    runs, tmp_path
+):
+    train = (
+        "train",
+        runs / "recipes" / "encoder.yaml",
+        "--training.epochs",
+        "1",
+        f"--out={tmp_path}/out",
+        "--dry-run",
+    )
     assert json.loads(succeeds(*train).out)["plan"]["num_steps"] == 3
-    inputs = "--pool", runs / "pool", "--queries", runs / "queries", "--rankings", runs / "candidates_filtered"
+    inputs = (
+        "--pool",
+        runs / "pool",
+        "--queries",
+        runs / "queries",
+        "--rankings",
+        runs / "candidates_filtered",
+    )
     lists = ("lists", *inputs, "--list-size", 4, "--out", tmp_path / "lists", "--json")
     assert json.loads(succeeds(*lists).out)["list_length"]["max"] == 4
     (file := tmp_path / "seed=7" / "pool.yaml").parent.mkdir()
@@ -229,7 +277,9 @@ def test_help_lists_commands_settings_and_an_example():
         command = "train" if stage.trains else name
         shown = succeeds(command, "--help").out
         assert f" {command} " in commands and f"skilltrain {command} " in shown
-        if name != "evaluate" and not stage.trains:  # their options stand beside the settings, or in their place
+        if (
+            name != "evaluate" and not stage.trains
+        ):  # their options stand beside the settings, or in their place
             settings = stage.config.model_fields.keys() - {"stage"}
             assert [key for key in settings if f"  {key}: " not in shown] == []
 
@@ -237,13 +287,25 @@ def test_help_lists_commands_settings_and_an_example():
 def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert "llm.model" not in succeeds("synthesize", "--help").out
     shown = succeeds("synthesize", "--help-all").out
-    assert "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
-    assert "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)" in shown
+    assert (
+        "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
+    )
+    assert (
+        "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)"
+        in shown
+    )
     assert "Undefined" not in succeeds("collect", "--help-all").out
-    assert "{query_id: [skill_id, …]}" in " ".join(succeeds("evaluate", "--help").out.replace("│", "").split())
+    assert "{query_id: [skill_id, …]}" in " ".join(
+        succeeds("evaluate", "--help").out.replace("│", "").split()
+    )
     shown = succeeds("evaluate", "--help-all").out
-    assert '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")' in shown
-    assert "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
+    assert (
+        '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")'
+        in shown
+    )
+    assert (
+        "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
+    )
     assert "evaluate" in succeeds().out and succeeds("--version").out.strip() == __version__
 
 
@@ -251,19 +313,26 @@ def test_recipes_are_listed_by_what_they_train_and_their_schema_is_json(tmp_path
     files = {
         "below/encoder": "# An encoder.\nstage: train_encoder\nmodel: {source: owner/name}\n"
         "data: {pool: a, lists: b}\nout: c\n",
-        "pool": "stage: pool\nsources: a\nout: b\n", "launch": "num_processes: 2\n", "list": "- stage: pool\n",
+        "pool": "stage: pool\nsources: a\nout: b\n",
+        "launch": "num_processes: 2\n",
+        "list": "- stage: pool\n",
         "odd": "stage: [pool]\n",
-    }  # fmt: skip
+    }
     (tmp_path / "below").mkdir()
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     listed = succeeds("recipes", "--dir", tmp_path).out.splitlines()
     assert [line.rstrip() for line in listed] == [
-        f"{tmp_path}/pool.yaml  pool", "",
-        f"{tmp_path}/below/encoder.yaml  train_encoder  owner/name  infonce", "    An encoder.",
-    ]  # fmt: skip
+        f"{tmp_path}/pool.yaml  pool",
+        "",
+        f"{tmp_path}/below/encoder.yaml  train_encoder  owner/name  infonce",
+        "    An encoder.",
+    ]
     schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
-    assert schema["properties"]["stage"]["const"] == "train_reranker" and "ListwiseCE" in schema["$defs"]
+    assert (
+        schema["properties"]["stage"]["const"] == "train_reranker"
+        and "ListwiseCE" in schema["$defs"]
+    )
     any_stage = json.loads(succeeds("recipes", "--schema").out)
     assert [one["properties"]["stage"]["const"] for one in any_stage["oneOf"]] == [*STAGES]
 
@@ -274,9 +343,20 @@ def test_recipes_are_listed_by_what_they_train_and_their_schema_is_json(tmp_path
 def program(command: str, *more: object, cwd: Path | None = None) -> subprocess.Popen:
     """A command as a user types it, started."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "PATH": path, "ACCELERATE_USE_CPU": "true"}
-    return subprocess.Popen([*shlex.split(command), *map(str, more)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=environment, cwd=cwd)  # fmt: skip
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+        "PATH": path,
+        "ACCELERATE_USE_CPU": "true",
+    }
+    return subprocess.Popen(
+        [*shlex.split(command), *map(str, more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd,
+    )
 
 
 def finished(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -303,7 +383,9 @@ def signal_at(step, which):
 @pytest.mark.slow
 def test_killed_then_interrupted_then_resumed_is_the_same_model(runs, model_folders, tmp_path):
     """kill -9 in `python recipe.yaml`, Ctrl-C in `skilltrain train --resume`, and resumed to the end."""
-    text = encoder_recipe(runs, model_folders["bert_dropout"]).replace("epochs: 2", "epochs: 4, save_every: 2")
+    text = encoder_recipe(runs, model_folders["bert_dropout"]).replace(
+        "epochs: 2", "epochs: 4, save_every: 2"
+    )
     recipe, out = write_recipe(tmp_path / "r.yaml", text), tmp_path / "out"
     succeeds("train", recipe, f"out={tmp_path}/undisturbed")
 
@@ -317,7 +399,10 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
     assert (out / "checkpoints" / "step-4").is_dir() and not (out / "config.json").exists()
 
     refused = skilltrain("train", recipe, f"out={out}")
-    assert refused.only_line == f"error: {out}: holds an unfinished run (add --resume, or delete the folder)"
+    assert (
+        refused.only_line
+        == f"error: {out}: holds an unfinished run (add --resume, or delete the folder)"
+    )
     changed = skilltrain("train", recipe, f"out={out}", "training.seed=1", "--resume")
     assert "holds another run: training.seed differs" in changed.only_line
 
@@ -335,9 +420,13 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
     for name in ("model.safetensors", "skilltrain.json", "config.json"):
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     assert (out / "checkpoints" / "step-12").is_dir()  # any of them can be exported
-    log, whole_log = ([json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-                      for folder in (out, tmp_path / "undisturbed"))  # fmt: skip
-    assert [(row["step"], row["loss"]) for row in log] == [(row["step"], row["loss"]) for row in whole_log]
+    log, whole_log = (
+        [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+        for folder in (out, tmp_path / "undisturbed")
+    )
+    assert [(row["step"], row["loss"]) for row in log] == [
+        (row["step"], row["loss"]) for row in whole_log
+    ]
 
 
 TINY = ROOT / "recipes" / "tiny" / "sr_emb_8b_full.yaml"
@@ -345,25 +434,42 @@ TINY = ROOT / "recipes" / "tiny" / "sr_emb_8b_full.yaml"
 
 def small_training(runs: Path, model: Path) -> list[str]:
     """Settings that let a tiny recipe train on the library of these tests, in two updates."""
-    return [f"model.source={model}", f"data.pool={runs}/pool", f"data.lists={runs}/encoder_lists", "data.max_lists=8",
-            "training.accumulation=1", "training.batch_size=4", "model.max_tokens=48"]  # fmt: skip
+    return [
+        f"model.source={model}",
+        f"data.pool={runs}/pool",
+        f"data.lists={runs}/encoder_lists",
+        "data.max_lists=8",
+        "training.accumulation=1",
+        "training.batch_size=4",
+        "model.max_tokens=48",
+    ]
 
 
 @pytest.mark.slow
 def test_a_launcher_and_the_command_give_the_same_model(runs, model_folders, tmp_path):
-    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])  # comparisons of bytes rest on it
+    assert torch.get_num_threads() == int(
+        os.environ["OMP_NUM_THREADS"]
+    )  # comparisons of bytes rest on it
     dev = f"dev={{benchmark: {runs}/queries, split: test}}"
     settings = [*small_training(runs, model_folders["qwen3"]), dev]
     succeeds("train", TINY, *settings, f"out={tmp_path}/here")
     (tmp_path / "elsewhere").mkdir()
-    launch = program("torchrun --nproc_per_node 1", TINY, *settings, f"out={tmp_path}/launched", "--json",
-                     cwd=tmp_path / "elsewhere")  # fmt: skip
+    launch = program(
+        "torchrun --nproc_per_node 1",
+        TINY,
+        *settings,
+        f"out={tmp_path}/launched",
+        "--json",
+        cwd=tmp_path / "elsewhere",
+    )
     code, out, err = finished(launch)
     assert code == 0, err
     summary = json.loads(out)
     assert summary["num_steps"] == 2 and summary["dev"]["MRR@10"]["n"] == 4
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    here, launched = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("here", "launched"))
+    here, launched = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("here", "launched")
+    )
     assert here == launched
 
 
@@ -371,15 +477,22 @@ def test_a_launcher_and_the_command_give_the_same_model(runs, model_folders, tmp
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks on the CPU, where there is no GPU")
 def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
     launch = f"accelerate launch --config_file {ROOT}/launch/ddp.yaml --num_processes 2 --main_process_port 0"
-    code, out, err = finished(program(launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--json"))
+    code, out, err = finished(
+        program(launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--json")
+    )
     assert code == 0, err
-    one, two = (load_file(folder / "model.safetensors") for folder in (runs / "encoder", tmp_path / "out"))
+    one, two = (
+        load_file(folder / "model.safetensors") for folder in (runs / "encoder", tmp_path / "out")
+    )
     assert one.keys() == two.keys()
     # A key's bias shifts all attention scores of a token alike: its gradient is rounding noise, and it changes nothing.
     compared = [name for name in one if not name.endswith("key.bias")]
     assert max(float((one[name] - two[name]).abs().max()) for name in compared) < 1e-5
     texts = [" ".join(WORDS[start : start + 9]) for start in range(0, len(WORDS), 3)]
-    vectors = [SentenceTransformer(str(f), device="cpu").encode(texts) for f in (runs / "encoder", tmp_path / "out")]
+    vectors = [
+        SentenceTransformer(str(f), device="cpu").encode(texts)
+        for f in (runs / "encoder", tmp_path / "out")
+    ]
     assert abs(vectors[0] - vectors[1]).max() < 1e-5
     assert json.loads(out)["num_steps"] == 6  # one rank speaks
     assert len((tmp_path / "out" / "train_log.jsonl").read_text().splitlines()) == 6
@@ -391,5 +504,17 @@ def test_show_prints_the_rows_of_a_table_that_fit(runs):
     outcome = succeeds("show", skills, f"skill_id={skill_id}", "--json")
     assert [json.loads(line)["skill_id"] for line in outcome.out.splitlines()] == [skill_id]
     assert succeeds("show", skills, "--rows", 1).out.count("skill_id") == 1
-    assert "its tables: dropped.parquet, flags.parquet" in skilltrain("show", skills.parent).error_line
+    assert (
+        "its tables: dropped.parquet, flags.parquet" in skilltrain("show", skills.parent).error_line
+    )
     assert "no column 'x' (its columns: skill_id, " in skilltrain("show", skills, "x=1").error_line
+
+
+def test_removed_command_says_its_replacement(monkeypatch, capsys):
+    monkeypatch.setattr("skilltrain.config.REMOVED", {"oldstage": "use mine"})
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["oldstage", "pool=x"])
+
+    assert stopped.value.code == 2
+    assert "No such command 'oldstage' (removed: use mine)" in capsys.readouterr().err

@@ -20,7 +20,15 @@ from skilltrain.evaluation.bootstrap import (
     resampled_means,
     separation,
 )
-from skilltrain.evaluation.comparison import Comparison, SystemResult, cohens_h, compare, holm, mcnemar, wilcoxon
+from skilltrain.evaluation.comparison import (
+    Comparison,
+    SystemResult,
+    cohens_h,
+    compare,
+    holm,
+    mcnemar,
+    wilcoxon,
+)
 
 
 def interval(values: list[float]) -> Interval:
@@ -74,7 +82,11 @@ def test_clusters_are_drawn_whole():
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [([], "no values"), ([0.1, float("nan")], "value 1: .*not a finite number"), ([float("inf")], "value 0")],
+    [
+        ([], "no values"),
+        ([0.1, float("nan")], "value 1: .*not a finite number"),
+        ([float("inf")], "value 0"),
+    ],
 )
 def test_bad_values_are_refused(values: list[float], message: str):
     with pytest.raises(SkilltrainError, match=message):
@@ -85,9 +97,17 @@ def test_bad_values_are_refused(values: list[float], message: str):
 
 @pytest.mark.parametrize(
     ("value", "places", "text"),
-    [(0.573, 3, ".573"), (1, 2, "1.00"), (-0.054, 2, "-.05"), (-0.001, 2, ".00"), (0, 3, ".000"), (-1, 2, "-1.00"),
-     (10.5, 2, "10.50"), (0.9999, 3, "1.000")],
-)  # fmt: skip
+    [
+        (0.573, 3, ".573"),
+        (1, 2, "1.00"),
+        (-0.054, 2, "-.05"),
+        (-0.001, 2, ".00"),
+        (0, 3, ".000"),
+        (-1, 2, "-1.00"),
+        (10.5, 2, "10.50"),
+        (0.9999, 3, "1.000"),
+    ],
+)
 def test_compact_prints_shares_as_papers_do(value: float, places: int, text: str):
     assert compact(value, places) == text
     assert str(Interval(0.573, 0.45, 0.694, 75)) == ".573 [.45, .69]"
@@ -140,7 +160,9 @@ def test_signed_ranks_agree_with_all_choices_of_signs(differences: list[int]):
     """Ties and zeros of few queries: every choice of signs counted."""
     amounts = scipy.stats.rankdata([abs(value) for value in differences if value])
     sums = [np.dot(signs, amounts) for signs in product([0, 1], repeat=len(amounts))]
-    found = sum(rank for rank, value in zip(amounts, filter(None, differences), strict=True) if value > 0)
+    found = sum(
+        rank for rank, value in zip(amounts, filter(None, differences), strict=True) if value > 0
+    )
     above = np.mean([total >= found for total in sums])
     below = np.mean([total <= found for total in sums])
     expected = min(1.0, 2 * min(above, below))
@@ -150,7 +172,9 @@ def test_signed_ranks_agree_with_all_choices_of_signs(differences: list[int]):
 
 def test_rounding_makes_no_difference():
     assert wilcoxon(np.array([0.1 + 0.2 - 0.3, 0.0])) == 1.0
-    tied = wilcoxon(np.array([0.3 - 0.2, 0.8 - 0.7, 0.5 - 0.6]))  # .1, .1, −.1, each with its own rounding
+    tied = wilcoxon(
+        np.array([0.3 - 0.2, 0.8 - 0.7, 0.5 - 0.6])
+    )  # .1, .1, −.1, each with its own rounding
     assert tied == wilcoxon(np.array([1, 1, -1])) == 1.0
 
 
@@ -163,7 +187,9 @@ def test_many_ties_agree_with_scipys_normal_approximation():
         kept = a != b
         assert (kept.sum() <= 200) == (num == 240)
         for side in ("two-sided", "greater"):
-            theirs = scipy.stats.wilcoxon(a[kept] - b[kept], alternative=side, method="asymptotic")[1]
+            theirs = scipy.stats.wilcoxon(a[kept] - b[kept], alternative=side, method="asymptotic")[
+                1
+            ]
             assert wilcoxon(a - b, above=side == "greater") == pytest.approx(theirs, abs=tolerance)
 
 
@@ -174,7 +200,9 @@ def test_mcnemar_agrees_with_the_binomial_test(pairs: list[tuple[bool, bool]]):
     num, p = np.count_nonzero(differences), mcnemar(differences)
     expected = scipy.stats.binomtest(np.count_nonzero(differences < 0), num).pvalue if num else 1.0
     assert p == mcnemar(-differences) == pytest.approx(expected)
-    assert p == pytest.approx(wilcoxon(differences))  # with equal amounts, ranks toss the same coins
+    assert p == pytest.approx(
+        wilcoxon(differences)
+    )  # with equal amounts, ranks toss the same coins
 
 
 def test_the_net_of_a_cluster_is_one_coin():
@@ -187,9 +215,15 @@ def test_the_net_of_a_cluster_is_one_coin():
 def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]):
     """Its adjusted p is the largest Bonferroni p of all families within the family that hold the test."""
     everyone = range(len(p_values))
-    families = [set(f) for size in range(1, len(p_values) + 1) for f in combinations(everyone, size)]
+    families = [
+        set(f) for size in range(1, len(p_values) + 1) for f in combinations(everyone, size)
+    ]
     expected = [
-        max(min(1.0, len(family) * min(p_values[j] for j in family)) for family in families if i in family)
+        max(
+            min(1.0, len(family) * min(p_values[j] for j in family))
+            for family in families
+            if i in family
+        )
         for i in everyone
     ]
     assert holm(p_values) == pytest.approx(expected) and holm([]) == []
@@ -202,14 +236,19 @@ IDS = tuple(f"q{i}" for i in range(30))
 def scored(name: str, seed: int, share: float) -> SystemResult:
     generator = np.random.default_rng(seed)
     rows = {
-        query_id: {"Hit@1": float(generator.random() < share), "MRR@10": float(generator.random() ** (1 / share - 1))}
+        query_id: {
+            "Hit@1": float(generator.random() < share),
+            "MRR@10": float(generator.random() ** (1 / share - 1)),
+        }
         for query_id in IDS
     }
     return SystemResult(name=name, per_query=rows, rankings={})
 
 
 def one_measure(name: str, values: list[float]) -> SystemResult:
-    return SystemResult(name=name, per_query={f"q{i}": {"m": value} for i, value in enumerate(values)}, rankings={})
+    return SystemResult(
+        name=name, per_query={f"q{i}": {"m": value} for i, value in enumerate(values)}, rankings={}
+    )
 
 
 def column(system: SystemResult, measure: str) -> list[float]:
@@ -238,7 +277,9 @@ def test_a_comparison_is_what_its_parts_say():
         assert comparison.mcnemar_p == (mcnemar(differences) if binary else None)
         expected = cohens_h(float(np.mean(after)), float(np.mean(before))) if binary else None
         assert comparison.cohens_h == expected
-    assert [c.p_holm for c in found] == holm([c.p for c in found])  # the family is every pair and measure
+    assert [c.p_holm for c in found] == holm(
+        [c.p for c in found]
+    )  # the family is every pair and measure
     (alone,) = compare(SYSTEMS, PAIRS[:1], MEASURES[:1], IDS)
     assert alone == replace(found[0], p_holm=found[0].p)
 
@@ -246,35 +287,57 @@ def test_a_comparison_is_what_its_parts_say():
 def test_equal_systems_differ_in_nothing():
     """Also where all values are equal: no width, no p below 1."""
     for values in ([1.0, 0.0, 1.0], [0.25] * 4, [0.0] * 3):
-        (found,) = compare([one_measure("a", values), one_measure("b", values)], [("a", "b")], ["m"],
-                           [f"q{i}" for i in range(len(values))])  # fmt: skip
+        (found,) = compare(
+            [one_measure("a", values), one_measure("b", values)],
+            [("a", "b")],
+            ["m"],
+            [f"q{i}" for i in range(len(values))],
+        )
         binary = values[0] in (0, 1)
         effect, p = (0.0, 1.0) if binary else (None, None)
-        assert found == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 1, 1, 1, p, effect)
+        assert found == Comparison(
+            "b", "a", "m", Interval(0, 0, 0, len(values)), 1, 1, 1, p, effect
+        )
 
 
 def test_a_cluster_counts_once():
     """Fifteen tasks over two pools where both fare alike: the tests are those of fifteen queries, and n is 30."""
     hits = np.random.default_rng(4).integers(0, 2, (15, 2)).astype(float)
     once = [one_measure(name, hits[:, side].tolist()) for side, name in enumerate("ab")]
-    twice = [one_measure(name, np.repeat(hits[:, side], 2).tolist()) for side, name in enumerate("ab")]
+    twice = [
+        one_measure(name, np.repeat(hits[:, side], 2).tolist()) for side, name in enumerate("ab")
+    ]
     clusters = {f"q{place}": f"task {place // 2}" for place in range(30)}
     (alone,) = compare(once, [("a", "b")], ["m"], IDS[:15])
     (found,) = compare([replace(one, clusters=clusters) for one in twice], [("a", "b")], ["m"], IDS)
     assert found == replace(alone, difference=replace(alone.difference, n=30))
     (apart,) = compare(twice, [("a", "b")], ["m"], IDS)
-    assert apart.difference.high - apart.difference.low < found.difference.high - found.difference.low
+    assert (
+        apart.difference.high - apart.difference.low < found.difference.high - found.difference.low
+    )
 
 
 def test_runs_over_different_queries_and_what_is_not_there_are_named():
-    fewer = replace(TRAINED, per_query={query_id: TRAINED.per_query[query_id] for query_id in IDS[2:]})
+    fewer = replace(
+        TRAINED, per_query={query_id: TRAINED.per_query[query_id] for query_id in IDS[2:]}
+    )
     odd = replace(BASE, per_query={**BASE.per_query, "q4": {"Hit@1": math.nan, "MRR@10": 0.0}})
     for systems, measures, ids, message in (
-        ([BM25, BASE, fewer], MEASURES, IDS[5:], r"system trained: runs over different query sets compared: 2 queries "
-         r".* holds 30, this one 28\), first 'q0'"),  # also where the asked ones stand in all
+        (
+            [BM25, BASE, fewer],
+            MEASURES,
+            IDS[5:],
+            r"system trained: runs over different query sets compared: 2 queries "
+            r".* holds 30, this one 28\), first 'q0'",
+        ),  # also where the asked ones stand in all
         (SYSTEMS, ["Hit@3"], IDS, "30 values are missing or not finite, first Hit@3 of query 'q0'"),
         (SYSTEMS, MEASURES, [], "no values"),
-        ([BM25, odd, TRAINED], MEASURES, IDS, r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'"),
-    ):  # fmt: skip
+        (
+            [BM25, odd, TRAINED],
+            MEASURES,
+            IDS,
+            r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'",
+        ),
+    ):
         with pytest.raises(SkilltrainError, match=message):
             compare(systems, PAIRS, measures, ids)

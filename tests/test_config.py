@@ -47,37 +47,78 @@ class Whole(Config):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"section": {"inner": {"rat": 1}}},
-         "unknown key 'section.inner.rat', did you mean 'rate'? allowed here: label, mode, rate"),
-        ({"zzz": 1}, "unknown key 'zzz'; allowed here: out, parts, section, shape, shapes, weights"),
-        ({"shape": {"name": "large", "large": False, "dept": 1}},
-         "unknown key 'shape.dept', did you mean 'depth'? allowed here: depth, large, name"),
-        ({"shapes": [{"name": "small"}, {"name": "small", "colour": 1}]},
-         "unknown key 'shapes.1.colour'; allowed here: name, width"),
-        ({"shape": {"name": "smal"}},
-         "shape.name: unknown choice 'smal', did you mean 'small'? choose from large, small"),
-        ({"shapes": [{"name": "cube"}]}, "shapes.0.name: unknown choice 'cube'; choose from large, small"),
+        (
+            {"section": {"inner": {"rat": 1}}},
+            "unknown key 'section.inner.rat', did you mean 'rate'? allowed here: label, mode, rate",
+        ),
+        (
+            {"zzz": 1},
+            "unknown key 'zzz'; allowed here: out, parts, section, shape, shapes, weights",
+        ),
+        (
+            {"shape": {"name": "large", "large": False, "dept": 1}},
+            "unknown key 'shape.dept', did you mean 'depth'? allowed here: depth, large, name",
+        ),
+        (
+            {"shapes": [{"name": "small"}, {"name": "small", "colour": 1}]},
+            "unknown key 'shapes.1.colour'; allowed here: name, width",
+        ),
+        (
+            {"shape": {"name": "smal"}},
+            "shape.name: unknown choice 'smal', did you mean 'small'? choose from large, small",
+        ),
+        (
+            {"shapes": [{"name": "cube"}]},
+            "shapes.0.name: unknown choice 'cube'; choose from large, small",
+        ),
         ({"shape": {"width": 2}}, "missing key 'shape.name': choose from large, small"),
-        ({"shape": {"name": "small", "width": 0}}, "shape.width: must be greater than or equal to 1, found 0"),
-        ({"section": {"inner": {"rate": "-2e-5"}}}, "section.inner.rate: must be greater than 0, found '-2e-5'"),
-        ({"section": {"inner": {"rate": "fast"}}},
-         "section.inner.rate: must be a valid number, unable to parse string as a number, found 'fast'"),
-        ({"section": {"inner": {"label": 3}}}, "section.inner.label: must be a valid string, found 3"),
-        ({"section": {"inner": {"mode": "slow"}}}, "section.inner.mode: must be 'fast' or 'exact', found 'slow'"),
+        (
+            {"shape": {"name": "small", "width": 0}},
+            "shape.width: must be greater than or equal to 1, found 0",
+        ),
+        (
+            {"section": {"inner": {"rate": "-2e-5"}}},
+            "section.inner.rate: must be greater than 0, found '-2e-5'",
+        ),
+        (
+            {"section": {"inner": {"rate": "fast"}}},
+            "section.inner.rate: must be a valid number, unable to parse string as a number, found 'fast'",
+        ),
+        (
+            {"section": {"inner": {"label": 3}}},
+            "section.inner.label: must be a valid string, found 3",
+        ),
+        (
+            {"section": {"inner": {"mode": "slow"}}},
+            "section.inner.mode: must be 'fast' or 'exact', found 'slow'",
+        ),
         ({"weights": None}, "weights: must be a valid dictionary, found null"),
         ({"section": 5}, "section: must be a section of keys (inner, source), found 5"),
-        ({"section": {"inner": None}}, "section.inner: must be a section of keys (label, mode, rate), found null"),
+        (
+            {"section": {"inner": None}},
+            "section.inner: must be a section of keys (label, mode, rate), found null",
+        ),
         ({"out": None}, "out: must be a path, found null"),
         ({"out": 2024}, "out: must be a path, found 2024 (write it in quotes)"),
         *(
-            ({"section": {"inner": {"rate": value}}}, f"section.inner.rate: must be a finite number, found {value!r}")
+            (
+                {"section": {"inner": {"rate": value}}},
+                f"section.inner.rate: must be a finite number, found {value!r}",
+            )
             for value in (float("inf"), "1e400", float("nan"))
         ),
-        ({"section": {"inner": {"rate": -1, "mode": "slow", "labels": ""}}},  # unknown keys come first
-         "unknown key 'section.inner.labels', did you mean 'label'? allowed here: label, mode, rate; 2 more"),
-        ({"weights": {"a": "b"}}, "weights.a: must be a valid number, unable to parse string as a number, found 'b'"),
+        (
+            {
+                "section": {"inner": {"rate": -1, "mode": "slow", "labels": ""}}
+            },  # unknown keys come first
+            "unknown key 'section.inner.labels', did you mean 'label'? allowed here: label, mode, rate; 2 more",
+        ),
+        (
+            {"weights": {"a": "b"}},
+            "weights.a: must be a valid number, unable to parse string as a number, found 'b'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_refused_recipe_names_the_key_and_the_choices_in_one_line(values, message):
     with pytest.raises(SkilltrainError) as error:
         validate(Whole, values, "recipe.yaml")
@@ -107,9 +148,15 @@ def test_overrides(override, changed):
 @pytest.mark.parametrize(
     ("override", "fault"),
     [
-        *((malformed, "an override has the form key=value") for malformed in ("a", "=1", ".a=1", "a..b=1", "a.=1")),
+        *(
+            (malformed, "an override has the form key=value")
+            for malformed in ("a", "=1", ".a=1", "a..b=1", "a.=1")
+        ),
         ("a.b=1", r"^a\.b=1: 'a' is a value, not a section$"),
-        ("a=[1, 2", r"^a=\[1, 2, line 1: is not YAML.* \(write text with special characters in quotes: a='\"…\"'\)$"),
+        (
+            "a=[1, 2",
+            r"^a=\[1, 2, line 1: is not YAML.* \(write text with special characters in quotes: a='\"…\"'\)$",
+        ),
     ],
 )
 def test_a_malformed_override_is_refused(override, fault):
@@ -133,9 +180,18 @@ NINE = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]" 
             (text, ", line 1: is not YAML")
             for text in ("a: b: c\n", "? [1]\n: 2\n", "a: !!python/object:os.system x\n")
         ),
-        *((text, "is not YAML") for text in ("a: [1\n", "a: @b\n", "a: 0b_\n", f"a: {'[' * 5000}\n")),
-        *((text, "a recipe is a map of keys to values") for text in ("", "just words\n", "- 1\n- 2\n")),
-        ("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", r"recipe\.yaml: key 'c' appears twice \(again on line 5\)"),
+        *(
+            (text, "is not YAML")
+            for text in ("a: [1\n", "a: @b\n", "a: 0b_\n", f"a: {'[' * 5000}\n")
+        ),
+        *(
+            (text, "a recipe is a map of keys to values")
+            for text in ("", "just words\n", "- 1\n- 2\n")
+        ),
+        (
+            "a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n",
+            r"recipe\.yaml: key 'c' appears twice \(again on line 5\)",
+        ),
         *(
             (text, rf"or an alias stands inside its own anchor \(line {line}\)")
             for text, line in (("a: 1\nb: &b [*b]\n", 2), ("a: &a {b: {c: *a}}\n", 1), (NINE, 6))
@@ -153,7 +209,11 @@ def test_what_is_no_map_of_values_is_refused_in_one_line(tmp_path, text, fault):
 def test_a_missing_or_binary_recipe_or_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    for name, fault in (("pipe", "is not a regular file"), ("none", "cannot read"), ("binary", "cannot read")):
+    for name, fault in (
+        ("pipe", "is not a regular file"),
+        ("none", "cannot read"),
+        ("binary", "cannot read"),
+    ):
         with pytest.raises(SkilltrainError, match=fault):
             load_recipe(tmp_path / f"{name}.yaml")
 
@@ -161,7 +221,11 @@ def test_a_missing_or_binary_recipe_or_a_pipe_is_refused(tmp_path):
 def test_a_recipe_that_runs_itself_is_python_and_yaml_and_loses_its_key(tmp_path):
     text = "out: here  # a comment\nx: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\n"
     path = write(tmp_path, f'recipe: r"""\n{text}# """; ran = __name__\n')
-    assert load_recipe(path, ["out=there"]) == {"out": "there", "x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 3}}
+    assert load_recipe(path, ["out=there"]) == {
+        "out": "there",
+        "x": {"a": 1, "b": 2},
+        "y": {"a": 1, "b": 3},
+    }
     assert runpy.run_path(str(path))["ran"] == "<run_path>"
 
 
@@ -175,7 +239,12 @@ wholes = st.builds(
     Whole,
     section=st.builds(
         Section,
-        inner=st.builds(Inner, rate=st.floats(1e-300, 1e300), label=texts, mode=st.sampled_from(["fast", "exact"])),
+        inner=st.builds(
+            Inner,
+            rate=st.floats(1e-300, 1e300),
+            label=texts,
+            mode=st.sampled_from(["fast", "exact"]),
+        ),
         source=st.none() | paths,
     ),
     shape=shapes,
@@ -195,7 +264,11 @@ def test_what_to_yaml_writes_reads_back_as_the_same_settings(tmp_path_factory, c
 
 def test_input_paths_finds_marked_fields_at_any_depth():
     config = Whole(section=Section(source=Path("s")), parts=[Path("x"), Path("y")])
-    assert input_paths(config) == {"section.source": Path("s"), "parts.0": Path("x"), "parts.1": Path("y")}
+    assert input_paths(config) == {
+        "section.source": Path("s"),
+        "parts.0": Path("x"),
+        "parts.1": Path("y"),
+    }
     assert input_paths(Whole()) == {}
 
 
@@ -204,9 +277,37 @@ def test_input_paths_finds_marked_fields_at_any_depth():
 
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
     (tmp_path / "paper").mkdir()
-    (tmp_path / "base.yaml").write_text("stage: x\nmodel: {source: a, template: {cap: 1}}\nlayers: [1, 2]\nout: o\n")
+    (tmp_path / "base.yaml").write_text(
+        "stage: x\nmodel: {source: a, template: {cap: 1}}\nlayers: [1, 2]\nout: o\n"
+    )
     over = tmp_path / "paper" / "over.yaml"
     over.write_text("based_on: ../base.yaml\nmodel: {template: {cap: null, new: 2}}\nlayers: [3]\n")
-    values = {"stage": "x", "model": {"source": "a", "template": {"cap": None, "new": 2}}, "layers": [3], "out": "o"}
+    values = {
+        "stage": "x",
+        "model": {"source": "a", "template": {"cap": None, "new": 2}},
+        "layers": [3],
+        "out": "o",
+    }
     assert load_recipe(over) == values
     assert load_recipe(over, ["model.source=b"])["model"]["source"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"section": {"inner": {"old_key": 1}}},
+            "unknown key 'section.inner.old_key' (removed: use rate)",
+        ),
+        ({"section": {"inner": {"mode": "old_mode"}}}, "found 'old_mode' (removed: use exact)"),
+        ({"shape": {"name": "old_shape"}}, "unknown choice 'old_shape' (removed: use small)"),
+    ],
+)
+def test_removed_name_says_its_replacement(monkeypatch, values, message):
+    removed = {"old_key": "use rate", "old_mode": "use exact", "old_shape": "use small"}
+    monkeypatch.setattr("skilltrain.config.REMOVED", removed)
+
+    with pytest.raises(SkilltrainError) as caught:
+        validate(Whole, values, "recipe.yaml")
+
+    assert message in str(caught.value)

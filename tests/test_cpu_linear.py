@@ -13,9 +13,14 @@ from test_steps import gradients
 from training_data import training_set
 
 SHAPES = [
-    ((0, 5), 3, True), ((1, 5), 3, False), ((2, 9, 16), 33, True), ((2, 0, 16), 4, True), ((130, 257), 65, False),
-    ((3, 2, 4, 8), 8, True), ((12,), 5, True),
-]  # fmt: skip
+    ((0, 5), 3, True),
+    ((1, 5), 3, False),
+    ((2, 9, 16), 33, True),
+    ((2, 0, 16), 4, True),
+    ((130, 257), 65, False),
+    ((3, 2, 4, 8), 8, True),
+    ((12,), 5, True),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +46,9 @@ def outcome(layer, values, call=None):
     values = values.detach().requires_grad_(True)
     layer.zero_grad()
     output = (call or layer)(values)
-    (output * torch.linspace(-1, 2, max(1, output.numel()))[: output.numel()].view(output.shape)).sum().backward()
+    (
+        output * torch.linspace(-1, 2, max(1, output.numel()))[: output.numel()].view(output.shape)
+    ).sum().backward()
     return [output.detach(), values.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
@@ -52,7 +59,9 @@ def assert_close(got, wanted, tolerance=1e-5):
         if one is not None:
             assert one.shape == other.shape and one.dtype == other.dtype
             furthest = (one - other).abs().max().item() if one.numel() else 0.0
-            assert furthest <= tolerance * max(1.0, other.abs().max().item() if other.numel() else 0.0)
+            assert furthest <= tolerance * max(
+                1.0, other.abs().max().item() if other.numel() else 0.0
+            )
 
 
 @pytest.mark.parametrize(("shape", "outer", "bias"), SHAPES)
@@ -99,13 +108,17 @@ def test_equal_inputs_give_equal_bits():
     _, fast = both(96, 384)
     values = torch.randn(1031, 96)
     first = outcome(fast, values)
-    moved = torch.empty(values.numel() + 1)[1:].view(values.shape).copy_(values)  # elsewhere, and not aligned
+    moved = (
+        torch.empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
+    )  # elsewhere, and not aligned
     for again in (outcome(fast, values), outcome(fast, values.clone()), outcome(fast, moved)):
         assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3_reranker", "qwen3 with an adapter"])
-def test_a_training_step_is_the_plain_one_and_no_name_changes(open_encoder_of, open_reranker_of, name):
+def test_a_training_step_is_the_plain_one_and_no_name_changes(
+    open_encoder_of, open_reranker_of, name
+):
     is_reranker, data = name.endswith("reranker"), training_set(6)
     model = (open_reranker_of if is_reranker else open_encoder_of)(name.split()[0])
     if name.endswith("adapter"):
@@ -113,11 +126,16 @@ def test_a_training_step_is_the_plain_one_and_no_name_changes(open_encoder_of, o
     settings, names, results = StepSettings(400, recompute=True), list(model.state_dict()), []
     for speed_up in (lambda _: None, train_with_onednn):
         speed_up(model)
-        step = (RerankerStep if is_reranker else EncoderStep)(model, ListwiseCE(), data, settings).train()
+        step = (RerankerStep if is_reranker else EncoderStep)(
+            model, ListwiseCE(), data, settings
+        ).train()
         loss = step(data.lists)
         results.append((loss.item(), gradients(model, loss)))
     (plain_loss, plain), (loss, got) = results
-    assert any(type(module) is OneDnnLinear for module in model.modules()) and list(model.state_dict()) == names
+    assert (
+        any(type(module) is OneDnnLinear for module in model.modules())
+        and list(model.state_dict()) == names
+    )
     assert loss == pytest.approx(plain_loss, rel=1e-5) and got.keys() == plain.keys()
     largest = max(value.abs().max().item() for value in plain.values())
     assert max((got[name] - plain[name]).abs().max().item() for name in plain) <= 1e-5 * largest
@@ -130,7 +148,9 @@ def test_the_processor_decides(monkeypatch):
         ("AMD EPYC 7763", False, False),
         ("Intel(R) Xeon(R) Platinum 8481C", True, False),
     ]:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda n=name, a=avx512: {"cpu_name": n, "avx512_f": a})
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda n=name, a=avx512: {"cpu_name": n, "avx512_f": a}
+        )
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
         assert cpu_linear.onednn_is_faster() is wanted

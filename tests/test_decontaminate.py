@@ -39,7 +39,10 @@ def plainly(text):
 
 
 # Whether a capital sigma becomes a final one depends on what follows beyond the word: not compared.
-@given(st.text(st.characters(exclude_characters="Σ")) | st.text("aZ9_ -.é中文\u0301\u2028\uff21ß", max_size=30))
+@given(
+    st.text(st.characters(exclude_characters="Σ"))
+    | st.text("aZ9_ -.é中文\u0301\u2028\uff21ß", max_size=30)
+)
 @example("Read_PDF-file 2.0, naïve ﬁle…中文a字")
 @example("\x00\x1c\x85 a\u00a0b\ufffd")
 def test_the_fast_way_to_words_finds_what_the_rule_says(text):
@@ -49,8 +52,13 @@ def test_the_fast_way_to_words_finds_what_the_rule_says(text):
 def overlaps(asked, text, **limits):
     """(task, value, reason) of what stands against `text`; tasks are numbered from 1."""
     relevance = Relevance(frozenset({"g"}), {"g": 1.0})
-    tasks = (Task(Query(f"t{n}", one, "single", "test", "test"), relevance) for n, one in enumerate(asked, 1))
-    found = BenchmarkIndex([HeldOut("bench", tuple(tasks), ())], ContaminationLimits(**limits)).query_matches(text)
+    tasks = (
+        Task(Query(f"t{n}", one, "single", "test", "test"), relevance)
+        for n, one in enumerate(asked, 1)
+    )
+    found = BenchmarkIndex(
+        [HeldOut("bench", tuple(tasks), ())], ContaminationLimits(**limits)
+    ).query_matches(text)
     return [(match.reason.split()[-4], match.value, match.reason) for match in found]
 
 
@@ -59,7 +67,9 @@ def words(letters):
     return " ".join(f"w{letter}" for letter in letters)
 
 
-INSIDE = "hello, please merge these four pdfs for me today, thank you very much in advance dear friend"
+INSIDE = (
+    "hello, please merge these four pdfs for me today, thank you very much in advance dear friend"
+)
 TWELVE, MORE = words("abcdefghijkl"), " and other words that follow"  # 5 of the 8-grams
 CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 9 of the 8-grams
 
@@ -67,27 +77,64 @@ CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 9
 @pytest.mark.parametrize(
     ("asked", "text", "limit", "values"),
     [
-        (["Merge: these PDFs!"], "merge these\npdfs", 0.5, {"t1": 1.0}),  # the same words, however they are written
+        (
+            ["Merge: these PDFs!"],
+            "merge these\npdfs",
+            0.5,
+            {"t1": 1.0},
+        ),  # the same words, however they are written
         (["a b", "x", "A, b"], "a b", 0.5, {"t1": 1.0, "t3": 1.0}),
-        (["", "—", "merge these pdfs now"], "\U0001f600", 0.5, {}),  # without words it is like no other
+        (
+            ["", "—", "merge these pdfs now"],
+            "\U0001f600",
+            0.5,
+            {},
+        ),  # without words it is like no other
         (["—"], "merge these pdfs now", 0.5, {}),
-        ([TWELVE], words("abcdefghij") + MORE, 0.5, {"t1": 3 / 5}),  # the share of the task's n-grams decides
+        (
+            [TWELVE],
+            words("abcdefghij") + MORE,
+            0.5,
+            {"t1": 3 / 5},
+        ),  # the share of the task's n-grams decides
         ([TWELVE], words("abcdefghi") + MORE, 0.5, {}),  # 2 of them
         ([TWELVE], words("abcdefghi") + MORE, 0.4, {"t1": 2 / 5}),
         (["Merge these four PDFs"], INSIDE, 0.5, {"t1": 1.0}),  # a short query is one n-gram
-        (["Merge these PDFs"], INSIDE.replace("four ", ""), 0.5, {}),  # a very short one is compared whole
+        (
+            ["Merge these PDFs"],
+            INSIDE.replace("four ", ""),
+            0.5,
+            {},
+        ),  # a very short one is compared whole
         (["Merge these five PDFs"], INSIDE, 0.5, {}),
-        ([words(LETTERS)], words(LETTERS[5:21]), 0.5, {"t1": 1.0}),  # an excerpt: 16 words, all 9 of its 8-grams
+        (
+            [words(LETTERS)],
+            words(LETTERS[5:21]),
+            0.5,
+            {"t1": 1.0},
+        ),  # an excerpt: 16 words, all 9 of its 8-grams
         ([words(LETTERS)], words(LETTERS[5:20]), 0.5, {}),  # a phrase: 15 words, 8 of the task's 19
         ([words(LETTERS)], words(LETTERS[5:20]) + " y z", 0.5, {"t1": 0.8}),  # 8 of its own 10
-        ([words(LETTERS)], " ".join([words(LETTERS[:20])] * 20), 0.65, {"t1": 13 / 19}),  # its own 13 + 7 are more
-        ([CHINESE], "你好，请帮我把这些合同按日期整理", 0.5, {"t1": 6 / 9}),  # the first 13 characters
+        (
+            [words(LETTERS)],
+            " ".join([words(LETTERS[:20])] * 20),
+            0.65,
+            {"t1": 13 / 19},
+        ),  # its own 13 + 7 are more
+        (
+            [CHINESE],
+            "你好，请帮我把这些合同按日期整理",
+            0.5,
+            {"t1": 6 / 9},
+        ),  # the first 13 characters
         ([CHINESE], "请帮我把这些照片按地点整理成相册", 0.5, {}),
         ([TWELVE], TWELVE, None, {}),
     ],
 )
 def test_queries_are_one_where_they_share_enough(asked, text, limit, values):
-    assert {task_id: value for task_id, value, _ in overlaps(asked, text, query_overlap=limit)} == values
+    assert {
+        task_id: value for task_id, value, _ in overlaps(asked, text, query_overlap=limit)
+    } == values
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "中"]), max_size=24))
@@ -104,7 +151,10 @@ def skill(skill_id, name="", body=""):
 
 
 # abcdefgh has 6 trigrams.
-GOLDS = [skill("gt/pdf", "PDF Tools", words("abcdefgh")), skill("gt/log", "log search", words("mnopqrst"))]
+GOLDS = [
+    skill("gt/pdf", "PDF Tools", words("abcdefgh")),
+    skill("gt/log", "log search", words("mnopqrst")),
+]
 COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its own
 
 
@@ -121,13 +171,19 @@ COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its 
         (COPY, {"jaccard": 0.63}, []),
         (COPY, {"jaccard": None}, []),
         (skill("x", "x", words("abc")), {"jaccard": 0.1}, [("jaccard", 1 / 6, "gt/pdf")]),
-        (skill("x", " - ", ""), {}, []),  # nor does a name without letters equal another, or an empty body
+        (
+            skill("x", " - ", ""),
+            {},
+            [],
+        ),  # nor does a name without letters equal another, or an empty body
     ],
 )
 def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
     golds = [Gold(gold, "bench", ("t1",)) for gold in (*GOLDS, skill("gt/void", "--", ""))]
     index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(**limits))
-    assert [(match.filter, match.value, match.other_id) for match in index.skill_matches(one)] == matches
+    assert [
+        (match.filter, match.value, match.other_id) for match in index.skill_matches(one)
+    ] == matches
 
 
 @given(st.lists(st.text("abc ", max_size=30), min_size=1, max_size=5), st.text("abc ", max_size=30))
@@ -146,8 +202,12 @@ def bench(tmp_path):
 
     def write(golds=(("gt/pdf",), ("gt/pdf", "gt/log")), splits=("test", "test"), name="bench"):
         write_pool(tmp_path / "pool", GOLDS)
-        queries = [(f"t{n}", f"do the task number {n} now", split) for n, split in enumerate(splits, 1)]
-        verdicts = {f"t{n}": dict.fromkeys(several, "required") for n, several in enumerate(golds, 1)}
+        queries = [
+            (f"t{n}", f"do the task number {n} now", split) for n, split in enumerate(splits, 1)
+        ]
+        verdicts = {
+            f"t{n}": dict.fromkeys(several, "required") for n, several in enumerate(golds, 1)
+        }
         return write_ours(tmp_path / name, queries, verdicts)
 
     return write
@@ -155,22 +215,39 @@ def bench(tmp_path):
 
 def test_of_each_benchmark_and_ground_the_strongest_stands(bench, tmp_path):
     paths = [bench(name="one"), bench(golds=(("gt/log",), ("gt/log",)), name="two")]
-    index = BenchmarkIndex(open_benchmarks(paths, tmp_path / "pool", need_golds=True), ContaminationLimits())
-    positives = [skill("p1", "PDF tools", words("abcdefgxy")), skill("p2", "other", words("abcdefgh"))]
+    index = BenchmarkIndex(
+        open_benchmarks(paths, tmp_path / "pool", need_golds=True), ContaminationLimits()
+    )
+    positives = [
+        skill("p1", "PDF tools", words("abcdefgxy")),
+        skill("p2", "other", words("abcdefgh")),
+    ]
     of_skills = [match for one in positives for match in index.skill_matches(one)]
     found = index.contaminations("q", "Do the task number 2 now!", of_skills)
     assert [(one.skill_id, one.filter, one.source, one.value) for one in found] == [
-        ("", "query_overlap", "one", 1.0), ("", "query_overlap", "two", 1.0),
-        ("p1", "name", "one", 1.0), ("p2", "jaccard", "one", 1.0),
-    ]  # fmt: skip
+        ("", "query_overlap", "one", 1.0),
+        ("", "query_overlap", "two", 1.0),
+        ("p1", "name", "one", 1.0),
+        ("p2", "jaccard", "one", 1.0),
+    ]
     assert found[2].reason == "same name as gold skill gt/pdf of benchmark one (task t1 and 1 more)"
     assert index.contaminations("q", "another one", []) == []
 
 
-def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_paths(bench, tmp_path):
-    paths = [bench(name="a/queries", splits=("train", "dev")), bench(name="b/queries"), bench(name="c")]
+def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_paths(
+    bench, tmp_path
+):
+    paths = [
+        bench(name="a/queries", splits=("train", "dev")),
+        bench(name="b/queries"),
+        bench(name="c"),
+    ]
     found = open_benchmarks(paths, tmp_path / "pool", need_golds=True)
-    assert [one.name for one in found] == [str(tmp_path / "a/queries"), str(tmp_path / "b/queries"), "c"]
+    assert [one.name for one in found] == [
+        str(tmp_path / "a/queries"),
+        str(tmp_path / "b/queries"),
+        "c",
+    ]
     assert [one.query.query_id for one in found[0].tasks] == ["t2"]
     assert [gold.task_ids for gold in found[0].golds] == [("t2",), ("t2",)]
 
@@ -199,7 +276,9 @@ QUERY_TEXTS = {
 
 def write_queries(path, texts):
     queries = [(query_id, text, split) for query_id, (split, text, _) in texts.items()]
-    write_ours(path, queries, {query_id: {gold: "required"} for query_id, (_, _, gold) in texts.items()})
+    write_ours(
+        path, queries, {query_id: {gold: "required"} for query_id, (_, _, gold) in texts.items()}
+    )
 
 
 @pytest.fixture
@@ -210,18 +289,29 @@ def folder(tmp_path):
     of_train = {key: row for key, row in QUERY_TEXTS.items() if row[0] == "train"}
     write_queries(tmp_path / "lists", of_train)
     lists = [
-        {"query_id": query_id, "skill_ids": [row[2], "own/none"], "verdicts": ["required", "irrelevant"],
-         "sources": ["gold", "random"], "ranks": [0, 1], "teacher_scores": None}
+        {
+            "query_id": query_id,
+            "skill_ids": [row[2], "own/none"],
+            "verdicts": ["required", "irrelevant"],
+            "sources": ["gold", "random"],
+            "ranks": [0, 1],
+            "teacher_scores": None,
+        }
         for query_id, row in of_train.items()
-    ]  # fmt: skip
+    ]
     write_table(lists, LISTS, tmp_path / "lists")
     return tmp_path
 
 
 def run(folder, **settings):
     """(the summary, the queries that are left, the rows of DROPPED)."""
-    values = {"stage": "decontaminate", "pool": folder / "pool", "queries": folder / "queries",
-              "benchmarks": [folder / "bench"], "out": folder / "out"}  # fmt: skip
+    values = {
+        "stage": "decontaminate",
+        "pool": folder / "pool",
+        "queries": folder / "queries",
+        "benchmarks": [folder / "bench"],
+        "out": folder / "out",
+    }
     config = validate(DecontaminateConfig, values | settings, "recipe")
     summary = run_decontaminate(config, config.out)
     rows = [tuple(row.values()) for row in read_table(config.out, DROPPED).to_pylist()]
@@ -237,7 +327,15 @@ GOLD = "gold skill bench/pdf of benchmark bench (task t1)"
 ROWS = [
     ("q3", "near/pdf", "jaccard", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
     ("q4", "own/pdf-to-text", "name", 1.0, f"same name as {GOLD}", "bench", "bench/pdf"),
-    ("q5", "", "query_overlap", 1.0, "100% of the 8-grams in common with task t1 of benchmark bench", "bench", None),
+    (
+        "q5",
+        "",
+        "query_overlap",
+        1.0,
+        "100% of the 8-grams in common with task t1 of benchmark bench",
+        "bench",
+        None,
+    ),
 ]
 
 
@@ -245,13 +343,30 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
     summary, kept, rows = run(folder)
     assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS) and rows == ROWS
     assert summary == {
-        "num_queries": 5, "num_kept": 2, "num_dropped": 3, "dropped_by_benchmark": {"bench": 3},
-        "dropped_by_ground": {"query_overlap": 1, "name": 1, "jaccard": 1, "cluster": 0, "cosine": 0},
-    }  # fmt: skip
+        "num_queries": 5,
+        "num_kept": 2,
+        "num_dropped": 3,
+        "dropped_by_benchmark": {"bench": 3},
+        "dropped_by_ground": {
+            "query_overlap": 1,
+            "name": 1,
+            "jaccard": 1,
+            "cluster": 0,
+            "cosine": 0,
+        },
+    }
     assert not (folder / "out" / "lists.parquet").exists()
     _, kept, rows = run(folder, split=None)
     assert kept == ["q1", "q2"]
-    assert rows[-1] == ("q6", "", "query_overlap", 1.0, "the same words as task t1 of benchmark bench", "bench", None)
+    assert rows[-1] == (
+        "q6",
+        "",
+        "query_overlap",
+        1.0,
+        "the same words as task t1 of benchmark bench",
+        "bench",
+        None,
+    )
     summary, kept, rows = run(folder, queries=folder / "lists", out=folder / "lists_out")
     assert kept == ids(folder / "lists_out", LISTS) == ["q1", "q2"] and rows == ROWS
     assert (summary["num_lists_kept"], summary["num_lists_dropped"]) == (2, 3)
@@ -259,7 +374,10 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
 
 def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
     write_pool(folder / "pool", POOL[2:])
-    with pytest.raises(SkilltrainError, match="gold skill 'bench/pdf' of task t1 has no text in the benchmark or the"):
+    with pytest.raises(
+        SkilltrainError,
+        match="gold skill 'bench/pdf' of task t1 has no text in the benchmark or the",
+    ):
         run(folder)
     _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
     assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
@@ -268,30 +386,56 @@ def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
 
 def test_clusters_and_close_vectors_are_grounds_of_their_own(folder, model_folders):
     linked = ("bench/pdf", "own/audio")
-    rows = [{"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n} for n, one in enumerate(POOL, 1)]
+    rows = [
+        {"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n}
+        for n, one in enumerate(POOL, 1)
+    ]
     write_table(rows, CLUSTERS, folder / "clusters")
-    moved = [replace(one, name="PDF to text", body=PDF) if one.skill_id == "own/chart" else one for one in POOL]
+    moved = [
+        replace(one, name="PDF to text", body=PDF) if one.skill_id == "own/chart" else one
+        for one in POOL
+    ]
     write_pool(folder / "pool", moved)
     off = {"name": False, "jaccard": None, "query_overlap": 1.0}
     encoder = {"source": str(model_folders["bert"])}
-    summary, kept, rows = run(folder, clusters=folder / "clusters", encoder=encoder, cosine=0.99999, limits=off)
+    summary, kept, rows = run(
+        folder, clusters=folder / "clusters", encoder=encoder, cosine=0.99999, limits=off
+    )
     assert not {"q1", "q2"} & {*kept} and summary["dropped_by_ground"]["cluster"] == 2
     (row,) = [row for row in rows if row[1] == "own/chart"]
-    assert row[2] == "cosine" and row[3] == pytest.approx(1, abs=1e-5) and row[4] == f"cosine 1.000 to {GOLD}"
-    assert ("q2", "own/audio", "cluster", 1.0, f"in one cluster with {GOLD}", "bench", "bench/pdf") in rows
+    assert (
+        row[2] == "cosine"
+        and row[3] == pytest.approx(1, abs=1e-5)
+        and row[4] == f"cosine 1.000 to {GOLD}"
+    )
+    assert (
+        "q2",
+        "own/audio",
+        "cluster",
+        1.0,
+        f"in one cluster with {GOLD}",
+        "bench",
+        "bench/pdf",
+    ) in rows
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"benchmarks": "absent"}, "absent: no such folder; a benchmark is a folder"),
-        ({"benchmarks": "lists"}, "lists: all 5 queries are of split 'train': this is training data, not a benchmark"),
+        (
+            {"benchmarks": "lists"},
+            "lists: all 5 queries are of split 'train': this is training data, not a benchmark",
+        ),
         ({"benchmarks": "pool"}, "pool: is not a benchmark"),
         ({"queries": "absent"}, "absent/queries.parquet: no queries table here"),
         ({"queries": "none"}, "no query of split 'train' (splits here: none, the table is empty)"),
         ({"queries": "all"}, "all: no query is left of 2; the first: body overlap 0.850 with"),
         ({"pool": "other"}, "other: holds no positive of the queries"),
-        ({"split": "test"}, "queries: no query of split 'test' (splits here: dev, train) (set split)"),
+        (
+            {"split": "test"},
+            "queries: no query of split 'test' (splits here: dev, train) (set split)",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(folder, settings, message):
@@ -299,7 +443,10 @@ def test_what_makes_no_sense_is_refused(folder, settings, message):
     write_queries(folder / "all", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
     write_pool(folder / "other", POOL[:1])
     with pytest.raises(SkilltrainError) as error:
-        run(folder, **{key: value if key == "split" else folder / value for key, value in settings.items()})
+        run(
+            folder,
+            **{key: value if key == "split" else folder / value for key, value in settings.items()},
+        )
     assert message in str(error.value)
 
 
@@ -308,10 +455,13 @@ def test_what_makes_no_sense_is_refused(folder, settings, message):
 
 def training(folder, model="none", dev=None, lists="lists", **data):
     values = {
-        "stage": "train_encoder", "model": {"source": str(model), "max_tokens": 32, "query_max_tokens": 32},
-        "data": {"pool": folder / "pool", "lists": folder / lists} | data, "near_duplicates": None,
-        "training": {"batch_size": 2, "accumulation": 1, "token_budget": 256}, "out": folder / "model",
-    }  # fmt: skip
+        "stage": "train_encoder",
+        "model": {"source": str(model), "max_tokens": 32, "query_max_tokens": 32},
+        "data": {"pool": folder / "pool", "lists": folder / lists} | data,
+        "near_duplicates": None,
+        "training": {"batch_size": 2, "accumulation": 1, "token_budget": 256},
+        "out": folder / "model",
+    }
     return validate(TrainEncoderConfig, values | ({"dev": dev} if dev else {}), "recipe")
 
 
@@ -320,7 +470,9 @@ def checked(folder, **settings):
     return check_held_out(config, load_training_set(config.data))
 
 
-def test_training_refuses_contaminated_lists_in_one_line_and_takes_what_decontaminate_writes(folder):
+def test_training_refuses_contaminated_lists_in_one_line_and_takes_what_decontaminate_writes(
+    folder,
+):
     with pytest.raises(SkilltrainError) as error:
         checked(folder, held_out=[folder / "bench"])
     assert str(error.value) == (
@@ -337,11 +489,22 @@ def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
     dev = {"benchmark": folder / "queries", "split": "dev"}
     with pytest.raises(SkilltrainError) as error:
         checked(folder, dev=dev)
-    assert "1 list(s) are contaminated (query_overlap 1); the first, query q5: 100% of the 8-grams" in str(error.value)
-    assert f"(choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool" in str(error.value)
-    assert "limits.name=false limits.jaccard=null out=…` and train on what it writes, or set data" in str(error.value)
+    assert (
+        "1 list(s) are contaminated (query_overlap 1); the first, query q5: 100% of the 8-grams"
+        in str(error.value)
+    )
+    assert f"(choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool" in str(
+        error.value
+    )
+    assert (
+        "limits.name=false limits.jaccard=null out=…` and train on what it writes, or set data"
+        in str(error.value)
+    )
     assert checked(folder, dev=dev, contamination="allow") == {"num_lists_of_dev_queries": 1}
-    write_queries(folder / "queries", QUERY_TEXTS | {"q6": ("dev", "another question about sound", "own/audio")})
+    write_queries(
+        folder / "queries",
+        QUERY_TEXTS | {"q6": ("dev", "another question about sound", "own/audio")},
+    )
     assert checked(folder, dev=dev) == {"num_lists_of_dev_queries": 0}
 
 
@@ -350,6 +513,11 @@ def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders)
     file.write_text(json.dumps(training(folder, model_folders["bert"]).model_dump(mode="json")))
     refused = skilltrain("train", file, f"data.held_out=[{folder}/bench]")
     assert "3 list(s) are contaminated" in refused.error_line and not (folder / "model").exists()
-    done = skilltrain("train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json")
+    done = skilltrain(
+        "train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json"
+    )
     assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
-    assert "| lists contaminated by held-out benchmarks | 3 |" in (folder / "model" / "README.md").read_text()
+    assert (
+        "| lists contaminated by held-out benchmarks | 3 |"
+        in (folder / "model" / "README.md").read_text()
+    )

@@ -10,8 +10,18 @@ from skilltrain.records import Skill
 from skilltrain.training.dev import open_dev
 from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
 
-WORDS = ["deploy pods", "chart table", "extract pdf", "translate text", "review commit", "audio clip"]
-SKILLS_OF_POOL = [Skill(f"s{i}", f"name {word}", f"about {word}", f"the body {word}") for i, word in enumerate(WORDS)]
+WORDS = [
+    "deploy pods",
+    "chart table",
+    "extract pdf",
+    "translate text",
+    "review commit",
+    "audio clip",
+]
+SKILLS_OF_POOL = [
+    Skill(f"s{i}", f"name {word}", f"about {word}", f"the body {word}")
+    for i, word in enumerate(WORDS)
+]
 
 
 def write_benchmark(folder, judged):
@@ -22,17 +32,23 @@ def write_benchmark(folder, judged):
 @pytest.fixture
 def folder(tmp_path):
     """Six skills; q1 wants s0, q2 wants s1 and s2 and finds s3 useful, q3 wants s5."""
-    write_benchmark(tmp_path / "bench", {
-        "q1": {"s0": "required", "s4": "irrelevant"},
-        "q2": {"s1": "required", "s2": "required", "s3": "useful"},
-        "q3": {"s5": "required"},
-    })  # fmt: skip
+    write_benchmark(
+        tmp_path / "bench",
+        {
+            "q1": {"s0": "required", "s4": "irrelevant"},
+            "q2": {"s1": "required", "s2": "required", "s3": "useful"},
+            "q3": {"s5": "required"},
+        },
+    )
     write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     return tmp_path
 
 
 def write_candidates(folder, ranked):
-    rankings = {q: [(s, -float(rank)) for rank, s in enumerate(skill_ids, 1)] for q, skill_ids in ranked.items()}
+    rankings = {
+        q: [(s, -float(rank)) for rank, s in enumerate(skill_ids, 1)]
+        for q, skill_ids in ranked.items()
+    }
     write_rankings(folder / "candidates", {"bm25": rankings})
 
 
@@ -42,8 +58,12 @@ def encoder_dev(folder, encoder, **settings):
 
 def behind(folder, keep=20):
     """The reranker in training behind saved candidates."""
-    return {"rankers": [{"kind": "saved", "rankings": folder / "candidates"},
-                        {"kind": "rerank", "source": "self", "keep": keep}]}  # fmt: skip
+    return {
+        "rankers": [
+            {"kind": "saved", "rankings": folder / "candidates"},
+            {"kind": "rerank", "source": "self", "keep": keep},
+        ]
+    }
 
 
 def reranker_dev(folder, reranker, keep=20, **settings):
@@ -74,7 +94,9 @@ def pointing(*queries):
 
 def test_an_encoders_figures_by_hand(folder, open_encoder_of):
     dev = encoder_dev(folder, open_encoder_of("bert"), metric="FC@2")
-    run = pointing([4, 0], [1, 3, 2], [5])  # q1 finds s4 before s0; q2 finds s1, s3, s2; q3 finds s5 at once
+    run = pointing(
+        [4, 0], [1, 3, 2], [5]
+    )  # q1 finds s4 before s0; q2 finds s1, s3, s2; q3 finds s5 at once
     figures = dev.evaluate(run)
     best = 1 + 1 / math.log2(3) + 0.5 / 2
     expected = {
@@ -86,7 +108,9 @@ def test_an_encoders_figures_by_hand(folder, open_encoder_of):
         "FC@2": 2 / 3,
     }
     assert {name: figure.mean for name, figure in figures.items()} == pytest.approx(expected)
-    assert all(figure.n == 3 and figure.low <= figure.mean <= figure.high for figure in figures.values())
+    assert all(
+        figure.n == 3 and figure.low <= figure.mean <= figure.high for figure in figures.values()
+    )
     assert (figures["MRR@10"].low, figures["MRR@10"].high) == (0.5, 1.0)
     assert dev.line(figures) == (
         "FC@2 .667 [.00, 1.00]  Hit@1 .667  MRR@10 .833  nDCG@10 .865  Recall@10 1.000  Recall@20 1.000"
@@ -109,7 +133,10 @@ def test_a_rerankers_figures_by_hand(folder, open_reranker_of, capsys):
 
 
 def test_rankers_before_the_model_rank_once(folder, open_reranker_of):
-    rankers = [{"kind": "lexical", "keep": 3}, {"kind": "rerank", "source": "self", "keep": 2, "first_weight": 1e6}]
+    rankers = [
+        {"kind": "lexical", "keep": 3},
+        {"kind": "rerank", "source": "self", "keep": 2, "first_weight": 1e6},
+    ]
     dev = encoder_dev(folder, open_reranker_of("bert_reranker"), rankers=rankers)
     write_benchmark(folder / "bench", {"q": {"s0": "required"}})
     assert dev.evaluate(giving(torch.arange(6.0))) == dev.evaluate(giving(torch.arange(6.0)))
@@ -117,7 +144,9 @@ def test_rankers_before_the_model_rank_once(folder, open_reranker_of):
 
 def test_the_encoder_can_be_one_of_several_rankers(folder, open_encoder_of):
     legs = [{"kind": "lexical"}, {"kind": "dense", "source": "self"}]
-    dev = encoder_dev(folder, open_encoder_of("bert"), rankers=[{"kind": "fuse", "of": legs, "weights": [0, 1]}])
+    dev = encoder_dev(
+        folder, open_encoder_of("bert"), rankers=[{"kind": "fuse", "of": legs, "weights": [0, 1]}]
+    )
     assert dev.evaluate(pointing([0], [1, 2], [5]))["Hit@1"].mean == 1.0
     assert dev.evaluate(pointing([3], [4], [3]))["Hit@1"].mean == 0.0
 
@@ -130,7 +159,10 @@ def test_a_sample_of_the_pool_holds_what_is_judged(folder, open_encoder_of):
     encoder = open_encoder_of("bert")
     write_benchmark(folder / "bench", {"q1": {"s0": "required", "s3": "useful", "lost": "useful"}})
     assert skills_of(encoder_dev(folder, encoder, max_skills=3)) == ["s0", "s3", "s5"]
-    assert skills_of(encoder_dev(folder, encoder, max_skills=1)) == ["s0", "s3"]  # what is judged always stays
+    assert skills_of(encoder_dev(folder, encoder, max_skills=1)) == [
+        "s0",
+        "s3",
+    ]  # what is judged always stays
 
 
 def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
@@ -143,21 +175,34 @@ def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
 
 
 def test_output_that_is_no_number_is_an_error(folder, open_encoder_of):
-    with pytest.raises(SkilltrainError, match="the model's output on the dev benchmark is no number"):
+    with pytest.raises(
+        SkilltrainError, match="the model's output on the dev benchmark is no number"
+    ):
         encoder_dev(folder, open_encoder_of("bert")).evaluate(giving(torch.full((9, 2), math.nan)))
 
 
-def test_a_pool_or_candidates_of_something_else_are_refused(folder, open_encoder_of, open_reranker_of):
+def test_a_pool_or_candidates_of_something_else_are_refused(
+    folder, open_encoder_of, open_reranker_of
+):
     write_benchmark(folder / "bench", {"q1": {"gone": "required"}})
-    with pytest.raises(SkilltrainError, match="gold skill 'gone' of query 'q1' is not among the 6 skills of the pool"):
+    with pytest.raises(
+        SkilltrainError,
+        match="gold skill 'gone' of query 'q1' is not among the 6 skills of the pool",
+    ):
         encoder_dev(folder, open_encoder_of("bert"))
     reranker = open_reranker_of("bert_reranker")
     write_benchmark(folder / "bench", {"q1": {"s0": "required"}})
     write_candidates(folder, {"other": ["s0"]})
-    with pytest.raises(SkilltrainError, match="no gold skill of the 1 dev queries is among the candidates of the rank"):
+    with pytest.raises(
+        SkilltrainError,
+        match="no gold skill of the 1 dev queries is among the candidates of the rank",
+    ):
         reranker_dev(folder, reranker)
     write_candidates(folder, {"q1": ["s0", "unknown"]})
-    with pytest.raises(SkilltrainError, match=r"query q1: 1 of its 2 ranked skills are not in the pool, first 'unkno"):
+    with pytest.raises(
+        SkilltrainError,
+        match=r"query q1: 1 of its 2 ranked skills are not in the pool, first 'unkno",
+    ):
         reranker_dev(folder, reranker)
 
 
@@ -168,18 +213,48 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
 @pytest.mark.parametrize(
     ("stage", "changes", "message"),
     [
-        (TrainEncoderConfig, {"metric": "MMR@10"}, r"dev.metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?"),
-        (TrainEncoderConfig, {"metric": "Set-Compat"}, "dev.metric: no step can be chosen by Set-Compat"),
-        (TrainRerankerConfig, {"metric": "Recall@20", "rankers": RERANK}, "is the same for every order of 20 candid"),
-        (TrainRerankerConfig, {"rankers": RERANK[:1]}, r"none of them is the model in training \(source: self\)"),
-        (TrainRerankerConfig, {"rankers": RERANK[1:]}, r"the first one finds skills, for instance {kind: saved, ra"),
-        (TrainEncoderConfig, {"rankers": RERANK}, r"an encoder in training is {kind: dense, source: self}"),
-        (TrainRerankerConfig, {}, r"a reranker in training orders the candidates of others: \[{kind: saved"),
+        (
+            TrainEncoderConfig,
+            {"metric": "MMR@10"},
+            r"dev.metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?",
+        ),
+        (
+            TrainEncoderConfig,
+            {"metric": "Set-Compat"},
+            "dev.metric: no step can be chosen by Set-Compat",
+        ),
+        (
+            TrainRerankerConfig,
+            {"metric": "Recall@20", "rankers": RERANK},
+            "is the same for every order of 20 candid",
+        ),
+        (
+            TrainRerankerConfig,
+            {"rankers": RERANK[:1]},
+            r"none of them is the model in training \(source: self\)",
+        ),
+        (
+            TrainRerankerConfig,
+            {"rankers": RERANK[1:]},
+            r"the first one finds skills, for instance {kind: saved, ra",
+        ),
+        (
+            TrainEncoderConfig,
+            {"rankers": RERANK},
+            r"an encoder in training is {kind: dense, source: self}",
+        ),
+        (
+            TrainRerankerConfig,
+            {},
+            r"a reranker in training orders the candidates of others: \[{kind: saved",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(stage, changes, message):
     name = "train_encoder" if stage is TrainEncoderConfig else "train_reranker"
     with pytest.raises(SkilltrainError, match=message):
-        validate(stage, {"stage": name, **COMMON, "dev": {"benchmark": "b", **changes}}, "recipe.yaml")
+        validate(
+            stage, {"stage": name, **COMMON, "dev": {"benchmark": "b", **changes}}, "recipe.yaml"
+        )
     well = {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}
     validate(TrainRerankerConfig, {"stage": "train_reranker", **COMMON, "dev": well}, "recipe.yaml")

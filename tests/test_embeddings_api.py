@@ -23,8 +23,13 @@ SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) fo
 
 def source(server: LLMServer, cache: Path | None = None, **changed: object) -> ApiConfig:
     values = {
-        "model": "m", "base_url": server.base_url, "cache": cache, "max_retries": 2, "timeout": 20, "batch_size": 4,
-    }  # fmt: skip
+        "model": "m",
+        "base_url": server.base_url,
+        "cache": cache,
+        "max_retries": 2,
+        "timeout": 20,
+        "batch_size": 4,
+    }
     return validate(ApiConfig, values | changed, "test")
 
 
@@ -47,27 +52,42 @@ def test_a_system_ranks_by_the_cosines_of_what_the_server_answers(
     server: LLMServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api = source(server, tmp_path, query_prompt="query: ")
-    queries = [Query(f"q{n}", text, "single", "test", "test") for n, text in enumerate(("month", "sorts skills", "x"))]
+    queries = [
+        Query(f"q{n}", text, "single", "test", "test")
+        for n, text in enumerate(("month", "sorts skills", "x"))
+    ]
     system = SystemConfig(name="api", rankers=(api,))
     (stage,) = run_systems([system], queries, SKILLS, 5, num_timed=2)["api"]
     found, said = stage.rankings, capsys.readouterr().err
-    assert stage.alone == () and "api: not timed, for it asks a server" in said, "texts would be paid for again"
+    assert stage.alone == () and "api: not timed, for it asks a server" in said, (
+        "texts would be paid for again"
+    )
     assert run_systems([system], queries, SKILLS, 5)["api"][-1].rankings == found
     assert len(sent(server)) == len(SKILLS) + 3, "all vectors are kept"
     skills = expected([api.render_skill(skill) for skill in SKILLS])
     cosines = expected([f"query: {query.text}" for query in queries]) @ skills.T
     for query, row in zip(queries, cosines, strict=True):
         best = np.argsort(-row)[:5]
-        assert [skill_id for skill_id, _ in found[query.query_id]] == [SKILLS[place].skill_id for place in best]
-        np.testing.assert_allclose([score for _, score in found[query.query_id]], row[best], atol=1e-6)
+        assert [skill_id for skill_id, _ in found[query.query_id]] == [
+            SKILLS[place].skill_id for place in best
+        ]
+        np.testing.assert_allclose(
+            [score for _, score in found[query.query_id]], row[best], atol=1e-6
+        )
 
 
-def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(server: LLMServer) -> None:
-    server.otherwise = lambda request: Reply(raw=embeddings(request).raw, delay=0.1 * (len(server.requests) % 2))
+def test_texts_become_unit_vectors_in_their_order_whatever_the_answers_order(
+    server: LLMServer,
+) -> None:
+    server.otherwise = lambda request: Reply(
+        raw=embeddings(request).raw, delay=0.1 * (len(server.requests) % 2)
+    )
     encoder = open_api(server, concurrency=3)
     vectors = encoder.encode_chunks(SKILLS).vectors
     assert vectors.shape == (10, 4) and vectors.dtype == np.float32
-    np.testing.assert_allclose(vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7)
+    np.testing.assert_allclose(
+        vectors, expected([SkillTemplate().render(skill) for skill in SKILLS]), atol=1e-7
+    )
     assert 1 <= server.most_busy <= 3
     assert sorted(len(request["input"]) for request in server.requests) == [2, 4, 4]
     assert server.requests[0]["model"] == "m"
@@ -100,9 +120,13 @@ def test_prompts_caps_and_fields_decide_what_is_sent(server: LLMServer) -> None:
 def test_a_server_that_stays_broken_ends_the_run_in_one_line_and_what_came_is_kept(
     server: LLMServer, tmp_path: Path
 ) -> None:
-    server.otherwise = lambda request: embeddings(request) if len(server.requests) <= 1 else Reply(status=500)
+    server.otherwise = lambda request: (
+        embeddings(request) if len(server.requests) <= 1 else Reply(status=500)
+    )
     encoder = open_api(server, tmp_path, max_retries=1, concurrency=1)
-    with pytest.raises(SkilltrainError, match=r"gave no vectors: .*scripted 500.*vectors so far are kept") as failure:
+    with pytest.raises(
+        SkilltrainError, match=r"gave no vectors: .*scripted 500.*vectors so far are kept"
+    ) as failure:
         encoder.encode_chunks(SKILLS)
     assert "\n" not in str(failure.value) and failure.value.where == server.base_url
     assert len(server.requests) == 1 + 2
@@ -128,16 +152,33 @@ def told(text: str) -> str:
         (Reply(raw=vectors_body([ONE] * 2, 1)), NO_VECTORS, ""),
         (Reply(raw=vectors_body([ONE] * 3, 1).replace('"index": 1', '"index": 0')), NO_VECTORS, ""),
         (Reply(raw=vectors_body([ONE, ONE, ONE[1:]], 1)), NO_VECTORS, ""),
-        (Reply(raw=json.dumps({"data": [{"index": n, "embedding": [ONE] * 4} for n in range(3)]})), NO_VECTORS, ""),
-        *((Reply(raw=vectors_body([ONE, bad, ONE], 1, is_base64)), ZERO, "skill id of 1")  # longest first: 2, 1, 0
-          for bad in ([0.0] * 4, NAN, INF) for is_base64 in (True, False)),
-        (Reply(status=400), "refused 3 texts, the longest of 50 characters: .*body_chars", "skill id of 2"),
+        (
+            Reply(
+                raw=json.dumps({"data": [{"index": n, "embedding": [ONE] * 4} for n in range(3)]})
+            ),
+            NO_VECTORS,
+            "",
+        ),
+        *(
+            (
+                Reply(raw=vectors_body([ONE, bad, ONE], 1, is_base64)),
+                ZERO,
+                "skill id of 1",
+            )  # longest first: 2, 1, 0
+            for bad in ([0.0] * 4, NAN, INF)
+            for is_base64 in (True, False)
+        ),
+        (
+            Reply(status=400),
+            "refused 3 texts, the longest of 50 characters: .*body_chars",
+            "skill id of 2",
+        ),
         (Reply(status=401, raw=told("bad key")), "set OPENAI_API_KEY", ""),
         (Reply(status=404), r"no model 'm' here.*embeddings\.model and embeddings\.base_url", ""),
         (Reply(status=429, code="insufficient_quota"), "no credit left", ""),
         (Reply(status=422, raw=told("you sent")), r"you sent \[key\]", "skill id of 2"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_vector_ends_the_run_in_one_line_without_the_key(
     server: LLMServer, reply: Reply, message: str, where: str
 ) -> None:
@@ -149,7 +190,9 @@ def test_what_is_no_vector_ends_the_run_in_one_line_without_the_key(
 
 
 def test_an_empty_text_is_named_and_never_sent(server: LLMServer) -> None:
-    with pytest.raises(SkilltrainError, match="query 3: has no text to embed"):  # before the first request is paid for
+    with pytest.raises(
+        SkilltrainError, match="query 3: has no text to embed"
+    ):  # before the first request is paid for
         open_api(server, batch_size=1).encode_queries(["one", "two", "three", ""])
     assert server.requests == []
 
@@ -176,15 +219,23 @@ def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
     assert (nd[0] == more[0]).all() and (nd[1:] != more[1:]).any(axis=1).all()
     open_api(server, tmp_path, model="other").encode_chunks(SKILLS)
     assert len(sent(server)) == 10 + 9 + 10
-    server.otherwise = lambda request: Reply(raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1))
+    server.otherwise = lambda request: Reply(
+        raw=vectors_body([[1.0, 2, 3]] * len(request["input"]), 1)
+    )
     with pytest.raises(SkilltrainError, match=r"3 numbers, not 4.*another cache folder"):
         open_api(server, tmp_path).encode_queries(["one"])
 
 
-def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMServer, tmp_path: Path) -> None:
-    texts = [f"{n} " * 60 for n in range(6)]  # 120 bytes: at most 152 tokens each, and 40 by the server's account
+def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    texts = [
+        f"{n} " * 60 for n in range(6)
+    ]  # 120 bytes: at most 152 tokens each, and 40 by the server's account
     encoder = open_api(server, tmp_path, batch_size=1, budget={"max_tokens": 300})
-    with pytest.raises(SkilltrainError, match=r"budget of 300 tokens is used up.*raise embeddings\.budget"):
+    with pytest.raises(
+        SkilltrainError, match=r"budget of 300 tokens is used up.*raise embeddings\.budget"
+    ):
         encoder.encode_queries(texts)
     # 152 fits under 0, 40, 80 and 120 used; under 160 it does not.
     assert len(server.requests) == 4 and encoder.budget.used.total == 160
@@ -193,7 +244,9 @@ def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(server: LLMSer
 
 
 def test_dollars_need_a_price(server: LLMServer) -> None:
-    with pytest.raises(SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.prices"):
+    with pytest.raises(
+        SkilltrainError, match=r"embeddings\.budget\.max_dollars .*set embeddings\.prices"
+    ):
         open_api(server, budget={"max_dollars": 1})
     encoder = open_api(server, budget={"max_dollars": 1}, prices={"prompt": 2.5, "completion": 0})
     encoder.encode_queries(["a" * 300])

@@ -66,16 +66,33 @@ def check_cache(place, model, monkeypatch):
     )
     wanted = plain.encode_skills(SKILL_LIST), plain.encode_queries(REQUESTS)
     monkeypatch.setattr(encoder.model, "forward", None)
-    for one, other in zip((encoder.encode_skills(SKILL_LIST), encoder.encode_queries(REQUESTS)), wanted, strict=True):
+    for one, other in zip(
+        (encoder.encode_skills(SKILL_LIST), encoder.encode_queries(REQUESTS)), wanted, strict=True
+    ):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(place, model_folders, monkeypatch):
+def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(
+    place, model_folders, monkeypatch
+):
     summary = encode(place)
-    skills = {"num_skills": NUM_SKILLS, "num_skills_distinct": NUM_DISTINCT, "num_skills_encoded": NUM_DISTINCT}
-    counts = skills | {"num_queries": 5, "num_queries_distinct": 4, "num_queries_encoded": 4, "num_ranks": 1, "dim": 32}
+    skills = {
+        "num_skills": NUM_SKILLS,
+        "num_skills_distinct": NUM_DISTINCT,
+        "num_skills_encoded": NUM_DISTINCT,
+    }
+    counts = skills | {
+        "num_queries": 5,
+        "num_queries_distinct": 4,
+        "num_queries_encoded": 4,
+        "num_ranks": 1,
+        "dim": 32,
+    }
     assert counts.items() <= summary.items() and 0 <= summary["padding"] < 0.1
-    assert sorted(path.name for path in (place / "encoded").iterdir()) == ["recipe.yaml", "run.json"]
+    assert sorted(path.name for path in (place / "encoded").iterdir()) == [
+        "recipe.yaml",
+        "run.json",
+    ]
     assert Path(summary["vectors"]).parent == place / "vectors"
     check_cache(place, model_folders["bert"], monkeypatch)
     again = encode(place)
@@ -84,8 +101,13 @@ def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(place, model_f
         file.write_bytes(file.read_bytes()[:-4])  # then the file is not there
     again = encode(place)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (NUM_DISTINCT, 4)
-    for number, change in enumerate([f"encoder.source={model_folders['qwen3']}", "encoder.max_tokens=16"]):
-        assert encode(place, change, f"out={place}/other{number}")["num_skills_encoded"] == NUM_DISTINCT
+    for number, change in enumerate(
+        [f"encoder.source={model_folders['qwen3']}", "encoder.max_tokens=16"]
+    ):
+        assert (
+            encode(place, change, f"out={place}/other{number}")["num_skills_encoded"]
+            == NUM_DISTINCT
+        )
     assert len([path for path in (place / "vectors").iterdir() if path.is_dir()]) == 3
     write_table([], SKILLS, place / "pool")
     summary = encode(place, "queries=null", f"out={place}/empty")
@@ -95,9 +117,14 @@ def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(place, model_f
 
 def test_bad_input_is_one_line(place):
     recipe = place / "recipe.yaml"
-    assert "encoder.cache is missing" in skilltrain("encode", recipe, "encoder.cache=null").only_line
+    assert (
+        "encoder.cache is missing" in skilltrain("encode", recipe, "encoder.cache=null").only_line
+    )
     (place / "file").write_text("x")
-    assert "cannot make the vector cache: " in skilltrain("encode", recipe, f"encoder.cache={place}/file").error_line
+    assert (
+        "cannot make the vector cache: "
+        in skilltrain("encode", recipe, f"encoder.cache={place}/file").error_line
+    )
     assert "no skills table here" in skilltrain("encode", recipe, f"pool={place}").error_line
     assert "is a recipe of stage encode" in skilltrain("train", recipe).only_line
     assert not (place / "encoded").exists()
@@ -121,7 +148,9 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
 
 # Several processes ---------------------------------------------------------------------------------------------------
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on the CPU, where there is no GPU")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="ranks on the CPU, where there is no GPU"
+)
 
 
 def encode_and_die(rank: int, num_files: int, recipe: Path) -> None:
@@ -153,7 +182,9 @@ def test_kill_9_loses_a_block_at_most(place, model_folders, monkeypatch):
 
 @pytest.mark.slow
 def test_a_recipe_is_launched_as_a_program(place):
-    code, out, err = finished(program(f"accelerate launch --config_file {ROOT}/launch/cpu.yaml", place / "recipe.yaml"))
+    code, out, err = finished(
+        program(f"accelerate launch --config_file {ROOT}/launch/cpu.yaml", place / "recipe.yaml")
+    )
     assert code == 0, err
     assert out.startswith(f"{place}/encoded: vectors of ") and "already" not in err
     assert encode(place)["num_skills_encoded"] == 0
@@ -167,7 +198,9 @@ def test_a_rank_that_dies_ends_the_run_and_three_others_go_on(place, model_folde
     done = run_ranks(3, partial(main, ["encode", str(place / "recipe.yaml"), "--json"]))
     assert [rank.code for rank in done] == [0, 0, 0] and not done[1].out, done
     summary = json.loads(done[0].out)
-    assert 0 < summary["num_skills_encoded"] <= NUM_DISTINCT - 16  # but for two files of the one, and the other's
+    assert (
+        0 < summary["num_skills_encoded"] <= NUM_DISTINCT - 16
+    )  # but for two files of the one, and the other's
     assert summary["num_ranks"] == 3
     check_cache(place, model_folders["bert"], monkeypatch)
 

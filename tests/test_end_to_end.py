@@ -23,7 +23,9 @@ from small_library import (
 SYSTEMS = ["bm25", "base encoder", "trained encoder", "trained encoder + reranker"]
 
 
-def evaluation(runs: Path, model: Path, encoder: str = "encoder", reranker: str = "reranker") -> tuple[str, ...]:
+def evaluation(
+    runs: Path, model: Path, encoder: str = "encoder", reranker: str = "reranker"
+) -> tuple[str, ...]:
     """The command that compares four systems on the held-out queries."""
     trained = f"{{kind: dense, source: {runs}/{encoder}}}"
     recipe = f"""
@@ -58,23 +60,43 @@ def metrics_of(folder: Path) -> dict[str, dict[str, Any]]:
 def test_every_stage_leaves_its_tables_and_says_where_and_what_is_next(done, model_folders):
     runs, stages, outcomes = done
     tables = {
-        "pool": [SKILLS, DROPPED], "queries": [QUERIES, JUDGEMENTS, DROPPED], "mined": [RANKINGS, DROPPED],
-        "filtered": [RANKINGS, DROPPED], "encoder_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
-        "candidates": [RANKINGS], "candidates_filtered": [RANKINGS, DROPPED],
+        "pool": [SKILLS, DROPPED],
+        "queries": [QUERIES, JUDGEMENTS, DROPPED],
+        "mined": [RANKINGS, DROPPED],
+        "filtered": [RANKINGS, DROPPED],
+        "encoder_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
+        "candidates": [RANKINGS],
+        "candidates_filtered": [RANKINGS, DROPPED],
         "reranker_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
         "report_encoder": [RANKINGS],
-    }  # fmt: skip
-    rows = {(name, spec.name): read_table(runs / name, spec).num_rows for name in tables for spec in tables[name]}
-    assert rows["pool", "skills"] == 20 and rows["queries", "queries"] == 16 and rows["queries", "judgements"] == 18
-    assert rows["encoder_lists", "lists"] == rows["reranker_lists", "lists"] == 12  # the train split
+    }
+    rows = {
+        (name, spec.name): read_table(runs / name, spec).num_rows
+        for name in tables
+        for spec in tables[name]
+    }
+    assert (
+        rows["pool", "skills"] == 20
+        and rows["queries", "queries"] == 16
+        and rows["queries", "judgements"] == 18
+    )
+    assert (
+        rows["encoder_lists", "lists"] == rows["reranker_lists", "lists"] == 12
+    )  # the train split
     assert rows["candidates", "rankings"] == 12 * 12
-    assert rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
-    assert rows["report_encoder", "rankings"] == 5 * 4 * 20  # four systems, and what stands before the reranker
+    assert (
+        rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
+    )
+    assert (
+        rows["report_encoder", "rankings"] == 5 * 4 * 20
+    )  # four systems, and what stands before the reranker
     for (command, *_), outcome in zip(stages, outcomes, strict=True):
         found, *then = outcome.out.splitlines()
         folder = Path(found.partition(": ")[0])
         assert folder.is_dir() and folder.parent == runs and "?" not in outcome.out, command
-        assert [line.split()[:2] for line in then] == ([] if command == "evaluate" else [["next:", "skilltrain"]])
+        assert [line.split()[:2] for line in then] == (
+            [] if command == "evaluate" else [["next:", "skilltrain"]]
+        )
     pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])
     assert pool[0] == f"{runs}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
     assert queries[0] == f"{runs}/queries: 16 queries (test 4, train 12); left out: none"
@@ -87,10 +109,15 @@ def test_every_stage_leaves_its_tables_and_says_where_and_what_is_next(done, mod
 
 def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_folders):
     runs, _, _ = done
-    before, after = (load_file(folder / "model.safetensors") for folder in (model_folders["bert"], runs / "encoder"))
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (model_folders["bert"], runs / "encoder")
+    )
     assert after.keys() == {name for name in before if not name.startswith("pooler.")}
     # The gradient never reaches the rows of unused positions and tokens, but it reaches every matrix.
-    assert [name for name, value in after.items() if value.ndim > 1 and value.equal(before[name])] == []
+    assert [
+        name for name, value in after.items() if value.ndim > 1 and value.equal(before[name])
+    ] == []
     assert len((runs / "encoder" / "train_log.jsonl").read_text().splitlines()) == 6
     assert len((runs / "reranker" / "train_log.jsonl").read_text().splitlines()) == 3
     lists = read_table(runs / "reranker_lists", LISTS).to_pylist()
@@ -103,16 +130,31 @@ def test_metrics_are_those_of_all_systems(done):
     metrics = metrics_of(runs / "report_encoder")
     assert list(metrics) == SYSTEMS
     for of_system in metrics.values():
-        assert set(of_system) == {"Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10"}
+        assert set(of_system) == {
+            "Hit@1",
+            "MRR@10",
+            "nDCG@10",
+            "Recall@10",
+            "Recall@20",
+            "Recall@50",
+            "FC@10",
+        }
         assert {value["n"] for value in of_system.values()} == {4}
         assert of_system["Recall@20"]["mean"] == 1  # the pool has 20 skills
-    assert metrics["bm25"]["Hit@1"]["mean"] >= 0.75  # the queries share rare words with their skills
+    assert (
+        metrics["bm25"]["Hit@1"]["mean"] >= 0.75
+    )  # the queries share rare words with their skills
 
 
 def test_route_answers_in_json(done):
     runs, _, _ = done
-    task, models = "cut the laughter out of the audio", ("--encoder", runs / "encoder", "--reranker", runs / "reranker")
-    found = json.loads(succeeds("route", task, "--pool", runs / "pool", *models, "--top", 3, "--json").out)
+    task, models = (
+        "cut the laughter out of the audio",
+        ("--encoder", runs / "encoder", "--reranker", runs / "reranker"),
+    )
+    found = json.loads(
+        succeeds("route", task, "--pool", runs / "pool", *models, "--top", 3, "--json").out
+    )
     assert found["task"] == task and [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
     scores = [skill["score"] for skill in found["skills"]]
     assert scores == sorted(scores, reverse=True)
@@ -133,7 +175,9 @@ def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(do
         assert again.out == first.out
     plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)["plan"]
     assert plan["num_steps"] == 6 and plan["num_lists"] == 12
-    missing = skilltrain("train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere")
+    missing = skilltrain(
+        "train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere"
+    )
     assert missing.error_line.startswith("error: nowhere: no such file or folder")
     assert contents(runs) == before
 
@@ -148,10 +192,18 @@ def test_another_folder_gets_the_same_bytes(done, model_folders, tmp_path):
     ):
         succeeds(*stage)
     texts = ("metrics.json", "per_query.jsonl", "report.html", "report.md", "skilltrain.json")
-    paths = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".safetensors") or path.name in texts]
-    names = [path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts]  # a cache's have any name
+    paths = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.suffix in (".parquet", ".safetensors") or path.name in texts
+    ]
+    names = [
+        path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts
+    ]  # a cache's have any name
     assert len(names) > 20
-    assert [str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()] == []
+    assert [
+        str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()
+    ] == []
 
 
 def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
@@ -190,4 +242,7 @@ def test_a_loss_of_another_package_trains_and_is_exported(done, tmp_path, monkey
     loss = "loss={name: our_losses:Hinge, margin: 0.5}"
     succeeds("train", runs / "recipes" / "encoder.yaml", loss, f"out={tmp_path}/encoder")
     succeeds("export", tmp_path / "encoder", "--out", tmp_path / "model")
-    assert "  name: our_losses:Hinge\n  margin: 0.5\n" in (tmp_path / "model" / "README.md").read_text()
+    assert (
+        "  name: our_losses:Hinge\n  margin: 0.5\n"
+        in (tmp_path / "model" / "README.md").read_text()
+    )

@@ -21,17 +21,26 @@ from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
 
-SKILLS_OF_POOL = [Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}") for i, word in
-                  enumerate(["apples", "bridges", "candles", "drums"])]  # fmt: skip
+SKILLS_OF_POOL = [
+    Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}")
+    for i, word in enumerate(["apples", "bridges", "candles", "drums"])
+]
 BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """pool: four skills; bench: q1 wants s0, q2 wants s1 and s2 and finds s3 useful, q3 (dev) wants s3."""
-    queries = [("q1", "apples", "test"), ("q2", "bridges and candles", "test"), ("q3", "drums", "dev")]
-    wanted = {"q1": {"s0": "required"}, "q2": {"s1": "required", "s2": "required", "s3": "useful"},
-              "q3": {"s3": "required"}}  # fmt: skip
+    queries = [
+        ("q1", "apples", "test"),
+        ("q2", "bridges and candles", "test"),
+        ("q3", "drums", "dev"),
+    ]
+    wanted = {
+        "q1": {"s0": "required"},
+        "q2": {"s1": "required", "s2": "required", "s3": "useful"},
+        "q3": {"s3": "required"},
+    }
     write_ours(tmp_path / "bench", queries, wanted)
     write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     (tmp_path / "out").mkdir()
@@ -65,29 +74,48 @@ def means(folder: Path, section: str = "metrics") -> dict[str, dict[str, float]]
 def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
     nd = {"name": "nd", "rankers": [{"kind": "lexical", "fields": "nd"}]}
     settings = {"pool": str(folder / "pool"), "systems": [BM25, nd]}
-    evaluate(folder, predictions=predict(folder, {"q1": ["s1"]}), measures=["Hit@1"], depth=2, **settings)
+    evaluate(
+        folder, predictions=predict(folder, {"q1": ["s1"]}), measures=["Hit@1"], depth=2, **settings
+    )
     assert means(folder) == {"bm25": {"Hit@1": 1}, "nd": {"Hit@1": 1}, "mine": {"Hit@1": 0}}
     rankings = read_table(folder / "out", RANKINGS).to_pylist()
-    assert {(row["stage"], row["query_id"]) for row in rankings} == {(s, q) for s in ("bm25", "nd") for q in
-                                                                     ("q1", "q2", "q3")}  # fmt: skip
+    assert {(row["stage"], row["query_id"]) for row in rankings} == {
+        (s, q) for s in ("bm25", "nd") for q in ("q1", "q2", "q3")
+    }
     assert sorted({row["rank"] for row in rankings}) == [1, 2]
-    values = [json.loads(line) for line in (folder / "out" / "per_query.jsonl").read_text().splitlines()]
+    values = [
+        json.loads(line) for line in (folder / "out" / "per_query.jsonl").read_text().splitlines()
+    ]
     assert [(row["system"], row["query_id"], row["Hit@1"]) for row in values][-3:] == [
-        ("mine", "q1", 0.0), ("mine", "q2", 0.0), ("mine", "q3", 0.0),
-    ]  # fmt: skip
+        ("mine", "q1", 0.0),
+        ("mine", "q2", 0.0),
+        ("mine", "q3", 0.0),
+    ]
 
 
 def test_saved_rankings_stand_beside_live_systems_and_predictions(folder):
-    settings = {"pool": str(folder / "pool"), "measures": ["MRR@10"], "predictions": predict(folder, {"q1": ["s1"]})}
+    settings = {
+        "pool": str(folder / "pool"),
+        "measures": ["MRR@10"],
+        "predictions": predict(folder, {"q1": ["s1"]}),
+    }
     evaluate(folder, systems=[BM25], **settings)
-    saved = {"kind": "saved", "rankings": str((folder / "out").rename(folder / "before")), "stage": "bm25"}
+    saved = {
+        "kind": "saved",
+        "rankings": str((folder / "out").rename(folder / "before")),
+        "stage": "bm25",
+    }
     (folder / "out").mkdir()
     both = {"kind": "fuse", "of": [saved, {"kind": "lexical"}]}
     evaluate(
-        folder, systems=[BM25, {"name": "old", "rankers": [saved]}, {"name": "both", "rankers": [both]}], **settings
+        folder,
+        systems=[BM25, {"name": "old", "rankers": [saved]}, {"name": "both", "rankers": [both]}],
+        **settings,
     )
     found = means(folder)
-    assert found["old"] == found["both"] == found["bm25"] == {"MRR@10": 1} and found["mine"] == {"MRR@10": 0}
+    assert found["old"] == found["both"] == found["bm25"] == {"MRR@10": 1} and found["mine"] == {
+        "MRR@10": 0
+    }
 
 
 def test_copies_count_beside_the_strict_measures_everywhere(folder):
@@ -96,7 +124,11 @@ def test_copies_count_beside_the_strict_measures_everywhere(folder):
     write_table(clusters, CLUSTERS, folder / "clusters")
     first = predict(folder, {"q1": ["s3", "s0"], "q2": ["s3"], "q3": ["s0", "s3"]}, "first")
     better = predict(folder, {"q1": ["s0"], "q2": ["s1"], "q3": ["s3"]}, "better")
-    settings = {"pool": str(folder / "pool"), "predictions": [first, better], "measures": ["Hit@1", "FC@2"]}
+    settings = {
+        "pool": str(folder / "pool"),
+        "predictions": [first, better],
+        "measures": ["Hit@1", "FC@2"],
+    }
     evaluate(folder, clusters=str(folder / "clusters"), **settings)
     expected = {"Hit@1": 0, "Hit@1 (copies)": 2 / 3, "FC@2": 2 / 3, "FC@2 (copies)": 2 / 3}
     assert means(folder)["first"] == pytest.approx(expected)
@@ -105,29 +137,46 @@ def test_copies_count_beside_the_strict_measures_everywhere(folder):
     assert {row["measure"]: row["mean"] for row in found["differences"]} == pytest.approx(
         {"Hit@1": 1, "Hit@1 (copies)": 1 / 3}
     )
-    assert found["notes"] == ["(copies): near-duplicates of a gold skill count as gold too; 2 of 3 queries have any."]
+    assert found["notes"] == [
+        "(copies): near-duplicates of a gold skill count as gold too; 2 of 3 queries have any."
+    ]
     pages = [(folder / "out" / name).read_text() for name in ("report.html", "report.md")]
     assert all("Hit@1 (copies)" in page for page in pages) and pages[0].count("copy of gold") == 2
 
 
 def test_rankings_are_as_long_as_the_measures_look_and_nothing_is_analysed_unasked(folder):
-    evaluate(folder, pool=str(folder / "pool"), systems=[BM25], measures=["Recall@1", "Recall@3"], depth=1)
+    evaluate(
+        folder,
+        pool=str(folder / "pool"),
+        systems=[BM25],
+        measures=["Recall@1", "Recall@3"],
+        depth=1,
+    )
     rows = read_table(folder / "out", RANKINGS).to_pylist()
     assert max(row["rank"] for row in rows) == 3
     assert means(folder)["bm25"] == {"Recall@1": pytest.approx((1 + 0.5 + 1) / 3), "Recall@3": 1}
     found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
-    assert {name for name, rows in found.items() if rows} == set(), "without Hit@1 there is no right and wrong"
+    assert {name for name, rows in found.items() if rows} == set(), (
+        "without Hit@1 there is no right and wrong"
+    )
 
 
 def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
     with llm_server() as server:
         server.otherwise = lambda request: Reply("I cannot say")
-        llm = {"kind": "openai", "model": "m", "base_url": server.base_url, "cache": str(folder / "cache")}
+        llm = {
+            "kind": "openai",
+            "model": "m",
+            "base_url": server.base_url,
+            "cache": str(folder / "cache"),
+        }
         select = {"kind": "select", "llm": llm, "max_retries": 0}
         system = {"name": "selected", "rankers": [{"kind": "lexical"}, select]}
         evaluate(folder, pool=str(folder / "pool"), systems=[BM25, system], measures=["Hit@1"])
     (note,) = json.loads((folder / "out" / "metrics.json").read_text())["notes"]
-    assert note.startswith("selected: the chat model gave nothing of use for 3 of 3 queries (no_number 3)")
+    assert note.startswith(
+        "selected: the chat model gave nothing of use for 3 of 3 queries (no_number 3)"
+    )
     assert note.split(" (")[0] in (folder / "out" / "report.html").read_text()
 
 
@@ -152,21 +201,37 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
     write(folder, skillrouter([("t", "apples")], {"t": entry}))
     copy = Skill("copy", "apples", "apples", "apples")
     for tier, skills in {"easy": SKILLS_OF_POOL, "hard": [*SKILLS_OF_POOL, copy]}.items():
-        rows = [{key: value for key, value in asdict(one).items() if value is not None} for one in skills]
+        rows = [
+            {key: value for key, value in asdict(one).items() if value is not None}
+            for one in skills
+        ]
         write(folder / tier, {"part.jsonl": rows})
     predicted = predict(folder, {"t@easy": ["s0"], "t@hard": ["s0"]})
     tiers = [str(folder / "easy"), str(folder / "hard")]
-    summary = evaluate(folder, benchmark=tiers, systems=[BM25], predictions=predicted, measures=["Hit@1"])
-    assert (summary["num_queries"], summary["systems"]) == (2, {"bm25": {"Hit@1": 0.5}, "mine": {"Hit@1": 1.0}})
+    summary = evaluate(
+        folder, benchmark=tiers, systems=[BM25], predictions=predicted, measures=["Hit@1"]
+    )
+    assert (summary["num_queries"], summary["systems"]) == (
+        2,
+        {"bm25": {"Hit@1": 0.5}, "mine": {"Hit@1": 1.0}},
+    )
     found = json.loads((folder / "out" / "metrics.json").read_text())
-    by_tier = {part["value"]: part["systems"]["bm25"]["Hit@1"]["mean"] for part in found["slices"]
-               if part["label"] == "tier"}  # fmt: skip
+    by_tier = {
+        part["value"]: part["systems"]["bm25"]["Hit@1"]["mean"]
+        for part in found["slices"]
+        if part["label"] == "tier"
+    }
     assert (found["benchmark"], by_tier) == ("easy + hard", {"easy": 1.0, "hard": 0.0})
     whole = found["systems"][0]["metrics"]["Hit@1"]
     assert (whole["low"], whole["high"], whole["n"]) == (0.5, 0.5, 2), "one task, whatever is drawn"
-    assert {row["system"] for row in found["analysis"]["pass_rates"]} == {"bm25", "mine"}, "known for SkillsBench"
+    assert {row["system"] for row in found["analysis"]["pass_rates"]} == {"bm25", "mine"}, (
+        "known for SkillsBench"
+    )
     rows = read_table(folder / "out", RANKINGS).to_pylist()
-    assert {row["query_id"]: row["skill_id"] for row in rows if row["rank"] == 1} == {"t@easy": "s0", "t@hard": "copy"}
+    assert {row["query_id"]: row["skill_id"] for row in rows if row["rank"] == 1} == {
+        "t@easy": "s0",
+        "t@hard": "copy",
+    }
     with pytest.raises(SkilltrainError, match="systems need a pool to rank"):
         evaluate(folder, benchmark=[str(folder), *tiers], systems=[BM25])
 
@@ -174,14 +239,21 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
 def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
     """BEIR: the corpus is the pool; predictions are held to it as well."""
     (tmp_path / "out").mkdir()
-    write(tmp_path / "bench", {
-        "corpus.jsonl": [{"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL],
-        "queries.jsonl": [{"_id": "q1", "text": "the chart report"}],
-        "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq1\ts3\t1\n",
-    })  # fmt: skip
+    write(
+        tmp_path / "bench",
+        {
+            "corpus.jsonl": [
+                {"_id": skill.skill_id, "title": skill.name, "text": skill.body} for skill in POOL
+            ],
+            "queries.jsonl": [{"_id": "q1", "text": "the chart report"}],
+            "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq1\ts3\t1\n",
+        },
+    )
     summary = evaluate(tmp_path, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})
     assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
-    with pytest.raises(SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"):
+    with pytest.raises(
+        SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"
+    ):
         evaluate(tmp_path, predictions=predict(tmp_path, {"q1": ["elsewhere"]}))
 
 
@@ -189,7 +261,12 @@ def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
 
 TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
 POOL = [
-    Skill(f"s{i}", f"{word} skill", "how to " * (i + 1), f"# Find\n\n- the {word} in files\n- the report\n")
+    Skill(
+        f"s{i}",
+        f"{word} skill",
+        "how to " * (i + 1),
+        f"# Find\n\n- the {word} in files\n- the report\n",
+    )
     for i, word in enumerate(TOPICS)
 ]
 NUM_QUERIES = 8
@@ -199,7 +276,9 @@ NUM_QUERIES = 8
 def topics(tmp_path):
     """bench (query i wants skill i), pool and out."""
     queries = [(f"q{i}", f"the {TOPICS[i]} report", "test") for i in range(NUM_QUERIES)]
-    write_ours(tmp_path / "bench", queries, {f"q{i}": {f"s{i}": "required"} for i in range(NUM_QUERIES)})
+    write_ours(
+        tmp_path / "bench", queries, {f"q{i}": {f"s{i}": "required"} for i in range(NUM_QUERIES)}
+    )
     write_pool(tmp_path / "pool", POOL)
     (tmp_path / "out").mkdir()
     return tmp_path
@@ -214,16 +293,27 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
     """The two rerankers of one source are one model."""
     source = str(model_folders["bert_reranker"])
     analysis = {"num_timed": 3, "num_attention": 4, "truncation": True, "structure": True}
-    evaluate(topics, pool=topics / "pool", systems=[BM25, reranked(source), reranked(source, "again")],
-             analysis=analysis, depth=5)  # fmt: skip
+    evaluate(
+        topics,
+        pool=topics / "pool",
+        systems=[BM25, reranked(source), reranked(source, "again")],
+        analysis=analysis,
+        depth=5,
+    )
     saved = json.loads((topics / "out" / "metrics.json").read_text())
     found = saved["analysis"]
-    both = [(name, stage) for name in ("reranked", "again") for stage in ("1 lexical", "2 rerank", "total")]
+    both = [
+        (name, stage)
+        for name in ("reranked", "again")
+        for stage in ("1 lexical", "2 rerank", "total")
+    ]
     assert [(row["system"], row["stage"], row["num"]) for row in found["latencies"]] == [
         (*row, 3) for row in (("bm25", "1 lexical"), ("bm25", "total"), *both)
     ]
     assert [(row["system"], row["stage"], row["num_passed"]) for row in found["stages"]] == [
-        (name, *stage) for name in ("reranked", "again") for stage in (("1 lexical", 3), ("2 rerank", 10))
+        (name, *stage)
+        for name in ("reranked", "again")
+        for stage in (("1 lexical", 3), ("2 rerank", 10))
     ]
     recalls = [row["means"]["Recall@10"]["mean"] for row in found["stages"]]
     assert recalls == [1.0] * 4, "the word of each query stands in its skill alone"
@@ -231,7 +321,10 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
     (attention,) = found["attention"]
     assert (attention["model"], len(attention["layers"])) == (source, 2)
     assert [pair["query_id"] for pair in attention["pairs"]] == ["q0", "q1", "q2", "q3"]
-    assert all(sum(layer.values()) == pytest.approx(1) for layer in [*attention["layers"], attention["tokens"]])
+    assert all(
+        sum(layer.values()) == pytest.approx(1)
+        for layer in [*attention["layers"], attention["tokens"]]
+    )
     assert {(row["num_gold"], row["num_others"]) for row in found["structure"]} == {(8, 2)}
     pairs = [(row["baseline"], row["system"]) for row in found["outcomes"]]
     assert pairs == [("bm25", "reranked"), ("reranked", "again")]
@@ -247,10 +340,18 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
         (*pair, f"Q{n}") for pair in pairs for n in (1, 2, 3, 4)
     ]
     assert {gap["difference"]["mean"] for gap in saved["gaps"][4:]} == {0}
-    assert found["pass_rates"] == [], "the agents' pass rates are known for SkillsBench's tasks alone"
+    assert found["pass_rates"] == [], (
+        "the agents' pass rates are known for SkillsBench's tasks alone"
+    )
     markdown, page = ((topics / "out" / name).read_text() for name in ("report.md", "report.html"))
-    for title in ("Fixed and broken\n", "Stage by stage\n", "Skills that a model sees whole\n", "Latency\n",
-                  "Description length: Q1", "Structure of gold skills (n = 8) and others (n = 2)"):  # fmt: skip
+    for title in (
+        "Fixed and broken\n",
+        "Stage by stage\n",
+        "Skills that a model sees whole\n",
+        "Latency\n",
+        "Description length: Q1",
+        "Structure of gold skills (n = 8) and others (n = 2)",
+    ):
         assert f"## {title}" in markdown
     assert "(n = 4 pairs)" in markdown
     assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page and "with skilltrain 0" in page
@@ -260,7 +361,9 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
 
 def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     """The gold skill `gone` is met by s9, so its description and body are what is looked at."""
-    relevance = Relevance(frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"})
+    relevance = Relevance(
+        frozenset({"gone", "s0"}), {"gone": 1.0, "s0": 1.0}, {"s9": "gone", "absent": "gone"}
+    )
     task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
@@ -268,30 +371,54 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
 
 
 def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score(topics):
-    rows = [{"query": "bake bread at dawn"}, {"query": f"the {TOPICS[0]} report"}]  # the second is served, in truth
+    rows = [
+        {"query": "bake bread at dawn"},
+        {"query": f"the {TOPICS[0]} report"},
+    ]  # the second is served, in truth
     (topics / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluate(topics, pool=topics / "pool", systems=[BM25], analysis={"unserved": str(topics / "none.jsonl")})
+    evaluate(
+        topics,
+        pool=topics / "pool",
+        systems=[BM25],
+        analysis={"unserved": str(topics / "none.jsonl")},
+    )
     told = json.loads((topics / "out" / "metrics.json").read_text())["analysis"]["unserved"]["bm25"]
     # All eight find more than the first, and the second finds what one of the eight finds: (8 + .5 ± 7 ties or less).
-    assert 0.5 < told["mean"] <= 1 and told["low"] <= told["mean"] <= told["high"] and told["n"] == 10
+    assert (
+        0.5 < told["mean"] <= 1 and told["low"] <= told["mean"] <= told["high"] and told["n"] == 10
+    )
     assert "(n = 8 and 2)" in (topics / "out" / "report.md").read_text()
     ranked = read_table(topics / "out", RANKINGS).column("query_id").to_pylist()
     assert set(ranked) == {f"q{i}" for i in range(NUM_QUERIES)}
     (topics / "none.jsonl").write_text("{}\n")
     with pytest.raises(SkilltrainError, match=r"line 1: query: "):
-        evaluate(topics, pool=topics / "pool", systems=[BM25], analysis={"unserved": str(topics / "none.jsonl")})
+        evaluate(
+            topics,
+            pool=topics / "pool",
+            systems=[BM25],
+            analysis={"unserved": str(topics / "none.jsonl")},
+        )
 
 
 # What judges and embeddings servers would take -----------------------------------------------------------------------
 
 
 def api(server: LLMServer, folder: Path, name: str = "api", **changed: Any) -> dict[str, Any]:
-    source = {"model": "vectors", "base_url": server.base_url, "cache": str(folder / "cache"), "batch_size": 3}
+    source = {
+        "model": "vectors",
+        "base_url": server.base_url,
+        "cache": str(folder / "cache"),
+        "batch_size": 3,
+    }
     return {"name": name, "rankers": [{"kind": "api", **source, **changed}]}
 
 
 def judged(server: LLMServer, folder: Path, **llm: Any) -> dict[str, Any]:
-    select = {"kind": "select", "keep": 4, "llm": chat(server, folder / "cache", concurrency=4, **llm)}
+    select = {
+        "kind": "select",
+        "keep": 4,
+        "llm": chat(server, folder / "cache", concurrency=4, **llm),
+    }
     return {"name": "judged", "rankers": [{"kind": "lexical"}, select]}
 
 
@@ -302,14 +429,26 @@ def test_a_dry_run_says_what_is_asked_and_asks_and_writes_nothing(folder, capsys
     with llm_server() as server:
         server.otherwise = lambda request: embeddings(request) if "input" in request else Reply("1")
         price = {"prices": {"prompt": 2, "completion": 0}}
-        systems = [judged(server, folder, prices={"prompt": 3.0, "completion": 5.0}), api(server, folder, **price),
-                   api(server, folder, "same again", **price)]  # fmt: skip
-        config = config_of(folder, pool=folder / "pool", measures=["Hit@1"], systems=[BM25, *systems])
+        systems = [
+            judged(server, folder, prices={"prompt": 3.0, "completion": 5.0}),
+            api(server, folder, **price),
+            api(server, folder, "same again", **price),
+        ]
+        config = config_of(
+            folder, pool=folder / "pool", measures=["Hit@1"], systems=[BM25, *systems]
+        )
         plan = dry_run(config)
-        assert server.requests == [] and not (folder / "cache").exists() and not [*(folder / "out").iterdir()]
+        assert (
+            server.requests == []
+            and not (folder / "cache").exists()
+            and not [*(folder / "out").iterdir()]
+        )
         assert "3 requests to scripted, about" in capsys.readouterr().err
         run_evaluate(config, folder / "out")
-        assert "4 texts to vectors, about" in (said := capsys.readouterr().err) and "2 texts to vectors, about" in said
+        assert (
+            "4 texts to vectors, about" in (said := capsys.readouterr().err)
+            and "2 texts to vectors, about" in said
+        )
         chats = [request for request in server.requests if "messages" in request]
         texts = [request["input"] for request in server.requests if "input" in request]
         again = dry_run(config)["asked"]["api"]["api"]
@@ -317,13 +456,30 @@ def test_a_dry_run_says_what_is_asked_and_asks_and_writes_nothing(folder, capsys
     assert plan["asked"].keys() == {"judged", "api"}  # the third asks what the second has asked
     judge, encoding = plan["asked"]["judged"]["select"], plan["asked"]["api"]["api"]
     read = sum(estimate_tokens(m["content"]) + 4 for request in chats for m in request["messages"])
-    assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (3, read, 12)
+    assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (
+        3,
+        read,
+        12,
+    )
     # 4 skills in 2 requests, and 2 queries, for one is asked twice.
-    assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (2 + 1, 6, 0)
+    assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (
+        2 + 1,
+        6,
+        0,
+    )
     assert (len(chats), len(texts), sum(map(len, texts))) == (3, 3, 6)
-    assert encoding["num_prompt_tokens"] == sum(estimate_tokens(text) for some in texts for text in some)
-    assert plan["dollars"] == round((read * 3 + 12 * 5 + encoding["num_prompt_tokens"] * 2) / 1e6, 6)
-    assert (again["num_requests"], again["num_texts"], again["num_kept_texts"], again["dollars"]) == (0, 0, 6, 0)
+    assert encoding["num_prompt_tokens"] == sum(
+        estimate_tokens(text) for some in texts for text in some
+    )
+    assert plan["dollars"] == round(
+        (read * 3 + 12 * 5 + encoding["num_prompt_tokens"] * 2) / 1e6, 6
+    )
+    assert (
+        again["num_requests"],
+        again["num_texts"],
+        again["num_kept_texts"],
+        again["dollars"],
+    ) == (0, 0, 6, 0)
 
 
 def test_a_price_that_is_not_known_makes_the_sum_unknown_and_candidates_are_planned_alike(folder):
@@ -331,9 +487,13 @@ def test_a_price_that_is_not_known_makes_the_sum_unknown_and_candidates_are_plan
         systems = [judged(server, folder), api(server, folder, budget={"max_tokens": 500})]
         plan = dry_run(config_of(folder, pool=folder / "pool", systems=systems))
         values = {
-            "stage": "candidates", "queries": folder / "bench", "pool": folder / "pool", "split": None,
-            "system": api(server, folder, prices={"prompt": 2, "completion": 0}), "out": folder / "out",
-        }  # fmt: skip
+            "stage": "candidates",
+            "queries": folder / "bench",
+            "pool": folder / "pool",
+            "split": None,
+            "system": api(server, folder, prices={"prompt": 2, "completion": 0}),
+            "out": folder / "out",
+        }
         found = dry_run(validate(CandidatesConfig, values, "test"))
         missing = {"system": {"name": "x", "rankers": [{"kind": "dense", "source": "./nothing"}]}}
         with pytest.raises(SkilltrainError, match=r"\./nothing: no such model"):
@@ -343,7 +503,9 @@ def test_a_price_that_is_not_known_makes_the_sum_unknown_and_candidates_are_plan
     counts = {"num_queries": 3, "num_skills": 4, "num_systems": 1}
     assert dry_run(config_of(folder, pool=folder / "pool", systems=[BM25])) == counts
     asked = found["asked"]["api"]["api"]
-    assert (found["num_systems"], asked["num_texts"]) == (1, 7) and found["dollars"] == asked["dollars"] > 0
+    assert (found["num_systems"], asked["num_texts"]) == (1, 7) and found["dollars"] == asked[
+        "dollars"
+    ] > 0
 
 
 # Refused before any query is ranked ----------------------------------------------------------------------------------
@@ -360,13 +522,19 @@ FAULTS = [  # which a dry run tells as well
     ({"clusters": "clusters"}, r"1 skill\(s\) of the pool are in no cluster"),
     (PREDICTIONS | {"clusters": "clusters"}, "copies are found by the skills' texts"),
     ({"systems": [BM25, BM25]}, "systems: two systems have the same name"),
-    ({"systems": [{"name": "e", "rankers": [{"kind": "dense", "source": "./nothing"}]}]}, "./nothing: no such"),
+    (
+        {"systems": [{"name": "e", "rankers": [{"kind": "dense", "source": "./nothing"}]}]},
+        "./nothing: no such",
+    ),
     ({"systems": [reranked("bench")]}, "bench: is no model folder"),
     ({"predictions": "bad.json"}, "1 of 1 predicted skills are not in the pool, first 'nowhere'"),
     ({"predictions": "counting.json"}, "another system is called 'counting' as well"),
 ]
 FAULTS_OF_ANALYSES = [
-    ({"analysis": {"num_attention": 1}}, "analysis.num_attention: is measured in rerankers, and no system has one"),
+    (
+        {"analysis": {"num_attention": 1}},
+        "analysis.num_attention: is measured in rerankers, and no system has one",
+    ),
     (PREDICTIONS | {"analysis": {"structure": True}}, "analysis.structure: no gold skills"),
 ]
 
@@ -377,11 +545,23 @@ def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, mess
     monkeypatch.chdir(folder)
     for name, skill_id in (("mine", "s0"), ("bad", "nowhere"), ("counting", "s0")):
         predict(folder, {"q1": [skill_id]}, name)
-    write_table([{"skill_id": f"s{n}", "cluster": n} for n in range(3)], CLUSTERS, folder / "clusters")
+    write_table(
+        [{"skill_id": f"s{n}", "cluster": n} for n in range(3)], CLUSTERS, folder / "clusters"
+    )
     with llm_server() as server:
-        api = {"kind": "api", "model": "scripted", "base_url": server.base_url, "cache": None, "max_retries": 0}
+        api = {
+            "kind": "api",
+            "model": "scripted",
+            "base_url": server.base_url,
+            "cache": None,
+            "max_retries": 0,
+        }
         systems = [{"name": "counting", "rankers": [api]}, *settings.get("systems", [])]
-        values = {"pool": "pool", **settings, "systems": systems if settings.get("systems") != [] else []}
+        values = {
+            "pool": "pool",
+            **settings,
+            "systems": systems if settings.get("systems") != [] else [],
+        }
         with pytest.raises(SkilltrainError, match=message):
             evaluate(folder, **values)
         if (settings, message) in FAULTS:

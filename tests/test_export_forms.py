@@ -45,14 +45,19 @@ def test_one_output_in_place_of_a_vocabulary_gives_the_same_scores(tmp_path, rer
     folder, wanted = tmp_path / "model", scores_of(reranker, QUERY, MANY[1:])
     write_form(folder, "sequence_classification")
     network = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    assert network.config.num_labels == 1 and type(network).__name__ == "Qwen3ForSequenceClassification"
+    assert (
+        network.config.num_labels == 1
+        and type(network).__name__ == "Qwen3ForSequenceClassification"
+    )
     for side in ("left", "right"):
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
         chats = [
-            [{"role": "query", "content": QUERY},
-             {"role": "document", "content": reranker.settings.template.render_skill(skill)}]
+            [
+                {"role": "query", "content": QUERY},
+                {"role": "document", "content": reranker.settings.template.render_skill(skill)},
+            ]
             for skill in MANY[1:]
-        ]  # fmt: skip
+        ]
         texts = tokenizer.apply_chat_template(chats, tokenize=False)
         with torch.inference_mode():
             found = network(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
@@ -70,39 +75,65 @@ def test_one_output_in_place_of_a_vocabulary_gives_the_same_scores(tmp_path, rer
     # What vLLM and TEI read: the task, the number of outputs, what follows the head, and how two texts become one.
     config, record = read(folder, "config.json"), read(folder, "skilltrain.json")
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]  # both: the task
-    assert (config["id2label"], config["label2id"]) == ({"0": "LABEL_0"}, {"LABEL_0": 0})  # one label: a reranker
+    assert (config["id2label"], config["label2id"]) == (
+        {"0": "LABEL_0"},
+        {"LABEL_0": 0},
+    )  # one label: a reranker
     assert config["pad_token_id"] == reranker.tokenizer.pad_token_id
-    assert config["use_sep_token"] is config["use_pad_token"] is False  # vLLM: query and document are one text
-    assert config["sentence_transformers"]["activation_fn"] == "torch.nn.modules.linear.Identity"  # vLLM: no sigmoid
+    assert (
+        config["use_sep_token"] is config["use_pad_token"] is False
+    )  # vLLM: query and document are one text
+    assert (
+        config["sentence_transformers"]["activation_fn"] == "torch.nn.modules.linear.Identity"
+    )  # vLLM: no sigmoid
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    assert "{%- set INSTRUCTION" in (folder / "chat_template.jinja").read_text(encoding="utf-8")  # vLLM --chat-template
+    assert "{%- set INSTRUCTION" in (folder / "chat_template.jinja").read_text(
+        encoding="utf-8"
+    )  # vLLM --chat-template
     weights = load_file(folder / "model.safetensors")
     assert weights["score.weight"].shape == (1, 32)  # vLLM: a head named score, without bias
     assert "model.embed_tokens.weight" in weights and "lm_head.weight" not in weights
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    assert record["form"] == "sequence_classification" and not any("LogitScore" in name for name in files)
+    files = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
+    assert record["form"] == "sequence_classification" and not any(
+        "LogitScore" in name for name in files
+    )
     assert set(record["files"]) == files.keys()
     assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o644}
 
 
-@pytest.mark.parametrize(("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")])
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")]
+)
 def test_the_keys_that_tei_and_vllm_read_of_an_encoder(tmp_path, open_encoder_of, name, pooling):
     """Both know a limit by max_seq_length (vLLM only beside do_lower_case) and the pooling by 1_Pooling's flags."""
     template = EncoderTemplate(instruction="Find the skill")
-    save_model(open_encoder_of(name, pooling=pooling, max_tokens=32, template=template), tmp_path, base=name)
-    transformer, own = read(tmp_path, "sentence_bert_config.json"), read(tmp_path, "1_Pooling/config.json")
+    save_model(
+        open_encoder_of(name, pooling=pooling, max_tokens=32, template=template),
+        tmp_path,
+        base=name,
+    )
+    transformer, own = (
+        read(tmp_path, "sentence_bert_config.json"),
+        read(tmp_path, "1_Pooling/config.json"),
+    )
     assert (transformer["max_seq_length"], transformer["do_lower_case"]) == (32, False)
     flag = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}[pooling]
     for each in ("cls_token", "mean_tokens", "lasttoken", "max_tokens", "mean_sqrt_len_tokens"):
         assert own[f"pooling_mode_{each}"] is (each == flag)
     assert "word_embedding_dimension" not in own
-    kinds = [module["type"] for module in read(tmp_path, "modules.json")]  # the names that both compare with
+    kinds = [
+        module["type"] for module in read(tmp_path, "modules.json")
+    ]  # the names that both compare with
     assert kinds == [
         "sentence_transformers.base.modules.transformer.Transformer",
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
         "sentence_transformers.base.modules.normalize.Normalize",
     ]
-    prompts = read(tmp_path, "config_sentence_transformers.json")["prompts"]  # TEI: a map of strings
+    prompts = read(tmp_path, "config_sentence_transformers.json")[
+        "prompts"
+    ]  # TEI: a map of strings
     assert prompts == {"query": "Instruct: Find the skill\nQuery:", "document": ""}
     config = read(tmp_path, "config.json")
     assert config["architectures"][0].endswith("Model") and config["max_position_embeddings"] >= 32
@@ -110,11 +141,15 @@ def test_the_keys_that_tei_and_vllm_read_of_an_encoder(tmp_path, open_encoder_of
     if name == "qwen3":
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert (tmp_path / "tokenizer.json").is_file()
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o644}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {
+        0o644
+    }
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
-def test_late_interaction_opens_as_a_multi_vector_encoder(tmp_path, open_encoder_of, monkeypatch, name):
+def test_late_interaction_opens_as_a_multi_vector_encoder(
+    tmp_path, open_encoder_of, monkeypatch, name
+):
     encoder = open_encoder_of(name, max_tokens=32, query_max_tokens=24)
     save_model(encoder, tmp_path, base=name)
     write_form(tmp_path, "multi_vector")
@@ -123,11 +158,15 @@ def test_late_interaction_opens_as_a_multi_vector_encoder(tmp_path, open_encoder
     queries = [QUERY, "deploy the pods " * 20, "运行"]
     ids = encoder.tokenize(texts, 32), encoder.tokenize_queries(queries)
     with torch.inference_mode():
-        skills, asked = ([encoder.with_tokens([text], len(text))[0][1:] for text in some] for some in ids)
+        skills, asked = (
+            [encoder.with_tokens([text], len(text))[0][1:] for text in some] for some in ids
+        )
     found = plain.similarity(plain.encode_query(queries), plain.encode_document(texts))
     assert torch.allclose(found, max_sim(asked, skills), atol=1e-5)
     check_round_trip(tmp_path)
-    card = model_card(RunRecord(encoder.settings, {"model": {"source": name}}, {}, form="multi_vector"))
+    card = model_card(
+        RunRecord(encoder.settings, {"model": {"source": name}}, {}, form="multi_vector")
+    )
     (tmp_path / "README.md").write_text(card, encoding="utf-8")
     ours = max_sim(asked[:1], skills[:2])[0]
     assert np.allclose(run_program(card, tmp_path, monkeypatch), ours.numpy(), atol=1e-5)
@@ -140,7 +179,10 @@ def run_onnx(file, inputs):
 
 
 def arrays(tokenizer, *texts):
-    return {name: value.numpy() for name, value in tokenizer(*texts, padding=True, return_tensors="pt").items()}
+    return {
+        name: value.numpy()
+        for name, value in tokenizer(*texts, padding=True, return_tensors="pt").items()
+    }
 
 
 @pytest.mark.slow
@@ -150,9 +192,14 @@ def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
     encoder = open_encoder_of("bert", max_tokens=32)
     save_model(encoder, tmp_path, base="b")
     write_form(tmp_path, "onnx")
-    inputs = arrays(AutoTokenizer.from_pretrained(tmp_path), ["deploy pods", "review the commit and merge it", "a"])
+    inputs = arrays(
+        AutoTokenizer.from_pretrained(tmp_path),
+        ["deploy pods", "review the commit and merge it", "a"],
+    )
     with torch.inference_mode():
-        wanted = encoder.backbone(**{name: torch.from_numpy(value) for name, value in inputs.items()})
+        wanted = encoder.backbone(
+            **{name: torch.from_numpy(value) for name, value in inputs.items()}
+        )
     real = inputs["attention_mask"].astype(bool)
     found = run_onnx(tmp_path / ONNX, inputs)
     assert np.allclose(found[real], wanted.last_hidden_state.numpy()[real], atol=1e-4)
@@ -164,11 +211,15 @@ def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (find_spec("openvino") and find_spec("nncf")), reason="needs the extra openvino")
+@pytest.mark.skipif(
+    not (find_spec("openvino") and find_spec("nncf")), reason="needs the extra openvino"
+)
 def test_openvino_computes_a_rerankers_logits_and_tells_nobody(tmp_path, reranker):
     """Also of a Qwen3 reranker, whose graph has one output for each pair."""
     write_form(tmp_path / "model", "openvino")
-    assert not any(module for name, module in sys.modules.items() if name.startswith("openvino_telemetry"))
+    assert not any(
+        module for name, module in sys.modules.items() if name.startswith("openvino_telemetry")
+    )
     import openvino
 
     pairs = [pair.ids for pair in reranker.tokenize(QUERY, MANY)]
@@ -187,7 +238,11 @@ def test_a_model_without_the_form_and_a_missing_package_are_told(
     template = RerankerTemplate(form="cosine_pair")
     save_model(open_reranker_of("bert", template=template), tmp_path / "cosine", base="b")
     for name, form, message in (
-        ("encoder", "sequence_classification", "only a reranker with template.form=yes_no has the form"),
+        (
+            "encoder",
+            "sequence_classification",
+            "only a reranker with template.form=yes_no has the form",
+        ),
         ("pair", "sequence_classification", "one of form pair is a classifier already"),
         ("pair", "multi_vector", "only an encoder has the form multi_vector"),
         ("cosine", "onnx", "of form cosine_pair has no head to compute in onnx"),
@@ -197,6 +252,7 @@ def test_a_model_without_the_form_and_a_missing_package_are_told(
     monkeypatch.setitem(sys.modules, "nncf", None)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(
-        SkilltrainError, match=r"openvino: this form needs the package nncf \(pip install 'skilltrain\[openvino\]'\)"
+        SkilltrainError,
+        match=r"openvino: this form needs the package nncf \(pip install 'skilltrain\[openvino\]'\)",
     ):
         write_form(tmp_path / "encoder", "openvino")

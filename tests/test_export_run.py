@@ -29,7 +29,14 @@ from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import RerankerTemplate
-from skilltrain.training.publish import _upload, check_round_trip, export_adapter, export_run, push_model, save_trained
+from skilltrain.training.publish import (
+    _upload,
+    check_round_trip,
+    export_adapter,
+    export_run,
+    push_model,
+    save_trained,
+)
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
 from small_library import skilltrain, succeeds
@@ -37,15 +44,24 @@ from small_library import skilltrain, succeeds
 CPU, REPO = torch.device("cpu"), "our-team/sr-emb"
 TEXTS = ["deploy pods", "", "review the commit and merge " * 20]
 SUMMARY = {
-    "num_lists": 7, "num_steps": 4, "seconds": 1.5, "last_loss": 0.25, "checkpoint": "step-4",
+    "num_lists": 7,
+    "num_steps": 4,
+    "seconds": 1.5,
+    "last_loss": 0.25,
+    "checkpoint": "step-4",
     "dev": {"MRR@10": {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 8}},
-}  # fmt: skip
+}
 
 
 def config_of(folder, source, reranker=False, **more):
-    more |= {"data": ListsSource(pool=folder / "pool", lists=folder / "lists"), "out": folder / "run"}
+    more |= {
+        "data": ListsSource(pool=folder / "pool", lists=folder / "lists"),
+        "out": folder / "run",
+    }
     if reranker:
-        model = RerankerConfig(source=str(source), max_tokens=400, query_max_tokens=100, **more.pop("model", {}))
+        model = RerankerConfig(
+            source=str(source), max_tokens=400, query_max_tokens=100, **more.pop("model", {})
+        )
         return TrainRerankerConfig(stage="train_reranker", model=model, **more)
     model = EncoderConfig(source=str(source), max_tokens=32, query_max_tokens=32)
     return TrainEncoderConfig(stage="train_encoder", model=model, **more)
@@ -61,11 +77,15 @@ def add_checkpoint(config, step, best=0) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     folder = config.out / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)
-    seen = {value.data_ptr(): name for name, value in reversed(model.state_dict().items())}  # tied weights once
+    seen = {
+        value.data_ptr(): name for name, value in reversed(model.state_dict().items())
+    }  # tied weights once
     weights = {f"model.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
     save_file(weights, folder / "model.safetensors")
     position = {"step": step, "loss": 0.1, "best": {"step": best}}
-    (folder / "state.json").write_text(json.dumps({"written_by": "whole models on cpu", "position": position}))
+    (folder / "state.json").write_text(
+        json.dumps({"written_by": "whole models on cpu", "position": position})
+    )
     write_run(config, finished=False)
     return model
 
@@ -73,7 +93,13 @@ def add_checkpoint(config, step, best=0) -> Any:
 def write_run(config, finished):
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "recipe.yaml").write_text(to_yaml(config))
-    record = {"skilltrain": "0", "recipe": {}, "inputs": {}, "finished": finished, "summary": SUMMARY}
+    record = {
+        "skilltrain": "0",
+        "recipe": {},
+        "inputs": {},
+        "finished": finished,
+        "summary": SUMMARY,
+    }
     (config.out / "run.json").write_text(json.dumps(record))
 
 
@@ -90,7 +116,9 @@ def finished(unfinished):
     config, models = unfinished
     skills = [Skill(f"s{n}", "name", "what", "how", lang="en" if n else "zh") for n in range(3)]
     write_table(skills, SKILLS, config.data.pool)
-    (config.data.pool / "run.json").write_text(json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}}))
+    (config.data.pool / "run.json").write_text(
+        json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}})
+    )
     write_run(config, finished=True)
     save_trained(config, config.out / "checkpoints" / "step-4", config.out, SUMMARY)
     (config.out / "train_log.jsonl").write_text("{}\n")
@@ -117,63 +145,100 @@ def files_in(folder):
 
 
 @pytest.mark.parametrize(("checkpoint", "step"), [(None, 10), ("step-2", 2), ("best", 4)])
-def test_any_checkpoint_of_an_unfinished_run_becomes_a_model(tmp_path, unfinished, checkpoint, step):
+def test_any_checkpoint_of_an_unfinished_run_becomes_a_model(
+    tmp_path, unfinished, checkpoint, step
+):
     config, models = unfinished
     found = export_run(config.out, tmp_path / "out", checkpoint)
-    assert found == {"out": str(tmp_path / "out"), "stage": "train_encoder", "checkpoint": f"step-{step}"}
+    assert found == {
+        "out": str(tmp_path / "out"),
+        "stage": "train_encoder",
+        "checkpoint": f"step-{step}",
+    }
     assert_same_vectors(tmp_path / "out", models[step])
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"checkpoint `step-{step}`" in card and "Not evaluated" in card
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_a_finished_run_is_copied_without_its_logs_and_only_its_own_card_has_its_figures(tmp_path, finished):
+def test_a_finished_run_is_copied_without_its_logs_and_only_its_own_card_has_its_figures(
+    tmp_path, finished
+):
     config, models = finished
     (tmp_path / "out").mkdir()  # an empty folder is no obstacle
     assert export_run(config.out, tmp_path / "out")["checkpoint"] == "step-4"
     assert_same_vectors(tmp_path / "out", models[4])
     copied = files_in(tmp_path / "out")
-    assert copied.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"}) and "1_Pooling/config.json" in copied
+    assert (
+        copied.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"})
+        and "1_Pooling/config.json" in copied
+    )
     for name in copied:
         assert (tmp_path / "out" / name).read_bytes() == (config.out / name).read_bytes()
     export_run(config.out, tmp_path / "chosen", "step-4")
     export_run(config.out, tmp_path / "other", "step-2")
     cards = [(tmp_path / name / "README.md").read_text() for name in ("out", "chosen", "other")]
     figures = ("| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |", "last loss")
-    assert [[figure in card for figure in figures] for card in cards] == [[True, True], [True, True], [False, False]]
+    assert [[figure in card for figure in figures] for card in cards] == [
+        [True, True],
+        [True, True],
+        [False, False],
+    ]
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
 def test_an_adapter_is_merged_or_read_by_peft(tmp_path, model_folders, name):
-    config = config_of(tmp_path, model_folders[name], "reranker" in name, adapter=AdapterConfig(rank=2, dropout=0.1))
+    config = config_of(
+        tmp_path,
+        model_folders[name],
+        "reranker" in name,
+        adapter=AdapterConfig(rank=2, dropout=0.1),
+    )
     model, skill = add_checkpoint(config, 3), Skill("s", "pods", "deploy pods", "to find the task")
     export_run(config.out, tmp_path / "merged")
     check_round_trip(tmp_path / "merged")
     with torch.inference_mode():
         ours, theirs = (
-            one(one.tokenize("deploy", [skill]) if isinstance(one, Reranker) else one.tokenize(TEXTS, 32))
+            one(
+                one.tokenize("deploy", [skill])
+                if isinstance(one, Reranker)
+                else one.tokenize(TEXTS, 32)
+            )
             for one in (model, open_model(tmp_path / "merged"))
         )
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
-    with pytest.raises(SkilltrainError, match=r"run: trained an adapter \(LoRA\), and only runs that trained all"):
+    with pytest.raises(
+        SkilltrainError, match=r"run: trained an adapter \(LoRA\), and only runs that trained all"
+    ):
         export_run(config.out, tmp_path / "mixed", interpolate=0.5)
 
     assert export_adapter(config.out, tmp_path / "adapter")["checkpoint"] == "step-3"
-    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
+        "target_modules"
+    ]
     assert targets == sorted(targets)
     kind: Any = AutoModel
     if "reranker" in name:
         kind = AutoModelForCausalLM if "qwen3" in name else AutoModelForSequenceClassification
-    peft = PeftModel.from_pretrained(kind.from_pretrained(model_folders[name]), str(tmp_path / "adapter")).eval()
-    ids, network = torch.tensor([[2, 9, 30, 12, 3]]), model.network if "reranker" in name else model.backbone
+    peft = PeftModel.from_pretrained(
+        kind.from_pretrained(model_folders[name]), str(tmp_path / "adapter")
+    ).eval()
+    ids, network = (
+        torch.tensor([[2, 9, 30, 12, 3]]),
+        model.network if "reranker" in name else model.backbone,
+    )
     with torch.inference_mode():
-        torch.testing.assert_close(peft(input_ids=ids)[0], network(input_ids=ids)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            peft(input_ids=ids)[0], network(input_ids=ids)[0], atol=1e-5, rtol=0
+        )
     refuses("holds an adapter, not a model of its own", resolve_model, str(tmp_path / "adapter"))
 
 
 def test_weights_between_base_and_trained(tmp_path, finished):
     config, models = finished
-    assert export_run(config.out, tmp_path / "out", interpolate=0.25)["checkpoint"] == "step-4"  # the run's last word
+    assert (
+        export_run(config.out, tmp_path / "out", interpolate=0.25)["checkpoint"] == "step-4"
+    )  # the run's last word
     base, trained = load_model(config, CPU).state_dict(), models[4].state_dict()
     mixed = load_model(config_of(tmp_path, tmp_path / "out"), CPU).state_dict()
     for name, value in mixed.items():
@@ -194,7 +259,10 @@ def test_tied_weights_are_mixed_once(tmp_path, model_folders):
 
 def write_report(folder, source):
     """What `evaluate` leaves of two systems, the second with the encoder in `source`."""
-    dense = {"name": "hybrid | ours", "rankers": [{"kind": "fuse", "of": [{"kind": "dense", "source": str(source)}]}]}
+    dense = {
+        "name": "hybrid | ours",
+        "rankers": [{"kind": "fuse", "of": [{"kind": "dense", "source": str(source)}]}],
+    }
     folder.mkdir()
     systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}, dense]
     inputs = {"systems.1.rankers.0.of.0.source": "sha256"}
@@ -211,11 +279,25 @@ def test_the_card_of_an_export_can_be_published(tmp_path, finished):
     export_run(run, tmp_path / "out", published=published)
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
-    assert (front["license"], front["language"], front["datasets"]) == ("apache-2.0", ["en", "zh"], ["owner/skills"])
-    figures = {one["dataset"]["name"]: one["metrics"][0]["value"] for one in front["model-index"][0]["results"]}
+    assert (front["license"], front["language"], front["datasets"]) == (
+        "apache-2.0",
+        ["en", "zh"],
+        ["owner/skills"],
+    )
+    figures = {
+        one["dataset"]["name"]: one["metrics"][0]["value"]
+        for one in front["model-index"][0]["results"]
+    }
     assert figures == {"development queries": 0.5, "our requests": 0.5125}
-    assert f'SentenceTransformer("{REPO}")' in card and f"--encoder {REPO}\n" in card and '"."' not in card
-    assert "On 40 queries of the benchmark “our requests”" in card and "| bm25 | 0.512 [0.40, 0.62] |" in card
+    assert (
+        f'SentenceTransformer("{REPO}")' in card
+        and f"--encoder {REPO}\n" in card
+        and '"."' not in card
+    )
+    assert (
+        "On 40 queries of the benchmark “our requests”" in card
+        and "| bm25 | 0.512 [0.40, 0.62] |" in card
+    )
     assert "| **hybrid \\| ours** | 0.512 [0.40, 0.62] |" in card
     assert "## Limits" in card.partition("our requests")[2]
 
@@ -223,19 +305,35 @@ def test_the_card_of_an_export_can_be_published(tmp_path, finished):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(({"checkpoint": name}, rf"checkpoints: no checkpoint '{name}'; there are step-2, step-4")
-          for name in ("step-3", "../step-2")),
-        *(({"interpolate": share}, rf"--interpolate: must be a share from 0 .* to 1 .*, found {share}")
-          for share in (-0.1, 1.5, float("nan"))),
+        *(
+            (
+                {"checkpoint": name},
+                rf"checkpoints: no checkpoint '{name}'; there are step-2, step-4",
+            )
+            for name in ("step-3", "../step-2")
+        ),
+        *(
+            (
+                {"interpolate": share},
+                rf"--interpolate: must be a share from 0 .* to 1 .*, found {share}",
+            )
+            for share in (-0.1, 1.5, float("nan"))
+        ),
         ({"reports": "another"}, "no system of this report uses"),
-        ({"reports": "run", "checkpoint": "step-4"}, "a report is of the model that the run ended with"),
+        (
+            {"reports": "run", "checkpoint": "step-4"},
+            "a report is of the model that the run ended with",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_run_cannot_give_is_refused(tmp_path, finished, arguments, message):
     run = finished[0].out
     if source := arguments.get("reports"):
         report = write_report(tmp_path / "report", tmp_path / source)
-        arguments = {"published": Published(reports=[report]), "checkpoint": arguments.get("checkpoint")}
+        arguments = {
+            "published": Published(reports=[report]),
+            "checkpoint": arguments.get("checkpoint"),
+        }
     refuses(message, export_run, run, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
@@ -243,20 +341,38 @@ def test_what_a_run_cannot_give_is_refused(tmp_path, finished, arguments, messag
 def test_what_is_no_run_of_this_kind_is_refused(tmp_path, model_folders):
     config, out = config_of(tmp_path, model_folders["bert"]), tmp_path / "out"
     refuses("write OWNER/NAME", Published, "sr-emb")
-    with pytest.raises(SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"):
+    with pytest.raises(
+        SkilltrainError, match=r"nowhere: no such folder \(give the folder that a training wrote to"
+    ):
         export_run(tmp_path / "nowhere", out)
     refuses(r"holds no run: it has no run\.json", export_run, model_folders["bert"], out)
     write_run(config, finished=False)
     refuses(r"checkpoints: holds no checkpoint", export_run, config.out, out)
-    refuses(r"trained all weights, no adapter .export without --adapter", export_adapter, config.out, out)
+    refuses(
+        r"trained all weights, no adapter .export without --adapter",
+        export_adapter,
+        config.out,
+        out,
+    )
     (config.out / "recipe.yaml").write_text("stage: mine\n")
     refuses("is a run of stage mine, which trains no model", export_run, config.out, out)
-    config = config_of(tmp_path, model_folders["bert"], True, model={"template": RerankerTemplate()})  # a new head
+    config = config_of(
+        tmp_path, model_folders["bert"], True, model={"template": RerankerTemplate()}
+    )  # a new head
     add_checkpoint(config, 3)
-    with pytest.raises(SkilltrainError, match=r"bert: its base has another architecture.*: its weights lack the head"):
+    with pytest.raises(
+        SkilltrainError,
+        match=r"bert: its base has another architecture.*: its weights lack the head",
+    ):
         export_run(config.out, out, interpolate=0.5)
     write_run(config_of(tmp_path, model_folders["qwen3"]), finished=False)
-    refuses(r"step-3: the checkpoint does not fit the recipe's model", export_run, config.out, out, interpolate=0.5)
+    refuses(
+        r"step-3: the checkpoint does not fit the recipe's model",
+        export_run,
+        config.out,
+        out,
+        interpolate=0.5,
+    )
     assert not out.exists()
 
 
@@ -291,15 +407,28 @@ def test_a_model_arrives_whole_in_a_private_repository(hub, finished):
     for name in ("model.safetensors", "1_Pooling/config.json", "tokenizer.json"):
         assert repository.files[name] == (run / name).read_bytes()
     card = repository.files["README.md"].decode()
-    assert card == found["card"] and f'SentenceTransformer("{REPO}")' in card and "license: apache-2.0" in card
-    assert not any("checkpoints" in name or name in ("run.json", "recipe.yaml") for name in repository.files)
+    assert (
+        card == found["card"]
+        and f'SentenceTransformer("{REPO}")' in card
+        and "license: apache-2.0" in card
+    )
+    assert not any(
+        "checkpoints" in name or name in ("run.json", "recipe.yaml") for name in repository.files
+    )
 
 
 def test_a_second_push_leaves_nothing_of_the_first(hub, finished, tmp_path):
-    export_run(finished[0].out, tmp_path / "exported", published=Published(REPO), form="multi_vector")
-    hub.repositories[REPO] = Repository(files={"skilltrain.json": b"{}", "model-00001-of-00002.safetensors": b"old"})
+    export_run(
+        finished[0].out, tmp_path / "exported", published=Published(REPO), form="multi_vector"
+    )
+    hub.repositories[REPO] = Repository(
+        files={"skilltrain.json": b"{}", "model-00001-of-00002.safetensors": b"old"}
+    )
     found = push_model(tmp_path / "exported", Published(REPO))
-    assert hub.repositories[REPO].files.keys() == found["files"].keys() and "MultiVectorEncoder(" in found["card"]
+    assert (
+        hub.repositories[REPO].files.keys() == found["files"].keys()
+        and "MultiVectorEncoder(" in found["card"]
+    )
     refuses("is pushed as it is", push_model, tmp_path / "exported", Published(REPO), form="onnx")
 
 
@@ -316,7 +445,12 @@ def test_a_refused_commit_leaves_the_repository_as_it_was(hub, tmp_path):
 
 def test_a_public_repository_is_written_only_when_asked_for(hub, finished):
     hub.repositories[REPO] = Repository(private=False)
-    refuses(r"our-team/sr-emb: the repository is public \(add --public", push_model, finished[0].out, Published(REPO))
+    refuses(
+        r"our-team/sr-emb: the repository is public \(add --public",
+        push_model,
+        finished[0].out,
+        Published(REPO),
+    )
     assert hub.repositories[REPO].commits == 0
     push_model(finished[0].out, Published("our-team/open"), public=True)
     assert not hub.repositories["our-team/open"].private
@@ -327,7 +461,10 @@ def test_a_dry_run_shows_files_and_card_and_asks_no_server(hub, finished):
     shown, size = succeeds(*command).out, (finished[0].out / "model.safetensors").stat().st_size
     assert f"{REPO}: would be pushed; nothing was sent" in shown
     assert f"model.safetensors: {size:,} bytes\n" in shown and "## Limits" in shown
-    assert set(json.loads(skilltrain(*command, "--json").out)) == {"url", "files", "card"} and hub.log == []
+    assert (
+        set(json.loads(skilltrain(*command, "--json").out)) == {"url", "files", "card"}
+        and hub.log == []
+    )
 
 
 def add_secret(run):
@@ -344,9 +481,18 @@ def take_a_weight(run):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda run: (run / "tokenizer.json").unlink(), r"tokenizer\.json: a file of the model is missing"),
-        (lambda run: (run / "run.json").write_text('{"finished": false}'), r"has not finished \(continue"),
-        (add_secret, r"tokenizer_config\.json: holds what looks like a secret: AKIAQX7Z… \(20 characters\)"),
+        (
+            lambda run: (run / "tokenizer.json").unlink(),
+            r"tokenizer\.json: a file of the model is missing",
+        ),
+        (
+            lambda run: (run / "run.json").write_text('{"finished": false}'),
+            r"has not finished \(continue",
+        ),
+        (
+            add_secret,
+            r"tokenizer_config\.json: holds what looks like a secret: AKIAQX7Z… \(20 characters\)",
+        ),
         (take_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
         (shutil.rmtree, r"run/skilltrain\.json: no such file"),
     ],
@@ -357,22 +503,42 @@ def test_what_is_refused_before_anything_is_sent(hub, finished, damage, message)
     assert hub.log == []
 
 
-def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_encoder_of, open_reranker_of):
-    save_model(open_encoder_of("bert", max_tokens=32, query_max_tokens=24), tmp_path / "encoder", base="b")
+def test_other_scores_in_plain_sentence_transformers_are_refused(
+    tmp_path, open_encoder_of, open_reranker_of
+):
+    save_model(
+        open_encoder_of("bert", max_tokens=32, query_max_tokens=24), tmp_path / "encoder", base="b"
+    )
     check_round_trip(tmp_path / "encoder")
     pooling = tmp_path / "encoder" / "1_Pooling" / "config.json"
-    pooling.write_text(pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"'))
+    pooling.write_text(
+        pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"')
+    )
     refuses(r"gives other scores: they differ by up to \d", check_round_trip, tmp_path / "encoder")
-    save_model(open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair")), tmp_path / "cosine", base="b")
-    refuses(r"cannot open it: .*skilltrain\.models\.reranker\.load_reranker", check_round_trip, tmp_path / "cosine")
+    save_model(
+        open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair")),
+        tmp_path / "cosine",
+        base="b",
+    )
+    refuses(
+        r"cannot open it: .*skilltrain\.models\.reranker\.load_reranker",
+        check_round_trip,
+        tmp_path / "cosine",
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token": "another"}, r"cannot upload: .*Invalid credentials.* \(set HF_TOKEN to a token that may write"),
+        (
+            {"token": "another"},
+            r"cannot upload: .*Invalid credentials.* \(set HF_TOKEN to a token that may write",
+        ),
         ({"create": 403}, r"cannot upload: .*rights to create a model.* \(set HF_TOKEN to a token"),
-        ({"files": {"pytorch_model.bin": b"x"}}, r"the repository is taken: it holds something else .*another --repo"),
+        (
+            {"files": {"pytorch_model.bin": b"x"}},
+            r"the repository is taken: it holds something else .*another --repo",
+        ),
         ({"offline": True}, r"cannot upload: .*offline"),
     ],
 )

@@ -18,7 +18,15 @@ from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
-from skilltrain.tables import CLUSTERS, DROPPED, RANKINGS, read_table, rows_by_query, table_from_rows, write_table
+from skilltrain.tables import (
+    CLUSTERS,
+    DROPPED,
+    RANKINGS,
+    read_table,
+    rows_by_query,
+    table_from_rows,
+    write_table,
+)
 from skilltrain.workers import WorkersConfig
 
 ONE = WorkersConfig(num=1)
@@ -38,7 +46,9 @@ CLUSTER_OF = {"gold": 3, "name": 0, "body": 3, "vector": 1, "far": 2}
 
 def rankings(*rows, query_id="q1", stage="semantic"):
     same = {"query_id": query_id, "score": 0.5, "stage": stage}
-    return table_from_rows([{"skill_id": one, "rank": rank, **same} for rank, one in enumerate(rows, 1)], RANKINGS)
+    return table_from_rows(
+        [{"skill_id": one, "rank": rank, **same} for rank, one in enumerate(rows, 1)], RANKINGS
+    )
 
 
 class Filter:
@@ -46,8 +56,12 @@ class Filter:
 
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"
-        self.write(rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random"))
-        rows = [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in CLUSTER_OF.items()]
+        self.write(
+            rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random")
+        )
+        rows = [
+            {"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in CLUSTER_OF.items()
+        ]
         write_table(rows, CLUSTERS, folder / "clusters")
 
     def write(self, *tables, verdicts=None, skills=SKILLS_HERE):
@@ -55,12 +69,23 @@ class Filter:
         write_table(pa.concat_tables(tables), RANKINGS, self.folder / "rankings")
         write_pool(self.folder / "pool", skills)
         verdicts = {"q1": {"gold": "required"}} if verdicts is None else verdicts
-        write_ours(self.folder / "queries", [(f"q{n}", "print this pdf", "train") for n in (1, 2)], verdicts)
+        write_ours(
+            self.folder / "queries",
+            [(f"q{n}", "print this pdf", "train") for n in (1, 2)],
+            verdicts,
+        )
 
     def run(self, **changes):
         """(the summary, the rows of DROPPED)."""
-        paths = {name: self.folder / name for name in ("pool", "queries", "rankings", "clusters", "out")}
-        values = {"stage": "filter", **paths, "encoder": {"source": "x"}, "workers": {"num": 1}} | changes
+        paths = {
+            name: self.folder / name for name in ("pool", "queries", "rankings", "clusters", "out")
+        }
+        values = {
+            "stage": "filter",
+            **paths,
+            "encoder": {"source": "x"},
+            "workers": {"num": 1},
+        } | changes
         summary = run_filter(validate(FilterConfig, values, "recipe"), self.out)
         return summary, read_table(self.out, DROPPED).to_pylist()
 
@@ -96,40 +121,92 @@ def window(**ranks):
 
 
 JUDGED = required("gold")
-NAME, JACCARD, COSINE, CLUSTER = ({"name": name} for name in ("name", "jaccard", "cosine", "cluster"))
+NAME, JACCARD, COSINE, CLUSTER = (
+    {"name": name} for name in ("name", "jaccard", "cosine", "cluster")
+)
 BY_NAME = {"name": ("name", 1.0, "gold")}
 # cosines to the query: gold .8; name .6, vector .936, far .96
-OVER = {"vector": ("ceiling", pytest.approx(0.936), "gold"), "far": ("ceiling", pytest.approx(0.96), "gold")}
+OVER = {
+    "vector": ("ceiling", pytest.approx(0.936), "gold"),
+    "far": ("ceiling", pytest.approx(0.96), "gold"),
+}
 ALL_OVER = OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}
 
 
 @pytest.mark.parametrize(
     ("candidates", "verdicts", "layers", "dropped"),
     [
-        ("name body vector far", JUDGED, [NAME, JACCARD, COSINE],  # the gold is named
-         {**BY_NAME, "body": ("jaccard", pytest.approx(8 / 9), "gold"),
-          "vector": ("cosine", pytest.approx(0.96), "gold")}),
+        (
+            "name body vector far",
+            JUDGED,
+            [NAME, JACCARD, COSINE],  # the gold is named
+            {
+                **BY_NAME,
+                "body": ("jaccard", pytest.approx(8 / 9), "gold"),
+                "vector": ("cosine", pytest.approx(0.96), "gold"),
+            },
+        ),
         ("body", JUDGED, [JACCARD | {"above": 8 / 9}], {}),  # exclusive
         ("vector", JUDGED, [COSINE | {"above": float(VECTORS[3, 0])}], {}),
         ("name body vector", JUDGED, [NAME], BY_NAME),  # a layer left out does not run
         ("name gold far", {"q1": {"gold": "useful"}}, [NAME], BY_NAME),
-        ("name body", {"q1": {"gold": "required", "name": "rejected", "body": "irrelevant"}}, [NAME, JACCARD], {}),
-        ("name far", required("vector", "gold", "body"), [COSINE | {"above": 0.5}],  # of several golds the first by id
-         {"name": ("cosine", pytest.approx(1.0), "body"), "far": ("cosine", pytest.approx(0.8), "body")}),
-        ("name body vector", required("gone"), [NAME, JACCARD, COSINE, CLUSTER, ceiling()], {}),  # outside the pool
+        (
+            "name body",
+            {"q1": {"gold": "required", "name": "rejected", "body": "irrelevant"}},
+            [NAME, JACCARD],
+            {},
+        ),
+        (
+            "name far",
+            required("vector", "gold", "body"),
+            [COSINE | {"above": 0.5}],  # of several golds the first by id
+            {
+                "name": ("cosine", pytest.approx(1.0), "body"),
+                "far": ("cosine", pytest.approx(0.8), "body"),
+            },
+        ),
+        (
+            "name body vector",
+            required("gone"),
+            [NAME, JACCARD, COSINE, CLUSTER, ceiling()],
+            {},
+        ),  # outside the pool
         ("name body", JUDGED, [CLUSTER], {"body": ("cluster", 1.0, "gold")}),
         ("name vector far", JUDGED, [ceiling(relative_margin=0.24)], OVER),  # ceiling .608
         ("name vector far", JUDGED, [ceiling(relative_margin=0.26)], ALL_OVER),  # ceiling .592
-        ("name vector far", JUDGED, [NAME, ceiling(relative_margin=0.26)], BY_NAME | OVER),  # the first ground counts
+        (
+            "name vector far",
+            JUDGED,
+            [NAME, ceiling(relative_margin=0.26)],
+            BY_NAME | OVER,
+        ),  # the first ground counts
         ("name vector far", JUDGED, [ceiling(relative_margin=None, absolute_margin=0.19)], OVER),
-        ("name vector far", JUDGED, [ceiling(relative_margin=None, absolute_margin=0.21)], ALL_OVER),
-        ("name far", required("gold", "body"), [ceiling(relative_margin=0)],  # .8 and .6: the weakest counts
-         {"far": ("ceiling", pytest.approx(0.96), "body")}),
-        ("name body vector far", {}, [window(semantic=[2, 3])],
-         {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)}),
-        ("name body vector far", {}, [window(semantic=[2, None])], {"name": ("rank_window", 1.0, None)}),
+        (
+            "name vector far",
+            JUDGED,
+            [ceiling(relative_margin=None, absolute_margin=0.21)],
+            ALL_OVER,
+        ),
+        (
+            "name far",
+            required("gold", "body"),
+            [ceiling(relative_margin=0)],  # .8 and .6: the weakest counts
+            {"far": ("ceiling", pytest.approx(0.96), "body")},
+        ),
+        (
+            "name body vector far",
+            {},
+            [window(semantic=[2, 3])],
+            {"name": ("rank_window", 1.0, None), "far": ("rank_window", 4.0, None)},
+        ),
+        (
+            "name body vector far",
+            {},
+            [window(semantic=[2, None])],
+            {"name": ("rank_window", 1.0, None)},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_layers_drop(stage, candidates, verdicts, layers, dropped):
     stage.write(rankings(*candidates.split()), rankings("gold", stage="random"), verdicts=verdicts)
     assert stage.found(*layers) == dropped
@@ -145,10 +222,19 @@ def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(stage):
 
 
 def test_bodies_of_every_kind_are_compared(stage):
-    odd = ["", "word", "word", "\U00012000\U00012001\U00012002", "read it " * 300_000, "read it " * 300_001]
+    odd = [
+        "",
+        "word",
+        "word",
+        "\U00012000\U00012001\U00012002",
+        "read it " * 300_000,
+        "read it " * 300_001,
+    ]
     skills = [Skill(str(n), "--", "", body) for n, body in enumerate(odd)]
     verdicts = {"q1": {"1": "required"}, "q2": {"4": "required"}}
-    stage.write(rankings("2", "0"), rankings("5", "3", query_id="q2"), verdicts=verdicts, skills=skills)
+    stage.write(
+        rankings("2", "0"), rankings("5", "3", query_id="q2"), verdicts=verdicts, skills=skills
+    )
     assert stage.found(JACCARD).keys() == {"2", "5"}
     assert stage.found(NAME) == {}, "no name is no common name"
 
@@ -156,33 +242,55 @@ def test_bodies_of_every_kind_are_compared(stage):
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), st.floats(0, 1))
 def test_the_size_bound_never_changes_the_answer(tokens, above):
     bodies = "a b c d e a b c", " ".join(tokens)
-    pool: Any = SimpleNamespace(skills=[Skill(str(n), "", "", body) for n, body in enumerate(bodies)], workers=ONE)
+    pool: Any = SimpleNamespace(
+        skills=[Skill(str(n), "", "", body) for n, body in enumerate(bodies)], workers=ONE
+    )
     (value,) = JaccardLayer(above=above).check(pool, np.array([(0, 0, 1, 0, 1)], dtype=PAIR))
     exact = jaccard(*map(word_trigrams, bodies))
     assert (value == exact) if exact > above else np.isnan(value)
 
 
 def test_rows_by_query_keeps_row_order():
-    table = pa.concat_tables([rankings("a", query_id="z"), rankings("a", "b"), rankings("b", query_id="z")])
+    table = pa.concat_tables(
+        [rankings("a", query_id="z"), rankings("a", "b"), rankings("b", query_id="z")]
+    )
     assert {k: v.tolist() for k, v in rows_by_query(table).items()} == {"q1": [1, 2], "z": [0, 3]}
     assert rows_by_query(table.slice(0, 0)) == {}
 
 
 def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
     summary, rows = stage.run()
-    kept = [(row["stage"], row["skill_id"], row["rank"]) for row in read_table(stage.out, RANKINGS).to_pylist()]
+    kept = [
+        (row["stage"], row["skill_id"], row["rank"])
+        for row in read_table(stage.out, RANKINGS).to_pylist()
+    ]
     assert kept == [("semantic", "far", 4), ("random", "far", 2)]
-    assert [(row["skill_id"], row["source"], row["other_id"], row["value"], row["reason"]) for row in rows] == [
+    assert [
+        (row["skill_id"], row["source"], row["other_id"], row["value"], row["reason"])
+        for row in rows
+    ] == [
         ("gold", "semantic", None, None, "judged required for this query"),
         ("name", "semantic", "gold", 1.0, "same name as a gold skill"),
-        ("body", "semantic", "gold", pytest.approx(8 / 9), "body overlap 0.889 > 0.6 with a gold skill"),
+        (
+            "body",
+            "semantic",
+            "gold",
+            pytest.approx(8 / 9),
+            "body overlap 0.889 > 0.6 with a gold skill",
+        ),
         ("vector", "random", "gold", pytest.approx(0.96), "cosine 0.960 > 0.92 to a gold skill"),
     ]
-    assert sorted(path.name for path in stage.out.iterdir()) == ["dropped.parquet", "rankings.parquet"]
+    assert sorted(path.name for path in stage.out.iterdir()) == [
+        "dropped.parquet",
+        "rankings.parquet",
+    ]
     assert summary == {
-        "num_candidates": 6, "num_kept": 2, "num_dropped": 4, "kept_by_source": {"random": 1, "semantic": 1},
+        "num_candidates": 6,
+        "num_kept": 2,
+        "num_dropped": 4,
+        "kept_by_source": {"random": 1, "semantic": 1},
         "dropped_by_layer": {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1},
-    }  # fmt: skip
+    }
     summary, _ = stage.run(judged_positives="keep")  # for the reranker
     assert "gold" in read_table(stage.out, RANKINGS).column("skill_id").to_pylist()
     assert summary["dropped_by_layer"]["judged"] == 0
@@ -204,10 +312,16 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
         ({"layers": [CLUSTER], "clusters": None}, "layer 'cluster' needs 'clusters'"),
         ({"layers": [ceiling(relative_margin=None)]}, "needs relative_margin or absolute_margin"),
         ({"layers": [window(semantic=[9, 2])]}, "1 <= first <= last"),
-        ({"layers": [window(bm25=[1, 3])]}, r"no candidate is of source 'bm25' \(sources: random, semantic\)"),
+        (
+            {"layers": [window(bm25=[1, 3])]},
+            r"no candidate is of source 'bm25' \(sources: random, semantic\)",
+        ),
         ({"pool": "other"}, r"other: 4 ranked skill\(s\) are not in this pool, 'body' among them"),
         ({"queries": "other"}, "other: 1 ranked queries are not here, 'q1' among them"),
-        ({"clusters": "other", "layers": [CLUSTER]}, r"other.*: 4 skill\(s\) of the pool are in no cluster, 'body'"),
+        (
+            {"clusters": "other", "layers": [CLUSTER]},
+            r"other.*: 4 skill\(s\) of the pool are in no cluster, 'body'",
+        ),
     ],
 )
 def test_settings_and_tables_that_cannot_work_are_refused(stage, changes, message):

@@ -29,32 +29,52 @@ POOL = [
     Skill("s5", "join", "deploys pods", "write a manifest and wait"),
     Skill("s6", "chart", "reviews contracts", "list clauses on payment"),
 ]
-TEXTS = {"q1": ("sum an invoice", "s1"), "q2": ("join tables by key", "s2"), "q3": ("draw a chart", "s3"),
-         "q4": ("cuts audio", "s4"), "q5": ("wait for pods", "s5"), "q6": ("clauses on payment", "s6")}  # fmt: skip
+TEXTS = {
+    "q1": ("sum an invoice", "s1"),
+    "q2": ("join tables by key", "s2"),
+    "q3": ("draw a chart", "s3"),
+    "q4": ("cuts audio", "s4"),
+    "q5": ("wait for pods", "s5"),
+    "q6": ("clauses on payment", "s6"),
+}
 
 
 def scored(scores, gold):
-    return Scored([str(place) for place in range(len(gold))], np.array(scores, float), np.array(gold, bool))
+    return Scored(
+        [str(place) for place in range(len(gold))], np.array(scores, float), np.array(gold, bool)
+    )
 
 
 def test_weights_by_hand():
     """Of two candidates a z-score gives ±1, so that gold at the top in 3 of 4 queries asks for σ(2w) = 3/4."""
     right, wrong = scored([[1, -1], [-1, 1]], [1, 0]), scored([[1, -1], [-1, 1]], [0, 1])
     nowhere = scored([[1, -1], [-1, 1]], [0, 0])  # has no say
-    assert fit_weights([right, right, right, wrong, nowhere]) == pytest.approx([math.log(3) / 2, 0], abs=2e-3)
+    assert fit_weights([right, right, right, wrong, nowhere]) == pytest.approx(
+        [math.log(3) / 2, 0], abs=2e-3
+    )
     # Three candidates, two of them gold: the shares are halves, and the leg that parts gold from the rest is taken.
-    two = [scored([[0.5, 0.5, -1], [1, -1, 0]], [1, 1, 0])] * 3 + [scored([[0.5, 0.5, -1], [1, -1, 0]], [0, 0, 1])]
+    two = [scored([[0.5, 0.5, -1], [1, -1, 0]], [1, 1, 0])] * 3 + [
+        scored([[0.5, 0.5, -1], [1, -1, 0]], [0, 0, 1])
+    ]
     first, second = fit_weights(two)
     assert second == 0 and 2 / (2 + math.exp(-1.5 * first)) == pytest.approx(3 / 4, abs=2e-3)
-    for lost, message in ((nowhere, "no gold skill of 1 queries"), (scored([[1, -1]], [0, 1]), "every weight would")):
+    for lost, message in (
+        (nowhere, "no gold skill of 1 queries"),
+        (scored([[1, -1]], [0, 1]), "every weight would"),
+    ):
         with pytest.raises(SkilltrainError, match=message):
             fit_weights([lost])
 
 
-@given(st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=40), st.integers(0, 5))
+@given(
+    st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=40),
+    st.integers(0, 5),
+)
 def test_queries_of_one_skill_stand_in_one_fold(golds, seed):
-    tasks = [Task(Query(str(n), "", "", "", ""), Relevance(frozenset(map(str, gold)), {})) for n, gold in
-             enumerate(golds)]  # fmt: skip
+    tasks = [
+        Task(Query(str(n), "", "", "", ""), Relevance(frozenset(map(str, gold)), {}))
+        for n, gold in enumerate(golds)
+    ]
     try:
         groups, folds = folds_of(tasks, 3, seed)
     except SkilltrainError as error:
@@ -72,14 +92,24 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fusion")
     write_pool(folder / "pool", POOL)
     asked = [(query_id, text, "train") for query_id, (text, _) in TEXTS.items()]
-    write_ours(folder / "queries", asked, {query_id: {gold: "required"} for query_id, (_, gold) in TEXTS.items()})
+    write_ours(
+        folder / "queries",
+        asked,
+        {query_id: {gold: "required"} for query_id, (_, gold) in TEXTS.items()},
+    )
     legs = {
         "lacking": {query_id: [("s1", 1.0), ("s2", 0.0)] for query_id in list(TEXTS)[1:]},
         "constant": {query_id: [("s1", 2.0), ("s2", 2.0)] for query_id in TEXTS},
         "infinite": {query_id: [("s1", math.inf), ("s2", 0.0)] for query_id in TEXTS},
         "foreign": {query_id: [("elsewhere", 1.0), ("s2", 0.0)] for query_id in TEXTS},
-        "one": {query_id: [(gold, 1.0), ("s5", 0.5), ("s6", 0.1)] for query_id, (_, gold) in [*TEXTS.items()][:3]},
-        "two": {query_id: [(gold, 9.0), ("s1", 0.5), ("s2", 0.1)] for query_id, (_, gold) in [*TEXTS.items()][3:]},
+        "one": {
+            query_id: [(gold, 1.0), ("s5", 0.5), ("s6", 0.1)]
+            for query_id, (_, gold) in [*TEXTS.items()][:3]
+        },
+        "two": {
+            query_id: [(gold, 9.0), ("s1", 0.5), ("s2", 0.1)]
+            for query_id, (_, gold) in [*TEXTS.items()][3:]
+        },
     }
     for name, rankings in legs.items():
         write_rankings(folder / name, {name: rankings})
@@ -96,8 +126,15 @@ def fused(legs, **settings):
 
 def recipe(folder, out, legs, **changed):
     system = {"name": "hybrid", "rankers": [fused(legs)]}
-    return {"stage": "fusion", "pool": folder / "pool", "queries": folder / "queries", "split": "train", "folds": 3,
-            "system": system, "out": out} | changed  # fmt: skip
+    return {
+        "stage": "fusion",
+        "pool": folder / "pool",
+        "queries": folder / "queries",
+        "split": "train",
+        "folds": 3,
+        "system": system,
+        "out": out,
+    } | changed
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +148,22 @@ def test_what_is_written_is_what_a_fuse_ranker_reads(folder, fitted, tmp_path):
     file = json.loads((out / WEIGHTS_FILE).read_text())
     assert list(summary["weights"].values()) == pytest.approx(file["weights"], abs=1e-4)
     assert min(file["weights"]) == 0 and file["num_queries"] == 6 and file["folds"] == 3
-    assert [leg["fields"] for leg in file["legs"]] == list(FIELDS) and set(file["fingerprints"]) == {"pool", "queries"}
+    assert [leg["fields"] for leg in file["legs"]] == list(FIELDS) and set(
+        file["fingerprints"]
+    ) == {"pool", "queries"}
     assert file["figures"]["3 lexical description"]["Hit@1"]["n"] == 6
     assert {"fitted", "equal weights", "fitted - equal weights"} < set(summary["cross_validated"])
     given = {"file": out, "folder": out / WEIGHTS_FILE, "numbers": file["weights"]}
-    systems = [{"name": name, "rankers": [fused(lexical(*FIELDS), weights=weights)]} for name, weights in given.items()]
-    benchmark = {"stage": "evaluate", "benchmark": folder / "queries", "pool": folder / "pool", "systems": systems}
+    systems = [
+        {"name": name, "rankers": [fused(lexical(*FIELDS), weights=weights)]}
+        for name, weights in given.items()
+    ]
+    benchmark = {
+        "stage": "evaluate",
+        "benchmark": folder / "queries",
+        "pool": folder / "pool",
+        "systems": systems,
+    }
     evaluate({**benchmark, "out": tmp_path / "report"})
     ranked = json.loads((tmp_path / "report" / "run.json").read_text())["summary"]["systems"]
     assert ranked["file"] == ranked["folder"] == ranked["numbers"] and ranked["file"]["Hit@1"] == 1
@@ -128,12 +175,19 @@ def test_what_is_written_is_what_a_fuse_ranker_reads(folder, fitted, tmp_path):
 def test_legs_that_order_candidates_and_rankings_made_fold_by_fold_are_fitted(folder, tmp_path):
     """A model for each part of the queries is one leg; the weights are then used with one that saw them all."""
     rankers = [{"kind": "lexical", "keep": 3}, fused(lexical("full", "body"))]
-    summary = run(recipe(folder, tmp_path / "behind", [], system={"name": "two", "rankers": rankers}))
-    assert set(summary["weights"]) == {"1 lexical", "2 lexical body"} and summary["num_without_gold"] == 0
+    summary = run(
+        recipe(folder, tmp_path / "behind", [], system={"name": "two", "rankers": rankers})
+    )
+    assert (
+        set(summary["weights"]) == {"1 lexical", "2 lexical body"}
+        and summary["num_without_gold"] == 0
+    )
     saved = {"kind": "saved", "rankings": [str(folder / "one"), str(folder / "two")]}
     summary = run(recipe(folder, tmp_path / "out", [*lexical("full"), saved]))
     assert summary["weights"]["2 saved"] > 0
-    config = validate(FuseConfig, fused(lexical("full", "name"), weights=str(tmp_path / "out")), "test")
+    config = validate(
+        FuseConfig, fused(lexical("full", "name"), weights=str(tmp_path / "out")), "test"
+    )
     assert len(open_ranker(config, POOL, {}).weights) == 2
 
 
@@ -146,11 +200,18 @@ def test_legs_that_order_candidates_and_rankings_made_fold_by_fold_are_fitted(fo
         ("foreign", {}, "1 of its 2 ranked skills are not in the pool, first 'elsewhere'"),
         ("one one", {}, "query 'q1' is ranked in an earlier table as well"),
         ("one", {"folds": 7}, "6 queries for 6 unrelated gold skills cannot be cut into 7 folds"),
-        ("one", {"system": {"name": "x", "rankers": lexical("full")}}, "the last ranker of the system must be a fuse"),
+        (
+            "one",
+            {"system": {"name": "x", "rankers": lexical("full")}},
+            "the last ranker of the system must be a fuse",
+        ),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(folder, tmp_path, leg, changed, message):
-    legs = [*lexical("full"), {"kind": "saved", "rankings": [str(folder / name) for name in leg.split()]}]
+    legs = [
+        *lexical("full"),
+        {"kind": "saved", "rankings": [str(folder / name) for name in leg.split()]},
+    ]
     with pytest.raises(SkilltrainError, match=message):
         run(recipe(folder, tmp_path / "out", legs, **changed))
     assert not (tmp_path / "out").exists()
@@ -160,7 +221,11 @@ def test_what_cannot_be_fitted_is_refused(folder, tmp_path, leg, changed, messag
     ("change", "settings", "message"),
     [
         ({}, {"of": lexical(*FIELDS[:2])}, "2 rankers are fused, and it holds 4 weights of 4"),
-        ({}, {"of": lexical(*FIELDS[::-1])}, "weight 1 was fitted for lexical, and ranker 1 is lexical body"),
+        (
+            {},
+            {"of": lexical(*FIELDS[::-1])},
+            "weight 1 was fitted for lexical, and ranker 1 is lexical body",
+        ),
         ({}, {"method": "rrf"}, "fitted weights are for the method z, not rrf"),
         ({"weights": [1, 1, 1, -0.5]}, {}, "weights.3: .* greater than or equal to 0"),
         (None, {}, "weights.json: no such file"),

@@ -27,13 +27,23 @@ from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from tiny_models import qwen3_tokenizer
 from training_data import training_set
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICES = (torch.device("cpu"), torch.device("cuda"))
-TEXTS = ["deploy pods", "review the merge commit of the agent " * 6, "运行 clip", "extract pdf text " * 40]
+TEXTS = [
+    "deploy pods",
+    "review the merge commit of the agent " * 6,
+    "运行 clip",
+    "extract pdf text " * 40,
+]
 Step = EncoderStep | RerankerStep
 
 
-def encoder_step(folder: Path, device: torch.device, recompute: bool = True, varlen: bool = False) -> EncoderStep:
+def encoder_step(
+    folder: Path, device: torch.device, recompute: bool = True, varlen: bool = False
+) -> EncoderStep:
     settings = StepSettings(150, recompute, varlen=varlen)
     encoder = load_encoder(EncoderConfig(source=str(folder)), device)
     return EncoderStep(encoder, InfoNCE(), training_set(8), settings).train()
@@ -48,12 +58,16 @@ def reranker_step(folder: Path, device: torch.device, recompute: bool = True) ->
 def loss_and_gradients(step: Step) -> tuple[float, dict[str, Tensor]]:
     loss = step(step.data.lists)
     loss.backward()
-    return loss.item(), {key: value.grad.cpu() for key, value in step.named_parameters() if value.grad is not None}
+    return loss.item(), {
+        key: value.grad.cpu() for key, value in step.named_parameters() if value.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
 def test_an_encoders_vectors(model_folders: dict[str, Path], name: str) -> None:
-    encoders = [load_encoder(EncoderConfig(source=str(model_folders[name])), device) for device in DEVICES]
+    encoders = [
+        load_encoder(EncoderConfig(source=str(model_folders[name])), device) for device in DEVICES
+    ]
     with torch.inference_mode():
         on_cpu, there = (encoder(encoder.tokenize(TEXTS, 100)).cpu() for encoder in encoders)
     assert torch.allclose(there, on_cpu, atol=1e-5)
@@ -68,8 +82,12 @@ CASES: list[tuple[str, Callable[..., Step]]] = [
 
 
 @pytest.mark.parametrize(("name", "step_of"), CASES)
-def test_a_steps_loss_and_gradients(model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]) -> None:
-    (loss, expected), (there, got) = (loss_and_gradients(step_of(model_folders[name], device)) for device in DEVICES)
+def test_a_steps_loss_and_gradients(
+    model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]
+) -> None:
+    (loss, expected), (there, got) = (
+        loss_and_gradients(step_of(model_folders[name], device)) for device in DEVICES
+    )
     assert there == pytest.approx(loss, rel=1e-5)
     assert expected.keys() == got.keys()
     for key, gradient in expected.items():
@@ -86,16 +104,22 @@ def test_a_step_in_bfloat16_is_close_to_float32(
     loss, expected = loss_and_gradients(step_of(model_folders[name], DEVICES[0]))
     with (
         torch.autocast("cuda", dtype=torch.bfloat16),
-        patch.object(shared_prompt, "_attend_by_length", wraps=shared_prompt._attend_by_length) as kernel,
+        patch.object(
+            shared_prompt, "_attend_by_length", wraps=shared_prompt._attend_by_length
+        ) as kernel,
     ):
         there, got = loss_and_gradients(step_of(model_folders[name], DEVICES[1]))
     assert bool(kernel.called) == varlen
     assert there == pytest.approx(loss, rel=0.02)
-    one, other = (torch.cat([values[key].flatten() for key in expected]) for values in (expected, got))
+    one, other = (
+        torch.cat([values[key].flatten() for key in expected]) for values in (expected, got)
+    )
     assert torch.cosine_similarity(one, other, dim=0) > 0.98
 
 
-@pytest.mark.parametrize(("name", "step_of"), [("bert_dropout", encoder_step), ("qwen3_reranker", reranker_step)])
+@pytest.mark.parametrize(
+    ("name", "step_of"), [("bert_dropout", encoder_step), ("qwen3_reranker", reranker_step)]
+)
 def test_recomputed_layers_draw_the_same_dropout(
     model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]
 ) -> None:
@@ -121,7 +145,9 @@ def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> Non
     config = Qwen3Config(vocab_size=800, num_attention_heads=8, num_key_value_heads=4, **sizes)
     Qwen3Model(config).save_pretrained(tmp_path)
     encoder = load_encoder(EncoderConfig(source=str(tmp_path), max_tokens=512), DEVICES[1])
-    step = EncoderStep(encoder, InfoNCE(), training_set(64, num_skills=200), StepSettings(8192, recompute)).train()
+    step = EncoderStep(
+        encoder, InfoNCE(), training_set(64, num_skills=200), StepSettings(8192, recompute)
+    ).train()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -135,7 +161,9 @@ def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> Non
 
 def trained(folder: Path, out: Path, resume: bool = False, **settings: object) -> EncoderStep:
     """An encoder after a training whose recipe says nothing of precision and token budget."""
-    config = TrainingConfig.model_validate({"batch_size": 4, "accumulation": 1, "learning_rate": 1e-3} | settings)
+    config = TrainingConfig.model_validate(
+        {"batch_size": 4, "accumulation": 1, "learning_rate": 1e-3} | settings
+    )
     accelerator = new_accelerator(config, quantized=False)
     step = encoder_step(folder, accelerator.device)
     train(accelerator, step, config, Run(out, resume, {}))
@@ -151,7 +179,10 @@ def test_a_training_by_default(model_folders: dict[str, Path], tmp_path: Path) -
     """bfloat16 over float32 weights, TF32, growing segments, no layers of the CPU's, the peak in the log."""
     before = encoder_step(model_folders["bert"], DEVICES[1])
     step = trained(model_folders["bert"], tmp_path)
-    assert AcceleratorState().mixed_precision == "bf16" and torch.get_float32_matmul_precision() == "high"
+    assert (
+        AcceleratorState().mixed_precision == "bf16"
+        and torch.get_float32_matmul_precision() == "high"
+    )
     assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     assert not any(isinstance(module, OneDnnLinear) for module in step.modules())
     rows = rows_of(tmp_path)
@@ -162,7 +193,9 @@ def test_a_training_by_default(model_folders: dict[str, Path], tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_resumed_training_draws_the_same_dropout(model_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_resumed_training_draws_the_same_dropout(
+    model_folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Not bit for bit: a GPU adds the gradients of embeddings in any order."""
     settings = {"epochs": 2, "save_every": 1, "keep_checkpoints": 9, "precision": "float32"}
     trained(model_folders["bert_dropout"], tmp_path, **settings)

@@ -32,13 +32,23 @@ def test_parts_at_vectors_by_hand():
     assert rows["queries", "rejected"] == [pytest.approx((3, 3 / 5, 1, 3, 0))]
     assert rows["queries", "in-batch"] == [pytest.approx((2, 2 / 5, -1, -2, 0))]
     assert len(rows) == 2, "the parts add up to the whole, and no other direction is left"
-    assert [*rows_by_part(at_vectors("queries", {}, whole, along_x))] == [("queries", "other directions")]
+    assert [*rows_by_part(at_vectors("queries", {}, whole, along_x))] == [
+        ("queries", "other directions")
+    ]
 
 
 def test_survival_is_that_of_all_rows_together():
     """A row of norm 3 of which 1/3 survives, and one of norm 0.1 that is reversed tenfold: 3 - 0.1 of 9 + 0.01."""
-    part = mean_of("queries", "rejected", torch.tensor([[3.0, 0.6, 1.0, 3.0, 0.0], [0.1, 0.1, -1.0, -0.1, 0.0]]))
-    assert part.survival == pytest.approx(2.9 / 9.01) and part.norm == pytest.approx(1.55) and part.num == 2
+    part = mean_of(
+        "queries",
+        "rejected",
+        torch.tensor([[3.0, 0.6, 1.0, 3.0, 0.0], [0.1, 0.1, -1.0, -0.1, 0.0]]),
+    )
+    assert (
+        part.survival == pytest.approx(2.9 / 9.01)
+        and part.norm == pytest.approx(1.55)
+        and part.num == 2
+    )
 
 
 @pytest.fixture
@@ -64,7 +74,9 @@ def recipe(folder: Path, stage: str, runs: Path, model: Path, loss: str) -> Path
     return write_recipe(folder / f"{stage}.yaml", text)
 
 
-SYMMETRIC = "{name: infonce, directions: [query_to_skill, skill_to_query], partition: per_direction}"
+SYMMETRIC = (
+    "{name: infonce, directions: [query_to_skill, skill_to_query], partition: per_direction}"
+)
 
 
 def parts_of(folder: Path) -> dict[tuple[str, str], dict]:
@@ -87,29 +99,48 @@ def test_the_command_measures_an_encoder(with_rejections: Path, runs: Path, mode
     for at in ("scores", "queries"):
         own = [row for (place, _), row in parts.items() if place == at]
         total = sum(row["share"] * row["num"] for row in own)
-        assert total == pytest.approx(max(row["num"] for row in own), rel=1e-6), "a row's shares sum to 1"
-    markdown, page = (folder / "out" / "gradients.md").read_text(), (folder / "out" / "gradients.html").read_text()
+        assert total == pytest.approx(max(row["num"] for row in own), rel=1e-6), (
+            "a row's shares sum to 1"
+        )
+    markdown, page = (
+        (folder / "out" / "gradients.md").read_text(),
+        (folder / "out" / "gradients.html").read_text(),
+    )
     assert "## At the queries" in markdown and "| rejected |" in markdown
     assert "At the skills" in page and page.count("<rect") >= 10
     assert "exists already" in skilltrain("gradients", file).error_line
 
 
 def test_the_command_measures_a_reranker(with_rejections: Path, runs: Path, model_folders):
-    file = recipe(with_rejections, "train_reranker", runs, model_folders["bert_reranker"], "{name: ranknet}")
+    file = recipe(
+        with_rejections, "train_reranker", runs, model_folders["bert_reranker"], "{name: ranknet}"
+    )
     succeeds("gradients", file, "--batches", "1")
     parts = parts_of(with_rejections / "out")
     assert {at for at, _ in parts} == {"scores"}
-    slopes = {part: parts["scores", part]["slope"] for part in ("required", "irrelevant", "rejected")}
+    slopes = {
+        part: parts["scores", part]["slope"] for part in ("required", "irrelevant", "rejected")
+    }
     assert slopes["required"] < slopes["irrelevant"] < slopes["rejected"] and slopes["rejected"] > 0
 
 
-def test_lists_without_rejections_and_other_losses_are_refused(with_rejections: Path, runs: Path, model_folders):
+def test_lists_without_rejections_and_other_losses_are_refused(
+    with_rejections: Path, runs: Path, model_folders
+):
     file = recipe(with_rejections, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
     gains = "data.gains={required: 1, useful: 0.5, irrelevant: 0, rejected: 0}"
     for settings, said in (
-        ([f"data.lists={runs}/encoder_lists"], "data.lists: no list holds a rejected skill (give a quota judged)"),
-        (["loss={name: matryoshka, dims: [16]}"], "loss: gradients are taken apart for a plain loss"),
-        (["loss={name: infonce, push_share: 0.5}", gains],
-         "loss.push_share needs data.gains that put rejected below irrelevant"),
-    ):  # fmt: skip
+        (
+            [f"data.lists={runs}/encoder_lists"],
+            "data.lists: no list holds a rejected skill (give a quota judged)",
+        ),
+        (
+            ["loss={name: matryoshka, dims: [16]}"],
+            "loss: gradients are taken apart for a plain loss",
+        ),
+        (
+            ["loss={name: infonce, push_share: 0.5}", gains],
+            "loss.push_share needs data.gains that put rejected below irrelevant",
+        ),
+    ):
         assert said in skilltrain("gradients", file, *settings).error_line

@@ -11,8 +11,12 @@ import pytest
 
 from loopback import Quiet, serving
 
-SKILL = {"uri": "skill://pdf-merge/SKILL.md", "name": "pdf-merge", "description": "merge \x1b[31mpdf files",
-         "flags": ["x: y"]}  # fmt: skip
+SKILL = {
+    "uri": "skill://pdf-merge/SKILL.md",
+    "name": "pdf-merge",
+    "description": "merge \x1b[31mpdf files",
+    "flags": ["x: y"],
+}
 ANSWER = {"fits": True, "skills": [SKILL], "note": "n"}
 
 
@@ -23,7 +27,10 @@ def server(answer: bytes, code: int = 200, wait: float = 0.0):
 
     class Handler(Quiet):
         def do_POST(self):
-            bodies.append({"path": self.path} | json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            bodies.append(
+                {"path": self.path}
+                | json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            )
             self.send_response(code)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -39,25 +46,40 @@ def hook(address: str, given: str, seconds: float = 20.0) -> str:
     """What the hook prints; it always exits 0 and says nothing on stderr. Its own limit is for quick machines."""
     code = f"import skilltrain.routing.hook as hook; hook._SECONDS = {seconds}; hook.main()"
     line = [sys.executable, "-c", code, address]
-    found = subprocess.run(line, input=given.encode(), capture_output=True, check=False, timeout=120)
+    found = subprocess.run(
+        line, input=given.encode(), capture_output=True, check=False, timeout=120
+    )
     assert (found.returncode, found.stderr) == (0, b"")
     return found.stdout.decode()
 
 
 def test_it_names_the_skills_of_a_prompt():
     with server(json.dumps(ANSWER).encode()) as (address, bodies):
-        told = hook(address, json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"}))
+        told = hook(
+            address,
+            json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"}),
+        )
         assert told == hook(address, "join these pdf files")
         assert hook(address, "") == hook(address, '{"prompt": null}') == ""
     assert bodies == [{"path": "/route", "query": "join these pdf files", "k": 3}] * 2
     first, line, last = told.splitlines()
     assert "untrusted" in first and "load_skill" in last
-    assert line == ("- pdf-merge (skill://pdf-merge/SKILL.md): merge  [31mpdf files FLAGGED by the safety screening.")
+    assert line == (
+        "- pdf-merge (skill://pdf-merge/SKILL.md): merge  [31mpdf files FLAGGED by the safety screening."
+    )
 
 
 @pytest.mark.parametrize(
     "answer",
-    [{"fits": False, "skills": []}, "not json", [], None, {"fits": True}, {"fits": True, "skills": [7]}, ANSWER],
+    [
+        {"fits": False, "skills": []},
+        "not json",
+        [],
+        None,
+        {"fits": True},
+        {"fits": True, "skills": [7]},
+        ANSWER,
+    ],
 )
 def test_no_skill_a_bad_answer_and_an_error_are_silent(answer):
     sent = answer if isinstance(answer, str) else json.dumps(answer)
@@ -65,7 +87,9 @@ def test_no_skill_a_bad_answer_and_an_error_are_silent(answer):
         assert hook(address, "join these pdf files") == "" and len(bodies) == 1
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "nonsense", "http://[", "http://x:99999999"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:1", "nonsense", "http://[", "http://x:99999999"]
+)
 def test_a_server_that_is_not_there_is_silent(address):
     assert hook(address, "join these pdf files") == ""
 

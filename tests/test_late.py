@@ -22,9 +22,14 @@ from test_steps import gradients
 from tiny_models import WORDS
 from training_data import training_set
 
-SKILLS = [Skill(f"s{i}", f"name {i}", f"{word} task", f"find the {word} " * (i + 1)) for i, word in
-          enumerate(WORDS[2:14])]  # fmt: skip
-QUERIES = [Query("q1", "deploy pods and review the chart", "", "", ""), Query("q2", "pdf", "", "", "")]
+SKILLS = [
+    Skill(f"s{i}", f"name {i}", f"{word} task", f"find the {word} " * (i + 1))
+    for i, word in enumerate(WORDS[2:14])
+]
+QUERIES = [
+    Query("q1", "deploy pods and review the chart", "", "", ""),
+    Query("q2", "pdf", "", "", ""),
+]
 LEXICAL = {"kind": "lexical"}
 
 
@@ -33,7 +38,10 @@ def plain_max_sim(queries, skills):
 
 
 def unit_tokens(*lengths):
-    return [torch.nn.functional.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1) for n in lengths]
+    return [
+        torch.nn.functional.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1)
+        for n in lengths
+    ]
 
 
 def test_max_sim_and_its_gradient_are_those_of_amax():
@@ -58,19 +66,32 @@ def test_tokens_stand_behind_their_texts_vector_whatever_is_beside_them(open_enc
 
 @pytest.mark.parametrize("token_budget", [120, 10**6])
 def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, token_budget):
-    encoder, data, loss = open_encoder_of("bert").double(), training_set(8), InfoNCE(lexical_weight=0.5)
-    data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
+    encoder, data, loss = (
+        open_encoder_of("bert").double(),
+        training_set(8),
+        InfoNCE(lexical_weight=0.5),
+    )
+    data = replace(
+        data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values()))
+    )
     step = EncoderStep(encoder, loss, data, StepSettings(token_budget))
     skill_ids = sorted({skill_id for one in data.lists for skill_id in one.skill_ids})
-    ids = [step.query_ids[one.query] for one in data.lists], [step.skill_ids[skill_id] for skill_id in skill_ids]
+    ids = (
+        [step.query_ids[one.query] for one in data.lists],
+        [step.skill_ids[skill_id] for skill_id in skill_ids],
+    )
     vectors = [encoder(texts) for texts in ids]
-    scored = encoder_scores(data.lists, data.lists, vectors[0], None, skill_ids, vectors[1], step.context)
+    scored = encoder_scores(
+        data.lists, data.lists, vectors[0], None, skill_ids, vectors[1], step.context
+    )
     tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in texts] for texts in ids]
     of_tokens = replace(scored, scores=plain_max_sim(*tokens))
     expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1, lexical_weight=0.5)(of_tokens)
     expected_gradients = gradients(encoder, expected)
     settings = StepSettings(
-        token_budget, recompute=token_budget == 120, late_interaction=LateInteraction(weight=0.3, temperature=0.1)
+        token_budget,
+        recompute=token_budget == 120,
+        late_interaction=LateInteraction(weight=0.3, temperature=0.1),
     )
     got = EncoderStep(encoder, loss, data, settings).train()(data.lists)
     assert got.item() == pytest.approx(expected.item(), abs=1e-9)
@@ -92,13 +113,21 @@ def candidates(*numbers):
 
 
 def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, model_folders, monkeypatch):
-    encoder, given = open_encoder_of("bert"), {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
+    encoder, given = (
+        open_encoder_of("bert"),
+        {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)},
+    )
     found = ranker.rank(QUERIES, given, 9)
     for query in QUERIES:
         ids = encoder.tokenize_queries([query.text])
         skills = [SKILLS[int(skill_id[1:])] for skill_id, _ in given[query.query_id]]
-        texts = encoder.tokenize([encoder.settings.template.skill.render(skill) for skill in skills], 256)
-        tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in some] for some in (ids, texts)]
+        texts = encoder.tokenize(
+            [encoder.settings.template.skill.render(skill) for skill in skills], 256
+        )
+        tokens = [
+            [encoder.with_tokens([text], len(text))[0, 1:] for text in some]
+            for some in (ids, texts)
+        ]
         expected = plain_max_sim(*tokens)[0].tolist()
         assert dict(found[query.query_id]) == pytest.approx(
             {skill.skill_id: score for skill, score in zip(skills, expected, strict=True)}, abs=1e-6
@@ -106,8 +135,12 @@ def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, model_folder
         scores = [score for _, score in found[query.query_id]]
         assert scores == sorted(scores, reverse=True)
     seen, with_tokens = [], ranker.encoder.with_tokens
-    monkeypatch.setattr(ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n))
-    assert ranker.rank(QUERIES, given, 2) == {query_id: ranking[:2] for query_id, ranking in found.items()}
+    monkeypatch.setattr(
+        ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n)
+    )
+    assert ranker.rank(QUERIES, given, 2) == {
+        query_id: ranking[:2] for query_id, ranking in found.items()
+    }
     assert len(seen) == 2 + 5, "each distinct skill is encoded once"
     monkeypatch.setattr(late, "_QUERY_TOKENS", 1)
     monkeypatch.setattr(late, "_TEXTS", 2)
@@ -116,15 +149,26 @@ def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, model_folder
     assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
     twins = ranker.over({f"t{i}": Skill(f"t{i}", "same", "same text", "") for i in range(3)})
     given = {"q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
-    assert [skill_id for skill_id, _ in twins.rank(QUERIES[1:], given, 3)["q2"]] == ["t2", "t0", "t1"]
+    assert [skill_id for skill_id, _ in twins.rank(QUERIES[1:], given, 3)["q2"]] == [
+        "t2",
+        "t0",
+        "t1",
+    ]
 
 
-def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(ranker, tmp_path, monkeypatch):
+def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
+    ranker, tmp_path, monkeypatch
+):
     given = {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
     expected, seen, with_tokens = ranker.rank(QUERIES, given, 9), [], ranker.encoder.with_tokens
-    monkeypatch.setattr(ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n))
+    monkeypatch.setattr(
+        ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n)
+    )
     monkeypatch.setattr(late, "_TEXTS", 5)
-    for name, skills, at in (("old", SKILLS[2:], [-1] * 10), ("new", SKILLS, [-1, -1, *range(9), -1])):
+    for name, skills, at in (
+        ("old", SKILLS[2:], [-1] * 10),
+        ("new", SKILLS, [-1, -1, *range(9), -1]),
+    ):
         (tmp_path / name).mkdir()
         kept = TokenVectors.load(tmp_path / "old") if name == "new" else None
         ranker.save_tokens(tmp_path / name, skills, kept, at)
@@ -139,9 +183,14 @@ def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(ranker, t
 
 def test_a_leg_of_fuse(model_folders, tmp_path):
     legs = [LEXICAL, {"kind": "late", **sourced(model_folders)}]
-    first = FuseConfig.model_validate({"of": [LEXICAL, {"kind": "dense", **sourced(model_folders), "cache": tmp_path}]})
+    first = FuseConfig.model_validate(
+        {"of": [LEXICAL, {"kind": "dense", **sourced(model_folders), "cache": tmp_path}]}
+    )
     second = FuseConfig.model_validate({"of": legs, "weights": [0.4, 0.6], "keep": 5})
-    found, fused = open_ranker(first, SKILLS, opened := {}).rank(QUERIES, None, 8), open_ranker(second, SKILLS, opened)
+    found, fused = (
+        open_ranker(first, SKILLS, opened := {}).rank(QUERIES, None, 8),
+        open_ranker(second, SKILLS, opened),
+    )
     (bm25, of_late), ranking = fused.find(QUERIES, found), fused.rank(QUERIES, found, 5)
     for query_id in ("q1", "q2"):
         assert len(of_late[query_id]) == 8
@@ -151,14 +200,25 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
 def test_what_late_interaction_cannot_do_is_refused(model_folders):
     leg = {"kind": "late", **sourced(model_folders)}
     for first in (leg, {"kind": "fuse", "of": [LEXICAL, leg]}):
-        with pytest.raises(ValidationError, match="the first ranker finds skills in the pool; late only orders those"):
+        with pytest.raises(
+            ValidationError,
+            match="the first ranker finds skills in the pool; late only orders those",
+        ):
             SystemConfig.model_validate({"name": "late", "rankers": [first]})
-    recipe = {"stage": "train_encoder", "model": {"source": leg["source"]}, "data": {"pool": "p", "lists": "l"}}
+    recipe = {
+        "stage": "train_encoder",
+        "model": {"source": leg["source"]},
+        "data": {"pool": "p", "lists": "l"},
+    }
     with pytest.raises(ValidationError, match="greater than 0"):
         LateInteraction(weight=0)
     recipe |= {"late_interaction": {}, "out": "o", "training": {"varlen": True}}
-    with pytest.raises(ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"):
+    with pytest.raises(
+        ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"
+    ):
         TrainEncoderConfig.model_validate(recipe)
     rankers = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
     with pytest.raises(ValidationError, match="an encoder in training is"):
-        TrainEncoderConfig.model_validate(recipe | {"training": {}, "dev": {"benchmark": "b", "rankers": rankers}})
+        TrainEncoderConfig.model_validate(
+            recipe | {"training": {}, "dev": {"benchmark": "b", "rankers": rankers}}
+        )

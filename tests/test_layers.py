@@ -49,11 +49,20 @@ def imported_modules(source: str) -> Iterator[tuple[int, str]]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
             names = [f"{PACKAGE}.(relative)"]
-        elif isinstance(node, ast.ImportFrom) and node.module == PACKAGE:  # `from skilltrain import tables`: a part
-            names = [f"{PACKAGE}.{alias.name}" if alias.name in LEVEL else PACKAGE for alias in node.names]
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module == PACKAGE
+        ):  # `from skilltrain import tables`: a part
+            names = [
+                f"{PACKAGE}.{alias.name}" if alias.name in LEVEL else PACKAGE
+                for alias in node.names
+            ]
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and node.args
+        ):
             names = [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
         yield from ((node.lineno, name) for name in names if name.split(".")[0] == PACKAGE)
 
@@ -67,10 +76,14 @@ def violations(source: str, module: str) -> list[str]:
     for line, target in imported_modules(source):
         other = part_of(target)
         if other not in LEVEL:
-            found.append(f"{module}, line {line}: imports {target}, which has no layer in tests/test_layers.py")
+            found.append(
+                f"{module}, line {line}: imports {target}, which has no layer in tests/test_layers.py"
+            )
         elif other != own and LEVEL[other] <= LEVEL[own]:
             relation = "beside" if LEVEL[other] == LEVEL[own] else "above"
-            found.append(f"{module}, line {line}: imports {target}, but '{other}' stands {relation} '{own}'")
+            found.append(
+                f"{module}, line {line}: imports {target}, but '{other}' stands {relation} '{own}'"
+            )
     return found
 
 
@@ -86,16 +99,25 @@ def test_every_import_points_down():
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("from skilltrain.training.loop import train", "imports skilltrain.training.loop, but 'training' stands"),
+        (
+            "from skilltrain.training.loop import train",
+            "imports skilltrain.training.loop, but 'training' stands",
+        ),
         ("import skilltrain.cli as c", "'cli' stands above 'models'"),
-        ("def f():\n    from skilltrain.data import mine", "line 2: imports skilltrain.data, but 'data' stands above"),
+        (
+            "def f():\n    from skilltrain.data import mine",
+            "line 2: imports skilltrain.data, but 'data' stands above",
+        ),
         ("from skilltrain import stages", "'stages' stands above 'models'"),
         ("from skilltrain.losses import InfoNCE", "'losses' stands beside 'models'"),
         ("from . import loading", "which has no layer"),
         ("importlib.import_module('skilltrain.export.hub')", "'export' stands above 'models'"),
         ("from skilltrain.toolbox import saw", "skilltrain.toolbox, which has no layer"),
         ("import skilltrain.models.pooling\nfrom skilltrain.models.pooling import pool", None),
-        ("from skilltrain.version import __version__\nfrom skilltrain.templates import Skill\nimport torch", None),
+        (
+            "from skilltrain.version import __version__\nfrom skilltrain.templates import Skill\nimport torch",
+            None,
+        ),
     ],
 )
 def test_imports_that_do_not_point_down_are_found(source: str, complaint: str | None):
@@ -105,4 +127,8 @@ def test_imports_that_do_not_point_down_are_found(source: str, complaint: str | 
 
 
 def test_stages_import_what_stands_above_them():
-    assert [name for name, stage in STAGES.items() if LEVEL[stage.module.split(".")[0]] <= LEVEL["stages"]] == []
+    assert [
+        name
+        for name, stage in STAGES.items()
+        if LEVEL[stage.module.split(".")[0]] <= LEVEL["stages"]
+    ] == []

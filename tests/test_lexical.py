@@ -25,7 +25,9 @@ from skilltrain.retrieval.rankers import open_ranker
 def test_words_are_stemmed_without_stop_words_and_cjk_becomes_bigrams(monkeypatch, text, terms):
     monkeypatch.delitem(sys.modules, "bm25s", raising=False)
     assert [stem for _, stem in Vocabulary().stems(text)] == terms
-    assert "bm25s" not in sys.modules, "it imports JAX where it is installed, which takes most of a GPU's memory"
+    assert "bm25s" not in sys.modules, (
+        "it imports JAX where it is installed, which takes most of a GPU's memory"
+    )
 
 
 def test_scores_follow_the_formula_worked_by_hand():
@@ -51,11 +53,15 @@ def test_matched_words_are_those_of_the_query_in_order_of_weight():
     index = BM25Index(["red apples on a tree", "tree", "trees"])
     assert index.matched("The Tree with APPLE, reds and pears; red", 0) == ["reds", "apple", "tree"]
     # ln(1 + (3 - 1 + .5) / 1.5) for apples, ln(1 + .5 / 3.5) for trees, ln(1 + 3.5 / .5) for the word of no text
-    assert index.most("the apple tree zebra") == pytest.approx(math.log(8 / 3) + math.log(8 / 7) + math.log(8))
+    assert index.most("the apple tree zebra") == pytest.approx(
+        math.log(8 / 3) + math.log(8 / 7) + math.log(8)
+    )
 
 
 def test_search_ranks_and_breaks_ties_by_position():
-    index = BM25Index(["red apple", "", "red apple", "red red apple tree", "数据库备份脚本", "red apple"])
+    index = BM25Index(
+        ["red apple", "", "red apple", "red red apple tree", "数据库备份脚本", "red apple"]
+    )
     indices, scores = index.search(["apple red", "nothing shared", "", "帮我做数据库的备份"], 4)
     assert indices.dtype == np.int64 and scores.dtype == np.float32
     assert indices[0].tolist() == [0, 2, 5, 3] and scores[0][0] == scores[0][2]
@@ -68,9 +74,15 @@ def test_search_ranks_and_breaks_ties_by_position():
     [("full", "dabc"), ("nd", "bacd"), ("name", "abcd"), ("description", "bacd"), ("body", "dabc")],
 )
 def test_fields_are_searched_alone_and_a_skill_may_lack_them(fields, expected):
-    pool = [Skill("a", "cat", "dog", ""), Skill("b", "", "cat", "dog"), Skill("c", "dog", "", ""),
-            Skill("d", "dog", "", "cat cat cat")]  # fmt: skip
-    found = open_ranker(LexicalConfig(fields=fields), pool, {}).rank([Query("q", "cats", "", "", "")], None, 4)["q"]
+    pool = [
+        Skill("a", "cat", "dog", ""),
+        Skill("b", "", "cat", "dog"),
+        Skill("c", "dog", "", ""),
+        Skill("d", "dog", "", "cat cat cat"),
+    ]
+    found = open_ranker(LexicalConfig(fields=fields), pool, {}).rank(
+        [Query("q", "cats", "", "", "")], None, 4
+    )["q"]
     assert "".join(skill_id for skill_id, _ in found) == expected
 
 
@@ -80,7 +92,10 @@ def test_nothing_to_index_is_refused(texts):
         BM25Index(texts)
 
 
-@given(npst.arrays(np.float32, st.integers(1, 30), elements=st.integers(0, 4).map(float)), st.integers(0, 30))
+@given(
+    npst.arrays(np.float32, st.integers(1, 30), elements=st.integers(0, 4).map(float)),
+    st.integers(0, 30),
+)
 def test_top_k_is_the_stable_sort(scores, k):
     k = min(k, len(scores))
     assert top_k(scores, k).tolist() == np.argsort(-scores, kind="stable")[:k].tolist()

@@ -50,30 +50,49 @@ def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
     assert answer == Completion("Hello.", "length", 23, 2)
     request = server.requests[0]
     assert request["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."},
-    ]  # fmt: skip
-    assert (request["model"], request["seed"], request["temperature"], request["max_tokens"]) == ("m", 3, 1.0, 1024)
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Say hello."},
+    ]
+    assert (request["model"], request["seed"], request["temperature"], request["max_tokens"]) == (
+        "m",
+        3,
+        1.0,
+        1024,
+    )
     assert server.authorizations == [f"Bearer {KEY}"]
 
 
-def test_what_an_answer_says_is_cleaned_and_a_refusal_is_an_answer(server: LLMServer, tmp_path: Path) -> None:
+def test_what_an_answer_says_is_cleaned_and_a_refusal_is_an_answer(
+    server: LLMServer, tmp_path: Path
+) -> None:
     server.script = [
-        Reply(f"Your key is {KEY}."), Reply("<think>One\nor two?</think>\n3"), Reply("<think>cut"),
+        Reply(f"Your key is {KEY}."),
+        Reply("<think>One\nor two?</think>\n3"),
+        Reply("<think>cut"),
         Reply(raw='{"choices": [{"message": {"content": "half \\ud83d of a pair"}}]}'),
-        Reply(refusal="I won't."), Reply("", finish_reason="content_filter"),
-    ]  # fmt: skip
+        Reply(refusal="I won't."),
+        Reply("", finish_reason="content_filter"),
+    ]
     llm = open_client(server, tmp_path)
     answers = [complete(llm, seed) for seed in range(6)]
     assert [(answer.text.strip(), answer.finish_reason) for answer in answers] == [
-        ("Your key is [key].", "stop"), ("3", "stop"), ("<think>cut", "stop"), ("half \ufffd of a pair", "stop"),
-        ("I won't.", "refusal"), ("", "refusal"),
-    ]  # fmt: skip
+        ("Your key is [key].", "stop"),
+        ("3", "stop"),
+        ("<think>cut", "stop"),
+        ("half \ufffd of a pair", "stop"),
+        ("I won't.", "refusal"),
+        ("", "refusal"),
+    ]
     assert answers[1].num_completion_tokens > 5, "thoughts are paid for"
     assert_no_key(tmp_path)
 
 
 def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLMServer) -> None:
-    server.script = [Reply(status=429, headers={"Retry-After": "0.6"}), Reply(status=500, headers=SOON), Reply("ok")]
+    server.script = [
+        Reply(status=429, headers={"Retry-After": "0.6"}),
+        Reply(status=500, headers=SOON),
+        Reply("ok"),
+    ]
     assert ask(open_client(server, max_retries=2), 0) == ["ok"] and len(server.requests) == 3
     assert server.times[1] - server.times[0] >= 0.6, "our own first wait is at most 0.5 s"
 
@@ -88,10 +107,19 @@ def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLM
         (Reply(delay=0.4), "failed", 2, 2 * MOST),  # timed out
         (Reply(cut=True), "failed", 2, 2 * MOST),
         (Reply(drop=True), "failed", 2, 2 * MOST),
-        *((Reply(raw=raw), "malformed", 1, MOST)
-          for raw in ("{torn", '{"choices": []}', '{"choices": null}', "[]", '"text"', '{"error": 1}')),
+        *(
+            (Reply(raw=raw), "malformed", 1, MOST)
+            for raw in (
+                "{torn",
+                '{"choices": []}',
+                '{"choices": null}',
+                "[]",
+                '"text"',
+                '{"error": 1}',
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_failure_is_one_requests_fault_tried_again_if_it_may_pass_and_paid_if_it_may_have_cost(
     server: LLMServer, reply: Reply, kind: str, num_requests: int, used: int
 ) -> None:
@@ -104,7 +132,10 @@ def test_a_failure_is_one_requests_fault_tried_again_if_it_may_pass_and_paid_if_
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (Reply(status=401, raw=json.dumps({"error": {"message": f"bad key {KEY}"}})), "set OPENAI_API_KEY"),
+        (
+            Reply(status=401, raw=json.dumps({"error": {"message": f"bad key {KEY}"}})),
+            "set OPENAI_API_KEY",
+        ),
         (Reply(status=403), "set OPENAI_API_KEY"),
         (Reply(status=404), "no model 'm' here"),
         (Reply(status=429, code="insufficient_quota"), "no credit left"),
@@ -135,9 +166,13 @@ def test_a_server_that_was_never_there_is_named_and_only_openai_itself_needs_a_k
 
 
 @pytest.mark.parametrize("key", ["schlüssel-1234", "sk-1234\nsk-5678"])
-def test_a_key_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(SkilltrainError, match="OPENAI_API_KEY holds no key: a key has no line breaks") as failure:
+    with pytest.raises(
+        SkilltrainError, match="OPENAI_API_KEY holds no key: a key has no line breaks"
+    ) as failure:
         open_llm(OpenAIConfig(model="m", cache=None))
     assert key not in str(failure.value)
 
@@ -145,10 +180,12 @@ def test_a_key_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"api_key_env": KEY}, "api_key_env"), ({"api_key_env": "skabcdef"}, "api_key_env"),
-        ({"base_url": f"http://u:{KEY}@h/v1"}, "base_url"), ({"base_url": "localhost:11434"}, "base_url"),
+        ({"api_key_env": KEY}, "api_key_env"),
+        ({"api_key_env": "skabcdef"}, "api_key_env"),
+        ({"base_url": f"http://u:{KEY}@h/v1"}, "base_url"),
+        ({"base_url": "localhost:11434"}, "base_url"),
     ],
-)  # fmt: skip
+)
 def test_keys_in_a_recipe_and_broken_urls_are_refused_and_no_key_is_shown(
     settings: dict[str, str], message: str
 ) -> None:
@@ -186,7 +223,9 @@ def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> 
     assert server.times[-1] - server.times[0] >= 0.3
 
 
-def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(server: LLMServer, tmp_path: Path) -> None:
+def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(
+    server: LLMServer, tmp_path: Path
+) -> None:
     slow = {0: Reply("kept", delay=0.2, until=lambda: len(server.requests) == 21)}
     server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
     server.script = [*[Reply(status=500)] * 19, Reply("ok"), *[Reply(status=500)] * 19]
@@ -202,14 +241,23 @@ def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(serve
 
 
 def test_tokens_and_dollars_by_hand() -> None:
-    assert [estimate_tokens(text) for text in ("", "a", "abcd", "abcde", "整理", "整理PDF")] == [0, 1, 1, 2, 2, 3]
+    assert [estimate_tokens(text) for text in ("", "a", "abcd", "abcde", "整理", "整理PDF")] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
     assert most_of(Request(*ASK, 0), MAX_TOKENS) == Usage(74, 26)
-    assert Budget(BudgetConfig(), Prices(prompt=0.15, completion=0.60)).price(Usage(2_000_000, 500_000)) == (
-        pytest.approx(0.60)
-    )
+    assert Budget(BudgetConfig(), Prices(prompt=0.15, completion=0.60)).price(
+        Usage(2_000_000, 500_000)
+    ) == (pytest.approx(0.60))
     assert Budget(BudgetConfig(), None).price(Usage(1, 1)) is None
     assert prices_of(OpenAIConfig(model="gpt-4o-mini")) == Prices(prompt=0.15, completion=0.60)
-    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch")) == Prices(prompt=0.075, completion=0.30)
+    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch")) == Prices(
+        prompt=0.075, completion=0.30
+    )
     assert prices_of(OpenAIConfig(model="gpt-4o-mini", base_url="http://localhost:8000/v1")) is None
     assert prices_of(OpenAIConfig(model="gpt-99")) is None
     own = Prices(prompt=1, completion=2)
@@ -218,9 +266,20 @@ def test_tokens_and_dollars_by_hand() -> None:
         Budget(BudgetConfig(max_dollars=1.0), None)
 
 
-@pytest.mark.parametrize("usage", [None, {}, 0, "much", {"prompt_tokens": 0, "completion_tokens": None},
-                                   {"prompt_tokens": -5, "completion_tokens": "7"}])  # fmt: skip
-def test_where_the_server_reports_no_tokens_our_estimate_counts(server: LLMServer, usage: Any) -> None:
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        {},
+        0,
+        "much",
+        {"prompt_tokens": 0, "completion_tokens": None},
+        {"prompt_tokens": -5, "completion_tokens": "7"},
+    ],
+)
+def test_where_the_server_reports_no_tokens_our_estimate_counts(
+    server: LLMServer, usage: Any
+) -> None:
     server.otherwise = lambda _: Reply("answer text", usage=usage)
     llm = short(server)
     assert kinds(llm, 2) == "aa"
@@ -232,7 +291,9 @@ def test_where_the_server_reports_no_tokens_our_estimate_counts(server: LLMServe
 def test_what_does_not_fit_is_not_sent_whatever_the_concurrency_and_what_was_answered_before(
     server: LLMServer, tmp_path: Path, concurrency: int
 ) -> None:
-    server.otherwise = lambda request: Reply("answer", usage=THIRTY, delay=0.02 * (request["seed"] % 3))
+    server.otherwise = lambda request: Reply(
+        "answer", usage=THIRTY, delay=0.02 * (request["seed"] % 3)
+    )
     settings = {"budget": {"max_tokens": 250}, "concurrency": concurrency}
     assert kinds(short(server, tmp_path, **settings), 3) == "aaa"
     for _ in range(2):
@@ -249,13 +310,20 @@ def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
     assert failure.value.kind == "budget" and len(server.requests) == 2
 
 
-def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(server: LLMServer, tmp_path: Path) -> None:
+def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
+    server: LLMServer, tmp_path: Path
+) -> None:
     others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch_size": 1}
-    one, other = open_client(server, tmp_path), open_client(server, tmp_path, concurrency=3, timeout=7, **others)
+    one, other = (
+        open_client(server, tmp_path),
+        open_client(server, tmp_path, concurrency=3, timeout=7, **others),
+    )
     assert ask(one, 0) == ask(other, 0) == ["answer 0"] and len(server.requests) == 1
     assert ask(other, 1) == ask(one, 1) and len(server.requests) == 2
     list(one.complete_all([Request("", "Say hello. Now!", 0)]))
-    for number, changed in enumerate(({"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"})):
+    for number, changed in enumerate(
+        ({"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"})
+    ):
         ask(open_client(server, tmp_path, **changed), 0)
         assert len(server.requests) == 4 + number
     with llm_server() as elsewhere:
@@ -313,19 +381,35 @@ def test_an_estimate_asks_nobody_and_knows_what_is_kept(
     ask_until(questions(llm, 2))
     # "Be brief." and "Say hello." have 9 and 10 letters: 3 tokens each, and 4 of the chat format; three are new.
     assert cost_of(questions(llm, 5)) == {
-        "model": "m", "num_requests": 3, "num_answered_before": 2, "num_prompt_tokens": 42,
-        "num_completion_tokens": 300, "dollars": None, "budget": None,
-    }  # fmt: skip
+        "model": "m",
+        "num_requests": 3,
+        "num_answered_before": 2,
+        "num_prompt_tokens": 42,
+        "num_completion_tokens": 300,
+        "dollars": None,
+        "budget": None,
+    }
     assert len(server.requests) == 2
     monkeypatch.delenv("OPENAI_API_KEY")
     found = cost_of(questions(open_llm(OpenAIConfig(cache=tmp_path / "none")), 1))
     # 14 tokens at $0.15 and 100 at $0.60 a million.
-    assert found["dollars"] == round(14 * 0.15e-6 + 100 * 0.60e-6, 6) and not (tmp_path / "none").exists()
+    assert (
+        found["dollars"] == round(14 * 0.15e-6 + 100 * 0.60e-6, 6)
+        and not (tmp_path / "none").exists()
+    )
 
 
-def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(server: LLMServer, tmp_path: Path) -> None:
+def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(
+    server: LLMServer, tmp_path: Path
+) -> None:
     """The later a question, the sooner its answer comes."""
-    wrong = {2: Reply("no"), 1002: Reply(raw="{torn"), 3: Reply(""), 4: Reply(refusal="no"), 5: Reply(status=400)}
+    wrong = {
+        2: Reply("no"),
+        1002: Reply(raw="{torn"),
+        3: Reply(""),
+        4: Reply(refusal="no"),
+        5: Reply(status=400),
+    }
     never = {7: Reply("no"), 1007: Reply("x", finish_reason="length"), 2007: Reply("no")}
 
     def reply(request: dict[str, Any]) -> Reply:
@@ -340,7 +424,11 @@ def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(ser
     ]
     assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
     assert len(server.requests) == 8 + 4 + 2
-    told = [request["messages"][1]["content"] for request in server.requests if request["seed"] % 1000 == 2]
+    told = [
+        request["messages"][1]["content"]
+        for request in server.requests
+        if request["seed"] % 1000 == 2
+    ]
     again = "Say hello.\nAn earlier answer was turned down: {}. Write another one."
     reasons = "another number", "the server's reply is no chat completion"
     assert told == ["Say hello.", *(again.format(reason) for reason in reasons)]
@@ -366,4 +454,7 @@ def test_smollm2_answers_the_same_for_the_same_seed() -> None:
     assert first == again
     assert first.text and first.num_completion_tokens <= 12
     assert other.num_prompt_tokens == first.num_prompt_tokens
-    assert llm.budget.used.prompt == 3 * first.num_prompt_tokens and llm.budget.price(llm.budget.used) == 0
+    assert (
+        llm.budget.used.prompt == 3 * first.num_prompt_tokens
+        and llm.budget.price(llm.budget.used) == 0
+    )

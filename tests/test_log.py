@@ -16,8 +16,11 @@ from skilltrain.training.log import TrainingLog, open_trackers
 
 FIGURES = {"loss": 0.5, "learning_rate": 2e-5, "padding_share": 0.25}
 DEV = {"MRR@10": Interval(0.625, 0.5, 0.75, 40)}
-RECIPE = {"stage": "train_encoder", "data": {"pool": "/secret/place/pool", "lists": Path("runs/lists")},
-          "training": {"epochs": 1, "recompute": False, "betas": (0.9, 0.999), "adapter": None}}  # fmt: skip
+RECIPE = {
+    "stage": "train_encoder",
+    "data": {"pool": "/secret/place/pool", "lists": Path("runs/lists")},
+    "training": {"epochs": 1, "recompute": False, "betas": (0.9, 0.999), "adapter": None},
+}
 
 
 def rows(path):
@@ -77,14 +80,21 @@ def test_resuming_drops_all_lines_after_the_step_and_torn_ones(tmp_path):
         file.write('{"step": 1, "lo\n[3]\n')
         file.write('{"step": 2, "loss": 0.')
     with TrainingLog(path, 2, []) as log:
-        assert [(row["step"], "dev" in row) for row in rows(path)] == [(1, False), (1, True), (2, False), (2, True)]
+        assert [(row["step"], "dev" in row) for row in rows(path)] == [
+            (1, False),
+            (1, True),
+            (2, False),
+            (2, True),
+        ]
         log.write(3, FIGURES)
     assert [row["step"] for row in rows(path)] == [1, 1, 2, 2, 3]
     with TrainingLog(path, 0, []):
         assert rows(path) == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
     tracker = Recorder()
     assert [one.name for one in opened("tensorboard", tmp_path / "shown")] == ["tensorboard"]
@@ -101,13 +111,19 @@ def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
-            with pytest.raises(SkilltrainError, match=r"^wandb is not installed \(.*skilltrain\[trackers\]'\)$"):
+            with pytest.raises(
+                SkilltrainError, match=r"^wandb is not installed \(.*skilltrain\[trackers\]'\)$"
+            ):
                 opened("wandb", tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_offline_needs_neither_key_nor_network(tmp_path, monkeypatch):
-    for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": "", "HF_TOKEN": "very-secret"}.items():
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_API_KEY": "",
+        "HF_TOKEN": "very-secret",
+    }.items():
         monkeypatch.setenv(name, value)
     # A real name may be so short that random bytes hold it.
     monkeypatch.setattr(socket, "gethostname", lambda: "name-of-this-machine")
@@ -117,7 +133,9 @@ def test_wandb_offline_needs_neither_key_nor_network(tmp_path, monkeypatch):
     files = [*tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(files) == 1
     last = time.monotonic() + 20  # wandb's own process may write on for a moment
-    while not all(b"train/loss" in file.read_bytes() and b'"betas"' in file.read_bytes() for file in files):
+    while not all(
+        b"train/loss" in file.read_bytes() and b'"betas"' in file.read_bytes() for file in files
+    ):
         assert time.monotonic() < last
         time.sleep(0.1)
     contents = [file.read_bytes() for file in files]

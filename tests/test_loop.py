@@ -42,7 +42,9 @@ def uninterrupted(model_folders, tmp_path_factory):
 
 def log_of(out):
     rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.endswith("per_second")} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.endswith("per_second")} for row in rows
+    ]
 
 
 def identical(one, other):
@@ -57,20 +59,37 @@ def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
     order = [one.query_id for batches in steps for batch in batches for one in batch]
     assert sorted(order[:20]) == sorted(order[20:]) == sorted(one.query_id for one in lists)
     assert order[:20] != order[20:]
-    again = [one.query_id for batches in step_batches(lists, CONFIG) for batch in batches for one in batch]
+    again = [
+        one.query_id
+        for batches in step_batches(lists, CONFIG)
+        for batch in batches
+        for one in batch
+    ]
     other = step_batches(lists, CONFIG.model_copy(update={"seed": 1}))
-    assert order == again != [one.query_id for batches in other for batch in batches for one in batch]
+    assert (
+        order == again != [one.query_id for batches in other for batch in batches for one in batch]
+    )
 
 
 def test_an_epoch_sees_a_list_as_often_as_its_weight_says():
     weights = [1.0] * 4 + [0.5] * 4 + [2.25] * 4
-    lists = [replace(one, weight=weight) for one, weight in zip(training_set(12).lists, weights, strict=True)]
+    lists = [
+        replace(one, weight=weight)
+        for one, weight in zip(training_set(12).lists, weights, strict=True)
+    ]
     steps = list(step_batches(lists, CONFIG))
     assert len(steps) == 4  # 2 x (4 + 2 + 9) queries, 8 a step
-    epochs = [[one for batches in part for batch in batches for one in batch] for part in (steps[:2], steps[2:])]
+    epochs = [
+        [one for batches in part for batch in batches for one in batch]
+        for part in (steps[:2], steps[2:])
+    ]
     for seen in epochs:
         counts = [seen.count(one) for one in lists]
-        assert counts[:4] == [1] * 4 and sorted(counts[4:8]) == [0, 0, 1, 1] and sorted(counts[8:]) == [2, 2, 2, 3]
+        assert (
+            counts[:4] == [1] * 4
+            and sorted(counts[4:8]) == [0, 0, 1, 1]
+            and sorted(counts[8:]) == [2, 2, 2, 3]
+        )
     halves = [{one.query_id for one in seen if one.weight == 0.5} for seen in epochs]
     assert halves[0] != halves[1]
 
@@ -79,8 +98,9 @@ def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
     groups = new_optimizer(model, 1e-3, 0.01).param_groups
     assert [(group["weight_decay"], [p.shape for p in group["params"]]) for group in groups] == [
-        (0.01, [(3, 2)]), (0, [(3,)] * 3),
-    ]  # fmt: skip
+        (0.01, [(3, 2)]),
+        (0, [(3,)] * 3),
+    ]
 
 
 def test_the_log_holds_each_steps_figures(uninterrupted):
@@ -88,7 +108,9 @@ def test_the_log_holds_each_steps_figures(uninterrupted):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # Two of six steps warm up, at 1/3 and 2/3 of the peak; then half a cosine over four.
     shares = [1 / 3, 2 / 3, *(0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4))]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-3 * share for share in shares])
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [1e-3 * share for share in shares]
+    )
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
@@ -97,7 +119,10 @@ def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folder
     arguments = (6, model_folders["bert_dropout"], tmp_path)
     with pytest.raises(multiprocessing.ProcessExitedException, match="SIGKILL"):
         multiprocessing.spawn(training_runs.killed_in_step, args=arguments, nprocs=1)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-2",
+        "step-4",
+    ]
     assert len(log_of(tmp_path)) == 5
     with (tmp_path / "train_log.jsonl").open("a") as log:
         log.write('{"step": 6, "lo')  # torn by the kill
@@ -107,14 +132,21 @@ def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folder
     with pytest.raises(SkilltrainError, match="checkpoints of an earlier run lie here"):
         run(new_step(model_folders["bert_dropout"]), tmp_path, resume=False)
     torch.manual_seed(99)  # whatever the random state of the new process
-    assert identical(run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1])
+    assert identical(
+        run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1]
+    )
     assert log_of(tmp_path) == log_of(uninterrupted[0])
 
 
-def test_the_probe_runs_the_largest_batch_and_changes_nothing(uninterrupted, model_folders, tmp_path, monkeypatch):
+def test_the_probe_runs_the_largest_batch_and_changes_nothing(
+    uninterrupted, model_folders, tmp_path, monkeypatch
+):
     step, seen, losses = new_step(model_folders["bert_dropout"]), [], []
     batches = [batch for of_step in step_batches(step.data.lists, CONFIG) for batch in of_step]
-    sizes = [sum(len(step.skill_ids[skill]) for one in batch for skill in one.skill_ids) for batch in batches]
+    sizes = [
+        sum(len(step.skill_ids[skill]) for one in batch for skill in one.skill_ids)
+        for batch in batches
+    ]
     forward = step.forward
 
     def seeing(batch):
@@ -143,21 +175,33 @@ def test_onednn_computes_unless_weights_are_sharded(model_folders, monkeypatch, 
 
 SPOILED = {  # what is done to a step, and what is said of it
     "the loss is not a finite number": lambda norm: norm.data.fill_(math.nan),
-    "the gradient is not a finite number": lambda norm: norm.register_hook(lambda gradient: gradient * math.nan),
+    "the gradient is not a finite number": lambda norm: norm.register_hook(
+        lambda gradient: gradient * math.nan
+    ),
     r"the gradient norm \S+ exceeds training.stop_grad_norm 0.001": lambda norm: None,
 }
 
 
 @pytest.mark.parametrize("message", SPOILED)
-def test_a_bad_gradient_stops_before_the_step_and_names_its_queries(model_folders, tmp_path, message):
+def test_a_bad_gradient_stops_before_the_step_and_names_its_queries(
+    model_folders, tmp_path, message
+):
     step = new_step(model_folders["bert"])
     SPOILED[message](step.model.backbone.embeddings.LayerNorm.weight)
     before = [parameter.detach().clone() for parameter in step.parameters()]
     config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3 if "exceeds" in message else 1e4})
-    first = [one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch]
-    with pytest.raises(SkilltrainError, match=f"^{message} in a step with queries {', '.join(first)} .look at these"):
+    first = [
+        one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch
+    ]
+    with pytest.raises(
+        SkilltrainError,
+        match=f"^{message} in a step with queries {', '.join(first)} .look at these",
+    ):
         train(training_runs.accelerator(), step, config, Run(tmp_path, False, {}))
-    assert all(one.equal(other) or one.isnan().all() for one, other in zip(step.parameters(), before, strict=True))
+    assert all(
+        one.equal(other) or one.isnan().all()
+        for one, other in zip(step.parameters(), before, strict=True)
+    )
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -167,7 +211,11 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
     for batch_size in (6, 3, 2, 1):
         encoder, data = open_encoder_of("bert").double(), training_set(8)
         step = EncoderStep(encoder, InfoNCE(), data, StepSettings(200, in_batch=False))
-        settings = {"batch_size": batch_size, "accumulation": 6 // batch_size, "learning_rate": 1e-3}
+        settings = {
+            "batch_size": batch_size,
+            "accumulation": 6 // batch_size,
+            "learning_rate": 1e-3,
+        }
         config = TrainingConfig.model_validate(settings)
         out = Run(tmp_path / str(batch_size), False, {})
         train(new_accelerator(config, quantized=False), step, config, out)
@@ -177,7 +225,9 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
 
 
 def test_only_a_second_ctrl_c_stops_at_once():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a test run in the background ignores it
     with Stop() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # a batch system that signals launcher and worker both
@@ -191,7 +241,9 @@ def test_only_a_second_ctrl_c_stops_at_once():
 
 def test_two_trainings_on_one_out_are_kept_apart(runs, tmp_path):
     with locked(tmp_path / "out"):
-        line = skilltrain("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out").error_line
+        line = skilltrain(
+            "train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out"
+        ).error_line
     assert "another process is writing" in line
 
 
@@ -214,7 +266,12 @@ class ScriptedRanker:
         self.seen += 1
         if self.seen == self.signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return {"q": [(name, -float(rank)) for rank, name in enumerate([*(f"s{i}" for i in range(place - 1)), "gold"])]}
+        return {
+            "q": [
+                (name, -float(rank))
+                for rank, name in enumerate([*(f"s{i}" for i in range(place - 1)), "gold"])
+            ]
+        }
 
 
 def scripted_dev(places, tmp_path, signal_in=0, **settings):
@@ -236,15 +293,31 @@ def dev_rows(out):
 
 
 def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path):
-    dev = scripted_dev([5, 2, 4, 4, 3, 2], tmp_path)  # the second is best; the last is equal, not better
-    result = run_with(dev, new_step(model_folders["bert"]), tmp_path / "out", keep_checkpoints=1, save_every=100)
-    assert dev_rows(tmp_path / "out") == [(1, 0.2), (2, 0.5), (3, 0.25), (4, 0.25), (5, pytest.approx(1 / 3)), (6, 0.5)]
+    dev = scripted_dev(
+        [5, 2, 4, 4, 3, 2], tmp_path
+    )  # the second is best; the last is equal, not better
+    result = run_with(
+        dev, new_step(model_folders["bert"]), tmp_path / "out", keep_checkpoints=1, save_every=100
+    )
+    assert dev_rows(tmp_path / "out") == [
+        (1, 0.2),
+        (2, 0.5),
+        (3, 0.25),
+        (4, 0.25),
+        (5, pytest.approx(1 / 3)),
+        (6, 0.5),
+    ]
     best = result[0].best
     assert (result[1].name, best.figures["MRR@10"].mean, result[0].step) == ("step-2", 0.5, 6)
-    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == ["step-2", "step-6"]
+    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
+        "step-2",
+        "step-6",
+    ]
 
 
-def test_patience_ends_a_run_also_one_that_is_resumed_and_a_finished_one_is_not_taken_up_again(model_folders, tmp_path):
+def test_patience_ends_a_run_also_one_that_is_resumed_and_a_finished_one_is_not_taken_up_again(
+    model_folders, tmp_path
+):
     places = [3, 2, 4, 5, 6, 7]
 
     def run_on(name, places, signal_in=0, resume=False):
@@ -252,7 +325,9 @@ def test_patience_ends_a_run_also_one_that_is_resumed_and_a_finished_one_is_not_
         return run_with(dev, new_step(model_folders["bert"]), tmp_path / name, resume)
 
     whole = run_on("whole", places)
-    with pytest.raises(SkilltrainError, match="interrupted after step 3 of 6; a checkpoint is saved"):
+    with pytest.raises(
+        SkilltrainError, match="interrupted after step 3 of 6; a checkpoint is saved"
+    ):
         run_on("out", places, signal_in=3)
     resumed, again = run_on("out", places[3:], resume=True), run_on("out", [], resume=True)
     for position, checkpoint in (whole, resumed, again):

@@ -29,9 +29,11 @@ from skilltrain.losses import (
 )
 
 LOSSES = [
-    *(loss() for loss in get_args(PlainLoss)), LambdaRank(mu=10), ListNet(target_temperature=0.5),
+    *(loss() for loss in get_args(PlainLoss)),
+    LambdaRank(mu=10),
+    ListNet(target_temperature=0.5),
     InfoNCE(push_share=0.5),
-]  # fmt: skip
+]
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 
 
@@ -44,9 +46,15 @@ def batch(scores, gains, teacher=None):
 
 def random_batch(seed, queries=5, candidates=7):
     """A required, a useful and a rejected skill a query, among irrelevant ones."""
-    scores, teacher = torch.randn(2, queries, candidates, generator=torch.Generator().manual_seed(seed)).double()
-    gains = torch.tensor([1, 0.5, -1, *[0] * (candidates - 3)], dtype=torch.float64).repeat(queries, 1)
-    return ScoredBatch(scores.clone().requires_grad_(), gains, torch.ones_like(gains, dtype=torch.bool), teacher)
+    scores, teacher = torch.randn(
+        2, queries, candidates, generator=torch.Generator().manual_seed(seed)
+    ).double()
+    gains = torch.tensor([1, 0.5, -1, *[0] * (candidates - 3)], dtype=torch.float64).repeat(
+        queries, 1
+    )
+    return ScoredBatch(
+        scores.clone().requires_grad_(), gains, torch.ones_like(gains, dtype=torch.bool), teacher
+    )
 
 
 # Each loss by hand ---------------------------------------------------------------------------------------------------
@@ -91,7 +99,12 @@ BY_HAND = [
     (LambdaRank(), [1, 0], [0, -1], 0.166798),  # counted from the lowest gain: as (1, 0)
     (LambdaRank(), [0, 1], [1, 0.5], 0.5 / 1.315465 * (1 - 0.630930) * L1E / L2),
     # Scores 3, 2, 1: the positive stands last. At k = 1 only its pair with the first place counts.
-    (LambdaRank(), [3, 2, 1], [0, 0, 1], (0.5 * math.log(1 + math.e**2) + (0.630930 - 0.5) * L1E) / L2),
+    (
+        LambdaRank(),
+        [3, 2, 1],
+        [0, 0, 1],
+        (0.5 * math.log(1 + math.e**2) + (0.630930 - 0.5) * L1E) / L2,
+    ),
 ]
 TAUGHT = [  # the teacher's scores behind the gains
     (MarginMSE(), [1, 0], [1, 0], [3, 0], 4),
@@ -113,7 +126,9 @@ def test_worked_by_hand(loss, scores, gains, teacher, expected):
 def test_every_temperature_means_the_same(loss):
     one = random_batch(3)
     cooler = ScoredBatch(one.scores / 0.1, one.gains, one.valid, one.teacher_scores)
-    assert loss(temperature=0.1)(one).item() == pytest.approx(loss(temperature=1)(cooler).item(), rel=1e-12)
+    assert loss(temperature=0.1)(one).item() == pytest.approx(
+        loss(temperature=1)(cooler).item(), rel=1e-12
+    )
 
 
 def test_positives_are_named_by_verdict_and_not_by_gain():
@@ -121,7 +136,9 @@ def test_positives_are_named_by_verdict_and_not_by_gain():
     one = replace(batch([[0, 0, 0]], [[1, 0.2, 0]]), positive=torch.tensor([[True, False, False]]))
     assert ListwiseCE()(one).item() == pytest.approx(math.log(3))
     assert InfoNCE(directions=("query_to_skill",))(one).item() == pytest.approx(math.log(3))
-    assert PointwiseBCE()(replace(one, scores=one.scores + 1)).item() == pytest.approx((LE1 + 2 * L1E) / 3, abs=1e-6)
+    assert PointwiseBCE()(replace(one, scores=one.scores + 1)).item() == pytest.approx(
+        (LE1 + 2 * L1E) / 3, abs=1e-6
+    )
     (slopes,) = torch.autograd.grad(RankNet()(one), one.scores)
     assert slopes.tolist() == [[pytest.approx(-1 / 3), pytest.approx(0), pytest.approx(1 / 3)]]
 
@@ -150,13 +167,19 @@ def test_masked_candidates_change_nothing_and_get_no_gradient(loss, filler):
 def test_gradients_equal_finite_differences(loss):
     one = random_batch(5, queries=3, candidates=6)
     valid = one.valid & (torch.arange(6) != 4)  # one negative of each list does not count
-    assert torch.autograd.gradcheck(lambda scores: loss(replace(one, scores=scores, valid=valid)), (one.scores,))
+    assert torch.autograd.gradcheck(
+        lambda scores: loss(replace(one, scores=scores, valid=valid)), (one.scores,)
+    )
 
 
 @EVERY_LOSS
 def test_no_queries_cost_nothing_but_keep_the_graph(loss):
     nothing = torch.zeros(0, 3, requires_grad=True)
-    value = loss(ScoredBatch(nothing, torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, 3)))
+    value = loss(
+        ScoredBatch(
+            nothing, torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, 3)
+        )
+    )
     assert value.item() == 0
     value.backward()
 
@@ -178,8 +201,12 @@ def test_extreme_scores_and_float32_are_no_trouble(loss):
     loss(extreme).backward()
     assert torch.isfinite(extreme.scores.grad).all()
     one = random_batch(7)
-    small = ScoredBatch(one.scores.detach().float(), one.gains.float(), one.valid, one.teacher_scores.float())
-    assert loss(small).dtype == torch.float32 and loss(small).item() == pytest.approx(loss(one).item(), rel=1e-5)
+    small = ScoredBatch(
+        one.scores.detach().float(), one.gains.float(), one.valid, one.teacher_scores.float()
+    )
+    assert loss(small).dtype == torch.float32 and loss(small).item() == pytest.approx(
+        loss(one).item(), rel=1e-5
+    )
 
 
 # Directions, widths, and names ---------------------------------------------------------------------------------------
@@ -189,10 +216,16 @@ BOTH = ("query_to_skill", "skill_to_query")
 
 
 def test_lexical_scores_are_added_to_the_logits():
-    one = replace(batch([[1, 0]], [[1, 0]]), lexical_scores=torch.tensor([[0.0, 3.0]], dtype=torch.float64))
+    one = replace(
+        batch([[1, 0]], [[1, 0]]), lexical_scores=torch.tensor([[0.0, 3.0]], dtype=torch.float64)
+    )
     # Logits 1 / .5 = 2 and 0 / .5 + 1/3 x 3 = 1: log(1 + e^(1 - 2)).
-    assert InfoNCE(temperature=0.5, lexical_weight=1 / 3)(one).item() == pytest.approx(LE1, abs=1e-9)
-    assert InfoNCE(temperature=1)(one).item() == pytest.approx(LE1, abs=1e-9)  # not asked for, not added
+    assert InfoNCE(temperature=0.5, lexical_weight=1 / 3)(one).item() == pytest.approx(
+        LE1, abs=1e-9
+    )
+    assert InfoNCE(temperature=1)(one).item() == pytest.approx(
+        LE1, abs=1e-9
+    )  # not asked for, not added
 
 
 @pytest.mark.parametrize(
@@ -211,14 +244,22 @@ def test_what_a_batch_lacks_is_named(loss, complaint):
 def test_matryoshka_adds_the_losses_of_its_widths():
     at = {2: batch([[0.0, 0.0]], [[1.0, 0.0]]), 4: batch([[1.0, 0.0]], [[1.0, 0.0]])}
     whole = ScoredBatch(at[4].scores, at[4].gains, at[4].valid, truncated=at.__getitem__)
-    assert Matryoshka(loss=ListwiseCE(), dims=(2, 4))(whole).item() == pytest.approx(0.693147 + 0.313262, abs=1e-6)
+    assert Matryoshka(loss=ListwiseCE(), dims=(2, 4))(whole).item() == pytest.approx(
+        0.693147 + 0.313262, abs=1e-6
+    )
 
 
 def test_what_a_loss_needs():
     both = InfoNCE(directions=BOTH, temperature=0.3)
-    needs = [infonce_in(one).needs_sides for one in (InfoNCE(), KL(), both, Matryoshka(loss=both, dims=(4,)))]
+    needs = [
+        infonce_in(one).needs_sides
+        for one in (InfoNCE(), KL(), both, Matryoshka(loss=both, dims=(4,)))
+    ]
     assert needs == [False, False, True, True]
-    assert Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores and not Matryoshka(dims=(4,)).needs_teacher_scores
+    assert (
+        Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores
+        and not Matryoshka(dims=(4,)).needs_teacher_scores
+    )
     assert {loss.name for loss in LOSSES if loss.needs_teacher_scores} == {"kl", "margin_mse"}
 
 
@@ -241,7 +282,9 @@ def test_a_loss_is_chosen_by_name_or_by_its_import():
         own = adapter.validate_python({"name": HINGE, "margin": 2})
         assert isinstance(own, Hinge) and own(batch([[0.5, 3]], [[1, 0]])).item() == 1.5
         assert adapter.dump_python(own) == {"name": HINGE, "margin": 2.0}
-        assert adapter.validate_python(adapter.dump_python(own)) == adapter.validate_python(own) == own
+        assert (
+            adapter.validate_python(adapter.dump_python(own)) == adapter.validate_python(own) == own
+        )
     assert UNIONS[0].validate_python(WIDTHS) == Matryoshka(loss=ListwiseCE(), dims=(32, 8))
     assert UNIONS[0].validate_python({**WIDTHS, "loss": {"name": HINGE}}).loss == Hinge(name=HINGE)
     assert InfoNCE().temperature == 0.05 and ListwiseCE().temperature == 1
@@ -255,10 +298,21 @@ NO_TAG = "does not match any of the expected tags"
     [
         ("infonce", {"temperature": 0}, "greater than 0"),
         ("infonce", {"directions": ["skill_to_query"]}, "must hold query_to_skill"),
-        ("infonce", {"directions": ["query_to_skill", "query_to_query"], "partition": "per_direction"},
-         "query_to_query holds no positive to find, so partition must be joint"),
-        ("infonce", {"directions": BOTH, "lexical_weight": 1}, r"lexical_weight is for directions: \[query_to_skill\]"),
-        ("infonce", {"directions": BOTH, "push_share": 0.5}, r"push_share is for directions: \[query_to_skill\] alone"),
+        (
+            "infonce",
+            {"directions": ["query_to_skill", "query_to_query"], "partition": "per_direction"},
+            "query_to_query holds no positive to find, so partition must be joint",
+        ),
+        (
+            "infonce",
+            {"directions": BOTH, "lexical_weight": 1},
+            r"lexical_weight is for directions: \[query_to_skill\]",
+        ),
+        (
+            "infonce",
+            {"directions": BOTH, "push_share": 0.5},
+            r"push_share is for directions: \[query_to_skill\] alone",
+        ),
         ("matryoshka", {"dims": []}, "at least 1 item"),
         ("matryoshka", {"dims": [0, 4]}, "greater than 0"),
         ("matryoshka", {"dims": [4], "loss": WIDTHS}, NO_TAG),
@@ -269,7 +323,7 @@ NO_TAG = "does not match any of the expected tags"
         ("builtins:dict", {}, "builtins:dict is no subclass of skilltrain.losses.OwnLoss"),
         (HINGE, {"margn": 2}, "unknown key 'margn', did you mean 'margin'"),
     ],
-)  # fmt: skip
+)
 def test_a_loss_that_makes_no_sense_is_refused(name, values, complaint):
     with pytest.raises(ValidationError, match=complaint):
         UNIONS[0].validate_python({"name": name, **values})

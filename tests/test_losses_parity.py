@@ -25,9 +25,11 @@ from skilltrain.training.training_set import TrainingList, TrainingSet
 
 GTE = ("query_to_skill", "query_to_query", "skill_to_query", "skill_to_skill")
 THEIRS = {
-    "query_to_skill": "query_to_doc", "skill_to_query": "doc_to_query", "query_to_query": "query_to_query",
+    "query_to_skill": "query_to_doc",
+    "skill_to_query": "doc_to_query",
+    "query_to_query": "query_to_query",
     "skill_to_skill": "doc_to_doc",
-}  # fmt: skip
+}
 
 
 class Scores:
@@ -75,7 +77,9 @@ def assert_same(loss, batch, expected, factor):
     value, gradient = expected
     ours = loss(batch)
     assert ours.item() == pytest.approx(factor * value.item(), rel=1e-5)
-    assert torch.allclose(torch.autograd.grad(ours, batch.scores)[0], factor * gradient, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(
+        torch.autograd.grad(ours, batch.scores)[0], factor * gradient, rtol=1e-4, atol=1e-6
+    )
 
 
 # Rerankers -----------------------------------------------------------------------------------------------------------
@@ -85,10 +89,16 @@ GRADES = (1.0, 0.5, 0.5)
 CASES = [  # ours, the lists, their loss with its settings, its labels, and what theirs is to be multiplied by
     (ListNet(), lists((6, 4, 5), grades=GRADES), "ListNetLoss", {}, torch.log, 3),
     (ListwiseCE(), lists((6, 4)), "ListNetLoss", {}, torch.log, 2),
-    (RankNet(temperature=0.25), lists((7,), grades=GRADES), "RankNetLoss", {"reduction_log": "natural", "sigma": 4},
-     torch.clone, 1),
+    (
+        RankNet(temperature=0.25),
+        lists((7,), grades=GRADES),
+        "RankNetLoss",
+        {"reduction_log": "natural", "sigma": 4},
+        torch.clone,
+        1,
+    ),
     (RankNet(), lists((5, 5, 5)), "RankNetLoss", {}, torch.clone, 3 * math.log(2)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("ours", "batch", "name", "settings", "labels", "factor"), CASES)
@@ -118,11 +128,17 @@ def test_pointwise_on_one_list():
     torch.nn.Module.__init__(loss)  # its own constructor asks for a whole model
     loss.model, loss.activation_fn = Scores(batch.scores[0]), torch.nn.Identity()
     loss.bce_with_logits_loss = torch.nn.BCEWithLogitsLoss()
-    assert_same(PointwiseBCE(), batch, with_gradient(loss([["q"] * 9, ["s"] * 9], batch.gains[0]), batch), 1)
+    assert_same(
+        PointwiseBCE(), batch, with_gradient(loss([["q"] * 9, ["s"] * 9], batch.gains[0]), batch), 1
+    )
 
 
 TAUGHT = [
-    (KL(teacher_temperature=2.0), encoder_losses.DistillKLDivLoss(None, teacher_temperature=2.0), 2),
+    (
+        KL(teacher_temperature=2.0),
+        encoder_losses.DistillKLDivLoss(None, teacher_temperature=2.0),
+        2,
+    ),
     (KL(temperature=0.5), encoder_losses.DistillKLDivLoss(None, student_temperature=0.5), 8),
     (MarginMSE(), encoder_losses.MarginMSELoss(None), 2),
 ]
@@ -132,7 +148,10 @@ TAUGHT = [
 def test_distillation(ours, reference, factor):
     """A query vector (1) and skill vectors (score) have the score as their dot product."""
     batch = lists((6, 6))
-    columns = [torch.ones(len(batch.scores), 1), *(column.unsqueeze(1) for column in batch.scores.T)]
+    columns = [
+        torch.ones(len(batch.scores), 1),
+        *(column.unsqueeze(1) for column in batch.scores.T),
+    ]
     value = reference.compute_loss_from_embeddings(columns, batch.teacher_scores)
     assert_same(ours, batch, with_gradient(value, batch), factor)
 
@@ -141,7 +160,9 @@ def test_distillation(ours, reference, factor):
 
 
 def vectors(count, seed, dim=12):
-    values = torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(
+        count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return torch.nn.functional.normalize(values, dim=1).requires_grad_()
 
 
@@ -150,7 +171,15 @@ def one_positive_each(num_queries=4, num_negatives=2):
     made = []
     for q in range(num_queries):
         skill_ids = (f"p{q}", *(f"n{i}-{q}" for i in range(num_negatives)))
-        made.append(TrainingList(f"q{q}", f"query {q}", skill_ids, (1.0, *[0.0] * num_negatives), frozenset({f"p{q}"})))
+        made.append(
+            TrainingList(
+                f"q{q}",
+                f"query {q}",
+                skill_ids,
+                (1.0, *[0.0] * num_negatives),
+                frozenset({f"p{q}"}),
+            )
+        )
     ids = [f"p{q}" for q in range(num_queries)] + [
         f"n{i}-{q}" for i in range(num_negatives) for q in range(num_queries)
     ]
@@ -169,20 +198,31 @@ SYMMETRIC = ("query_to_skill", "skill_to_query")
 
 @pytest.mark.parametrize(
     ("directions", "partition"),
-    [*((directions, "joint") for directions in (SYMMETRIC, GTE[:2], GTE[::3], GTE)), (SYMMETRIC, "per_direction")],
+    [
+        *((directions, "joint") for directions in (SYMMETRIC, GTE[:2], GTE[::3], GTE)),
+        (SYMMETRIC, "per_direction"),
+    ],
 )
 def test_infonce_in_every_direction(directions, partition):
     queries, skills = vectors(4, 1), vectors(12, 2)
     names = tuple(THEIRS[direction] for direction in directions)
     settings = {"directions": names, "partition_mode": partition}
     reference = encoder_losses.MultipleNegativesRankingLoss(None, scale=10.0, **settings)
-    expected = 4 * reference.compute_loss_from_embeddings([queries, *skills.split(4)], torch.zeros(4))
-    ours = ours_on(InfoNCE(temperature=0.1, directions=directions, partition=partition), queries, skills)
+    expected = 4 * reference.compute_loss_from_embeddings(
+        [queries, *skills.split(4)], torch.zeros(4)
+    )
+    ours = ours_on(
+        InfoNCE(temperature=0.1, directions=directions, partition=partition), queries, skills
+    )
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
-    got, wanted = (torch.autograd.grad(loss, (queries, skills), retain_graph=True) for loss in (ours, expected))
+    got, wanted = (
+        torch.autograd.grad(loss, (queries, skills), retain_graph=True) for loss in (ours, expected)
+    )
     for one, other, of in zip(got, wanted, (queries, skills), strict=True):
         # Theirs goes through a normalisation: only the part of ours across the vector is comparable.
-        assert torch.allclose(one - (one * of).sum(1, keepdim=True) * of, other, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(
+            one - (one * of).sum(1, keepdim=True) * of, other, rtol=1e-9, atol=1e-12
+        )
 
 
 class Vectors(torch.nn.Module):
@@ -199,7 +239,9 @@ class Vectors(torch.nn.Module):
         return {"sentence_embedding": self.columns[int(features["column"])]}
 
 
-@pytest.mark.parametrize("inner", [InfoNCE(temperature=0.05), InfoNCE(directions=GTE)], ids=["one", "gte"])
+@pytest.mark.parametrize(
+    "inner", [InfoNCE(temperature=0.05), InfoNCE(directions=GTE)], ids=["one", "gte"]
+)
 def test_matryoshka(inner):
     queries, skills = vectors(4, 3), vectors(12, 4)
     model = Vectors([queries, *skills.split(4)])

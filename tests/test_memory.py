@@ -62,9 +62,12 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
 ):
     source = model_folders["bert"]
     config = TrainEncoderConfig(
-        stage="train_encoder", model=EncoderConfig(source=str(source)), adapter=adapter,
-        data=ListsSource(pool=tmp_path, lists=tmp_path), out=tmp_path,
-    )  # fmt: skip
+        stage="train_encoder",
+        model=EncoderConfig(source=str(source)),
+        adapter=adapter,
+        data=ListsSource(pool=tmp_path, lists=tmp_path),
+        out=tmp_path,
+    )
     sizes = {name: value.numel() for name, value in load_model(config, CPU).named_parameters()}
     of_adapter = sum(size for name, size in sizes.items() if ".lora_" in name)
     least = bytes_each[0] * (sum(sizes.values()) - of_adapter) + bytes_each[1] * of_adapter
@@ -75,7 +78,9 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     monkeypatch.setenv(f"ACCELERATE_USE_{launch}", "true")
     check_fits(config)
     properties.total_memory -= 1
-    with pytest.raises(SkilltrainError, match=r"bert: its weights.* take 0\.0 GiB on each GPU, which has 0\.0 \("):
+    with pytest.raises(
+        SkilltrainError, match=r"bert: its weights.* take 0\.0 GiB on each GPU, which has 0\.0 \("
+    ):
         check_fits(config)
 
 
@@ -83,7 +88,10 @@ def test_what_a_recipe_leaves_out_follows_from_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     silent, says = TrainingConfig(), TrainingConfig(token_budget=512, precision="float32")
-    for device, budget, dtype in ((CPU, 4096, torch.float32), (torch.device("cuda"), 16384, torch.bfloat16)):
+    for device, budget, dtype in (
+        (CPU, 4096, torch.float32),
+        (torch.device("cuda"), 16384, torch.bfloat16),
+    ):
         assert (silent.token_budget_on(device), silent.dtype_on(device)) == (budget, dtype)
         assert (says.token_budget_on(device), says.dtype_on(device)) == (512, torch.float32)
     assert TrainingConfig(precision="auto").dtype_on(CPU) == torch.bfloat16
@@ -92,12 +100,21 @@ def test_what_a_recipe_leaves_out_follows_from_the_device(monkeypatch):
 def test_whole_training_moves_the_weights_whatever_the_models_precision(model_folders, tmp_path):
     """In bfloat16 steps of 2e-5 are lost on nearly all weights."""
     model = EncoderConfig(source=str(model_folders["bert"]), precision="bfloat16")
-    data, training = ListsSource(pool=tmp_path, lists=tmp_path), TrainingConfig(batch_size=4, precision="bfloat16")
-    config = TrainEncoderConfig(stage="train_encoder", model=model, data=data, training=training, out=tmp_path)
+    data, training = (
+        ListsSource(pool=tmp_path, lists=tmp_path),
+        TrainingConfig(batch_size=4, precision="bfloat16"),
+    )
+    config = TrainEncoderConfig(
+        stage="train_encoder", model=model, data=data, training=training, out=tmp_path
+    )
     encoder, lists = load_model(config, CPU), training_set(20)
     assert isinstance(encoder, Encoder)
     step = EncoderStep(encoder, InfoNCE(), lists, StepSettings(150))
-    before = {name: value.detach().clone() for name, value in step.named_parameters() if "embeddings" not in name}
+    before = {
+        name: value.detach().clone()
+        for name, value in step.named_parameters()
+        if "embeddings" not in name
+    }
     loop.train(new_accelerator(training, False), step, training, loop.Run(tmp_path, False, {}))
     after = dict(step.named_parameters())
     assert {value.dtype for value in after.values()} == {torch.float32}
@@ -113,7 +130,9 @@ def kept_in_truth(network, num_tokens, dtype):
     )
     with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         network(input_ids=torch.zeros(1, num_tokens, dtype=torch.long))
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept
+    }
     return sum(storages.values())
 
 
@@ -122,9 +141,13 @@ LORA = AdapterConfig(rank=4, dropout=0.1)
 
 @pytest.mark.parametrize(
     ("name", "dtype", "adapter"),
-    [("bert_dropout", torch.float32, None), ("bert_dropout", torch.bfloat16, LORA), ("qwen3", torch.bfloat16, None),
-     ("qwen3", torch.float32, LORA)],
-)  # fmt: skip
+    [
+        ("bert_dropout", torch.float32, None),
+        ("bert_dropout", torch.bfloat16, LORA),
+        ("qwen3", torch.bfloat16, None),
+        ("qwen3", torch.float32, LORA),
+    ],
+)
 def test_the_bytes_of_a_layer_are_those_that_autograd_keeps(open_encoder_of, name, dtype, adapter):
     network = open_encoder_of(name).backbone
     if adapter:
@@ -140,13 +163,18 @@ def test_the_largest_batch_by_hand(open_encoder_of):
     encoder = open_encoder_of("bert", max_tokens=12, template=EncoderTemplate(skill=NAME_ONLY))
     data, of_layer = lists_by_hand(), layer_bytes(encoder.backbone, torch.float32)
     # Queries of 4 and 6 tokens; skills of 3, 5, 12 and 12: five of them padded to 12, the last alone.
-    for recompute, expected in ((False, 63 * 2 * of_layer), (True, 63 * 2 * 32 * 4 + 60 * of_layer)):
+    for recompute, expected in (
+        (False, 63 * 2 * of_layer),
+        (True, 63 * 2 * 32 * 4 + 60 * of_layer),
+    ):
         step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64, recompute))
         assert step.slots(data.lists) == [60, 3]
         assert planned_activations(step, [data.lists[:1], data.lists], torch.float32) == expected
 
 
 def test_a_network_that_cannot_recompute_is_refused():
-    network = MPNetModel(MPNetConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    network = MPNetModel(
+        MPNetConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     with pytest.raises(SkilltrainError, match="MPNetModel cannot recompute its layers"):
         checkpoint_layers(network)

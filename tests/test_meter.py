@@ -13,7 +13,9 @@ def test_the_line_for_the_terminal():
     line = "loss 0.1234  lr 1.9e-05  |g| 2.31  12.3 queries/s  5,600 tokens/s  padding 3%"
     assert note_of(figures | {"queries_per_second": 12.33, "tokens_per_second": 5600}) == line
     many = {"queries_per_second": 3000, "tokens_per_second": 2_500_000, "peak_gib": 7.96}
-    assert note_of(figures | many).endswith("3,000.0 queries/s  2,500,000 tokens/s  padding 3%  peak 8.0 GiB")
+    assert note_of(figures | many).endswith(
+        "3,000.0 queries/s  2,500,000 tokens/s  padding 3%  peak 8.0 GiB"
+    )
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ def test_a_log_file_gets_a_line_every_thirty_seconds(output, monkeypatch):
 
 def test_a_terminal_gets_a_bar_with_the_note_below_and_an_eta_also_of_slow_steps(monkeypatch):
     file, clock = io.StringIO(), Clock()
-    monkeypatch.setattr(terminal, "console", Console(file=file, width=80, force_terminal=True, get_time=clock))
+    monkeypatch.setattr(
+        terminal, "console", Console(file=file, width=80, force_terminal=True, get_time=clock)
+    )
     with progress("reranking", 1) as show:
         show(1, "")
     assert file.getvalue() == ""  # a single item has no bar
@@ -53,7 +57,9 @@ def test_a_terminal_gets_a_bar_with_the_note_below_and_an_eta_also_of_slow_steps
         for completed in (5, 6):
             clock.now += 60
             show(completed, "loss 0.1234  padding 3%")
-    assert all(text in file.getvalue() for text in ("6/10", "loss 0.1234  padding 3%", "eta", "0:04:00"))
+    assert all(
+        text in file.getvalue() for text in ("6/10", "loss 0.1234  padding 3%", "eta", "0:04:00")
+    )
 
 
 def test_a_terminal_breaks_long_lines_between_words_only(monkeypatch, output):
@@ -61,7 +67,9 @@ def test_a_terminal_breaks_long_lines_between_words_only(monkeypatch, output):
     say(line)
     assert output.getvalue() == f"{line}\n"  # a log file has it whole
     file = io.StringIO()
-    monkeypatch.setattr(terminal, "console", Console(file=file, width=80, force_terminal=True, highlight=False))
+    monkeypatch.setattr(
+        terminal, "console", Console(file=file, width=80, force_terminal=True, highlight=False)
+    )
     say(line)
     shown = file.getvalue().splitlines()
     assert " ".join(part.strip() for part in shown) == line and len(shown) == 3

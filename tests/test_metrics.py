@@ -84,13 +84,17 @@ def test_ndcg_names_its_gain():
     """Gains 3 (gold), 2 (gold) and 1 (a degraded copy), ranked worst first."""
     relevance = Relevance(frozenset("ab"), {"a": 3.0, "b": 2.0, "c": 1.0})
     second, third = 1 / math.log2(3), 1 / math.log2(4)
-    assert value("nDCG@3", "cba", relevance) == pytest.approx((1 + 2 * second + 3 * third) / (3 + 2 * second + third))
+    assert value("nDCG@3", "cba", relevance) == pytest.approx(
+        (1 + 2 * second + 3 * third) / (3 + 2 * second + third)
+    )
     assert value("nDCG@1", "cba", relevance) == pytest.approx(1 / 3)
     assert value("nDCG-exp@3", "cba", relevance) == pytest.approx(
         (1 + 3 * second + 7 * third) / (7 + 3 * second + third)
     )
     assert value("nDCG-bin@3", "cba", relevance) == pytest.approx((second + third) / (1 + second))
-    assert value("Hit@1", "cba", relevance) == value("Recall@1", "cba", relevance) == 0.0  # a degraded copy is not gold
+    assert (
+        value("Hit@1", "cba", relevance) == value("Recall@1", "cba", relevance) == 0.0
+    )  # a degraded copy is not gold
 
 
 def test_rounding_does_not_lift_ndcg_above_1():
@@ -100,13 +104,22 @@ def test_rounding_does_not_lift_ndcg_above_1():
 
 
 IDS = [f"s{i}" for i in range(12)]
-THEIRS = {"Hit": Success(rel=3), "MRR": RR(rel=3), "nDCG": nDCG, "Recall": R(rel=3), "Precision": P(rel=3)}
+THEIRS = {
+    "Hit": Success(rel=3),
+    "MRR": RR(rel=3),
+    "nDCG": nDCG,
+    "Recall": R(rel=3),
+    "Precision": P(rel=3),
+}
 
 
 def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
     """Gain 3 is gold. Each nDCG against pytrec_eval's linear one, over gains as they are, 2^gain - 1, or 0 and 1; what
     ir_measures lacks against its definition, that of R3's released evaluation, written down here once more."""
-    gold, top = frozenset(skill_id for skill_id, gain in gains.items() if gain == 3), set(ranking[:cutoff])
+    gold, top = (
+        frozenset(skill_id for skill_id, gain in gains.items() if gain == 3),
+        set(ranking[:cutoff]),
+    )
     run = {"q": {skill_id: -float(rank) for rank, skill_id in enumerate(ranking)}}
     qrels = {
         "nDCG": gains,
@@ -115,8 +128,14 @@ def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
     }
     wanted = {f"{name}@{cutoff}": (measure @ cutoff, gains) for name, measure in THEIRS.items()}
     wanted |= {f"{name}@{cutoff}": (nDCG @ cutoff, judged) for name, judged in qrels.items()}
-    expected = {name: ir_measures.calc_aggregate([one], {"q": of}, run)[one] for name, (one, of) in wanted.items()}
-    expected |= {f"COMP@{cutoff}": len(gold & top) / min(len(gold), cutoff), f"FC@{cutoff}": float(gold <= top)}
+    expected = {
+        name: ir_measures.calc_aggregate([one], {"q": of}, run)[one]
+        for name, (one, of) in wanted.items()
+    }
+    expected |= {
+        f"COMP@{cutoff}": len(gold & top) / min(len(gold), cutoff),
+        f"FC@{cutoff}": float(gold <= top),
+    }
     if len(gold) > 1:
         expected["Set-Compat"] = float(gold <= set(ranking[: len(gold)]))
     measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
@@ -129,7 +148,11 @@ RANKED = st.lists(st.sampled_from(IDS), unique=True)
 
 
 @settings(deadline=None, max_examples=50)
-@given(RANKED, st.dictionaries(st.sampled_from(IDS), st.sampled_from([0, 1, 3]), min_size=1), st.integers(1, 15))
+@given(
+    RANKED,
+    st.dictionaries(st.sampled_from(IDS), st.sampled_from([0, 1, 3]), min_size=1),
+    st.integers(1, 15),
+)
 @example([], {"s0": 3}, 3)  # no answer
 @example(["s0"], {"s0": 3}, 3)  # a pool of one skill
 @example(["s1"], {"s0": 3}, 3)  # all gold outside the ranking
@@ -145,24 +168,40 @@ def test_a_measure_has_no_value_where_it_is_not_defined():
     """Set-Compat asks whether skills go together; its mean runs over the queries that have a value, here one."""
     one = Relevance(frozenset("a"), {"a": 1.0})
     measures = parse_measures(["Set-Compat", "Hit@1"])
-    values = per_query({"single": ["a"], "multi": ["a", "b", "c"]}, {"single": one, "multi": BINARY}, measures)
+    values = per_query(
+        {"single": ["a"], "multi": ["a", "b", "c"]}, {"single": one, "multi": BINARY}, measures
+    )
     assert values == {"single": {"Hit@1": 1.0}, "multi": {"Set-Compat": 1.0, "Hit@1": 1.0}}
-    assert per_query({}, {"multi": BINARY}, measures) == {"multi": {"Set-Compat": 0.0, "Hit@1": 0.0}}
+    assert per_query({}, {"multi": BINARY}, measures) == {
+        "multi": {"Set-Compat": 0.0, "Hit@1": 0.0}
+    }
 
 
 @settings(max_examples=60)
 @given(ranking=st.lists(st.sampled_from("abcdeAaBx"), unique=True), cutoff=st.integers(1, 6))
 def test_alternatives_and_copies_change_nothing_but_the_name(ranking: list[str], cutoff: int):
     """Naming the first of each group like the gold skill, and every other one like a stranger, scores the same."""
-    gains, alternatives, copies = {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0}, {"A": "a", "B": "b"}, {"d": "a", "e": "c"}
-    relevance, plain = Relevance(frozenset("abc"), gains, alternatives, copies), Relevance(frozenset("abc"), gains)
-    strict, lenient = [[Measure(name, cutoff if name in CUT else 0, how) for name in MEANINGS] for how in (False, True)]
+    gains, alternatives, copies = (
+        {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0},
+        {"A": "a", "B": "b"},
+        {"d": "a", "e": "c"},
+    )
+    relevance, plain = (
+        Relevance(frozenset("abc"), gains, alternatives, copies),
+        Relevance(frozenset("abc"), gains),
+    )
+    strict, lenient = [
+        [Measure(name, cutoff if name in CUT else 0, how) for name in MEANINGS]
+        for how in (False, True)
+    ]
     for measures, needs in ((strict, alternatives), (lenient, alternatives | copies)):
         renamed: list[str] = []
         for skill_id in ranking:
             gold = needs.get(skill_id, skill_id)
             renamed.append(f"copy of {gold} {skill_id}" if gold in renamed else gold)
-        assert evaluate_query(ranking, relevance, measures) == evaluate_query(renamed, plain, measures)
+        assert evaluate_query(ranking, relevance, measures) == evaluate_query(
+            renamed, plain, measures
+        )
     values = evaluate_query(ranking, relevance, strict + lenient)
     assert all(values[f"{measure} (copies)"] >= values[str(measure)] for measure in strict)
 
@@ -172,10 +211,18 @@ def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
     measures = with_copies(parse_measures(["Hit@1", "Recall@3", "FC@3", "nDCG@3"]))
     assert [str(measure) for measure in measures][:3] == ["Hit@1", "Hit@1 (copies)", "Recall@3"]
     ideal = 1 + 1 / math.log2(3)
-    assert evaluate_query(tuple("cdaxb"), relevance, measures) == pytest.approx({
-        "Hit@1": 0, "Recall@3": 1 / 2, "FC@3": 0, "nDCG@3": (1 / math.log2(4)) / ideal,
-        "Hit@1 (copies)": 1, "Recall@3 (copies)": 1 / 2, "FC@3 (copies)": 0, "nDCG@3 (copies)": 1 / ideal,
-    })  # fmt: skip
+    assert evaluate_query(tuple("cdaxb"), relevance, measures) == pytest.approx(
+        {
+            "Hit@1": 0,
+            "Recall@3": 1 / 2,
+            "FC@3": 0,
+            "nDCG@3": (1 / math.log2(4)) / ideal,
+            "Hit@1 (copies)": 1,
+            "Recall@3 (copies)": 1 / 2,
+            "FC@3 (copies)": 0,
+            "nDCG@3 (copies)": 1 / ideal,
+        }
+    )
     assert evaluate_query(tuple("dxb"), relevance, measures[5:6]) == {"FC@3 (copies)": 1.0}
 
 
@@ -188,17 +235,29 @@ def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
         (Relevance(frozenset("a"), {"a": math.nan}), "gain of skill 'a' is nan"),
         (Relevance(frozenset("a"), {"a": 1.0, "b": -1.0}), "gain of skill 'b' is -1.0"),
         (Relevance(frozenset("a"), {"a": 2e3}), "gain of skill 'a' is 2000.0"),
-        (Relevance(frozenset("a"), {"a": 1.0}, {"A": "b"}), "skill 'A' stands for 'b', which is not gold"),
-        (Relevance(frozenset("a"), {"a": 1.0, "A": 1.0}, {"A": "a"}), "stands for 'a' and has a gain of its own"),
+        (
+            Relevance(frozenset("a"), {"a": 1.0}, {"A": "b"}),
+            "skill 'A' stands for 'b', which is not gold",
+        ),
+        (
+            Relevance(frozenset("a"), {"a": 1.0, "A": 1.0}, {"A": "a"}),
+            "stands for 'a' and has a gain of its own",
+        ),
     ],
 )
-def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(relevance: Relevance, message: str):
+def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(
+    relevance: Relevance, message: str
+):
     with pytest.raises(SkilltrainError, match=f"query q7: .*{message}"):
         per_query({}, {"q7": relevance}, parse_measures(["Hit@1"]))
 
 
 def test_rankings_of_other_queries_and_skills_that_stand_twice_are_refused():
-    with pytest.raises(SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"):
+    with pytest.raises(
+        SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"
+    ):
         per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))
-    with pytest.raises(SkilltrainError, match="query q: skill 'a' appears twice in the ranking, again at rank 3"):
+    with pytest.raises(
+        SkilltrainError, match="query q: skill 'a' appears twice in the ranking, again at rank 3"
+    ):
         per_query({"q": ["a", "b", "a"]}, {"q": BINARY}, parse_measures(["Hit@1"]))

@@ -14,7 +14,9 @@ def test_every_text_once_within_the_budget_and_in_its_order(texts, budget):
     lengths, seen = [*map(len, texts)], []
     groups = micro_batches(lengths, budget)
     for group in groups:
-        assert len(group) == 1 or max(lengths[position] for position in group) * len(group) <= budget
+        assert (
+            len(group) == 1 or max(lengths[position] for position in group) * len(group) <= budget
+        )
     order = [lengths[position] for group in groups for position in group]
     assert order == sorted(lengths, reverse=True)
 
@@ -22,7 +24,9 @@ def test_every_text_once_within_the_budget_and_in_its_order(texts, budget):
         seen.append(len(batch))
         return torch.tensor([[float(sum(text)), float(len(text))] for text in batch])
 
-    assert run_micro_batches(total, texts, groups).tolist() == [[sum(text), len(text)] for text in texts]
+    assert run_micro_batches(total, texts, groups).tolist() == [
+        [sum(text), len(text)] for text in texts
+    ]
     assert sum(seen) == len(texts)
 
 
@@ -37,14 +41,20 @@ def test_every_layer_is_computed_again_with_the_same_dropout(open_encoder_of):
     for recompute in (False, True):
         encoder = open_encoder_of("bert_dropout").double().train()
         for layer in encoder.backbone.encoder.layer:
-            layer.attention.register_forward_hook(lambda *_, recompute=recompute: calls.append(recompute))
+            layer.attention.register_forward_hook(
+                lambda *_, recompute=recompute: calls.append(recompute)
+            )
         if recompute:
             checkpoint_layers(encoder.backbone)
         torch.manual_seed(3)
-        texts = encoder.tokenize(["deploy pods", "chart", "review the merge commit " * 8, "audio video clip " * 5], 128)
+        texts = encoder.tokenize(
+            ["deploy pods", "chart", "review the merge commit " * 8, "audio video clip " * 5], 128
+        )
         loss = run_micro_batches(encoder, texts, micro_batches([*map(len, texts)], 40))[:, :5].sum()
         loss.backward()
-        results.append((loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()]))
+        results.append(
+            (loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()])
+        )
     (loss, gradients), (again, repeated) = results
     assert calls.count(True) == 2 * calls.count(False) > 0
     assert loss == pytest.approx(again, abs=1e-12)

@@ -27,7 +27,9 @@ POOL = [
     skill("s5", "loose", None, "weather tomorrow"),
 ]
 # Cosines to the query (1, 0): 1, .8, .6, 0, -.6, .28
-VECTORS = np.array([[1, 0], [0.8, 0.6], [0.6, 0.8], [0, 1], [-0.6, 0.8], [0.28, 0.96]], dtype=np.float32)
+VECTORS = np.array(
+    [[1, 0], [0.8, 0.6], [0.6, 0.8], [0, 1], [-0.6, 0.8], [0.28, 0.96]], dtype=np.float32
+)
 ALL_INDEXES = ["Flat", "HNSW32 efSearch=256", "IVF2,Flat nprobe=2"]
 
 
@@ -57,7 +59,9 @@ class Workshop:
         """`queries`: (id, text, split); `verdicts`: query → skill → verdict. Without `vectors` each is (1, 0)."""
         write_ours(self.folder / "queries", queries, verdicts)
         vectors = np.array([[1, 0]] * len(queries), np.float32) if vectors is None else vectors
-        self.query_vectors = {text: vector for (_, text, _), vector in zip(queries, vectors, strict=True)}
+        self.query_vectors = {
+            text: vector for (_, text, _), vector in zip(queries, vectors, strict=True)
+        }
 
     def run(self, **changes):
         paths = {"pool": self.folder / "pool", "queries": self.folder / "queries", "out": self.out}
@@ -87,9 +91,13 @@ def workshop(tmp_path, monkeypatch):
 def test_what_each_source_finds_for_one_positive(workshop, index):
     """s1 has the positive's name, s5 no category, s4 shares a term with the query and is the last by cosine."""
     found = workshop.mined("s0", depth=3, num_taxonomy=9, num_random=9, index=index)
-    assert list(found["semantic"]) == ["s1", "s2", "s5"], "the nearest but the positive, which costs no depth"
+    assert list(found["semantic"]) == ["s1", "s2", "s5"], (
+        "the nearest but the positive, which costs no depth"
+    )
     assert [*found["semantic"].values()] == pytest.approx([0.8, 0.6, 0.28])
-    assert found["lexical"].keys() == {"s1", "s4"} and all(score > 0 for score in found["lexical"].values())
+    assert found["lexical"].keys() == {"s1", "s4"} and all(
+        score > 0 for score in found["lexical"].values()
+    )
     assert found["taxonomy"] == {"s2": pytest.approx(0.6)}, "its category under another name"
     assert list(found["random"]) == ["s5", "s3", "s4"], "other categories, the nearest first"
 
@@ -99,22 +107,33 @@ def test_positives_are_no_candidates_of_any_source_and_their_categories_count_to
     assert not {"s0", "s2"} & {skill_id for ranked in found.values() for skill_id in ranked}
     assert list(found["semantic"]) == ["s1", "s5", "s3"]
     found = workshop.mined("s0", "s3", num_taxonomy=9, num_random=9)
-    assert found["taxonomy"].keys() == {"s2", "s4"} and found["random"].keys() == {"s5"}, "of two categories"
+    assert found["taxonomy"].keys() == {"s2", "s4"} and found["random"].keys() == {"s5"}, (
+        "of two categories"
+    )
 
 
 def test_lexical_candidates_may_be_the_semantic_ones_in_the_order_of_bm25(workshop):
     found = workshop.mined("s0", depth=3, lexical_among="semantic")
     assert list(found["semantic"]) == ["s1", "s2", "s5"] and list(found["lexical"]) == ["s1"]
-    wider, alone = (workshop.mined("s0", depth=9, lexical_among=among)["lexical"] for among in ("semantic", "pool"))
-    assert wider == alone and list(wider) == list(alone), "with the whole pool among them it is what BM25 finds alone"
+    wider, alone = (
+        workshop.mined("s0", depth=9, lexical_among=among)["lexical"]
+        for among in ("semantic", "pool")
+    )
+    assert wider == alone and list(wider) == list(alone), (
+        "with the whole pool among them it is what BM25 finds alone"
+    )
 
 
 @pytest.mark.parametrize("category", [None, "", "  "])
-def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere(workshop, category, capsys):
+def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewhere(
+    workshop, category, capsys
+):
     found = workshop.mined("s5", skills=[*POOL[:5], skill("s5", "loose", category)], num_random=9)
     assert "taxonomy" not in found and found["random"].keys() == {"s0", "s1", "s2", "s3", "s4"}
     warnings = [line for line in capsys.readouterr().err.splitlines() if "taxonomy" in line]
-    assert warnings[0].startswith("warning: no query has a taxonomy candidate; give the pool categories")
+    assert warnings[0].startswith(
+        "warning: no query has a taxonomy candidate; give the pool categories"
+    )
 
 
 def test_sources_can_be_switched_off_and_give_alone_what_they_give_among_all(workshop):
@@ -132,7 +151,12 @@ def test_sources_can_be_switched_off_and_give_alone_what_they_give_among_all(wor
 def shop(workshop):
     """Two train queries (one without a gold in the pool), a dev query and one without any judgement."""
     workshop.write_pool(POOL[::-1], VECTORS[::-1])
-    queries = [("q2", "weather", "train"), QUERY, ("q3", "read a pdf", "dev"), ("q4", "read a pdf", "train")]
+    queries = [
+        ("q2", "weather", "train"),
+        QUERY,
+        ("q3", "read a pdf", "dev"),
+        ("q4", "read a pdf", "train"),
+    ]
     required = {"q2": {"gone": "required"}, "q3": {"s0": "required"}}
     workshop.write_queries(queries, {"q1": {"s0": "required", "s3": "rejected"}, **required})
     return workshop
@@ -149,7 +173,10 @@ def test_the_stage_writes_rankings_by_source_and_names_lost_queries_whatever_the
     dropped = {row["query_id"]: row for row in read_table(shop.out, DROPPED).to_pylist()}
     assert dropped["q2"]["skill_id"] == "gone" and "not" not in dropped["q2"]["reason"]
     assert dropped["q4"]["skill_id"] == "" and "no positive skill" in dropped["q4"]["reason"]
-    assert sorted(path.name for path in shop.out.iterdir()) == ["dropped.parquet", "rankings.parquet"]
+    assert sorted(path.name for path in shop.out.iterdir()) == [
+        "dropped.parquet",
+        "rankings.parquet",
+    ]
     first = (shop.out / "rankings.parquet").read_bytes()
     shop.write_pool(POOL)
     shop.run(depth=6)
@@ -158,7 +185,11 @@ def test_the_stage_writes_rankings_by_source_and_names_lost_queries_whatever_the
 
 def test_the_recall_of_an_approximate_index_is_told(shop):
     found = shop.run(depth=3, index="IVF3,Flat nprobe=1")["index"]
-    assert found["kind"] == "IVF3,Flat nprobe=1" and 0 < found["recall@3"] < 1 and found["num_queries_sampled"] == 1
+    assert (
+        found["kind"] == "IVF3,Flat nprobe=1"
+        and 0 < found["recall@3"] < 1
+        and found["num_queries_sampled"] == 1
+    )
     assert shop.run(depth=3, index="HNSW32")["index"]["recall@3"] == 1
 
 
@@ -168,14 +199,23 @@ def test_the_recall_of_an_approximate_index_is_told(shop):
         ([skill("other", "other")], {}, "has a positive in the pool"),
         ([], {}, "holds no skill"),
         (POOL, {"split": "test"}, r"no query of split 'test' \(splits here: dev, train\)"),
-        (POOL, {"lexical_among": "semantic", "sources": ["lexical"]}, "needs both semantic and lexical"),
+        (
+            POOL,
+            {"lexical_among": "semantic", "sources": ["lexical"]},
+            "needs both semantic and lexical",
+        ),
     ],
 )
 def test_what_cannot_be_mined_is_refused(shop, pool, settings, message):
     shop.write_pool(pool)
     with pytest.raises((SkilltrainError, ValueError), match=message):
         shop.run(**settings)
-    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == ["q1", "q2", "q3", "q4"]
+    assert [q.query_id for q in select_queries(shop.folder / "queries", None)] == [
+        "q1",
+        "q2",
+        "q3",
+        "q4",
+    ]
 
 
 def large(workshop):
@@ -183,12 +223,17 @@ def large(workshop):
     generator = np.random.default_rng(0)
     words = [f"word{number}" for number in range(40)]
     text = lambda count: " ".join(generator.choice(words, count))  # noqa: E731
-    skills = [skill(f"s{i:03}", f"name {i % 250}", f"c{i % 7}" if i % 11 else None, text(30)) for i in range(300)]
+    skills = [
+        skill(f"s{i:03}", f"name {i % 250}", f"c{i % 7}" if i % 11 else None, text(30))
+        for i in range(300)
+    ]
     vectors = generator.normal(size=(390, 12)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors[50:90] = vectors[40]
     queries = [(f"q{i:03}", f"{i} {text(12)}", "train") for i in range(90)]
-    golds = {f"q{i:03}": [f"s{(i * 17 + n * 5) % 300:03}" for n in range(1 + i % 3)] for i in range(90)}
+    golds = {
+        f"q{i:03}": [f"s{(i * 17 + n * 5) % 300:03}" for n in range(1 + i % 3)] for i in range(90)
+    }
     workshop.write_pool(skills, vectors[:300])
     verdicts = {query_id: dict.fromkeys(several, "required") for query_id, several in golds.items()}
     workshop.write_queries(queries, verdicts, vectors[300:])
@@ -202,6 +247,10 @@ def test_a_query_alone_gets_what_it_gets_among_others(workshop, index):
     among_others = [row for row in workshop.rows() if row["query_id"] == "q041"]
     queries = workshop.folder / "queries"
     rows = read_table(queries, QUERIES).to_pylist()
-    write_table([row | {"split": "train" if row["query_id"] == "q041" else "dev"} for row in rows], QUERIES, queries)
+    write_table(
+        [row | {"split": "train" if row["query_id"] == "q041" else "dev"} for row in rows],
+        QUERIES,
+        queries,
+    )
     workshop.run(depth=20, index=index)
     assert workshop.rows() == among_others

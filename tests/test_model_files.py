@@ -53,7 +53,9 @@ def publish(tmp_path, monkeypatch):
         files = {}
         for file in (path for path in folder.rglob("*") if path.is_file()):
             name, blob = file.relative_to(folder), home / "blobs" / f"{len(files):040x}"
-            files[name.as_posix()] = TreeCacheEntry(file.stat().st_size, blob.name, None, None, None)
+            files[name.as_posix()] = TreeCacheEntry(
+                file.stat().st_size, blob.name, None, None, None
+            )
             for place in (blob, snapshot / name):
                 place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, blob)
@@ -73,21 +75,31 @@ def told(monkeypatch):
     return lines
 
 
-def test_an_encoder_from_the_hub_keeps_what_training_saved(tmp_path, open_encoder_of, publish, told):
-    encoder = open_encoder_of("bert", pooling="cls", max_tokens=64, query_max_tokens=32, template=TEMPLATE)
+def test_an_encoder_from_the_hub_keeps_what_training_saved(
+    tmp_path, open_encoder_of, publish, told
+):
+    encoder = open_encoder_of(
+        "bert", pooling="cls", max_tokens=64, query_max_tokens=32, template=TEMPLATE
+    )
     save_model(encoder, tmp_path / "enc", base="bert")
     found = load_encoder(EncoderConfig(source=publish(tmp_path / "enc")), CPU)
     assert found.settings == encoder.settings and told == []
     queries = ["extract pdf text"]
     with torch.inference_mode():
-        assert torch.equal(found(found.tokenize_queries(queries)), encoder(encoder.tokenize_queries(queries)))
+        assert torch.equal(
+            found(found.tokenize_queries(queries)), encoder(encoder.tokenize_queries(queries))
+        )
 
 
 def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
-    name = publish(model_folders["bert"], is_known_to_be_whole=False)  # as other programs leave the cache
+    name = publish(
+        model_folders["bert"], is_known_to_be_whole=False
+    )  # as other programs leave the cache
     for _ in range(2):
         assert load_encoder(EncoderConfig(source=name), CPU).settings == EncoderSettings()
-    assert [line.split(";")[0] for line in told] == [f"{name}: the Hub cannot be asked what files the model has"]
+    assert [line.split(";")[0] for line in told] == [
+        f"{name}: the Hub cannot be asked what files the model has"
+    ]
 
 
 def test_a_model_of_which_the_cache_holds_a_part_is_one_clear_line(model_folders, publish):
@@ -96,7 +108,8 @@ def test_a_model_of_which_the_cache_holds_a_part_is_one_clear_line(model_folders
     weights.unlink()
     assert resolve_model("me/bert", weights=False).is_dir()
     with pytest.raises(
-        SkilltrainError, match="me/bert: cannot load the model, neither from the cache nor from the Hub"
+        SkilltrainError,
+        match="me/bert: cannot load the model, neither from the cache nor from the Hub",
     ):
         load_reranker(RerankerConfig(source="me/bert"), CPU)
 
@@ -148,7 +161,9 @@ def without(*names):
 
 
 def written(name, content):
-    return lambda folder: (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return lambda folder: (folder / name).write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
 
 
 def changed(name, **values):
@@ -179,7 +194,10 @@ def renamed(weights):
 
 
 def shorter(weights):
-    return {name: value[:-1].contiguous() if "word_emb" in name else value for name, value in weights.items()}
+    return {
+        name: value[:-1].contiguous() if "word_emb" in name else value
+        for name, value in weights.items()
+    }
 
 
 def lacking(part):
@@ -190,24 +208,59 @@ def foreign_tokenizer(folder):
     qwen3_tokenizer(appends_end=True).save_pretrained(folder)
 
 
-ONE_LAYER, UNTIED = changed("config.json", num_hidden_layers=1), changed("config.json", tie_word_embeddings=False)
+ONE_LAYER, UNTIED = (
+    changed("config.json", num_hidden_layers=1),
+    changed("config.json", tie_word_embeddings=False),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("bert", without("tokenizer.json", "tokenizer_config.json"), NO_LETTER),
-        ("bert", foreign_tokenizer, r"its tokenizer has \d+ tokens, but its weights have rows for \d+"),
-        ("bert", with_weights(renamed), r"not fit its config\.json: \d+ are missing, such as embeddings\.Layer"),
-        ("bert", with_weights(shorter), r"1 are of another shape, such as embeddings\.word_embeddings\.weight"),
+        (
+            "bert",
+            foreign_tokenizer,
+            r"its tokenizer has \d+ tokens, but its weights have rows for \d+",
+        ),
+        (
+            "bert",
+            with_weights(renamed),
+            r"not fit its config\.json: \d+ are missing, such as embeddings\.Layer",
+        ),
+        (
+            "bert",
+            with_weights(shorter),
+            r"1 are of another shape, such as embeddings\.word_embeddings\.weight",
+        ),
         ("bert", ONE_LAYER, r"16 are unknown, such as encoder\.layer\.1\."),
-        ("bert", without("model.safetensors"), r"cannot load the weights: .*no file named model\.safetensors"),
-        ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), "holds an adapter, not a"),
-        ("bert_reranker", lambda folder: None, "its model is of kind reranker, but encoder is needed here"),
-        ("reranker bert", lambda folder: None, r"lack the head that gives the score: classifier\.bias is missing"),
+        (
+            "bert",
+            without("model.safetensors"),
+            r"cannot load the weights: .*no file named model\.safetensors",
+        ),
+        (
+            "bert",
+            written("adapter_config.json", {"base_model_name_or_path": ".."}),
+            "holds an adapter, not a",
+        ),
+        (
+            "bert_reranker",
+            lambda folder: None,
+            "its model is of kind reranker, but encoder is needed here",
+        ),
+        (
+            "reranker bert",
+            lambda folder: None,
+            r"lack the head that gives the score: classifier\.bias is missing",
+        ),
         ("reranker bert_reranker", ONE_LAYER, r"16 are unknown, such as bert\.enc"),
         ("reranker qwen3_reranker", UNTIED, r"score: lm_head\.weight is missing"),
-        ("reranker bert", written("modules.json", [{"type": POOLING, "path": "1"}]), "of kind encoder, but rer"),
+        (
+            "reranker bert",
+            written("modules.json", [{"type": POOLING, "path": "1"}]),
+            "of kind encoder, but rer",
+        ),
     ],
 )
 def test_a_broken_model_is_refused_by_name(broken, name, change, message):
@@ -222,7 +275,9 @@ def test_a_broken_model_is_refused_by_name(broken, name, change, message):
 
 BROKEN_BERT = [
     with_weights(lacking("encoder.layer.0.output.dense.bias")),
-    *map(cut_short, ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")),
+    *map(
+        cut_short, ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
+    ),
     written("config.json", "[]"),
     written("tokenizer.json", "{}"),
     changed("config.json", num_hidden_layers=3000),
@@ -240,7 +295,9 @@ OTHER_BERT = [
 
 
 @pytest.mark.parametrize("change", [*BROKEN_BERT, *OTHER_BERT])
-def test_what_is_not_plain_whole_bert_is_left_to_transformers_which_says_what_is_broken(broken, change):
+def test_what_is_not_plain_whole_bert_is_left_to_transformers_which_says_what_is_broken(
+    broken, change
+):
     assert read_bert(broken("bert"))
     folder = broken("bert", change)
     assert read_bert(folder) is None
@@ -251,7 +308,10 @@ def test_what_is_not_plain_whole_bert_is_left_to_transformers_which_says_what_is
 
 def test_what_may_be_absent_or_too_much(broken, model_folders, told):
     """Poolers, buffers of old checkpoints, and other tasks' heads; in training also the head that is to be trained."""
-    positions = {"embeddings.position_ids": torch.arange(512)[None], "cls.predictions.bias": torch.zeros(9)}
+    positions = {
+        "embeddings.position_ids": torch.arange(512)[None],
+        "cls.predictions.bias": torch.zeros(9),
+    }
     vectors = []
     for change in (dict, lacking("pooler"), lambda weights: weights | positions):
         encoder = opened(broken("bert", with_weights(change)))
@@ -259,13 +319,20 @@ def test_what_may_be_absent_or_too_much(broken, model_folders, told):
             vectors.append(encoder(encoder.tokenize(["deploy pods"], 16)))
     assert all(torch.equal(one, vectors[0]) for one in vectors) and told == []
     source = str(model_folders["bert"])
-    assert load_reranker(RerankerConfig(source=source), CPU, new_head=True).network.classifier.out_features == 1
+    assert (
+        load_reranker(
+            RerankerConfig(source=source), CPU, new_head=True
+        ).network.classifier.out_features
+        == 1
+    )
     assert told == [f"{source}: the head that gives the score is new, and must be trained"]
 
 
 def test_an_encoder_becomes_a_reranker_where_the_form_is_chosen(plain):
     folder = plain(pooling={"pooling_mode": "mean"})
-    with pytest.raises(SkilltrainError, match=r"of kind encoder, but reranker is needed here \(set template\.form"):
+    with pytest.raises(
+        SkilltrainError, match=r"of kind encoder, but reranker is needed here \(set template\.form"
+    ):
         load_reranker(RerankerConfig(source=folder), CPU, new_head=True)
     for form in ("pair", "cosine_pair"):
         config = RerankerConfig(source=folder, template=RerankerTemplate(form=form))
@@ -283,7 +350,9 @@ def shards_outside(folder):
 
 
 def run_with_files(folder):
-    written("skilltrain.json", {"kind": "encoder", "settings": {}, "files": ["config.json", "../../x"]})(folder)
+    written(
+        "skilltrain.json", {"kind": "encoder", "settings": {}, "files": ["config.json", "../../x"]}
+    )(folder)
 
 
 @pytest.mark.parametrize(
@@ -309,10 +378,19 @@ def test_no_path_that_is_read_leaves_its_folder(broken, change, read):
 def plain(broken):
     """What its files say → a copy of the tiny BERT that sentence-transformers opens, without skilltrain.json."""
 
-    def write(modules=(TRANSFORMER, POOLING, NORMALIZE), pooling=None, model=None, tokenizer=None, name="bert"):
+    def write(
+        modules=(TRANSFORMER, POOLING, NORMALIZE),
+        pooling=None,
+        model=None,
+        tokenizer=None,
+        name="bert",
+    ):
         folder = broken(name)
         places = ["", *(f"{n}_{kind.split('.')[-1]}" for n, kind in enumerate(modules[1:], 1))]
-        listed = [{"idx": n, "name": str(n), "path": places[n], "type": kind} for n, kind in enumerate(modules)]
+        listed = [
+            {"idx": n, "name": str(n), "path": places[n], "type": kind}
+            for n, kind in enumerate(modules)
+        ]
         written("modules.json", listed)(folder)
         if pooling is not None:
             (folder / "1_Pooling").mkdir()
@@ -332,7 +410,14 @@ def settings_of(folder, **given):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        (
+            {
+                "word_embedding_dimension": 32,
+                "pooling_mode_cls_token": True,
+                "pooling_mode_mean_tokens": False,
+            },
+            "cls",
+        ),
         ({"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}, "last_token"),
         ({"pooling_mode_cls_token": False}, "mean"),
         ({"embedding_dimension": 32, "pooling_mode": "cls"}, "cls"),
@@ -354,18 +439,26 @@ LONG = {"model_max_length": 131072}
         ({"model": {"max_seq_length": 384}}, {}, (384, 512)),
         ({"model": {"max_seq_length": 384}}, {"max_tokens": 40}, (40, 512)),
         ({"model": {"max_seq_length": 32768}}, {}, (512, 512)),
-        ({"model": {"max_seq_length": None}, "tokenizer": {"model_max_length": 100}}, {}, (100, 512)),
+        (
+            {"model": {"max_seq_length": None}, "tokenizer": {"model_max_length": 100}},
+            {},
+            (100, 512),
+        ),
         ({"tokenizer": {"model_max_length": 10**30}}, {}, (512, 512)),
         # Qwen3-Embedding's folder gives no max_seq_length: its positions are the limit, and the template cuts texts.
         ({"tokenizer": LONG, "name": "qwen3"}, {}, (2048, 2048)),
     ],
 )
-def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(plain, files, given, limits):
+def test_the_token_limit_is_as_the_folder_says_and_within_the_positions(
+    plain, files, given, limits
+):
     found = settings_of(plain(pooling={"pooling_mode": "cls"}, **files), **given)
     assert (found.max_tokens, found.query_max_tokens) == limits
 
 
-def test_folders_that_say_nothing_keep_the_defaults_and_skilltrains_own_record_wins(plain, model_folders):
+def test_folders_that_say_nothing_keep_the_defaults_and_skilltrains_own_record_wins(
+    plain, model_folders
+):
     assert settings_of(str(model_folders["bert"])) == EncoderSettings()
     assert settings_of(str(model_folders["qwen3"])) == EncoderSettings(pooling="last_token")
     folder = plain(modules=(TRANSFORMER, DENSE))
@@ -381,7 +474,9 @@ def test_minilm_is_what_it_was():
 
 
 CLS, NO_MODULES = {"pooling": {"pooling_mode": "cls"}}, "key 'modules.0.path'|modules.*: must be"
-DENSE_MODULE = r"asks for sentence_transformers\.models\.Dense, which an encoder here does not compute"
+DENSE_MODULE = (
+    r"asks for sentence_transformers\.models\.Dense, which an encoder here does not compute"
+)
 TWO = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
 
 
@@ -390,10 +485,16 @@ TWO = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
     [
         ({"modules": (TRANSFORMER, POOLING, DENSE)}, DENSE_MODULE),
         ({"modules": ("custom_st.Transformer", POOLING)}, r"asks for custom_st\.Transformer"),
-        ({"pooling": {"pooling_mode": "max"}}, "its pooling is max, which an encoder here does not compute"),
+        (
+            {"pooling": {"pooling_mode": "max"}},
+            "its pooling is max, which an encoder here does not compute",
+        ),
         ({"pooling": TWO}, r"its pooling is cls \+ mean"),
         ({}, r"it has no 1_Pooling/config\.json, which its modules\.json names"),
-        (CLS | {"model": {"max_seq_length": 0}}, "max_seq_length: must be greater than or equal to 8, found 0"),
+        (
+            CLS | {"model": {"max_seq_length": 0}},
+            "max_seq_length: must be greater than or equal to 8, found 0",
+        ),
         *((text, NO_MODULES) for text in ("{}", "[1]", '[{"type": "x"}]', "null")),
     ],
 )
@@ -411,7 +512,10 @@ def test_what_an_encoder_here_does_not_compute_is_refused(plain, files, message)
 # Prompts, as BGE's, E5's and their like have them --------------------------------------------------------------------
 
 
-SKILLS = [Skill("a", "pods", "deploy pods", "to find the task"), Skill("b", "chart", "", "table of data")]
+SKILLS = [
+    Skill("a", "pods", "deploy pods", "to find the task"),
+    Skill("b", "chart", "", "table of data"),
+]
 QUERIES = ["deploy the pods", "a table"]
 NV_EMBED = "Instruct: find the task\nQuery: "
 E5 = {"query": "find ", "document": "the "}
@@ -422,7 +526,9 @@ def foreign(plain):
     """prompts, and settings of the pooling → a folder that sentence-transformers opens, with these prompts."""
 
     def write(prompts, default=None, **pooling):
-        folder = plain(pooling={"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True} | pooling)
+        folder = plain(
+            pooling={"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True} | pooling
+        )
         config = {"prompts": prompts, "default_prompt_name": default}
         (Path(folder) / "config_sentence_transformers.json").write_text(json.dumps(config))
         return folder
@@ -449,14 +555,23 @@ def vectors_of(encoder):
         ({"query": NV_EMBED}, "query", None),  # the default is for texts of neither kind
         ({"query": None, "document": "the "}, None, None),
         ({"query": "find ", "document": "", "passage": "the "}, None, None),
-        ({"query": "find ", "passage": "the "}, None, "passage"),  # 6.2 forgets it unless it is named
+        (
+            {"query": "find ", "passage": "the "},
+            None,
+            "passage",
+        ),  # 6.2 forgets it unless it is named
         ({"other": "the "}, "other", None),
     ],
     ids=str,
 )
-def test_a_foreign_folders_prompts_give_the_vectors_of_sentence_transformers(foreign, prompts, default, named):
+def test_a_foreign_folders_prompts_give_the_vectors_of_sentence_transformers(
+    foreign, prompts, default, named
+):
     folder = foreign(prompts, default)
-    theirs, encoder = SentenceTransformer(folder, device="cpu"), load_encoder(EncoderConfig(source=folder), CPU)
+    theirs, encoder = (
+        SentenceTransformer(folder, device="cpu"),
+        load_encoder(EncoderConfig(source=folder), CPU),
+    )
     queries, skills = vectors_of(encoder)
     assert torch.allclose(queries, theirs.encode_query(QUERIES, convert_to_tensor=True), atol=1e-5)
     options = {"convert_to_tensor": True, "prompt_name": named}
@@ -475,7 +590,9 @@ def test_a_foreign_folders_prompts_give_the_vectors_of_sentence_transformers(for
         ({"query_prompt": NV_EMBED, "skill_prompt": "to "}, NV_EMBED, "to "),
     ],
 )
-def test_what_a_recipe_says_of_prompts_goes_before_what_the_folder_says(foreign, template, query, skill):
+def test_what_a_recipe_says_of_prompts_goes_before_what_the_folder_says(
+    foreign, template, query, skill
+):
     config = validate(EncoderConfig, {"source": foreign(E5), "template": template}, "test")
     for given in (config, validate(EncoderConfig, config.model_dump(), "a run's own record")):
         found = load_encoder(given, CPU).settings.template
@@ -489,7 +606,9 @@ def test_prompts_go_with_a_trained_model_and_into_what_it_exports(tmp_path, fore
     assert settings_of(str(tmp_path / "saved")) == encoder.settings
     theirs = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert theirs.prompts == E5
-    assert torch.allclose(theirs.encode_document(texts_of(encoder), convert_to_tensor=True), vectors_of(encoder)[1])
+    assert torch.allclose(
+        theirs.encode_document(texts_of(encoder), convert_to_tensor=True), vectors_of(encoder)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -503,4 +622,6 @@ def test_prompts_go_with_a_trained_model_and_into_what_it_exports(tmp_path, fore
 def test_prompts_that_cannot_be_followed_are_one_line(foreign, prompts, pooling, message):
     with pytest.raises(SkilltrainError, match=message):
         settings_of(foreign(prompts, **pooling))
-    assert settings_of(foreign({}, include_prompt=False)).pooling == "mean"  # where there is no prompt to leave out
+    assert (
+        settings_of(foreign({}, include_prompt=False)).pooling == "mean"
+    )  # where there is no prompt to leave out

@@ -22,7 +22,13 @@ from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplat
 from tiny_models import bert_tokenizer
 
 CPU = torch.device("cpu")
-TEXTS = ["deploy pods", "", "review the merge commit of the agent " * 6, "运行 clip 🚀", "extract pdf text " * 40]
+TEXTS = [
+    "deploy pods",
+    "",
+    "review the merge commit of the agent " * 6,
+    "运行 clip 🚀",
+    "extract pdf text " * 40,
+]
 QUERY = "deploy the pods and review the chart"
 SKILLS = [
     Skill("a", "pods", "deploy pods", "to find the task"),
@@ -35,7 +41,9 @@ SKILLS = [
 # Encoders ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "pooling"), [("bert", "mean"), ("bert", "cls"), ("qwen3", "last_token")])
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("bert", "mean"), ("bert", "cls"), ("qwen3", "last_token")]
+)
 def test_a_padded_batch_equals_one_text_at_a_time(open_encoder_of, name, pooling):
     encoder = open_encoder_of(name, pooling=pooling)
     ids = encoder.tokenize(TEXTS, 100)
@@ -46,9 +54,16 @@ def test_a_padded_batch_equals_one_text_at_a_time(open_encoder_of, name, pooling
     assert torch.allclose(together.norm(dim=1), torch.ones(len(TEXTS)), atol=1e-6)
 
 
-def test_bert_equals_plain_transformers_code_without_attention_dropout(open_encoder_of, model_folders):
-    encoder, model = open_encoder_of("bert"), AutoModel.from_pretrained(model_folders["bert"]).eval()
-    inputs = encoder.tokenizer(TEXTS, padding=True, truncation=True, max_length=100, return_tensors="pt")
+def test_bert_equals_plain_transformers_code_without_attention_dropout(
+    open_encoder_of, model_folders
+):
+    encoder, model = (
+        open_encoder_of("bert"),
+        AutoModel.from_pretrained(model_folders["bert"]).eval(),
+    )
+    inputs = encoder.tokenizer(
+        TEXTS, padding=True, truncation=True, max_length=100, return_tensors="pt"
+    )
     with torch.inference_mode():
         hidden = model(**inputs).last_hidden_state
         mask = inputs["attention_mask"].unsqueeze(-1)
@@ -61,10 +76,15 @@ def test_bert_equals_plain_transformers_code_without_attention_dropout(open_enco
 def test_queries_are_rendered_with_their_own_limit(open_encoder_of):
     template = EncoderTemplate(instruction="find the skill", query_chars=11)
     encoder = open_encoder_of("qwen3", template=template, query_max_tokens=16, max_tokens=8)
-    cut, whole = (one.tokenize_queries(["pods chart and audio"])[0] for one in (
-        encoder, open_encoder_of("qwen3", template=template)))  # fmt: skip
+    cut, whole = (
+        one.tokenize_queries(["pods chart and audio"])[0]
+        for one in (encoder, open_encoder_of("qwen3", template=template))
+    )
     assert len(cut) == 16 and cut[:15] == whole[:15]
-    assert encoder.tokenizer.decode(whole) == "Instruct: find the skill\nQuery:pods chart <|endoftext|>"
+    assert (
+        encoder.tokenizer.decode(whole)
+        == "Instruct: find the skill\nQuery:pods chart <|endoftext|>"
+    )
 
 
 # Rerankers -----------------------------------------------------------------------------------------------------------
@@ -77,7 +97,9 @@ def test_pair_ids_equal_the_tokenizers_own_pair_with_the_skill_cut(open_reranker
         text = reranker.settings.template.render_skill(skill)
         own = reranker.tokenizer([QUERY], [text], truncation="only_second", max_length=max_tokens)
         assert pair.ids == own["input_ids"][0]
-        assert [int(position >= pair.second_start) for position in range(len(pair))] == own["token_type_ids"][0]
+        assert [int(position >= pair.second_start) for position in range(len(pair))] == own[
+            "token_type_ids"
+        ][0]
 
 
 def test_limits_default_to_the_form_and_to_the_models_positions(open_reranker_of):
@@ -85,7 +107,10 @@ def test_limits_default_to_the_form_and_to_the_models_positions(open_reranker_of
         chosen = open_reranker_of(name, **settings).settings
         return chosen.max_tokens, chosen.query_max_tokens
 
-    assert limits("bert_reranker") == (512, 256) and limits("bert_reranker", max_tokens=64) == (64, 32)
+    assert limits("bert_reranker") == (512, 256) and limits("bert_reranker", max_tokens=64) == (
+        64,
+        32,
+    )
     assert limits("qwen3_reranker") == (2048, 1024)  # its positions, not the form's 4,096
     defaults = RerankerSettings(template=RerankerTemplate(form="yes_no"))
     assert (defaults.max_tokens, defaults.query_max_tokens) == (4096, 2048)
@@ -113,18 +138,26 @@ ROOM = r"query_max_tokens \(126\) leaves no room for a skill in max_tokens"
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("bert_reranker", {"template": RerankerTemplate(form="yes_no")}, r"form=yes_no needs a causal language model"),
+        (
+            "bert_reranker",
+            {"template": RerankerTemplate(form="yes_no")},
+            r"form=yes_no needs a causal language model",
+        ),
         ("bert_reranker", {"max_tokens": 600}, "max_tokens exceeds the model's 512 positions"),
         ("bert_reranker", {"max_tokens": 128, "query_max_tokens": 126}, ROOM),
         ("qwen3_reranker", {"max_tokens": 128, "query_max_tokens": 126}, ROOM),
     ],
 )
-def test_the_wrong_form_and_limits_that_do_not_fit_are_refused(open_reranker_of, name, settings, message):
+def test_the_wrong_form_and_limits_that_do_not_fit_are_refused(
+    open_reranker_of, name, settings, message
+):
     with pytest.raises(SkilltrainError, match=message):
         open_reranker_of(name, **settings)
 
 
-def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(open_reranker_of, model_folders):
+def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(
+    open_reranker_of, model_folders
+):
     limits = {"max_tokens": 64, "query_max_tokens": 16}
     reranker = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"), **limits)
     pairs = reranker.tokenize(QUERY, SKILLS)
@@ -138,7 +171,9 @@ def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(open_reranke
         assert torch.allclose(reranker(pairs), torch.stack(expected), atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "form"), [("bert_reranker", "pair"), ("qwen3_reranker", "yes_no")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("bert_reranker", "pair"), ("qwen3_reranker", "yes_no")]
+)
 def test_without_bodies_the_score_ignores_them_and_the_rest_of_a_saved_template_stays(
     model_folders, tmp_path, name, form
 ):
@@ -147,10 +182,15 @@ def test_without_bodies_the_score_ignores_them_and_the_rest_of_a_saved_template_
     folder = shutil.copytree(model_folders[name], tmp_path / "saved")
     settings = {"template": template.model_dump(), "max_tokens": 400, "query_max_tokens": 40}
     (folder / CHECKPOINT_FILE).write_text(json.dumps({"kind": "reranker", "settings": settings}))
-    skills = [Skill("a", "pdf", "find text", "deploy pods"), Skill("b", "pdf", "find text", "review the chart " * 9)]
+    skills = [
+        Skill("a", "pdf", "find text", "deploy pods"),
+        Skill("b", "pdf", "find text", "review the chart " * 9),
+    ]
     scores, chosen = {}, {}
     for fields in (None, "full", "nd"):
-        ranker = open_ranker(RerankConfig(source=str(folder), precision="float32", fields=fields), skills, {})
+        ranker = open_ranker(
+            RerankConfig(source=str(folder), precision="float32", fields=fields), skills, {}
+        )
         chosen[fields] = ranker.reranker.settings.model_dump()
         ranked = ranker.rank([Query("q", QUERY, "", "", "")], {"q": [("a", 0.0), ("b", 0.0)]}, 2)
         scores[fields] = dict(ranked["q"])
@@ -173,12 +213,23 @@ def save(folder, name, head="Model"):
     torch.manual_seed(0)
     config_class, tokenizer = getattr(transformers, f"{name}Config"), bert_tokenizer()
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD)  # under RoBERTa's number
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = config_class(
-        vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, pad_token_id=PAD, bos_token_id=2,
-        eos_token_id=3, type_vocab_size=2 if name in ("Albert", "Electra") else 1, num_labels=1,
-        initializer_range=0.3, **sizes,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        max_position_embeddings=POSITIONS,
+        pad_token_id=PAD,
+        bos_token_id=2,
+        eos_token_id=3,
+        type_vocab_size=2 if name in ("Albert", "Electra") else 1,
+        num_labels=1,
+        initializer_range=0.3,
+        **sizes,
+    )
     getattr(transformers, name + head)(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -194,7 +245,9 @@ def test_an_encoder_uses_every_position_and_no_pooler(tmp_path, name):
     assert len(ids) == most
     vectors = encoder(encoder.embed([ids]))
     with torch.inference_mode():
-        hidden = AutoModel.from_pretrained(folder).eval()(torch.tensor([ids])).last_hidden_state[:, 0]
+        hidden = (
+            AutoModel.from_pretrained(folder).eval()(torch.tensor([ids])).last_hidden_state[:, 0]
+        )
         assert torch.allclose(vectors, torch.nn.functional.normalize(hidden, dim=-1), atol=1e-5)
         assert torch.allclose(encoder([ids]), vectors, atol=1e-5)
         with pytest.raises((IndexError, RuntimeError)):
@@ -202,13 +255,17 @@ def test_an_encoder_uses_every_position_and_no_pooler(tmp_path, name):
     vectors[:, 0].sum().backward()
     assert [key for key, weight in encoder.named_parameters() if weight.grad is None] == []
     for key in ("max_tokens", "query_max_tokens"):
-        with pytest.raises(SkilltrainError, match=f"max_tokens exceeds the model's {most} positions"):
+        with pytest.raises(
+            SkilltrainError, match=f"max_tokens exceeds the model's {most} positions"
+        ):
             load_encoder(EncoderConfig(source=folder, **{key: most + 1}), CPU)
 
 
 def test_positions_of_published_shapes():
     assert num_positions(transformers.BertConfig(max_position_embeddings=512)) == 512
-    assert num_positions(transformers.XLMRobertaConfig(max_position_embeddings=8194)) == 8192  # bge-reranker-v2-m3
+    assert (
+        num_positions(transformers.XLMRobertaConfig(max_position_embeddings=8194)) == 8192
+    )  # bge-reranker-v2-m3
     assert num_positions(transformers.MPNetConfig(max_position_embeddings=514)) == 512
     assert num_positions(transformers.LongformerConfig(max_position_embeddings=4098)) == 4096
     assert num_positions(transformers.AutoConfig.for_model("xlnet")) is None

@@ -39,8 +39,13 @@ def test_jaccard_of_word_trigrams_worked_by_hand():
         ("run it", "run", 0),
         ("", "!!", 0),
     ):
-        assert jaccard(word_trigrams(left), word_trigrams(right)) == pytest.approx(value), (left, right)
-    assert word_trigrams("read the pdf").tolist() == [16379468341237586607], "the same in every process"
+        assert jaccard(word_trigrams(left), word_trigrams(right)) == pytest.approx(value), (
+            left,
+            right,
+        )
+    assert word_trigrams("read the pdf").tolist() == [16379468341237586607], (
+        "the same in every process"
+    )
 
 
 def test_the_sets_of_a_pool_are_those_of_its_bodies(monkeypatch):
@@ -52,8 +57,12 @@ def test_the_sets_of_a_pool_are_those_of_its_bodies(monkeypatch):
     assert numbered(["pdf", "git", "pdf", "", "a"]).tolist() == [1, 2, 1, -1, 3]
 
 
-@given(st.lists(st.tuples(st.integers(-1, 3), st.lists(st.sampled_from("abcd"), max_size=6)), max_size=12),
-       st.integers(1, 3))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.integers(-1, 3), st.lists(st.sampled_from("abcd"), max_size=6)), max_size=12
+    ),
+    st.integers(1, 3),
+)
 def test_templates_are_what_counting_by_hand_says(skills, max_names):
     """A name of -1 is none, which counts as one name."""
     pool = TrigramSets.of([" ".join(words) for _, words in skills], ONE)
@@ -61,9 +70,13 @@ def test_templates_are_what_counting_by_hand_says(skills, max_names):
     for position, (name, _) in enumerate(skills):
         for trigram in pool[position].tolist():
             names_of.setdefault(trigram, set()).add(name)
-    distinct = pool.without_templates(np.array([name for name, _ in skills], dtype=np.int64), max_names)
+    distinct = pool.without_templates(
+        np.array([name for name, _ in skills], dtype=np.int64), max_names
+    )
     for position in range(len(skills)):
-        expected = [trigram for trigram in pool[position].tolist() if len(names_of[trigram]) <= max_names]
+        expected = [
+            trigram for trigram in pool[position].tolist() if len(names_of[trigram]) <= max_names
+        ]
         assert distinct[position].tolist() == expected
 
 
@@ -78,7 +91,9 @@ def words(seed, count):
 def edited(body, share, seed):
     """`body` with about `share` of its words replaced."""
     generator = random.Random(seed)
-    return " ".join(word if generator.random() >= share else f"x{generator.random()}" for word in body.split())
+    return " ".join(
+        word if generator.random() >= share else f"x{generator.random()}" for word in body.split()
+    )
 
 
 def exact_roots(sets, threshold):
@@ -113,14 +128,25 @@ def test_a_large_cluster_needs_few_comparisons(monkeypatch):
     assert len(compared) == 199  # of 19,900 pairs
 
 
-GLYPHS, LARGE = "\U00012000\U00012001 \U00012002 \ue000\ue001 \u200b\u0000 \U0001f600", "word other " * 400_000
+GLYPHS, LARGE = (
+    "\U00012000\U00012001 \U00012002 \ue000\ue001 \u200b\u0000 \U0001f600",
+    "word other " * 400_000,
+)
 
 
 @pytest.mark.parametrize(
     ("bodies", "threshold", "clusters"),
     [
-        ([words(1, 200), words(3, 200), words(1, 200) + " and more", words(2, 200)], 0.6, [0, 1, 0, 2]),
-        (["", "", "?!", "run", "Run!"], 0.6, [0, 1, 2, 3, 3]),  # empty bodies are no copies of each other
+        (
+            [words(1, 200), words(3, 200), words(1, 200) + " and more", words(2, 200)],
+            0.6,
+            [0, 1, 0, 2],
+        ),
+        (
+            ["", "", "?!", "run", "Run!"],
+            0.6,
+            [0, 1, 2, 3, 3],
+        ),  # empty bodies are no copies of each other
         ([words(1, 50), words(1, 50), words(1, 50) + " more"], 1.0, [0, 0, 1]),
         ([GLYPHS, GLYPHS], 0.6, [0, 0]),
         ([LARGE, LARGE + "end", "word"], 0.3, [0, 0, 1]),
@@ -128,7 +154,9 @@ GLYPHS, LARGE = "\U00012000\U00012001 \U00012002 \ue000\ue001 \u200b\u0000 \U000
     ],
 )
 def test_copies_share_a_cluster_and_clusters_are_numbered_by_lowest_id(bodies, threshold, clusters):
-    skills = [Skill(skill_id, skill_id, "", body) for skill_id, body in zip("abcde", bodies, strict=False)]
+    skills = [
+        Skill(skill_id, skill_id, "", body) for skill_id, body in zip("abcde", bodies, strict=False)
+    ]
     expected = dict(zip("abcde", clusters, strict=False))
     assert near_duplicate_clusters(skills[::-1], threshold) == expected
 
@@ -136,12 +164,20 @@ def test_copies_share_a_cluster_and_clusters_are_numbered_by_lowest_id(bodies, t
 def test_copies_share_a_cluster_or_a_name_and_three_tenths_of_their_trigrams(tmp_path):
     """Of 9 words a body has 7 trigrams; bodies that share the first 5 words share 3 of 11, the first 6 4 of 10."""
     five, six = "a b c d e p q r s", "a b c d e f p q r"
-    named = {"gold": ("PDF tools", "a b c d e f g h i"), "near": ("pdf-tools", six), "far": ("pdf-tools", five),
-             "other name": ("x", six), "of cluster": ("y", "z"), "lone": ("", "a b c d e f g h i")}  # fmt: skip
+    named = {
+        "gold": ("PDF tools", "a b c d e f g h i"),
+        "near": ("pdf-tools", six),
+        "far": ("pdf-tools", five),
+        "other name": ("x", six),
+        "of cluster": ("y", "z"),
+        "lone": ("", "a b c d e f g h i"),
+    }
     skills = {one: Skill(one, name, "", body) for one, (name, body) in named.items()}
     rows = [{"skill_id": one, "cluster": n} for n, one in enumerate(skills) if one != "of cluster"]
     write_table([*rows, {"skill_id": "of cluster", "cluster": 0}], CLUSTERS, tmp_path)
-    assert copies_of(["gold", "lone", "absent"], skills, tmp_path) == {"gold": ["near", "of cluster"]}
+    assert copies_of(["gold", "lone", "absent"], skills, tmp_path) == {
+        "gold": ["near", "of cluster"]
+    }
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.8, 0.95, 1.0])
@@ -159,7 +195,10 @@ POOL = [
     Skill("a/pdf", "pdf-official", "", TEXT + " twice"),
     Skill("m/git", "git", "", "commit all that has changed and push it to the remote"),
     Skill("e/empty", "empty", "", ""),
-    *(Skill(f"rube/{service}", f"{service}-automation", "", TEMPLATE.format(service)) for service in SERVICES),
+    *(
+        Skill(f"rube/{service}", f"{service}-automation", "", TEMPLATE.format(service))
+        for service in SERVICES
+    ),
 ]
 
 
@@ -168,16 +207,28 @@ def test_the_stage_clusters_copies_in_any_order_on_any_number_of_workers(tmp_pat
 
     def run(pool=POOL, **changes):
         write_table(pool, SKILLS, tmp_path / "pool.parquet")
-        values = {"stage": "clusters", "pool": tmp_path / "pool.parquet", "out": tmp_path, "workers": {"num": 1}}
+        values = {
+            "stage": "clusters",
+            "pool": tmp_path / "pool.parquet",
+            "out": tmp_path,
+            "workers": {"num": 1},
+        }
         summary = run_clusters(validate(ClustersConfig, values | changes, "recipe"), tmp_path)
-        return summary, {row["skill_id"]: row["cluster"] for row in read_table(tmp_path, CLUSTERS).to_pylist()}
+        return summary, {
+            row["skill_id"]: row["cluster"] for row in read_table(tmp_path, CLUSTERS).to_pylist()
+        }
 
     summary, clusters = run()
     assert list(clusters) == sorted(skill.skill_id for skill in POOL)
-    assert clusters["a/pdf"] == clusters["z/pdf"] == 0 and len(set(clusters.values())) == len(POOL) - 1
+    assert (
+        clusters["a/pdf"] == clusters["z/pdf"] == 0 and len(set(clusters.values())) == len(POOL) - 1
+    )
     assert summary == {
-        "num_skills": 11, "num_clusters": 1, "num_skills_in_clusters": 2, "largest": {"a/pdf": 2},
-    }  # fmt: skip
+        "num_skills": 11,
+        "num_clusters": 1,
+        "num_skills_in_clusters": 2,
+        "largest": {"a/pdf": 2},
+    }
     summary, plain = run(max_names=None)
     assert summary["largest"] == {"rube/bench": 7, "a/pdf": 2}
     assert run(POOL[::-1], max_names=None, workers={"num": 2})[1] == plain

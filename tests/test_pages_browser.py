@@ -31,7 +31,11 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A browser that shows the page of the small lists, hostile texts among them."""
     root = tmp_path_factory.mktemp("browser")
     pool = POOL | {"z/tu": (HOSTILE, HOSTILE, HOSTILE * 20, None, "zh", HOSTILE)}
-    texts = TEXTS | {"q3": f"draw it {HOSTILE}"} | {f"more{n}": f"question number {n}" for n in range(NUM_MORE)}
+    texts = (
+        TEXTS
+        | {"q3": f"draw it {HOSTILE}"}
+        | {f"more{n}": f"question number {n}" for n in range(NUM_MORE)}
+    )
     rows = ROWS | {f"more{n}": ROWS["q1"] for n in range(NUM_MORE)}
     inspect_lists(write_runs(root, pool=pool, texts=texts, lists=rows), None, None, 100)
     with browser(root / "lists.html") as page:
@@ -42,9 +46,15 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def quiet(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test does, nothing is logged, no dialog opens and nothing but the page itself is asked for."""
     yield
-    for page in (request.getfixturevalue(name) for name in ("report", "lists") if name in request.fixturenames):
+    for page in (
+        request.getfixturevalue(name)
+        for name in ("report", "lists")
+        if name in request.fixturenames
+    ):
         page.check_quiet()
-        assert {url.partition("#")[0] for url in page.requests} == {page.run("location.href").partition("#")[0]}
+        assert {url.partition("#")[0] for url in page.requests} == {
+            page.run("location.href").partition("#")[0]
+        }
 
 
 def search(page: Page, words: str, box: str = "list-search") -> None:
@@ -71,14 +81,23 @@ def shown(page: Page, selector: str) -> list[str]:
 def test_search_finds_texts_and_names_and_leaves_the_rest(report: Page):
     every = shown(report, ".query")
     some = [entry for entry in every if "task-00" in entry]
-    for words, found in (("TASK-00", some), (".*[(", []), ("<img", every), ("", every)):  # the hostile text, as text
+    for words, found in (
+        ("TASK-00", some),
+        (".*[(", []),
+        ("<img", every),
+        ("", every),
+    ):  # the hostile text, as text
         search(report, words, "search")
-        assert text_of(report, "#found") == f"{len(found)} found" and shown(report, ".query") == found
+        assert (
+            text_of(report, "#found") == f"{len(found)} found" and shown(report, ".query") == found
+        )
 
 
 def test_lists_open_and_hostile_texts_stay_texts(report: Page):
     report.run("document.querySelectorAll('details').forEach(node => node.open = true)")
-    assert report.run("document.querySelectorAll('main img, main script, main [onerror]').length") == 0
+    assert (
+        report.run("document.querySelectorAll('main img, main script, main [onerror]').length") == 0
+    )
     assert any("[U+202E]evil[U+2066][U+200B]" in words for words in shown(report, ".query .text"))
     assert shown(report, ".cases li")
     assert report.run("document.documentElement.scrollWidth") <= 1280
@@ -86,10 +105,14 @@ def test_lists_open_and_hostile_texts_stay_texts(report: Page):
 
 
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
-def test_nothing_runs_out_of_the_page_everything_has_a_name_and_texts_stand_out(report: Page, width: int, dark: bool):
+def test_nothing_runs_out_of_the_page_everything_has_a_name_and_texts_stand_out(
+    report: Page, width: int, dark: bool
+):
     report.check_fits(width, dark)
     spilled = "[...document.querySelectorAll('figure svg text')].map(node => node.getBoundingClientRect())"
-    assert report.run(f"{spilled}.filter(box => box.left < 0 || box.right > innerWidth).length") == 0
+    assert (
+        report.run(f"{spilled}.filter(box => box.left < 0 || box.right > innerWidth).length") == 0
+    )
     assert report.run(CONTRASTS) == []
 
 
@@ -97,7 +120,9 @@ def test_nothing_runs_out_of_the_page_everything_has_a_name_and_texts_stand_out(
 
 
 def shown_lists(page: Page) -> list[str]:
-    return page.run("[...document.querySelectorAll('#list-rows article h3')].map((node) => node.textContent)")
+    return page.run(
+        "[...document.querySelectorAll('#list-rows article h3')].map((node) => node.textContent)"
+    )
 
 
 def click(page: Page, selector: str) -> None:
@@ -106,15 +131,23 @@ def click(page: Page, selector: str) -> None:
 
 def test_search_finds_queries_names_bodies_and_ids(lists: Page):
     search(lists, "")
-    assert text_of(lists, "#list-found") == f"{NUM_MORE + 3} lists" and len(shown_lists(lists)) == 10
+    assert (
+        text_of(lists, "#list-found") == f"{NUM_MORE + 3} lists" and len(shown_lists(lists)) == 10
+    )
     for words, found in (
-        ("k8s", ["q2"]), ("skill:t/pods", ["q2"]), ("draw chart q3", ["q3"]), ("nothing-holds-this", []), (".*[(", []),
+        ("k8s", ["q2"]),
+        ("skill:t/pods", ["q2"]),
+        ("draw chart q3", ["q3"]),
+        ("nothing-holds-this", []),
+        (".*[(", []),
         ("KEEP failing", ["q2"]),
-    ):  # fmt: skip  # a candidate's name, its id, several words, none, no pattern, and words of the query
+    ):  # a candidate's name, its id, several words, none, no pattern, and words of the query
         search(lists, words)
         assert shown_lists(lists) == found, words
     assert text_of(lists, "#list-found") == f"1 of {NUM_MORE + 3} lists"
-    marked = lists.run("[...document.querySelectorAll('.asked mark')].map(node => node.textContent)")
+    marked = lists.run(
+        "[...document.querySelectorAll('.asked mark')].map(node => node.textContent)"
+    )
     assert marked == ["keep", "failing"]
 
 
@@ -139,7 +172,9 @@ def test_a_candidate_opens_and_shows_its_texts(lists: Page):
     assert rows[1] == ["odd", "semantic 2", "k8s", "irrelevant"]
     assert not lists.run("document.querySelector('#list-rows .more')")
     click(lists, ".entries li:nth-child(2) summary")
-    lists.run("new Promise(done => setTimeout(done, 50))")  # the browser tells of an opened element a moment later
+    lists.run(
+        "new Promise(done => setTimeout(done, 50))"
+    )  # the browser tells of an opened element a moment later
     assert text_of(lists, "#list-rows .more pre").startswith("pods pods")
     assert "body of 150 characters" in text_of(lists, "#list-rows .more")
     click(lists, ".entries li:nth-child(2) summary")
@@ -147,12 +182,16 @@ def test_a_candidate_opens_and_shows_its_texts(lists: Page):
 
 
 def test_drops_are_filtered_by_filter_and_search(lists: Page):
-    filters = "[...document.querySelectorAll('#drop-rows article')].map(node => node.dataset.filter)"
+    filters = (
+        "[...document.querySelectorAll('#drop-rows article')].map(node => node.dataset.filter)"
+    )
     assert sorted(lists.run(filters)) == sorted(drop.filter for drop in DROPS)
     click(lists, "input[name=filter][value=jaccard]")
     assert lists.run(filters) == ["jaccard"]
     assert text_of(lists, "#drop-found") == "1 pair"
-    bodies = lists.run("[...document.querySelectorAll('#drop-rows pre')].map(node => node.textContent)")
+    bodies = lists.run(
+        "[...document.querySelectorAll('#drop-rows pre')].map(node => node.textContent)"
+    )
     assert [body.endswith("differently") for body in bodies] == [True, False]
     search(lists, "nothing", "drop-search")
     assert lists.run(filters) == []
@@ -170,7 +209,9 @@ def test_a_check_and_a_recurring_skill_lead_to_their_lists(lists: Page):
     click(lists, ".hubs button[data-skill='s/join']")
     assert shown_lists(lists) == ["q1", "q3", *[f"more{n}" for n in range(8)]]
     lists.run("document.activeElement.blur()")
-    lists.run("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '/', bubbles: true, cancelable: true}))")
+    lists.run(
+        "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '/', bubbles: true, cancelable: true}))"
+    )
     assert lists.run("document.activeElement.id") == "list-search"
 
 
@@ -178,10 +219,19 @@ def test_hostile_texts_stay_texts(lists: Page):
     search(lists, "skill:z/tu")
     lists.run("document.querySelectorAll('#list-rows summary').forEach(node => node.click())")
     lists.run("new Promise(done => setTimeout(done, 100))")
-    assert lists.run("document.querySelectorAll('main img, main a:not(nav a), main script, main [onload]').length") == 0
-    names = lists.run("[...document.querySelectorAll('#list-rows b')].map(node => node.textContent)")
+    assert (
+        lists.run(
+            "document.querySelectorAll('main img, main a:not(nav a), main script, main [onload]').length"
+        )
+        == 0
+    )
+    names = lists.run(
+        "[...document.querySelectorAll('#list-rows b')].map(node => node.textContent)"
+    )
     name = next(name for name in names if "onerror" in name)
-    assert name == HOSTILE.replace("\u2028", "[U+2028]").replace("\u202e", "[U+202E]").replace("\u200b", "[U+200B]")
+    assert name == HOSTILE.replace("\u2028", "[U+2028]").replace("\u202e", "[U+202E]").replace(
+        "\u200b", "[U+200B]"
+    )
     assert lists.run("document.querySelectorAll('script').length") == 2
     search(lists, "<img")
     assert "q3" in shown_lists(lists)

@@ -18,7 +18,10 @@ FOLDER = Path(__file__).parents[1] / "data_pipelines"
 @pytest.fixture
 def recipe(runs, model_folders, tmp_path):
     """A recipe that trains an encoder on the small library's lists, with late interaction."""
-    text = encoder_recipe(runs, model_folders["bert"]) + "late_interaction: {weight: 1.0, temperature: 0.05}"
+    text = (
+        encoder_recipe(runs, model_folders["bert"])
+        + "late_interaction: {weight: 1.0, temperature: 0.05}"
+    )
     return write_recipe(tmp_path / "recipe.yaml", text.replace("epochs: 2", "epochs: 1"))
 
 
@@ -35,7 +38,11 @@ def column(folder, spec, name):
 
 
 def golds_of(folder):
-    return {row["skill_id"] for row in read_table(folder, JUDGEMENTS).to_pylist() if row["verdict"] == "required"}
+    return {
+        row["skill_id"]
+        for row in read_table(folder, JUDGEMENTS).to_pylist()
+        if row["verdict"] == "required"
+    }
 
 
 def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, recipe, tmp_path):
@@ -46,21 +53,31 @@ def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, 
     forget_ranks()
     whole, ranked = column(runs / "encoder_lists", LISTS, "query_id"), set()
     for part in (out / "fold1", out / "fold2"):
-        trained, held = column(part / "lists", LISTS, "query_id"), column(part / "ranked", RANKINGS, "query_id")
+        trained, held = (
+            column(part / "lists", LISTS, "query_id"),
+            column(part / "ranked", RANKINGS, "query_id"),
+        )
         assert held and not held & trained and held | trained == whole and not ranked & held
         assert golds_of(part / "held") and not golds_of(part / "held") & golds_of(part / "lists")
         ranked |= held
     assert ranked == whole
-    assert {name: len(one["weights"]) for name, one in summaries.items()} == {"weights_find": 2, "weights_order": 3}
+    assert {name: len(one["weights"]) for name, one in summaries.items()} == {
+        "weights_find": 2,
+        "weights_order": 3,
+    }
     legs = [{"kind": "lexical"}, {"kind": "dense", "source": "x"}, {"kind": "late", "source": "x"}]
-    fused = validate(FuseConfig, {"kind": "fuse", "of": legs, "weights": str(out / "weights_order")}, "test")
+    fused = validate(
+        FuseConfig, {"kind": "fuse", "of": legs, "weights": str(out / "weights_order")}, "test"
+    )
     assert sum(fused.leg_weights()) > 0
     before = contents(out)
     assert module.run(pipeline) == summaries  # all is there already
     assert contents(out).keys() == before.keys()
 
 
-def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, recipe, model_folders, tmp_path, monkeypatch):
+def test_an_encoder_in_stages_goes_on_from_the_stage_before(
+    runs, recipe, model_folders, tmp_path, monkeypatch
+):
     module, out, base = program("encoder_in_stages"), tmp_path / "out", str(model_folders["bert"])
     run, filtered_by = module._run, list[str]()
 
@@ -76,11 +93,21 @@ def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, recipe, model_
     forget_ranks()
     assert encoders == [out / "free_pairs" / "encoder", out / "queries", out / "round1" / "encoder"]
     recipes = [load_recipe(encoder / RECIPE_FILE) for encoder in encoders]
-    assert [recipe["model"]["source"] for recipe in recipes] == [base, str(encoders[0]), str(encoders[1])]
-    assert {recipe["training"]["learning_rate"] for recipe in recipes} == {1e-4} and filtered_by == [base, base]
+    assert [recipe["model"]["source"] for recipe in recipes] == [
+        base,
+        str(encoders[0]),
+        str(encoders[1]),
+    ]
+    assert {recipe["training"]["learning_rate"] for recipe in recipes} == {
+        1e-4
+    } and filtered_by == [base, base]
     pairs, asked = out / "free_pairs" / "pairs", runs / "encoder_lists"
-    assert column(out / "free_pairs" / "encoder_lists", LISTS, "query_id") <= column(pairs, JUDGEMENTS, "query_id")
-    assert column(out / "round1" / "encoder_lists", LISTS, "query_id") <= column(asked, LISTS, "query_id")
+    assert column(out / "free_pairs" / "encoder_lists", LISTS, "query_id") <= column(
+        pairs, JUDGEMENTS, "query_id"
+    )
+    assert column(out / "round1" / "encoder_lists", LISTS, "query_id") <= column(
+        asked, LISTS, "query_id"
+    )
     wrong = read_table(out / "round1" / "mined", RANKINGS)
     assert set(wrong.column("stage").to_pylist()) == {"semantic", "lexical"}
     assert max(wrong.column("rank").to_pylist()) <= module.WRONG_TOP
@@ -90,15 +117,26 @@ def test_an_encoder_in_stages_goes_on_from_the_stage_before(runs, recipe, model_
     ("name", "arguments", "fault"),
     [
         ("cross_fit", ["RECIPE", "OUT"], "must train an encoder on one folder of lists"),
-        ("encoder_in_stages", ["RECIPE", "OUT", "rounds=1", "sources=y"], "must train an encoder on one folder of"),
+        (
+            "encoder_in_stages",
+            ["RECIPE", "OUT", "rounds=1", "sources=y"],
+            "must train an encoder on one folder of",
+        ),
         ("skillrouter", ["none", "OUT", "quota=1"], "unknown key 'quota', did you mean 'quotas'?"),
         ("skillrouter", ["none", "OUT"], "none: no such file or folder"),
-        ("compskillbench", ["none", "OUT"], "none: is neither a JSON Lines file nor a folder of Markdown lists"),
+        (
+            "compskillbench",
+            ["none", "OUT"],
+            "none: is neither a JSON Lines file nor a folder of Markdown lists",
+        ),
         ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
     ],
 )
 def test_a_fault_is_one_line_and_exit_code_2(name, arguments, fault, tmp_path, capsys):
-    module, recipe = program(name), write_recipe(tmp_path / "recipe.yaml", "stage: pool\nsources: x\nout: y")
+    module, recipe = (
+        program(name),
+        write_recipe(tmp_path / "recipe.yaml", "stage: pool\nsources: x\nout: y"),
+    )
     places = {"RECIPE": str(recipe), "OUT": str(tmp_path / "out")}
     given = [str(places.get(argument, argument)) for argument in arguments]
     with pytest.raises(SystemExit) as leaving:
@@ -123,12 +161,23 @@ def test_skillrouters_pipeline_and_its_variant_of_the_paper(tmp_path, monkeypatc
     module.run(module.Pipeline(**settings, variant="paper", depth=20))
     by_out = {config.out.name: config for config in configs}
     asked = by_out["queries"]
-    assert (asked.prompt, asked.max_skills, asked.num_words, asked.dev_share) == ("skillrouter", 37_979, 160, 0)
+    assert (asked.prompt, asked.max_skills, asked.num_words, asked.dev_share) == (
+        "skillrouter",
+        37_979,
+        160,
+        0,
+    )
     assert by_out["mined"].lexical_among == "semantic" and by_out["mined"].depth == 50
     for name in ("filtered", "candidates_filtered"):
         assert [getattr(layer, "above", None) for layer in by_out[name].layers] == [None, 0.6, 0.92]
         assert by_out[name].layers[1].max_names is None
-    lists, raw, ranked = (by_out[name] for name in ("encoder_lists", "encoder_lists_raw", "reranker_lists"))
-    assert (lists.best_of, lists.rankings, raw.rankings) == (("lexical",), by_out["filtered"].out, by_out["mined"].out)
+    lists, raw, ranked = (
+        by_out[name] for name in ("encoder_lists", "encoder_lists_raw", "reranker_lists")
+    )
+    assert (lists.best_of, lists.rankings, raw.rankings) == (
+        ("lexical",),
+        by_out["filtered"].out,
+        by_out["mined"].out,
+    )
     assert raw.quotas == lists.quotas == {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
     assert (ranked.absent_gold, ranked.list_size, by_out["candidates"].depth) == ("drop", 20, 20)

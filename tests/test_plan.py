@@ -31,20 +31,29 @@ def lists_by_hand():
     skills = {"a": skill("a", 1), "b": skill("b", 3), "c": skill("c", 10), "d": skill("d", 10)}
     lists = (
         TrainingList("q1", "pods text", ("a", "b", "c"), (1.0, 0.0, 0.0), frozenset("a")),
-        TrainingList("q2", "pods text pods data", ("c", "a", "d"), (1.0, 0.0, 0.5), frozenset("cd")),
+        TrainingList(
+            "q2", "pods text pods data", ("c", "a", "d"), (1.0, 0.0, 0.5), frozenset("cd")
+        ),
     )
     return TrainingSet(lists, skills)
 
 
 def encoder_plan(encoder, data, **training):
     """The plan of training `encoder`."""
-    return plan_of(EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), TrainingConfig(**training))
+    return plan_of(
+        EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), TrainingConfig(**training)
+    )
 
 
 def test_encoder_by_hand(open_encoder_of, monkeypatch):
     encoder = open_encoder_of("bert", max_tokens=12, template=EncoderTemplate(skill=NAME_ONLY))
-    plan = encoder_plan(encoder, lists_by_hand(), batch_size=2, accumulation=1, token_budget=64, epochs=3)
-    counts = [plan[f"num_{name}"] for name in ("lists", "queries", "skills", "pairs", "positives", "steps")]
+    plan = encoder_plan(
+        encoder, lists_by_hand(), batch_size=2, accumulation=1, token_budget=64, epochs=3
+    )
+    counts = [
+        plan[f"num_{name}"]
+        for name in ("lists", "queries", "skills", "pairs", "positives", "steps")
+    ]
     assert counts == [2, 2, 4, 6, 3, 3]
     # Every text is two tokens longer than its words; c and d reach the limit of 12.
     assert plan["positives_cut_share"] == pytest.approx(2 / 3, abs=1e-4)
@@ -52,7 +61,9 @@ def test_encoder_by_hand(open_encoder_of, monkeypatch):
     assert plan["list_tokens"] == 57
     timed, data = [], lists_by_hand()
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
-    monkeypatch.setattr(stages, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0)
+    monkeypatch.setattr(
+        stages, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0
+    )
     seconds = stages.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
     # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
     # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
@@ -63,7 +74,9 @@ def test_encoder_by_hand(open_encoder_of, monkeypatch):
 
 def test_reranker_pair_by_hand(open_reranker_of):
     template = RerankerTemplate(form="pair", skill=NAME_ONLY)
-    reranker = open_reranker_of("bert_reranker", max_tokens=32, query_max_tokens=8, template=template)
+    reranker = open_reranker_of(
+        "bert_reranker", max_tokens=32, query_max_tokens=8, template=template
+    )
     data = lists_by_hand()
     long = TrainingSet(data.lists, {**data.skills, "d": skill("d", 40)})
     settings = TrainingConfig(batch_size=1, accumulation=2, token_budget=64)
@@ -79,9 +92,13 @@ def test_memory_by_hand(open_encoder_of):
     count = sum(parameter.numel() for parameter in encoder.parameters())
     # Two bytes a weight, two its gradient, two float32 moments.
     plan = encoder_plan(encoder, data)
-    assert plan["memory_mib"] - plan["activation_mib"] == pytest.approx(count * (2 + 2 + 8) / 2**20, abs=0.11)
+    assert plan["memory_mib"] - plan["activation_mib"] == pytest.approx(
+        count * (2 + 2 + 8) / 2**20, abs=0.11
+    )
     add_adapter(encoder.backbone, AdapterConfig(rank=2))
-    trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
+    trained = sum(
+        parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad
+    )
     plan, weights = encoder_plan(encoder, data), count * 2 + trained * (4 + 4 + 8)
     assert plan["memory_mib"] - plan["activation_mib"] == pytest.approx(weights / 2**20, abs=0.11)
     assert json.loads(json.dumps(plan, allow_nan=False)) == plan
@@ -89,7 +106,9 @@ def test_memory_by_hand(open_encoder_of):
 
 
 @pytest.mark.parametrize(("name", "settings"), [("encoder", ()), ("reranker", ("adapter.rank=4",))])
-def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(name, settings, runs, monkeypatch):
+def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(
+    name, settings, runs, monkeypatch
+):
     def planned(step, *others):
         devices.update(parameter.device.type for parameter in step.parameters())
         return plan_of(step, *others)
@@ -97,7 +116,10 @@ def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(nam
     devices = set()
     monkeypatch.setattr("skilltrain.training.stages.plan_of", planned)
     outcome = succeeds("train", runs / "recipes" / f"{name}.yaml", "--dry-run", *settings)
-    plan, summary = json.loads(outcome.out)["plan"], json.loads((runs / name / "run.json").read_text())["summary"]
+    plan, summary = (
+        json.loads(outcome.out)["plan"],
+        json.loads((runs / name / "run.json").read_text())["summary"],
+    )
     assert devices == {"meta"} and str(plan["list_tokens"]) not in outcome.err
     same = {"num_lists", "num_skills", "num_pairs", "num_positives", "num_steps"}
     same |= set() if settings else {"num_parameters", "num_trained_parameters"}

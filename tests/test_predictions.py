@@ -13,7 +13,11 @@ from small_library import Outcome, skilltrain, succeeds
 TASKS = {"t1": "find apples", "t2": "build bridges from candles", "t3": "drums"}
 RELEVANCE = {
     "t1": {"gt_skill_ids": ["gt/a"], "relevance": {"gt/a": 3, "copy/a": 1}, "task_type": "clean"},
-    "t2": {"gt_skill_ids": ["gt/b", "gt/c"], "relevance": {"gt/b": 3, "gt/c": 3}, "task_type": "clean"},
+    "t2": {
+        "gt_skill_ids": ["gt/b", "gt/c"],
+        "relevance": {"gt/b": 3, "gt/c": 3},
+        "task_type": "clean",
+    },
     "t3": {"gt_skill_ids": ["gt/d"], "relevance": {"gt/d": 3}, "task_type": "generic_only"},
 }
 
@@ -38,14 +42,23 @@ def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path):
     assert list(scores) == ["all", "single", "multi"]
     second = 1 / math.log2(3)  # the discount of the second place
     assert {name: value["mean"] for name, value in scores["single"].items()} == {
-        "Hit@1": 0, "MRR@10": 0.5, "nDCG@10": pytest.approx((1 + 3 * second) / (3 + second)),
-        "Recall@10": 1, "Recall@20": 1, "Recall@50": 1, "FC@10": 1, "COMP@10": 1,
-    }  # fmt: skip
+        "Hit@1": 0,
+        "MRR@10": 0.5,
+        "nDCG@10": pytest.approx((1 + 3 * second) / (3 + second)),
+        "Recall@10": 1,
+        "Recall@20": 1,
+        "Recall@50": 1,
+        "FC@10": 1,
+        "COMP@10": 1,
+    }
     assert scores["multi"]["Hit@1"] == {"mean": 1, "low": 1, "high": 1, "n": 1}
     assert scores["multi"]["Set-Compat"]["mean"] == 0  # b and x fill the first two places
     assert scores["all"]["MRR@10"]["mean"] == 0.75 and scores["all"]["Set-Compat"]["n"] == 1
     assert json.loads(out.read_text()) == scores
-    rows = [json.loads(line) for line in (out.parent / "scores.per_query.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (out.parent / "scores.per_query.jsonl").read_text().splitlines()
+    ]
     found = [(row["query_id"], row["slice"], row["MRR@10"], row.get("Set-Compat")) for row in rows]
     assert found == [("t1", "single", 0.5, None), ("t2", "multi", 1, 0)]
 
@@ -53,7 +66,9 @@ def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path):
 def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     shown = evaluate(benchmark, {"t1": ["gt/a"]}, "measures=[Precision@2]")
-    assert json.loads(shown.out)["all"] == {"Precision@2": {"mean": 0.25, "low": 0, "high": 0.5, "n": 2}}
+    assert json.loads(shown.out)["all"] == {
+        "Precision@2": {"mean": 0.25, "low": 0, "high": 0.5, "n": 2}
+    }
     assert "no prediction for 1 of 2 queries, first 't2'; they score 0" in shown.err
     planned = evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", tmp_path / "scores.json")
     assert json.loads(planned.out)["plan"]["num_queries"] == 2
@@ -63,7 +78,10 @@ def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tm
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"t1": ["gt/a"], "t9": ["gt/b"]}, "1 of 2 predicted queries are not in the benchmark, first 't9'"),
+        (
+            {"t1": ["gt/a"], "t9": ["gt/b"]},
+            "1 of 2 predicted queries are not in the benchmark, first 't9'",
+        ),
         ({"t3": ["gt/d"]}, "all its predictions are for queries that are not scored here"),
         ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' appears twice"),
         ({"t1": "gt/a"}, "query t1: a prediction is a list of skill ids"),
@@ -78,10 +96,17 @@ def test_bad_predictions_are_one_line(benchmark, values, message):
 
 
 def test_a_known_pool_checks_the_ids(benchmark, tmp_path):
-    skills = [Skill(skill_id, skill_id, "what it does", "how") for skill_id in ("gt/a", "gt/b", "gt/c", "other")]
+    skills = [
+        Skill(skill_id, skill_id, "what it does", "how")
+        for skill_id in ("gt/a", "gt/b", "gt/c", "other")
+    ]
     pool = write_pool(tmp_path / "pool", skills)
-    scores = json.loads(evaluate(benchmark, {"t1": ["other", "gt/a"], "t2": ["gt/b"]}, "--pool", pool).out)
-    assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(1 / math.log2(3))  # no copy in this pool
+    scores = json.loads(
+        evaluate(benchmark, {"t1": ["other", "gt/a"], "t2": ["gt/b"]}, "--pool", pool).out
+    )
+    assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(
+        1 / math.log2(3)
+    )  # no copy in this pool
     line = evaluate(benchmark, {"t1": ["gt/a", "copy/a"]}, "--pool", pool).error_line
     assert "query t1: 1 of 2 predicted skills are not in the pool, first 'copy/a'" in line
 
@@ -93,13 +118,20 @@ def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, 
     line = evaluate(benchmark, {"t1": ["gt/a"]}, *both).error_line
     assert "several predictions files are compared in a report (add out=… for its folder)" in line
     assert (
-        "analysis: analyses are part of a report" in evaluate(benchmark, {"t1": []}, "analysis.num_timed=2").error_line
+        "analysis: analyses are part of a report"
+        in evaluate(benchmark, {"t1": []}, "analysis.num_timed=2").error_line
     )
     line = evaluate(benchmark, {"t1": ["gt/a"]}, "--json", tmp_path / "s.json", out).error_line
     assert "--json is for predictions alone" in line and not (tmp_path / "run").exists()
-    assert f"look at {tmp_path}/run/report.html" in evaluate(benchmark, {"t1": ["gt/a"]}, *both, out).out
+    assert (
+        f"look at {tmp_path}/run/report.html"
+        in evaluate(benchmark, {"t1": ["gt/a"]}, *both, out).out
+    )
     systems = json.loads((tmp_path / "run" / "metrics.json").read_text())["systems"]
-    assert {one["name"]: one["metrics"]["Hit@1"]["mean"] for one in systems} == {"mine": 0.5, "other": 1.0}
+    assert {one["name"]: one["metrics"]["Hit@1"]["mean"] for one in systems} == {
+        "mine": 0.5,
+        "other": 1.0,
+    }
     assert not list((tmp_path / "run").glob("*.parquet"))
 
 
@@ -107,14 +139,20 @@ def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, 
     ("options", "names"),
     [
         ([], ["bm25"]),
-        (["--encoder", "bert", "--encoder", "qwen3", "--reranker", "bert_reranker"],
-         ["bm25", "encoder {bert}", "encoder {qwen3}", "encoder {qwen3} + reranker"]),
+        (
+            ["--encoder", "bert", "--encoder", "qwen3", "--reranker", "bert_reranker"],
+            ["bm25", "encoder {bert}", "encoder {qwen3}", "encoder {qwen3} + reranker"],
+        ),
         (["--reranker", "bert_reranker"], ["bm25", "bm25 + reranker"]),
     ],
-)  # fmt: skip
-def test_models_of_the_command_line_are_systems_side_by_side(benchmark, tmp_path, model_folders, options, names):
+)
+def test_models_of_the_command_line_are_systems_side_by_side(
+    benchmark, tmp_path, model_folders, options, names
+):
     """BM25, each encoder, and the reranker on the last of them; a pool alone asks BM25."""
-    pool = write_pool(tmp_path / "pool", (Skill(name, name, "d", "how") for name in ("gt/a", "gt/b", "gt/c")))
+    pool = write_pool(
+        tmp_path / "pool", (Skill(name, name, "d", "how") for name in ("gt/a", "gt/b", "gt/c"))
+    )
     models = [str(model_folders.get(option, option)) for option in options]
     given = ["--benchmark", benchmark, "--pool", pool, f"out={tmp_path / 'run'}", *models]
     shown = succeeds("evaluate", *given, "--dry-run")

@@ -21,7 +21,9 @@ Tables = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]],
 @pytest.fixture(autouse=True)
 def pool(tmp_path: Path) -> None:
     """Skills a to d, and the row of a2, which was a duplicate of a."""
-    rows = [{"skill_id": i, "name": i, "description": "d", "body": "b", "source": "s"} for i in "abcd"]
+    rows = [
+        {"skill_id": i, "name": i, "description": "d", "body": "b", "source": "s"} for i in "abcd"
+    ]
     write_table(rows, SKILLS, tmp_path / "pool")
     same = {"query_id": "", "skill_id": "a2", "filter": "duplicate", "reason": "r", "other_id": "a"}
     write_table([same], DROPPED, tmp_path / "pool")
@@ -36,7 +38,9 @@ def make(tmp_path: Path, rows: Any, **settings: Any) -> Tables:
     out.mkdir()
     values = {"files": rows, "pool": tmp_path / "pool", "out": out, **settings}
     summary = run_queries(QueriesConfig.model_validate(values), out)
-    queries, judgements, dropped = (read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED))
+    queries, judgements, dropped = (
+        read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED)
+    )
     return queries, judgements, dropped, summary
 
 
@@ -46,7 +50,13 @@ def what_was_dropped(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 def test_shapes_of_query_rows(tmp_path: Path) -> None:
     rows = [
-        {"query_id": "q1", "query": " Send mail. ", "skill_ids": ["a"], "origin": "llm", "lang_pair": "en2zh"},
+        {
+            "query_id": "q1",
+            "query": " Send mail. ",
+            "skill_ids": ["a"],
+            "origin": "llm",
+            "lang_pair": "en2zh",
+        },
         {"text": "Two\x00 skills", "skill_ids": ["a", "b", "a2"], "split": "dev"},
         {"query_id": 3, "query": "One id", "skill_id": "c", "kind": "multi"},
     ]
@@ -54,77 +64,136 @@ def test_shapes_of_query_rows(tmp_path: Path) -> None:
     made_up = queries[1]["query_id"]
     assert made_up.startswith("train-") and len(made_up) == len("train-") + 12
     assert queries == [
-        {"query_id": "q1", "text": "Send mail.", "kind": "single", "origin": "llm", "split": "train"},
-        {"query_id": made_up, "text": "Two skills", "kind": "multi", "origin": "hand", "split": "dev"},
+        {
+            "query_id": "q1",
+            "text": "Send mail.",
+            "kind": "single",
+            "origin": "llm",
+            "split": "train",
+        },
+        {
+            "query_id": made_up,
+            "text": "Two skills",
+            "kind": "multi",
+            "origin": "hand",
+            "split": "dev",
+        },
         {"query_id": "3", "text": "One id", "kind": "multi", "origin": "hand", "split": "train"},
     ]
     assert [(j["query_id"], j["skill_id"], j["verdict"], j["judge"]) for j in judgements] == [
-        ("q1", "a", "required", "llm"), (made_up, "a", "required", "hand"),  # of a2, too, which a stands for
-        (made_up, "b", "required", "hand"), ("3", "c", "required", "hand"),
-    ]  # fmt: skip
+        ("q1", "a", "required", "llm"),
+        (made_up, "a", "required", "hand"),  # of a2, too, which a stands for
+        (made_up, "b", "required", "hand"),
+        ("3", "c", "required", "hand"),
+    ]
     assert dropped == []
     assert summary["num_by_split"] == {"dev": 1, "train": 2}
     assert {query["split"] for query in make(tmp_path, rows, split="test")[0]} == {"test"}
 
 
 def test_judgement_files(tmp_path: Path) -> None:
-    queries, judgements, dropped, summary = make(tmp_path, [{
-        "group_id": "g1", "query": "Do it", "required": ["a", "b"], "useful": [{"skill_id": "d", "group": "twins"}],
-        "irrelevant": ["nowhere", "b"],
-        "rejected": [{"skill_id": "c", "reason": "scope_mismatch", "why": "too wide"}, {"skill_id": "a2"}],
-    }], origin="llm")  # fmt: skip
+    queries, judgements, dropped, summary = make(
+        tmp_path,
+        [
+            {
+                "group_id": "g1",
+                "query": "Do it",
+                "required": ["a", "b"],
+                "useful": [{"skill_id": "d", "group": "twins"}],
+                "irrelevant": ["nowhere", "b"],
+                "rejected": [
+                    {"skill_id": "c", "reason": "scope_mismatch", "why": "too wide"},
+                    {"skill_id": "a2"},
+                ],
+            }
+        ],
+        origin="llm",
+    )
     assert (queries[0]["query_id"], queries[0]["kind"]) == ("g1", "multi")
-    assert [(j["skill_id"], j["verdict"], j["reason"], j["why"], j["group"]) for j in judgements] == [
-        ("a", "required", None, None, None), ("b", "required", None, None, None), ("d", "useful", None, None, "twins"),
+    assert [
+        (j["skill_id"], j["verdict"], j["reason"], j["why"], j["group"]) for j in judgements
+    ] == [
+        ("a", "required", None, None, None),
+        ("b", "required", None, None, None),
+        ("d", "useful", None, None, "twins"),
         ("c", "rejected", "scope_mismatch", "too wide", None),
-    ]  # fmt: skip
+    ]
     assert what_was_dropped(dropped) == [
-        ("g1", "a", "contradiction"), ("g1", "b", "contradiction"), ("g1", "nowhere", "not_in_pool"),
-    ]  # fmt: skip
+        ("g1", "a", "contradiction"),
+        ("g1", "b", "contradiction"),
+        ("g1", "nowhere", "not_in_pool"),
+    ]
     assert summary["num_by_verdict"] == {"rejected": 1, "required": 2, "useful": 1}
 
 
-def test_a_rejected_skill_that_another_file_calls_an_answer_of_the_same_text(tmp_path: Path) -> None:
+def test_a_rejected_skill_that_another_file_calls_an_answer_of_the_same_text(
+    tmp_path: Path,
+) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    write_jsonl(one, [{"query_id": "q1", "query": "Do it", "required": ["a"], "rejected": ["b", "c"]}])
+    write_jsonl(
+        one, [{"query_id": "q1", "query": "Do it", "required": ["a"], "rejected": ["b", "c"]}]
+    )
     write_jsonl(two, [{"query_id": "q2", "query": "Do it", "required": ["b"]}])
     for files in ([one, two], [two, one]):
         _, judgements, dropped, _ = make(tmp_path, files, split="train")
         found = {(j["query_id"], j["skill_id"]): j["verdict"] for j in judgements}
         assert found == {("q1", "a"): "required", ("q1", "c"): "rejected", ("q2", "b"): "required"}
         assert what_was_dropped(dropped) == [("q1", "b", "contradiction")]
-        assert "one.jsonl, line 1 says rejected" in dropped[0]["reason"] and "two.jsonl" in dropped[0]["reason"]
+        assert (
+            "one.jsonl, line 1 says rejected" in dropped[0]["reason"]
+            and "two.jsonl" in dropped[0]["reason"]
+        )
 
 
 def test_made_up_ids_do_not_depend_on_the_line(tmp_path: Path) -> None:
     rows = [{"query": "x", "skill_ids": ["a"]}, {"query": "y", "skill_ids": ["a"]}]
     first, _, _, _ = make(tmp_path, rows)
     again, _, dropped, _ = make(tmp_path, [*reversed(rows), rows[0]])
-    assert [query["query_id"] for query in again] == [query["query_id"] for query in reversed(first)]
+    assert [query["query_id"] for query in again] == [
+        query["query_id"] for query in reversed(first)
+    ]
     assert [row["filter"] for row in dropped] == ["duplicate_query"]
     assert "line 3 repeats" in dropped[0]["reason"] and dropped[0]["reason"].endswith("line 2")
 
 
 def test_what_asks_or_requires_nothing_or_a_skill_outside_the_pool(tmp_path: Path) -> None:
     ok = {"query_id": "ok", "query": "y", "skill_ids": ["b"]}
-    rows: list[dict[str, Any]] = [{"query_id": f"q{i}", "query": "x", "skill_ids": ["a", f"gone{i}"]} for i in range(4)]
-    with pytest.raises(SkilltrainError, match=r"train.jsonl, line 1: query 'q0' requires skill 'gone0'.*and 3 more"):
+    rows: list[dict[str, Any]] = [
+        {"query_id": f"q{i}", "query": "x", "skill_ids": ["a", f"gone{i}"]} for i in range(4)
+    ]
+    with pytest.raises(
+        SkilltrainError, match=r"train.jsonl, line 1: query 'q0' requires skill 'gone0'.*and 3 more"
+    ):
         make(tmp_path, [*rows, ok])
     queries, judgements, dropped, _ = make(tmp_path, [*rows, ok], missing_gold="drop")
     assert [query["query_id"] for query in queries] == [j["query_id"] for j in judgements] == ["ok"]
     assert what_was_dropped(dropped) == [(f"q{i}", f"gone{i}", "missing_gold") for i in range(4)]
-    rows = [{"query_id": query_id, "query": text, "skill_ids": ["a"]} for query_id, text in (("e", " "), ("n", None))]
+    rows = [
+        {"query_id": query_id, "query": text, "skill_ids": ["a"]}
+        for query_id, text in (("e", " "), ("n", None))
+    ]
     rows.append({"query_id": "g", "query": "x", "skill_ids": []})
     expected = [("e", "", "empty_query"), ("n", "", "empty_query"), ("g", "", "no_gold")]
     assert what_was_dropped(make(tmp_path, [*rows, ok])[2]) == expected
-    with pytest.raises(SkilltrainError, match=r"left of 1 file\(s\), 3 dropped rows; the first: empty_query"):
+    with pytest.raises(
+        SkilltrainError, match=r"left of 1 file\(s\), 3 dropped rows; the first: empty_query"
+    ):
         make(tmp_path, rows)
-    assert what_was_dropped(read_table(tmp_path / "out3.dropped.parquet", DROPPED).to_pylist()) == expected
+    assert (
+        what_was_dropped(read_table(tmp_path / "out3.dropped.parquet", DROPPED).to_pylist())
+        == expected
+    )
 
 
 def test_the_same_queries_from_any_kind_of_file(tmp_path: Path) -> None:
     rows = [
-        {"query_id": "1", "query": 'Two, "quoted"', "required": ["a", "b"], "rejected": [], "split": None},
+        {
+            "query_id": "1",
+            "query": 'Two, "quoted"',
+            "required": ["a", "b"],
+            "rejected": [],
+            "split": None,
+        },
         {"query_id": "2", "query": "One", "required": ["c"], "rejected": ["a"], "split": "dev"},
     ]
     (tmp_path / "train.json").write_text(json.dumps(rows))
@@ -132,8 +201,14 @@ def test_the_same_queries_from_any_kind_of_file(tmp_path: Path) -> None:
     with (tmp_path / "train.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
-        writer.writerows({**row, "required": json.dumps(row["required"]), "rejected": json.dumps(row["rejected"])}
-                         for row in rows)  # fmt: skip
+        writer.writerows(
+            {
+                **row,
+                "required": json.dumps(row["required"]),
+                "rejected": json.dumps(row["rejected"]),
+            }
+            for row in rows
+        )
     expected = make(tmp_path, rows)
     assert [query["split"] for query in expected[0]] == ["train", "dev"] and len(expected[1]) == 4
     for kind in ("json", "parquet", "csv"):
@@ -148,12 +223,22 @@ def test_the_same_queries_from_any_kind_of_file(tmp_path: Path) -> None:
         ("train.parquet", "x", "cannot be read as parquet"),
         ("train.csv", 'query,skill_ids\nx,"[a"', "cannot be read as csv"),
         ("train.txt", "x", "cannot tell what this file is"),
-        ("train.jsonl", '{"query": "x", "skill_ids": "a"}\n{oops', r"train.jsonl, line 2: is not JSON Lines"),
-        ("a.jsonl", '{"query": "x", "skill_ids": "a"}', "neither its rows nor its file name give a split"),
+        (
+            "train.jsonl",
+            '{"query": "x", "skill_ids": "a"}\n{oops',
+            r"train.jsonl, line 2: is not JSON Lines",
+        ),
+        (
+            "a.jsonl",
+            '{"query": "x", "skill_ids": "a"}',
+            "neither its rows nor its file name give a split",
+        ),
         ("train.jsonl", None, "is not a regular file"),
     ],
 )
-def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+def test_files_that_are_not_what_they_say(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
     (tmp_path / name).write_text(content) if content is not None else os.mkfifo(tmp_path / name)
     with pytest.raises(SkilltrainError, match=message):
         make(tmp_path, tmp_path / name)
@@ -163,23 +248,41 @@ def test_files_that_are_not_what_they_say(tmp_path: Path, name: str, content: st
     ("row", "message"),
     [
         ({"task": "x"}, "is no query: no key query or text among task"),
-        ({"query": "x", "golds": []}, "is no query: no key skill_ids, skill_id or required among query, golds"),
+        (
+            {"query": "x", "golds": []},
+            "is no query: no key skill_ids, skill_id or required among query, golds",
+        ),
         ({"query": ["x"], "skill_ids": ["a"]}, r"text: .*valid string, found \['x'\]"),
-        ({"query": "x", "skill_ids": "a", "query_id": {"n": 1}}, "query_id: .*valid string, found {'n': 1}"),
+        (
+            {"query": "x", "skill_ids": "a", "query_id": {"n": 1}},
+            "query_id: .*valid string, found {'n': 1}",
+        ),
         ({"query": "x", "skill_ids": "a", "query_id": 1.5}, "query_id: "),
         ({"query": "x", "skill_ids": [{}, 1]}, "missing key 'skill_ids.0.skill_id'"),
         ({"query": "x", "rejected": [{"id": "a"}]}, "missing key 'rejected.0.skill_id'"),
         ({"query": "x", "skill_ids": [3]}, "skill_ids.0.*valid string, found 3"),
         ({"query": "x", "skill_ids": [["a"]]}, "skill_ids.0.*valid string"),
         ({"query": "x", "skill_id": True}, "skill_id.*valid string, found True"),
-        ({"query": "x", "required": ["a"], "rejected": [{"skill_id": "b", "reason": "too blue"}]},
-         "rejected.0.reason: .*'low_quality'.*too blue"),
-        ({"query": "x", "skill_ids": "a", "split": "valid"}, "split: .*'train', 'dev' or 'test', found 'valid'"),
+        (
+            {
+                "query": "x",
+                "required": ["a"],
+                "rejected": [{"skill_id": "b", "reason": "too blue"}],
+            },
+            "rejected.0.reason: .*'low_quality'.*too blue",
+        ),
+        (
+            {"query": "x", "skill_ids": "a", "split": "valid"},
+            "split: .*'train', 'dev' or 'test', found 'valid'",
+        ),
         ({"query": "x", "skill_ids": "a", "kind": ["x"]}, "kind: .*'single' or 'multi'"),
         ({"query_id": "q", "query": "y", "skill_ids": "a"}, "query_id 'q' stands in .*line 1 too"),
-        ({"group_id": "g", "query": "y", "required": ["a"]}, r"group 'g' holds 1 skill\(s\): a group is judged"),
+        (
+            {"group_id": "g", "query": "y", "required": ["a"]},
+            r"group 'g' holds 1 skill\(s\): a group is judged",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_rows_name_file_and_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(SkilltrainError, match=rf"train\.jsonl, line 2: {message}"):
         make(tmp_path, [{"query_id": "q", "query": "x", "skill_ids": "a"}, row])

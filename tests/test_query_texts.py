@@ -8,19 +8,33 @@ from hypothesis import strategies as st
 
 from skilltrain.data.own_text import MAX_WORDS, MIN_WORDS, own_queries
 from skilltrain.data.pool.read import read_source
-from skilltrain.data.query_texts import names_program, names_skill, programs_of, query_profile, without_name
+from skilltrain.data.query_texts import (
+    names_program,
+    names_skill,
+    programs_of,
+    query_profile,
+    without_name,
+)
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 
 NAMED = {
     "web-scraper": "a Web Scraper for me|run web_scraper|my WebScraper broke|webscraper?|WEB-SCRAPER|web.scraper",
-    "WebScraper": "web  scraper", "pdf": "Turn this PDF into text|ask ＰＤＦ", "pandoc": "use pandoc's filters",
-    "天气预报": "请帮我查天气预报好吗", "luma": "使用luma生成视频", "⚡": "what does ⚡ mean",
-}  # fmt: skip
+    "WebScraper": "web  scraper",
+    "pdf": "Turn this PDF into text|ask ＰＤＦ",
+    "pandoc": "use pandoc's filters",
+    "天气预报": "请帮我查天气预报好吗",
+    "luma": "使用luma生成视频",
+    "⚡": "what does ⚡ mean",
+}
 NOT_NAMED = {
-    "web-scraper": "scraper for the web|webscrapers|a web page scraper|cobweb scraper|web", "pdf": "merge two pdfs",
-    "cat": "a category", "git": "push it to GitHub", "天气预报": "天气怎么样，预报呢", "": "anything",
-}  # fmt: skip
+    "web-scraper": "scraper for the web|webscrapers|a web page scraper|cobweb scraper|web",
+    "pdf": "merge two pdfs",
+    "cat": "a category",
+    "git": "push it to GitHub",
+    "天气预报": "天气怎么样，预报呢",
+    "": "anything",
+}
 
 
 def test_a_name_is_found_in_whole_words_whatever_the_case_and_the_separators() -> None:
@@ -61,7 +75,10 @@ import ffmpegio
 
 
 def test_programs_are_what_shell_blocks_start_and_not_everybody_does() -> None:
-    assert programs_of(CLIPS) == {"ffmpeg", "whisper-cli"} and programs_of("ffmpeg -i a") == frozenset()
+    assert (
+        programs_of(CLIPS) == {"ffmpeg", "whisper-cli"}
+        and programs_of("ffmpeg -i a") == frozenset()
+    )
     console = "```console\n$ gh pr list\n> kubectl get pods\n$ git push\npapers = [1]\n```"
     assert programs_of(console) == {"gh", "kubectl"}
     for query in ("cut it with FFmpeg", "run whisper cli on it"):
@@ -71,19 +88,26 @@ def test_programs_are_what_shell_blocks_start_and_not_everybody_does() -> None:
 
 
 def test_words_are_counted_in_both_scripts() -> None:
-    assert [num_words(text) for text in ("Don't re-run GPT-4 twice.", "整理发票", "整理PDF发票吧")] == [4, 2, 4]
+    assert [
+        num_words(text) for text in ("Don't re-run GPT-4 twice.", "整理发票", "整理PDF发票吧")
+    ] == [4, 2, 4]
 
 
 def test_the_profile_of_queries_by_hand() -> None:
     texts = ["Sort my mail by day", "sort my mail by month now", "Sort my mail by day"]
-    assert query_profile(texts) == pytest.approx({
-        "median_words": 5,
-        "p90_words": 5.8,  # of 5, 5, 6
-        "distinct_texts": 0.6667,
-        "distinct_openings": 0.3333,
-        "distinct_words": 0.4375,  # sort my mail by day month now, of 16
-        "distinct_trigrams": 0.5,  # of 3 + 4 + 3: sort my mail, my mail by, mail by day, mail by month, by month now
-    })  # fmt: skip
+    assert (
+        query_profile(texts)
+        == pytest.approx(
+            {
+                "median_words": 5,
+                "p90_words": 5.8,  # of 5, 5, 6
+                "distinct_texts": 0.6667,
+                "distinct_openings": 0.3333,
+                "distinct_words": 0.4375,  # sort my mail by day month now, of 16
+                "distinct_trigrams": 0.5,  # of 3 + 4 + 3: sort my mail, my mail by, mail by day, mail by month, by month now
+            }
+        )
+    )
     assert query_profile([]) == {}
 
 
@@ -112,16 +136,20 @@ BODY_ZH = """# 发票整理
 ## 不适用
 - 支付工资或者编制明年的预算
 """
-INVOICES = Skill("s1", "invoice-sorter", "The invoice sorter files paper by month and by supplier.", BODY)
+INVOICES = Skill(
+    "s1", "invoice-sorter", "The invoice sorter files paper by month and by supplier.", BODY
+)
 
 
 def test_passages_by_hand() -> None:
     queries, rest = own_queries(INVOICES, 9, 0)
     assert set(queries) == {
-        "The files paper by month and by supplier.", "sort scanned invoices by supplier and month",
-        "Which supplier overcharged us last quarter?", "Match invoices with purchase orders",
+        "The files paper by month and by supplier.",
+        "sort scanned invoices by supplier and month",
+        "Which supplier overcharged us last quarter?",
+        "Match invoices with purchase orders",
         "Suppliers often send the same invoice twice with another number.",
-    }  # fmt: skip
+    }
     assert rest.description == ""
     for passage in ("scanned invoices", "overcharged", "purchase orders", "same invoice twice"):
         assert passage in BODY and passage not in rest.body
@@ -129,7 +157,9 @@ def test_passages_by_hand() -> None:
 
 
 def test_chinese_skills_have_chinese_queries() -> None:
-    queries, rest = own_queries(Skill("s1", "发票整理", "把发票整理好，按月份和供应商存放纸质文件。", BODY_ZH), 9, 0)
+    queries, rest = own_queries(
+        Skill("s1", "发票整理", "把发票整理好，按月份和供应商存放纸质文件。", BODY_ZH), 9, 0
+    )
     assert set(queries) == {
         "把 好，按月份和供应商存放纸质文件。",
         "按供应商和月份整理扫描的发票时",

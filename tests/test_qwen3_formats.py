@@ -15,7 +15,12 @@ from skilltrain.models.pairs import PairTokenizer, RerankerSettings
 from skilltrain.models.reranker import yes_no_ids
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
-from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, EncoderTemplate, RerankerTemplate
+from skilltrain.templates import (
+    QWEN3_RERANKER_PREFIX,
+    QWEN3_RERANKER_SUFFIX,
+    EncoderTemplate,
+    RerankerTemplate,
+)
 from tiny_models import as_embedding_tokenizer, qwen3_tokenizer, real_qwen3_tokenizer
 
 CPU = torch.device("cpu")
@@ -30,7 +35,11 @@ TEXTS = [
     "ends with blank lines\n\n\n",
 ]
 SKILLS = [Skill(str(n), f"name {n}", text[:30], text) for n, text in enumerate(TEXTS)]
-REAL = {"prefix": 39, "suffix": [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271], "end": 151643}
+REAL = {
+    "prefix": 39,
+    "suffix": [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271],
+    "end": 151643,
+}
 
 
 @pytest.fixture(scope="module", params=["tiny", "real"])
@@ -42,7 +51,9 @@ def tokenizer(request):
 def pair_tokenizer(tokenizer, **chosen):
     """Made once a test file: the real tokenizer takes half a second to copy."""
     separator = chosen.pop("separator", "\n\n")
-    settings = RerankerSettings(template=RerankerTemplate(form="yes_no", separator=separator), **chosen)
+    settings = RerankerSettings(
+        template=RerankerTemplate(form="yes_no", separator=separator), **chosen
+    )
     return PairTokenizer(tokenizer, settings)
 
 
@@ -67,7 +78,9 @@ def test_the_frame_of_the_real_tokenizer_which_cuts_no_query_of_the_papers():
     assert yes_no_ids(tokenizer) == (9693, 2152)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (REAL["end"], 151645)
     scripts = ("运行技能，部署容器。", "a b ", "1 ", "é", "Ж ", "การ", "كتاب ", "🚀")
-    assert all(len(ids) <= 2048 for ids in frame.text.ids([(letters * 1500)[:1500] for letters in scripts]))
+    assert all(
+        len(ids) <= 2048 for ids in frame.text.ids([(letters * 1500)[:1500] for letters in scripts])
+    )
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])
@@ -79,10 +92,15 @@ def test_pairs_are_the_official_ids(tokenizer, separator):
             for skill, part in zip(SKILLS, parts, strict=True):
                 pair = pairs.join(pairs.query(query), part)
                 assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, max_tokens)
-                assert len(pair) + pair.num_cut == len(pairs.join(pairs.query(query), part[:1])) + len(part) - 1
+                assert (
+                    len(pair) + pair.num_cut
+                    == len(pairs.join(pairs.query(query), part[:1])) + len(part) - 1
+                )
 
 
-odd_letters = st.sampled_from([*"ab .,:<>|\n\r\t", "\u0301", "\u00a0", "\u2028", "é", "运", "🚀", "٣"])
+odd_letters = st.sampled_from(
+    [*"ab .,:<>|\n\r\t", "\u0301", "\u00a0", "\u2028", "é", "运", "🚀", "٣"]
+)
 odd = st.text(odd_letters, max_size=12)
 
 
@@ -111,7 +129,9 @@ def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
     # No half of a character; a letter may lose its accent where the tokenizer has it as a character of its own.
     beginnings = {unicodedata.normalize("NFC", query[:end]) for end in range(len(query) + 1)}
     assert unicodedata.normalize("NFC", query).startswith(kept) or kept in beginnings
-    assert len(ids) <= len(pairs.query("")) + limit + 1  # without a query, the space and the separator are one token
+    assert (
+        len(ids) <= len(pairs.query("")) + limit + 1
+    )  # without a query, the space and the separator are one token
     if len(pair_tokenizer(tokenizer).query(query)) <= len(pairs.query("")) + limit - 2:
         assert kept == unicodedata.normalize("NFC", query)
 
@@ -121,7 +141,10 @@ def test_control_strings_become_letters(tokenizer):
     text = TextTokenizer(tokenizer)
     for name in [*names, "".join(names)]:
         (ids,) = text.ids([f"a {name} b"])
-        assert not {*ids} & {*tokenizer.added_tokens_decoder} and tokenizer.decode(ids) == f"a {name} b"
+        assert (
+            not {*ids} & {*tokenizer.added_tokens_decoder}
+            and tokenizer.decode(ids) == f"a {name} b"
+        )
     plain = [one for one in TEXTS if not any(name in one for name in names)]
     assert text.ids(plain) == tokenizer(plain, add_special_tokens=False)["input_ids"]
 
@@ -131,14 +154,23 @@ def test_a_unigram_vocabulary_does_not_leak_its_control_tokens():
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<s>", "</s>", "<unk>", "▁", "▁pods", "<", ">", "/", "s", "a"]
-    raw = Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=2))
+    raw = Tokenizer(
+        models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=2)
+    )
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
     raw.add_special_tokens(pieces[:3])
     raw.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-    assert 1 in tokenizer("pods </s> a", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    assert (
+        1
+        in tokenizer("pods </s> a", add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+    )
     text = TextTokenizer(tokenizer)
     assert text.ids(["pods </s> a", "pods Q a"]) == [[4, 3, 3, 9], [4, 3, 2, 3, 9]]
     assert text.framed_ids(["pods </s> a"], 9) == [[0, 4, 3, 3, 9, 1]]
@@ -155,12 +187,17 @@ def test_texts_of_the_encoder_end_with_one_end_token(tokenizer, appends_end):
         for text, ids in zip(texts, encoder.tokenize(texts, max_tokens), strict=True):
             assert ids[-1] == end and ids.count(end) == 1 and len(ids) <= max_tokens
             if "endoftext" not in text:
-                assert ids[:-1] == tokenizer(text, add_special_tokens=False)["input_ids"][: max_tokens - 1]
+                assert (
+                    ids[:-1]
+                    == tokenizer(text, add_special_tokens=False)["input_ids"][: max_tokens - 1]
+                )
 
 
 def test_queries_of_the_encoder_have_the_official_form(tokenizer):
     template = EncoderTemplate(instruction="Find the skill")
-    encoder = Encoder(nn.Identity(), tokenizer, EncoderSettings(pooling="last_token", template=template))
+    encoder = Encoder(
+        nn.Identity(), tokenizer, EncoderSettings(pooling="last_token", template=template)
+    )
     (ids,) = encoder.tokenize_queries(["deploy pods"])
     assert ids == tokenizer.encode("Instruct: Find the skill\nQuery:deploy pods<|endoftext|>")
     assert encoder.tokenize([SKILLS[0].body], 99) == [tokenizer.encode("deploy pods<|endoftext|>")]
@@ -174,7 +211,9 @@ def test_vectors_equal_plain_code_with_left_padding(open_encoder_of):
     last, is_seen = inputs["input_ids"][:, -1], inputs["attention_mask"][:, -1]
     assert (last == encoder.tokenizer.pad_token_id).all() and is_seen.all()
     with torch.inference_mode():
-        expected = torch.nn.functional.normalize(encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1)
+        expected = torch.nn.functional.normalize(
+            encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1
+        )
         assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
 
 
@@ -182,7 +221,10 @@ def test_scores_equal_plain_code_with_left_padding(open_reranker_of):
     """Qwen3-Reranker's model card: pad on the left, compare the logits of yes and no at the last position."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=600)
     model = AutoModelForCausalLM.from_pretrained(reranker.network.name_or_path).eval()
-    ids = [official_ids(reranker.tokenizer, reranker.settings.template, TEXTS[0], skill, 600) for skill in SKILLS]
+    ids = [
+        official_ids(reranker.tokenizer, reranker.settings.template, TEXTS[0], skill, 600)
+        for skill in SKILLS
+    ]
     inputs = reranker.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
     yes, no = yes_no_ids(reranker.tokenizer)
     with torch.inference_mode():

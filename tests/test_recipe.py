@@ -21,7 +21,9 @@ from small_library import contents, encoder_recipe, forget_ranks, skilltrain, su
 
 
 def pool_config(library, out, **settings):
-    return parse_recipe({"stage": "pool", "sources": str(library / "skills"), "out": str(out), **settings}, "test")
+    return parse_recipe(
+        {"stage": "pool", "sources": str(library / "skills"), "out": str(out), **settings}, "test"
+    )
 
 
 # Recipes -------------------------------------------------------------------------------------------------------------
@@ -35,7 +37,11 @@ def test_a_recipe_runs_only_as_the_program_and_with_overrides(runs, tmp_path, mo
     run("__main__", str(recipe), ["training.epochs=1", f"out={tmp_path}/out"])
     forget_ranks()
     found = record_of(tmp_path / "out")
-    assert found["finished"] and found["recipe"]["training"]["epochs"] == 1 and found["summary"]["num_steps"] == 3
+    assert (
+        found["finished"]
+        and found["recipe"]["training"]["epochs"] == 1
+        and found["summary"]["num_steps"] == 3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,9 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
         section = waiting.pop()
         seen.add(section)
         for key, field in section.model_fields.items():
-            is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+            is_tag = (
+                get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+            )
             bare += [f"{section.__name__}.{key}"] if not (is_tag or field.description) else []
             waiting += [inner for inner in sections_of(field.annotation) if inner not in seen]
     assert bare == []
@@ -70,7 +78,10 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
 def test_the_record_holds_settings_inputs_and_summary(runs):
     found = record_of(runs / "filtered")
     assert found["skilltrain"] == __version__ and found["finished"] is True
-    assert found["summary"]["num_candidates"] == found["summary"]["num_kept"] + found["summary"]["num_dropped"]
+    assert (
+        found["summary"]["num_candidates"]
+        == found["summary"]["num_kept"] + found["summary"]["num_dropped"]
+    )
     places = {"pool": runs / "pool", "queries": runs / "queries", "rankings": runs / "mined"}
     places["encoder.source"] = Path(found["recipe"]["encoder"]["source"])
     assert found["inputs"] == {key: input_fingerprint(path) for key, path in places.items()}
@@ -81,8 +92,16 @@ def test_the_resolved_recipe_gives_the_same_again(runs, tmp_path, name, command)
     resolved = runs / name / "recipe.yaml"
     assert "nothing to do" in succeeds(command, resolved).err
     succeeds(command, resolved, f"out={tmp_path}/out")
-    made = [path for path in (runs / name).iterdir() if path.suffix in (".parquet", ".safetensors", ".json")]
-    changed = {path.name for path in made if path.read_bytes() != (tmp_path / "out" / path.name).read_bytes()}
+    made = [
+        path
+        for path in (runs / name).iterdir()
+        if path.suffix in (".parquet", ".safetensors", ".json")
+    ]
+    changed = {
+        path.name
+        for path in made
+        if path.read_bytes() != (tmp_path / "out" / path.name).read_bytes()
+    }
     assert changed <= {"run.json"} and made  # which says how long it took
     again = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert again | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
@@ -91,15 +110,21 @@ def test_the_resolved_recipe_gives_the_same_again(runs, tmp_path, name, command)
 # The folder ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_made_anew(library, tmp_path):
+def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_made_anew(
+    library, tmp_path
+):
     (tmp_path / "empty").mkdir()
     (tmp_path / ".empty.partial").mkdir()
     (tmp_path / ".empty.partial" / "skills.parquet").write_text("half")
     for out in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
         assert run_recipe(pool_config(library, out))["num_skills"] == 20
         assert sorted(path.name for path in out.iterdir()) == [
-            "dropped.parquet", "flags.parquet", "recipe.yaml", "run.json", "skills.parquet",
-        ]  # fmt: skip
+            "dropped.parquet",
+            "flags.parquet",
+            "recipe.yaml",
+            "run.json",
+            "skills.parquet",
+        ]
         assert (out / "skills.parquet").stat().st_size > 100
     assert not (tmp_path / ".empty.partial").exists()
 
@@ -112,7 +137,9 @@ def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out)
         run_recipe(pool_config(library, out))
 
 
-@pytest.mark.parametrize("fault", [SkilltrainError("bad"), KeyboardInterrupt("bad"), ValueError("bad")], ids=repr)
+@pytest.mark.parametrize(
+    "fault", [SkilltrainError("bad"), KeyboardInterrupt("bad"), ValueError("bad")], ids=repr
+)
 def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fault):
     def half(config, out):
         (out / "half.parquet").write_text("")
@@ -131,7 +158,9 @@ def test_what_a_kill_left_of_a_training_does_not_block_the_next_one(runs, tmp_pa
     (tmp_path / "out" / ".recipe.yaml.x7.partial").write_text("half")
     succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out")
     (tmp_path / "out" / ".run.json.x7.partial").write_text("half")
-    assert "nothing to do" in succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out").err
+    assert (
+        "nothing to do" in succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out").err
+    )
     assert not list((tmp_path / "out").glob(".*.partial"))
 
 
@@ -151,24 +180,34 @@ def test_a_full_disk_leaves_no_training_behind(runs, tmp_path, model_folders, mo
 
 def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
     def at_once(config, out):
-        with pytest.raises(SkilltrainError, match=r"/out: another process is writing this very folder"):
+        with pytest.raises(
+            SkilltrainError, match=r"/out: another process is writing this very folder"
+        ):
             run_recipe(config)
         return whole(config, out)
 
     whole = skill_pool.run_pool
     monkeypatch.setattr(skill_pool, "run_pool", at_once)
     run_recipe(pool_config(library, tmp_path / "out"))
-    assert (tmp_path / "out" / "skills.parquet").is_file() and not (tmp_path / ".out.partial").exists()
+    assert (tmp_path / "out" / "skills.parquet").is_file() and not (
+        tmp_path / ".out.partial"
+    ).exists()
 
 
 def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
     out, library = tmp_path / "out", shutil.copytree(library, tmp_path / "library")
     run_recipe(pool_config(library, out))
     before = contents(out)
-    with pytest.raises(SkilltrainError, match=r"out: the output folder holds another run: drop_duplicates differs"):
+    with pytest.raises(
+        SkilltrainError, match=r"out: the output folder holds another run: drop_duplicates differs"
+    ):
         run_recipe(pool_config(library, out, drop_duplicates=False))
-    (library / "skills" / "data" / "csv-repair" / "SKILL.md").write_text("# Another\nAnother body.\n")
-    with pytest.raises(SkilltrainError, match=r"holds another run: the content of sources\.0 differs"):
+    (library / "skills" / "data" / "csv-repair" / "SKILL.md").write_text(
+        "# Another\nAnother body.\n"
+    )
+    with pytest.raises(
+        SkilltrainError, match=r"holds another run: the content of sources\.0 differs"
+    ):
         run_recipe(pool_config(library, out))
     assert contents(out) == before
 
@@ -176,8 +215,14 @@ def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
 def test_a_changed_model_is_another_run_and_its_checkpoints_are_no_part_of_it(runs, tmp_path):
     """A model trained anew in the same place must not pass for the one that ranked."""
     shutil.copytree(runs / "encoder", tmp_path / "encoder")
-    command = ("candidates", f"pool={runs}/pool", f"queries={runs}/queries", "system.name=e",
-               f"system.rankers=[{{kind: dense, source: {tmp_path}/encoder}}]", f"out={tmp_path}/out")  # fmt: skip
+    command = (
+        "candidates",
+        f"pool={runs}/pool",
+        f"queries={runs}/queries",
+        "system.name=e",
+        f"system.rankers=[{{kind: dense, source: {tmp_path}/encoder}}]",
+        f"out={tmp_path}/out",
+    )
     succeeds(*command)
     shutil.rmtree(tmp_path / "encoder" / "checkpoints")
     assert "nothing to do" in succeeds(*command).err
@@ -193,7 +238,12 @@ def test_what_no_update_depends_on_may_change_in_a_run(runs):
     assert set(free) == set(FREE_TO_CHANGE)
     changes = [f"training.{key}={value}" for key, value in free.items()]
     assert "nothing to do" in succeeds("train", recipe, *changes).err
-    for change in ("training.token_budget=100", "training.recompute=true", "loss.temperature=0.1", "data.max_lists=3"):
+    for change in (
+        "training.token_budget=100",
+        "training.recompute=true",
+        "loss.temperature=0.1",
+        "data.max_lists=3",
+    ):
         line = skilltrain("train", recipe, change).only_line
         assert f"holds another run: {change.partition('=')[0]} differs" in line
     assert contents(runs) == before
@@ -206,7 +256,10 @@ def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monk
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SkilltrainError, match="the stage pool runs in one process"):
         run_recipe(pool_config(library, tmp_path / "out"))
-    assert succeeds("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--dry-run").out == ""
+    assert (
+        succeeds("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--dry-run").out
+        == ""
+    )
     assert not (tmp_path / "out").exists()
     # Where the first finds the run finished it returns at once: the second must not wait for it in a training.
     before = contents(runs)

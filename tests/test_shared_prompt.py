@@ -6,7 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from skilltrain.models import shared_prompt
 from skilltrain.models.activations import checkpoint_layers
@@ -24,7 +30,10 @@ def pairs_of(lengths, num_shared=20, seed=0):
     """Pairs of random ids that begin alike."""
     source = random.Random(seed)
     prompt = [source.randrange(300) for _ in range(num_shared)]
-    return [PairIds(prompt + [source.randrange(300) for _ in range(length)], num_shared, 0) for length in lengths]
+    return [
+        PairIds(prompt + [source.randrange(300) for _ in range(length)], num_shared, 0)
+        for length in lengths
+    ]
 
 
 PAIRS = pairs_of([7, 30, 1, 12, 30, 29, 12])
@@ -50,7 +59,9 @@ def opened(folder):
 def plain_scores(reranker, network, pairs):
     """Scores by a padded batch with all logits."""
     inputs, mask = model_inputs([pair.ids for pair in pairs], 0, CPU)
-    logits = network(**inputs, attention_mask=mask).logits[torch.arange(len(pairs)), mask.sum(1) - 1]
+    logits = network(**inputs, attention_mask=mask).logits[
+        torch.arange(len(pairs)), mask.sum(1) - 1
+    ]
     yes, no = reranker.yes_no_ids
     return logits[:, yes] - logits[:, no]
 
@@ -69,7 +80,11 @@ def largest_deviation(ours, theirs):
 
 @pytest.mark.parametrize(
     ("groups", "recompute"),
-    [([[0, 1, 2, 3, 4, 5, 6]], False), ([[3], [0, 6], [5, 4, 1], [2]], True), ([[6, 0], [], [1, 2, 3, 4, 5]], True)],
+    [
+        ([[0, 1, 2, 3, 4, 5, 6]], False),
+        ([[3], [0, 6], [5, 4, 1], [2]], True),
+        ([[6, 0], [], [1, 2, 3, 4, 5]], True),
+    ],
 )
 def test_scores_and_gradients_are_those_of_the_padded_batch(folder, groups, recompute):
     reranker, network = opened(folder)
@@ -87,11 +102,15 @@ def test_float32_and_bfloat16_autocast_stay_close(folder):
     reranker, network = opened(folder)
     with torch.no_grad():
         expected = plain_scores(reranker, network, PAIRS)
-        assert torch.allclose(reranker.float()(PAIRS).double(), expected, atol=1e-5 * expected.abs().max())
+        assert torch.allclose(
+            reranker.float()(PAIRS).double(), expected, atol=1e-5 * expected.abs().max()
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             rounded = reranker(PAIRS)
         assert torch.allclose(rounded.double(), expected, atol=0.05 * expected.abs().max())
-        assert rounded.dtype == torch.float32 and (rounded != rounded.bfloat16().float()).any(), "not the score itself"
+        assert rounded.dtype == torch.float32 and (rounded != rounded.bfloat16().float()).any(), (
+            "not the score itself"
+        )
         # Where nothing is packed, it is a network like others.
         double = reranker.double()
         assert torch.equal(plain_scores(reranker, double.network, PAIRS), expected)
@@ -102,8 +121,15 @@ def test_float32_and_bfloat16_autocast_stay_close(folder):
 def causal(config_class, model_class, **options):
     """A tiny model of one of Qwen3's relatives, the same at every call."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = config_class(vocab_size=800, intermediate_size=64, initializer_range=0.2, **sizes, **options)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = config_class(
+        vocab_size=800, intermediate_size=64, initializer_range=0.2, **sizes, **options
+    )
     return model_class(config).double().eval()
 
 
@@ -129,9 +155,15 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
     packed = shared_prompt.PackedTexts(texts, CPU)
     shared, row = packed.num_shared, packed.ids[0].tolist()
     assert all(len(text) > shared and text[:shared] == texts[0][:shared] for text in texts)
-    assert any(len(text) == shared + 1 or text[: shared + 1] != texts[0][: shared + 1] for text in texts)
+    assert any(
+        len(text) == shared + 1 or text[: shared + 1] != texts[0][: shared + 1] for text in texts
+    )
     assert len(row) == sum(map(len, texts)) - shared * (len(texts) - 1) == packed.positions.shape[1]
-    used = [place for bucket in packed.buckets for place in bucket.tokens.flatten()[bucket.kept].tolist()]
+    used = [
+        place
+        for bucket in packed.buckets
+        for place in bucket.tokens.flatten()[bucket.kept].tolist()
+    ]
     assert used == [*range(shared, len(row))]
     for text, end in zip(texts, packed.ends.tolist(), strict=True):
         first = end - len(text) + shared + 1
@@ -152,7 +184,21 @@ def test_groups_hold_pairs_of_one_list_within_the_budget(folder):
     reranker = load_reranker(Source(source=str(folder)), CPU)
     lists = [PAIRS, [], pairs_of([5, 200, 5], seed=1), pairs_of([3], seed=2)]
     groups = reranker.micro_batches(lists, 80)
-    assert groups == [[1, 4], [5, 3, 6, 0], [2], [8], [7, 9], [10]]  # 20 + 30 + 30; 20 + 29 + 12 + 12 + 7; …
+    assert groups == [
+        [1, 4],
+        [5, 3, 6, 0],
+        [2],
+        [8],
+        [7, 9],
+        [10],
+    ]  # 20 + 30 + 30; 20 + 29 + 12 + 12 + 7; …
     flat = [pair for pairs in lists for pair in pairs]
-    assert [reranker.num_slots([flat[place] for place in group]) for group in groups] == [80, 80, 21, 220, 30, 23]
+    assert [reranker.num_slots([flat[place] for place in group]) for group in groups] == [
+        80,
+        80,
+        21,
+        220,
+        30,
+        23,
+    ]
     assert reranker.micro_batches([[], []], 80) == []

@@ -1,3 +1,4 @@
+import itertools
 import tracemalloc
 
 import pytest
@@ -51,7 +52,9 @@ def test_descriptions_of_untidy_frontmatter(header: str, description: str):
     assert parsed(f"---\nname: n\n{header}\n---\nBody.").description == description
 
 
-@pytest.mark.parametrize("mark", ["", "\ufeff", "\n\n", "<!-- made by a machine -->\n", "<!-- a --> <!-- b -->\n\n"])
+@pytest.mark.parametrize(
+    "mark", ["", "\ufeff", "\n\n", "<!-- made by a machine -->\n", "<!-- a --> <!-- b -->\n\n"]
+)
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str):
     text = (mark + "---\nname: n\ndescription: d\n---\nOne.\nTwo.").replace("\n", newline)
@@ -62,15 +65,25 @@ def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str
 @pytest.mark.parametrize(
     ("text", "description"),
     [
-        ("# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore.",
-         "Sends mail to people."),
+        (
+            "# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore.",
+            "Sends mail to people.",
+        ),
         ("word " * 1000, "word " * 200),
         ("# only\n\n## headings\n```\ncode", ""),
-        ("---\nname: n\ndescription: d\n\n# Title\n\ntext", "name: n description: d"),  # never closed
-        ("---\nname: n\ndescription: d\n\n# Title\n\nsome prose\n\n---\n\nend", "name: n description: d"),
+        (
+            "---\nname: n\ndescription: d\n\n# Title\n\ntext",
+            "name: n description: d",
+        ),  # never closed
+        (
+            "---\nname: n\ndescription: d\n\n# Title\n\nsome prose\n\n---\n\nend",
+            "name: n description: d",
+        ),
     ],
-)  # fmt: skip
-def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph(text: str, description: str):
+)
+def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph(
+    text: str, description: str
+):
     skill = parsed(text)
     assert (skill.name, skill.description, skill.body) == ("folder", description, text.strip())
 
@@ -104,26 +117,41 @@ def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header:
         ("title: What: a title\nlang: en", ["title", "lang"]),
         ("Category: c", ["category"]),
         ("", []),
-        *((prose, None) for prose in ("\nSome prose without keys.\n", "Note: this is prose\nmore prose", "Note: prose",
-                                      "Warning: hot\n- item")),
+        *(
+            (prose, None)
+            for prose in (
+                "\nSome prose without keys.\n",
+                "Note: this is prose\nmore prose",
+                "Note: prose",
+                "Warning: hot\n- item",
+            )
+        ),
     ],
-)  # fmt: skip
-def test_a_block_of_our_keys_is_frontmatter_without_a_name_too_and_prose_is_body(header: str, keys: list[str] | None):
+)
+def test_a_block_of_our_keys_is_frontmatter_without_a_name_too_and_prose_is_body(
+    header: str, keys: list[str] | None
+):
     text = f"---\n{header}\n---\nBody."
     fields, body = split_header(text)
     assert (list(fields), body) == ((keys, "\nBody.") if keys is not None else ([], text))
 
 
-@pytest.mark.parametrize("bomb", ["x: " + "[" * 1_000, "x: " + "{a: " * 2_000, "x:\n" + "- " * 30_000])
+@pytest.mark.parametrize(
+    "bomb", ["x: " + "[" * 1_000, "x: " + "{a: " * 2_000, "x:\n" + "- " * 30_000]
+)
 def test_hostile_nesting_is_read_line_by_line(bomb: str):
     """The last one would end this process if libyaml read it."""
     assert parsed(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody").name == "n"
 
 
-@pytest.mark.parametrize(("text", "length"), [("A" * 40_000, MAX_HEADER_CHARS), ("\\0" * 3_000, len("folder"))])
+@pytest.mark.parametrize(
+    ("text", "length"), [("A" * 40_000, MAX_HEADER_CHARS), ("\\0" * 3_000, len("folder"))]
+)
 def test_yaml_aliases_do_not_multiply(text: str, length: int):
     """A list of aliases is cut and never put together, also where nothing is left of its text when it is cleaned."""
-    laughs = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl"))  # noqa: B905
+    laughs = "a: &a [x, x]\n"
+    for previous, letter in itertools.pairwise("abcdefghijkl"):
+        laughs += f"{letter}: &{letter} [*{previous}, *{previous}]\n"
     assert parsed(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody").description == "y"
     header = f'x: &a "{text}"\nname: [{"*a," * 2000}]\ndescription: {{x: [*a, *a]}}'
     tracemalloc.start()
@@ -144,9 +172,13 @@ def test_lists_are_cut_and_what_is_no_number_is_nothing():
 def test_encodings_and_a_broken_byte_in_utf8():
     chinese = "用于处理表格和文档的技能，支持中文。"
     for text, encoding in (
-        ("naïve café — “quoted”", "utf-8-sig"), ("naïve café 中文", "utf-16"), ("中文 utf-32", "utf-32"),
-        ("Le café où l’été à Orléans", "cp1252"), ("déjà vu, garçon", "latin-1"), (chinese, "gb18030"),
-    ):  # fmt: skip
+        ("naïve café — “quoted”", "utf-8-sig"),
+        ("naïve café 中文", "utf-16"),
+        ("中文 utf-32", "utf-32"),
+        ("Le café où l’été à Orléans", "cp1252"),
+        ("déjà vu, garçon", "latin-1"),
+        (chinese, "gb18030"),
+    ):
         assert decode_text(text.encode(encoding)) == text
     assert decode_text(chinese.encode() + b"\xff") == chinese + "\ufffd"
 

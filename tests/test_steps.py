@@ -28,7 +28,11 @@ LIST_CASES = [
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    return {
+        name: value.grad.clone()
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
 
 
 def assert_same(model, ours, plain, loss_tolerance, gradient_tolerance):
@@ -45,8 +49,12 @@ def assert_same(model, ours, plain, loss_tolerance, gradient_tolerance):
 def plain_encoder_loss(encoder, batch, data, temperature):
     """Softmax cross-entropy over all other lists' skills that are not known positives, repeated ones counted once."""
     template = encoder.settings.template
-    texts = [template.skill.render(data.skills[skill_id]) for one in batch for skill_id in one.skill_ids]
-    ids = encoder.tokenize_queries([one.query for one in batch]) + encoder.tokenize(texts, encoder.settings.max_tokens)
+    texts = [
+        template.skill.render(data.skills[skill_id]) for one in batch for skill_id in one.skill_ids
+    ]
+    ids = encoder.tokenize_queries([one.query for one in batch]) + encoder.tokenize(
+        texts, encoder.settings.max_tokens
+    )
     vectors = encoder(ids)  # one padded batch
     skill_ids = [skill_id for one in batch for skill_id in one.skill_ids]
     total = vectors.new_zeros(())
@@ -62,8 +70,12 @@ def plain_encoder_loss(encoder, batch, data, temperature):
     return total
 
 
-@pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), CASES)
-def test_the_encoders_step(open_encoder_of, name, dtype, loss_tolerance, gradient_tolerance, settings):
+@pytest.mark.parametrize(
+    ("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), CASES
+)
+def test_the_encoders_step(
+    open_encoder_of, name, dtype, loss_tolerance, gradient_tolerance, settings
+):
     encoder, data = open_encoder_of(name).to(dtype), training_set(8)
     plain = plain_encoder_loss(encoder, data.lists, data, InfoNCE().temperature)
     step = EncoderStep(encoder, InfoNCE(), data, settings).train()
@@ -76,8 +88,13 @@ def plain_reranker_scores(reranker, pairs):
     ids = torch.tensor([pair.ids + [pad_id] * (longest - len(pair)) for pair in pairs])
     mask = torch.tensor([[1] * len(pair) + [0] * (longest - len(pair)) for pair in pairs])
     if reranker.yes_no_ids is None:
-        segments = torch.tensor([[int(i >= pair.second_start) for i in range(longest)] for pair in pairs]) * mask
-        return reranker.network(input_ids=ids, attention_mask=mask, token_type_ids=segments).logits[:, 0]
+        segments = (
+            torch.tensor([[int(i >= pair.second_start) for i in range(longest)] for pair in pairs])
+            * mask
+        )
+        return reranker.network(input_ids=ids, attention_mask=mask, token_type_ids=segments).logits[
+            :, 0
+        ]
     reranker.network.set_attn_implementation("sdpa")
     logits = reranker.network(input_ids=ids, attention_mask=mask).logits
     reranker.network.set_attn_implementation("skilltrain_shared_prompt")
@@ -86,8 +103,12 @@ def plain_reranker_scores(reranker, pairs):
     return last[:, yes] - last[:, no]
 
 
-@pytest.mark.parametrize(("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), LIST_CASES)
-def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradient_tolerance, settings):
+@pytest.mark.parametrize(
+    ("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), LIST_CASES
+)
+def test_the_rerankers_step(
+    open_reranker_of, name, dtype, loss_tolerance, gradient_tolerance, settings
+):
     reranker, data = open_reranker_of(name).to(dtype), training_set(5)
     plain = torch.zeros((), dtype=dtype)
     for one in data.lists:
@@ -105,18 +126,29 @@ def test_the_rerankers_step(open_reranker_of, name, dtype, loss_tolerance, gradi
 def test_each_distinct_skill_is_encoded_once(open_encoder_of):
     encoder, data, seen = open_encoder_of("bert"), training_set(8), []
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120))
-    encoder.register_forward_pre_hook(lambda _, inputs: seen.extend(tuple(text.tolist()) for text in inputs[0]))
+    encoder.register_forward_pre_hook(
+        lambda _, inputs: seen.extend(tuple(text.tolist()) for text in inputs[0])
+    )
     step(data.lists)
     distinct = {skill_id for one in data.lists for skill_id in one.skill_ids}
-    assert len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
-    assert step.count["tokens"] == sum(map(len, seen)) <= step.count["slots"] == sum(step.slots(data.lists))
+    assert (
+        len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
+    )
+    assert (
+        step.count["tokens"]
+        == sum(map(len, seen))
+        <= step.count["slots"]
+        == sum(step.slots(data.lists))
+    )
 
 
 def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of):
     encoder, data = open_encoder_of("qwen3").double(), training_set(8)
     padded = EncoderStep(encoder, InfoNCE(), data, StepSettings(300))(data.lists)
     expected = padded.item(), gradients(encoder, padded)
-    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(300, recompute=True, varlen=True)).train()
+    step = EncoderStep(
+        encoder, InfoNCE(), data, StepSettings(300, recompute=True, varlen=True)
+    ).train()
     loss = step(data.lists)
     assert step.count["slots"] == step.count["tokens"] == sum(step.slots(data.lists))
     assert loss.item() == pytest.approx(expected[0], abs=1e-9)
@@ -130,7 +162,9 @@ def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
     encoder, data = open_encoder_of("bert"), training_set(1)
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120))
     monkeypatch.setattr(steps, "rank_and_world", lambda: (6, 8))
-    monkeypatch.setattr(steps, "gather_rows", lambda rows, total: torch.cat([rows, rows.new_zeros(total, 32)]))
+    monkeypatch.setattr(
+        steps, "gather_rows", lambda rows, total: torch.cat([rows, rows.new_zeros(total, 32)])
+    )
     loss = step(data.lists)
     assert loss.item() == 0
     assert all((gradient == 0).all() for gradient in gradients(encoder, loss).values())

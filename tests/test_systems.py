@@ -20,8 +20,10 @@ from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import console
 from tiny_models import WORDS
 
-SKILLS = [Skill(f"s{i}", f"name {i}", f"{word} task", f"find the {word} in {WORDS[-i - 1]} files") for i, word in
-          enumerate(WORDS[2:14])]  # fmt: skip
+SKILLS = [
+    Skill(f"s{i}", f"name {i}", f"{word} task", f"find the {word} in {WORDS[-i - 1]} files")
+    for i, word in enumerate(WORDS[2:14])
+]
 QUERIES = [
     Query("q1", "deploy pods and review the chart", "single", "test", "test"),
     Query("q2", "table of pdf text", "single", "test", "test"),
@@ -52,7 +54,10 @@ def kept(ranker, keep, **changed):
 
 def rank(systems, queries=QUERIES, skills=SKILLS, depth=10):
     """System → the rankings of its last ranker."""
-    return {name: stages[-1].rankings for name, stages in run_systems(systems, queries, skills, depth).items()}
+    return {
+        name: stages[-1].rankings
+        for name, stages in run_systems(systems, queries, skills, depth).items()
+    }
 
 
 def ids(ranking):
@@ -61,7 +66,11 @@ def ids(ranking):
 
 def test_equal_scores_stand_in_the_order_of_the_pool(encoder, reranker):
     twins = [Skill(f"t{i}", "same", "same text", "the same body of data") for i in (3, 1, 2)]
-    systems = [BM25, system("dense", encoder), system("both", FuseConfig(of=(LEXICAL, encoder)), reranker)]
+    systems = [
+        BM25,
+        system("dense", encoder),
+        system("both", FuseConfig(of=(LEXICAL, encoder)), reranker),
+    ]
     for ranking in rank(systems, [Query("q", "same data", "", "", "")], twins, 3).values():
         assert ids(ranking["q"]) == ["t3", "t1", "t2"]
 
@@ -76,7 +85,9 @@ def test_the_top_is_reranked_and_the_rest_follows_as_it_was(encoder, reranker):
         assert ids(after)[5:] == ids(before)[5:]
         scores = [score for _, score in after]
         assert scores == sorted(scores, reverse=True) and scores[5] == pytest.approx(scores[4] - 1)
-    assert any(ids(found["both"][query_id]) != ids(found["first"][query_id]) for query_id in found["both"])
+    assert any(
+        ids(found["both"][query_id]) != ids(found["first"][query_id]) for query_id in found["both"]
+    )
 
 
 def test_every_ranker_can_order_the_candidates_of_another(encoder):
@@ -88,7 +99,9 @@ def test_every_ranker_can_order_the_candidates_of_another(encoder):
             top = ids(whole[first.kind][query_id])[:5]
             assert set(ids(ranking)) == set(top)
             scores = dict(whole[second.kind][query_id])
-            assert [score for _, score in ranking] == pytest.approx(sorted((scores[i] for i in top), reverse=True))
+            assert [score for _, score in ranking] == pytest.approx(
+                sorted((scores[i] for i in top), reverse=True)
+            )
 
 
 def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, reranker):
@@ -100,16 +113,26 @@ def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, rera
         assert all(len(shallow["first"][query_id]) == 3 for query_id in deep)
 
 
-def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(encoder, reranker, monkeypatch):
+def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(
+    encoder, reranker, monkeypatch
+):
     opened, scored = [], []
-    open_dense, load_reranker, run_micro_batches = DenseConfig.open, rerank.load_reranker, rerank.run_micro_batches
+    open_dense, load_reranker, run_micro_batches = (
+        DenseConfig.open,
+        rerank.load_reranker,
+        rerank.run_micro_batches,
+    )
 
     def counted_run(model, pairs, groups):
         scored.extend(pairs)
         return run_micro_batches(model, pairs, groups)
 
-    monkeypatch.setattr(DenseConfig, "open", lambda self: opened.append("dense") or open_dense(self))
-    monkeypatch.setattr(rerank, "load_reranker", lambda *how: opened.append("rerank") or load_reranker(*how))
+    monkeypatch.setattr(
+        DenseConfig, "open", lambda self: opened.append("dense") or open_dense(self)
+    )
+    monkeypatch.setattr(
+        rerank, "load_reranker", lambda *how: opened.append("rerank") or load_reranker(*how)
+    )
     monkeypatch.setattr(rerank, "run_micro_batches", counted_run)
     systems = [
         system("of 3", encoder, kept(reranker, 3)),
@@ -151,7 +174,10 @@ class Own:
     def rank(self, queries, candidates, keep):
         self.num_asked += 1
         return {
-            query_id: sorted(((i, float(i[1:]) + self.shift) for i, _ in ranking[:keep]), key=lambda pair: -pair[1])
+            query_id: sorted(
+                ((i, float(i[1:]) + self.shift) for i, _ in ranking[:keep]),
+                key=lambda pair: -pair[1],
+            )
             for query_id, ranking in candidates.items()
         }
 
@@ -159,7 +185,9 @@ class Own:
 def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        module, "open_ranker", lambda config, *rest: asked.append(config.kind) or open_ranker(config, *rest)
+        module,
+        "open_ranker",
+        lambda config, *rest: asked.append(config.kind) or open_ranker(config, *rest),
     )
     own = Own()
     cascade = Cascade(QUERIES, SKILLS, 3, {"self": own})
@@ -170,7 +198,10 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
     second = cascade.run(both)[-1].rankings["q1"]
     assert [(skill_id, score + 100) for skill_id, score in first] == second and len(first) == 3
     assert own.num_asked == 2 and asked == ["lexical", "rerank", "rerank"]
-    with pytest.raises(SkilltrainError, match="system own: source self is the model in training, and nothing is train"):
+    with pytest.raises(
+        SkilltrainError,
+        match="system own: source self is the model in training, and nothing is train",
+    ):
         check_systems([both])
 
 
@@ -201,7 +232,9 @@ def test_fused_by_hand(method, weights, expected):
 def test_a_leg_that_tells_nothing_apart_changes_nothing():
     flat = [("c", 0.1), ("b", 0.1), ("a", 0.1)]
     assert ids(fuse([ONE, flat], (0.1, 10), "z")) == ["a", "b", "c"]
-    assert fuse([flat, flat], (1, 1), "z") == [("c", 0.0), ("b", 0.0), ("a", 0.0)], "ties stand as found"
+    assert fuse([flat, flat], (1, 1), "z") == [("c", 0.0), ("b", 0.0), ("a", 0.0)], (
+        "ties stand as found"
+    )
     assert fuse([ONE, []], (1, 1), "z") == fuse([ONE], (1,), "z")
     assert fuse([[], []], (1, 1), "z") == []
 
@@ -219,14 +252,18 @@ def saved(tmp_path):
 
 
 def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
-    one, two = (open_ranker(SavedConfig(rankings=saved, stage=stage), POOL, {}) for stage in ("one", "two"))
+    one, two = (
+        open_ranker(SavedConfig(rankings=saved, stage=stage), POOL, {}) for stage in ("one", "two")
+    )
     assert one.rank(QUERIES, None, 2) == {"q1": ONE[:2], "q2": TWO}
     given = {"q1": [("d", 9.0), ("c", 8.0), ("b", 7.0)], "q2": []}
     assert one.rank(QUERIES, given, 5) == {"q1": [("b", 2.0), ("c", 0.0)], "q2": []}
     assert two.rank(QUERIES, None, 9) == {"q1": TWO, "q2": []}
     assert "no ranking for 1 of 2 queries, first 'q2'; they score 0" in capsys.readouterr().err
     legs = [{"kind": "saved", "rankings": str(saved), "stage": stage} for stage in ("one", "two")]
-    config = validate(FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test")
+    config = validate(
+        FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test"
+    )
     both = open_ranker(config, POOL, {})
     assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf")[:2]}
     flat = open_ranker(config.model_copy(update={"rrf_k": 0}), POOL, {})
@@ -237,27 +274,48 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
 
 # What is refused ------------------------------------------------------------------------------------------------------
 
-GONE, LEG, LAST = {"kind": "dense", "source": "./nothing"}, {"kind": "lexical"}, {"kind": "rerank", "source": "x"}
+GONE, LEG, LAST = (
+    {"kind": "dense", "source": "./nothing"},
+    {"kind": "lexical"},
+    {"kind": "rerank", "source": "x"},
+)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"encoder": {"source": "e"}, "num_candidates": 8}, r"'encoder' is of the old form; write for example ranke"),
+        (
+            {"encoder": {"source": "e"}, "num_candidates": 8},
+            r"'encoder' is of the old form; write for example ranke",
+        ),
         ({"rankers": []}, "must hold at least 1"),
         ({"rankers": [LAST]}, "the first ranker finds skills in the pool; rerank only"),
-        ({"rankers": [{"kind": "fuse", "of": [LEG, LAST]}]}, "the first ranker finds skills in the pool; rerank only"),
-        ({"rankers": [{"kind": "fuse", "of": [LEG] * 2, "weights": [1] * 3}]}, "2 rankers are fused, and there are 3"),
+        (
+            {"rankers": [{"kind": "fuse", "of": [LEG, LAST]}]},
+            "the first ranker finds skills in the pool; rerank only",
+        ),
+        (
+            {"rankers": [{"kind": "fuse", "of": [LEG] * 2, "weights": [1] * 3}]},
+            "2 rankers are fused, and there are 3",
+        ),
         ({"rankers": [{"kind": "fuse", "of": [LEG]}]}, "must hold at least 2"),
         ({"rankers": [GONE]}, "./nothing: no such model"),
         ({"rankers": [LEG, LAST | {"source": "package:nobody"}]}, "package:nobody: no instal"),
         ({"rankers": [LEG, {"kind": "fuse", "of": [LEG, GONE]}]}, "./nothing: no such model"),
-        ({"rankers": [LEG, {"kind": "dense", "source": "bert_reranker"}]}, "its model is of kind reranker"),
-        ({"rankers": [{"kind": "saved", "rankings": "nowhere"}]}, "nowhere: no rankings table here"),
+        (
+            {"rankers": [LEG, {"kind": "dense", "source": "bert_reranker"}]},
+            "its model is of kind reranker",
+        ),
+        (
+            {"rankers": [{"kind": "saved", "rankings": "nowhere"}]},
+            "nowhere: no rankings table here",
+        ),
         ({"rankers": [LEG], "name": "bm25"}, "systems: two systems have the same name"),
     ],
 )
-def test_systems_that_make_no_sense_are_refused_before_another_ranks(model_folders, monkeypatch, values, message):
+def test_systems_that_make_no_sense_are_refused_before_another_ranks(
+    model_folders, monkeypatch, values, message
+):
     monkeypatch.setattr(module, "open_ranker", lambda *_: pytest.fail("work had begun"))
     monkeypatch.chdir(model_folders["bert_reranker"].parent)
     with pytest.raises(SkilltrainError, match=message):
@@ -287,7 +345,9 @@ def test_nothing_to_rank_and_scores_that_are_no_numbers_are_refused(monkeypatch)
     with pytest.raises(SkilltrainError, match="there is no query to rank for"):
         rank([BM25], [])
     monkeypatch.setattr(LexicalConfig, "over", lambda self, skills: Bad())
-    with pytest.raises(SkilltrainError, match="system bm25: ranker 1, lexical, gave scores that are no numbers"):
+    with pytest.raises(
+        SkilltrainError, match="system bm25: ranker 1, lexical, gave scores that are no numbers"
+    ):
         rank([BM25])
 
 
@@ -321,5 +381,7 @@ def test_the_clock_sees_the_ranker_alone_and_no_bar_is_drawn(monkeypatch):
     monkeypatch.setattr(LexicalConfig, "over", lambda self, skills: Slow())
     (stage,) = run_systems([BM25], QUERIES, SKILLS, 1, num_timed=2)["bm25"]
     assert quiet == [True, True, True, False] and not console.quiet
-    assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), "ids of their own"
+    assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), (
+        "ids of their own"
+    )
     assert all(0.002 <= seconds < 0.02 for seconds in stage.alone) and len(stage.alone) == 2

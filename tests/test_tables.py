@@ -20,8 +20,14 @@ from skilltrain.tables import (
 )
 
 QUERY = {"query_id": "q1", "text": "t", "kind": "single", "origin": "test", "split": "train"}
-LIST = {"query_id": "q1", "skill_ids": ["a", "b"], "verdicts": ["required", "rejected"], "sources": ["gold", "mined"],
-        "ranks": [0, 3], "teacher_scores": None}  # fmt: skip
+LIST = {
+    "query_id": "q1",
+    "skill_ids": ["a", "b"],
+    "verdicts": ["required", "rejected"],
+    "sources": ["gold", "mined"],
+    "ranks": [0, 3],
+    "teacher_scores": None,
+}
 RANKED = {"query_id": "q", "skill_id": "a", "rank": 1, "score": 1.0, "stage": "x"}
 NULL_IN_LIST = "lists: a list in column '{}' of table lists holds a null"
 MISFIT = "row {}: a value does not fit column '{}' of table "
@@ -30,19 +36,37 @@ MISFIT = "row {}: a value does not fit column '{}' of table "
 @pytest.mark.parametrize(
     ("rows", "spec", "message"),
     [
-        ([QUERY, QUERY | {"query_id": "q2", "lang": "en"}], QUERIES, "row 1: unknown column 'lang' in a row for table"),
-        ([{**QUERY, "text": None}], QUERIES, "queries: column 'text' of table queries holds a null"),
+        (
+            [QUERY, QUERY | {"query_id": "q2", "lang": "en"}],
+            QUERIES,
+            "row 1: unknown column 'lang' in a row for table",
+        ),
+        (
+            [{**QUERY, "text": None}],
+            QUERIES,
+            "queries: column 'text' of table queries holds a null",
+        ),
         ([QUERY, QUERY], QUERIES, "queries: table queries holds 'q1' more than once"),
         ([RANKED, RANKED], RANKINGS, "rankings: table rankings holds 'x', 'q', 'a' more than once"),
         ([{"query_id": "q1"}], QUERIES, "row 0: missing column 'kind' in a row for table queries"),
-        *(([QUERY, QUERY | {"query_id": "q2", "text": text}], QUERIES, MISFIT.format(1, "text"))
-          for text in (5, ["x"], {"a": 1}, "\ud800", b"\xff\xfe")),
-        *(([LIST | {name: value}], LISTS, MISFIT.format(0, name))
-          for name, value in (("ranks", [1.5]), ("ranks", [2**40]), ("skill_ids", "ab"))),
-        *(([LIST | {name: value}], LISTS, NULL_IN_LIST.format(name))
-          for name, value in (("skill_ids", ["a", None]), ("ranks", [None, 1]), ("teacher_scores", [None]))),
+        *(
+            ([QUERY, QUERY | {"query_id": "q2", "text": text}], QUERIES, MISFIT.format(1, "text"))
+            for text in (5, ["x"], {"a": 1}, "\ud800", b"\xff\xfe")
+        ),
+        *(
+            ([LIST | {name: value}], LISTS, MISFIT.format(0, name))
+            for name, value in (("ranks", [1.5]), ("ranks", [2**40]), ("skill_ids", "ab"))
+        ),
+        *(
+            ([LIST | {name: value}], LISTS, NULL_IN_LIST.format(name))
+            for name, value in (
+                ("skill_ids", ["a", None]),
+                ("ranks", [None, 1]),
+                ("teacher_scores", [None]),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows_that_do_not_fit_are_refused(rows, spec, message):
     with pytest.raises(SkilltrainError) as error:
         table_from_rows(rows, spec)
@@ -50,7 +74,12 @@ def test_rows_that_do_not_fit_are_refused(rows, spec, message):
 
 
 def test_keys_of_several_columns_may_repeat_in_part_and_dropped_rows_as_a_whole():
-    assert table_from_rows([RANKED, RANKED | {"stage": "y"}, RANKED | {"skill_id": "b"}], RANKINGS).num_rows == 3
+    assert (
+        table_from_rows(
+            [RANKED, RANKED | {"stage": "y"}, RANKED | {"skill_id": "b"}], RANKINGS
+        ).num_rows
+        == 3
+    )
     dropped = {"query_id": "q", "skill_id": "a", "filter": "f", "value": None, "reason": "r"}
     assert table_from_rows([dropped, dropped], DROPPED).num_rows == 2
 
@@ -59,16 +88,31 @@ def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
     with pytest.raises(SkilltrainError, match=r"queries\.parquet: no queries table here"):
         read_table(tmp_path, QUERIES)
     file = write_table([QUERY], QUERIES, tmp_path)
-    with pytest.raises(SkilltrainError, match=r"not a skills table: it has 'query_id: .*' in the place of 'skill_id"):
+    with pytest.raises(
+        SkilltrainError,
+        match=r"not a skills table: it has 'query_id: .*' in the place of 'skill_id",
+    ):
         read_table(file, SKILLS)
     whole, table = file.read_bytes(), pq.read_table(file)
     number = pa.field("text", pa.int64(), nullable=False)
     for other, fault in (
         *((whole[:length], "is not parquet") for length in (0, 10, len(whole) - 5)),
-        (table.append_column("extra", pa.array(["x"])), "it has 'extra: string' in the place of nothing"),
-        (table.set_column(1, number, pa.array([5])), "'text: int64 not null' in the place of 'text: string not"),
-        (table.select(["text", "query_id", "kind", "origin", "split"]), "'text: .*' in the place of 'query_id"),
-        (pa.Table.from_pylist([QUERY]), "it has 'query_id: string' in the place of 'query_id: string not null'"),
+        (
+            table.append_column("extra", pa.array(["x"])),
+            "it has 'extra: string' in the place of nothing",
+        ),
+        (
+            table.set_column(1, number, pa.array([5])),
+            "'text: int64 not null' in the place of 'text: string not",
+        ),
+        (
+            table.select(["text", "query_id", "kind", "origin", "split"]),
+            "'text: .*' in the place of 'query_id",
+        ),
+        (
+            pa.Table.from_pylist([QUERY]),
+            "it has 'query_id: string' in the place of 'query_id: string not null'",
+        ),
         (pa.concat_tables([table, table]), "holds 'q1' more than once"),
     ):
         file.write_bytes(other) if isinstance(other, bytes) else pq.write_table(other, file)
@@ -82,17 +126,26 @@ def test_writing_an_arrow_table_checks_it_too(tmp_path):
     with pytest.raises(SkilltrainError, match="it has nothing in the place of 'split"):
         write_table(read_table(tmp_path, QUERIES).drop_columns(["split"]), QUERIES, tmp_path)
     with pytest.raises(SkilltrainError, match="null"):
-        write_table(pa.Table.from_pylist([QUERY | {"text": None}], schema=loose.schema), QUERIES, tmp_path)
-    assert read_table(tmp_path, QUERIES).to_pylist() == [QUERY]  # a refused write leaves the old table
+        write_table(
+            pa.Table.from_pylist([QUERY | {"text": None}], schema=loose.schema), QUERIES, tmp_path
+        )
+    assert read_table(tmp_path, QUERIES).to_pylist() == [
+        QUERY
+    ]  # a refused write leaves the old table
     assert [path.name for path in tmp_path.iterdir()] == ["queries.parquet"]
 
 
 def test_what_is_written_is_read_back(tmp_path):
     empty = {name: [] for name in ("skill_ids", "verdicts", "sources", "ranks")}
-    lists = [LIST, LIST | {"query_id": "", "teacher_scores": [0.1, -2.0]}, {"query_id": "ü", **empty}]
+    lists = [
+        LIST,
+        LIST | {"query_id": "", "teacher_scores": [0.1, -2.0]},
+        {"query_id": "ü", **empty},
+    ]
     assert read_table(write_table(lists, LISTS, tmp_path), LISTS).to_pylist() == [
-        *lists[:2], lists[2] | {"teacher_scores": None},
-    ]  # fmt: skip
+        *lists[:2],
+        lists[2] | {"teacher_scores": None},
+    ]
     skills = [Skill("a", "n", "d", "b"), Skill("b", "n", "", "", "c", "en", "s", "MIT")]
     queries = [Query("q", "t", "multi", "test", "dev")]
     assert read_skills(write_table(skills, SKILLS, tmp_path)) == skills
@@ -100,9 +153,20 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 def test_verdicts_are_read_by_query():
-    judged = [("q1", "a", Verdict.REQUIRED), ("q2", "a", "rejected"), ("q1", "b", "useful"), ("q3", "a", "good")]
+    judged = [
+        ("q1", "a", Verdict.REQUIRED),
+        ("q2", "a", "rejected"),
+        ("q1", "b", "useful"),
+        ("q3", "a", "good"),
+    ]
     rows = [Judgement(*row, "test") for row in judged]
     found = verdicts_by_query(table_from_rows(rows[:3], JUDGEMENTS))
-    assert found == {"q1": {"a": Verdict.REQUIRED, "b": Verdict.USEFUL}, "q2": {"a": Verdict.REJECTED}}
-    with pytest.raises(SkilltrainError, match=r"^q3: 'good' is no verdict; choose from required, useful, irrelevant"):
+    assert found == {
+        "q1": {"a": Verdict.REQUIRED, "b": Verdict.USEFUL},
+        "q2": {"a": Verdict.REJECTED},
+    }
+    with pytest.raises(
+        SkilltrainError,
+        match=r"^q3: 'good' is no verdict; choose from required, useful, irrelevant",
+    ):
         verdicts_by_query(table_from_rows(rows, JUDGEMENTS))

@@ -20,7 +20,12 @@ class Letters:
 def test_ids_and_lengths_by_hand():
     letters = Letters()
     store = tokenized({"x": "ab", "y": "c", "z": "ab", "empty": ""}, letters)
-    assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [[97, 98], [99], [97, 98], []]
+    assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [
+        [97, 98],
+        [99],
+        [97, 98],
+        [],
+    ]
     assert letters.seen == ["ab", "c", ""]  # the text of x and z once
     assert store["x"].dtype == np.int32
     assert np.shares_memory(store["x"], store["z"])
@@ -58,9 +63,13 @@ def test_without_room_training_goes_on_and_says_so(tmp_path, capsys):
 def test_identity_of_a_tokenizer():
     tokenizer = bert_tokenizer()
     identity = tokenizer_identity(tokenizer)
-    tokenizer(["deploy pods"], truncation=True, max_length=3, padding=True)  # both stay set in the backend
+    tokenizer(
+        ["deploy pods"], truncation=True, max_length=3, padding=True
+    )  # both stay set in the backend
     assert tokenizer_identity(tokenizer) == identity == tokenizer_identity(bert_tokenizer())
-    others = {tokenizer_identity(qwen3_tokenizer(appends)) for appends in (True, False)} | {identity}
+    others = {tokenizer_identity(qwen3_tokenizer(appends)) for appends in (True, False)} | {
+        identity
+    }
     assert len(others) == 3
     tokenizer.add_tokens(["skill_name"])
     assert tokenizer_identity(tokenizer) != identity

@@ -18,9 +18,13 @@ SKILL_IDS = "abcde"
 
 def a_list(query_id, **verdicts):
     return {
-        "query_id": query_id, "skill_ids": list(verdicts), "verdicts": list(verdicts.values()),
-        "sources": ["x"] * len(verdicts), "ranks": [0] * len(verdicts), "teacher_scores": None,
-    }  # fmt: skip
+        "query_id": query_id,
+        "skill_ids": list(verdicts),
+        "verdicts": list(verdicts.values()),
+        "sources": ["x"] * len(verdicts),
+        "ranks": [0] * len(verdicts),
+        "teacher_scores": None,
+    }
 
 
 LISTS_OF_TEST = [
@@ -63,17 +67,24 @@ def test_gains_count_from_that_of_an_irrelevant_skill_and_verdicts_name_the_posi
     (one,) = load_training_set(build(lists=lists, gains=gains)).lists
     assert one.gains == (2, 1, 0, -1.5) and one.is_positive == (True, True, False, False)
     assert one.verdicts == tuple(Verdict) and one.positives == {"a", "b", "e"}
-    (one,) = load_training_set(build(lists=lists, gains=gains | {"rejected": 1.5, "useful": 1})).lists
+    (one,) = load_training_set(
+        build(lists=lists, gains=gains | {"rejected": 1.5, "useful": 1})
+    ).lists
     assert one.gains == (2, 0, 0, 0.5) and one.is_positive == (True, False, False, False)
 
 
 def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(build, tmp_path):
-    twice = Query("q1", "same", "single", "t", "train"), Query("q2#1", "same", "single", "t", "train")
+    twice = (
+        Query("q1", "same", "single", "t", "train"),
+        Query("q2#1", "same", "single", "t", "train"),
+    )
     lists = [a_list("q1", a="required", b="rejected"), a_list("q2#1", b="required", c="irrelevant")]
     source = build(lists=lists, judgements={"q1": {"a": "required"}, "q2#1": {"b": "required"}})
     assert len(load_training_set(source).lists) == 2  # of two texts
     write_table(twice, QUERIES, tmp_path)
-    with pytest.raises(SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"):
+    with pytest.raises(
+        SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"
+    ):
         load_training_set(source)
 
 
@@ -100,8 +111,14 @@ def test_several_folders_of_lists_with_weights(build, tmp_path):
             [a_list("q1", a="required", b="good")],
             "holds 'good', which is no verdict; choose from required, useful",
         ),
-        ([a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}], "holds 2 skills, but 1 verdicts"),
-        ([a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}], "holds skill 'b' twice"),
+        (
+            [a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}],
+            "holds 2 skills, but 1 verdicts",
+        ),
+        (
+            [a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}],
+            "holds skill 'b' twice",
+        ),
         ([a_list("q1", a="required", x="rejected", y="rejected")], "skill 'x' and 1 more of "),
     ],
 )
@@ -118,7 +135,10 @@ NO_ORDER = "gains: required must be worth more than irrelevant and rejected"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gains": {"required": 1, "useful": 1, "irrelevant": 0}}, "gains: no value for 'rejected'"),
+        (
+            {"gains": {"required": 1, "useful": 1, "irrelevant": 0}},
+            "gains: no value for 'rejected'",
+        ),
         ({"gains": dict.fromkeys(SENSIBLE, 0)}, NO_ORDER),
         ({"gains": {**dict.fromkeys(SENSIBLE, 1), "rejected": -1}}, NO_ORDER),
         ({"gains": SENSIBLE | {"rejected": math.nan}}, r"gains\.rejected: .*finite number"),
@@ -134,12 +154,18 @@ def test_gains_and_weights_that_make_no_sense_are_refused_in_one_line(settings, 
 
 
 def clustered(tmp_path, **clusters):
-    return write_table([{"skill_id": s, "cluster": c} for s, c in clusters.items()], CLUSTERS, tmp_path)
+    return write_table(
+        [{"skill_id": s, "cluster": c} for s, c in clusters.items()], CLUSTERS, tmp_path
+    )
 
 
-def test_clusters_are_found_at_the_start_or_read_from_a_table_where_they_are_asked_for(build, tmp_path):
+def test_clusters_are_found_at_the_start_or_read_from_a_table_where_they_are_asked_for(
+    build, tmp_path
+):
     assert load_training_set(build()).clusters == {}
-    assert load_training_set(build(), 0.6).clusters == dict.fromkeys(SKILL_IDS, 0)  # all bodies are one word
+    assert load_training_set(build(), 0.6).clusters == dict.fromkeys(
+        SKILL_IDS, 0
+    )  # all bodies are one word
     source = build(clusters=clustered(tmp_path, a=7, b=3, c=7, d=4, e=5, x=4))
     assert load_training_set(source, 0.6).clusters == {"a": 7, "c": 7}  # x is no skill of the lists
     assert load_training_set(source).clusters == {}
@@ -147,20 +173,27 @@ def test_clusters_are_found_at_the_start_or_read_from_a_table_where_they_are_ask
 
 def test_clusters_of_another_pool_are_refused(build, tmp_path):
     source = build(clusters=clustered(tmp_path, a=0, b=1, c=2))
-    with pytest.raises(SkilltrainError, match=r"2 skill\(s\) of the pool are in no cluster, 'd' among them"):
+    with pytest.raises(
+        SkilltrainError, match=r"2 skill\(s\) of the pool are in no cluster, 'd' among them"
+    ):
         load_training_set(source, 0.6)
 
 
 def test_lexical_scores_by_hand():
     # One word each, and the query names three of four: two skills share its first word, so that word is worth less.
-    pool = [Skill(name, word, "", "") for name, word in [("a", "chart"), ("b", "chart"), ("c", "clip"), ("d", "pods")]]
+    pool = [
+        Skill(name, word, "", "")
+        for name, word in [("a", "chart"), ("b", "chart"), ("c", "clip"), ("d", "pods")]
+    ]
     (scores,) = lexical_scores(["chart clip", "chart clip"], pool).values()
     index = BM25Index([skill.name for skill in pool])
     common, rare = index.scores("chart clip")[[0, 2]]  # a text as long as the mean
     mean = (2 * common + rare) / 4
     deviation = math.sqrt((2 * (common - mean) ** 2 + (rare - mean) ** 2 + mean**2) / 4)
     assert 0 < common < rare
-    assert scores == pytest.approx({"a": common / deviation, "b": common / deviation, "c": rare / deviation})
+    assert scores == pytest.approx(
+        {"a": common / deviation, "b": common / deviation, "c": rare / deviation}
+    )
     assert lexical_scores(["nothing shared"], pool) == {"nothing shared": {}}
 
 
@@ -168,4 +201,6 @@ def test_a_training_set_has_lexical_scores_of_the_whole_pool_where_they_are_aske
     source = build(max_lists=1)
     data = load_training_set(source)
     assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"] and data.lexical == {}
-    assert load_training_set(source, with_lexical=True).lexical == lexical_scores(["text of q1"], POOL)
+    assert load_training_set(source, with_lexical=True).lexical == lexical_scores(
+        ["text of q1"], POOL
+    )

@@ -35,7 +35,9 @@ def held(cache, *numbers):
     for positions, rows in cache.read(keys(*numbers)):
         assert (rows == vectors(*numbers)[positions]).all()
         found += [numbers[position] for position in positions]
-    assert {*numbers} - {*found} == {numbers[position] for position in cache.missing(keys(*numbers))}
+    assert {*numbers} - {*found} == {
+        numbers[position] for position in cache.missing(keys(*numbers))
+    }
     return sorted({*found})
 
 
@@ -64,7 +66,9 @@ def test_a_damaged_file_is_told_of_and_not_used(tmp_path, capsys, damage):
         data[at[damage] + 1] ^= 4
     file.write_bytes(bytes(data[: {"empty": 0, "cut": -13}.get(damage)]))
     cache = opened(tmp_path)
-    assert held(cache, 1, 2, 3) == [] and f"{file} is damaged and not used" in capsys.readouterr().err
+    assert (
+        held(cache, 1, 2, 3) == [] and f"{file} is damaged and not used" in capsys.readouterr().err
+    )
     cache.add(keys(2, 3), vectors(2, 3))
     assert held(opened(tmp_path), 1, 2, 3) == [2, 3]
 
@@ -74,12 +78,16 @@ def test_a_full_disk_is_one_clear_line_and_spoils_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
     try:
-        with pytest.raises(SkilltrainError, match=r"vectors: cannot write: .*what was written before is kept"):
+        with pytest.raises(
+            SkilltrainError, match=r"vectors: cannot write: .*what was written before is kept"
+        ):
             cache.add(keys(*range(100)), vectors(*range(100)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert held(opened(tmp_path), *range(100)) == [1, 2]
-    assert [path.name for path in (tmp_path / "model").iterdir()] == [path.name for path in files(tmp_path)]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == [
+        path.name for path in files(tmp_path)
+    ]
 
 
 def fill(folder, numbers):
@@ -89,7 +97,9 @@ def fill(folder, numbers):
 
 def test_two_processes_fill_one_cache_and_many_small_files_become_one(tmp_path):
     cache, context = opened(tmp_path), multiprocessing.get_context("fork")
-    workers = [context.Process(target=fill, args=(tmp_path, range(start, 100, 2))) for start in (0, 1)]
+    workers = [
+        context.Process(target=fill, args=(tmp_path, range(start, 100, 2))) for start in (0, 1)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -28,14 +28,18 @@ def check_order_and_fault(workers: WorkersConfig) -> None:
     """Twenty blocks in their order, then the fault of the last one as it is."""
     found: list[tuple[list[int], int]] = []
     with pytest.raises(SkilltrainError, match=r"^block 20: is odd \(leave it out\)$") as caught:
-        found.extend(map_blocks(partial(shifted_squares, 7), [*BLOCKS, range(0)], workers, "squares"))
+        found.extend(
+            map_blocks(partial(shifted_squares, 7), [*BLOCKS, range(0)], workers, "squares")
+        )
     assert caught.value.fix == "leave it out"
     assert [squares for squares, _ in found] == [[n * n + 7 for n in block] for block in BLOCKS]
     assert {process == os.getpid() for _, process in found} == {workers.num == 1}
 
 
 @pytest.mark.parametrize("num", [1, 2])
-def test_results_come_in_the_order_of_the_blocks_and_a_users_fault_is_told_as_it_is(num: int) -> None:
+def test_results_come_in_the_order_of_the_blocks_and_a_users_fault_is_told_as_it_is(
+    num: int,
+) -> None:
     check_order_and_fault(WorkersConfig(num=num))
     assert list(map_blocks(die, [], WorkersConfig(num=num), "x")) == []
 
@@ -52,13 +56,21 @@ def test_ray_gives_what_processes_give(monkeypatch: pytest.MonkeyPatch) -> None:
 
     here, there = WorkersConfig(num=1), WorkersConfig(engine="ray", num=2)
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # where Ray's workers find this file's functions
-    bodies = [f"restart the pods of service {n // 2} and wait until all of them are ready again" for n in range(40)]
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(paths)
+    )  # where Ray's workers find this file's functions
+    bodies = [
+        f"restart the pods of service {n // 2} and wait until all of them are ready again"
+        for n in range(40)
+    ]
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
         check_order_and_fault(there)
         one, other = (TrigramSets.of(bodies, workers) for workers in (here, there))
-        assert one.trigrams.tolist() == other.trigrams.tolist() and one.starts.tolist() == other.starts.tolist()
+        assert (
+            one.trigrams.tolist() == other.trigrams.tolist()
+            and one.starts.tolist() == other.starts.tolist()
+        )
         roots = link_near_duplicates(one, 0.9, here)
         assert link_near_duplicates(other, 0.9, there) == roots and len(set(roots)) == 20
     finally:

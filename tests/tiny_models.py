@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -34,7 +43,16 @@ WORDS = TEXT.split()
 def bert_tokenizer():
     """WordPiece over WORDS and single characters; lower-cases."""
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *letters, *(f"##{letter}" for letter in letters)]
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *WORDS,
+        *letters,
+        *(f"##{letter}" for letter in letters),
+    ]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     raw = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     raw.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -62,23 +80,39 @@ def qwen3_tokenizer(appends_end: bool):
         raw.post_processor = processors.TemplateProcessing(
             single="$A <|endoftext|>", pair="$A $B <|endoftext|>", special_tokens=[end]
         )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
 
 
 def _bert_config(vocabulary: int, dropout: float) -> BertConfig:
     return BertConfig(
-        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=512, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        initializer_range=0.2, num_labels=1,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        initializer_range=0.2,
+        num_labels=1,
+    )
 
 
 def _qwen3_config(vocabulary: int, width: int) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=width // 2, intermediate_size=2 * width, max_position_embeddings=2048, initializer_range=0.2,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=width // 2,
+        intermediate_size=2 * width,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
 
 
 def save_bert(folder: Path, reranker: bool, dropout: float = 0.0) -> Path:
@@ -110,7 +144,9 @@ def real_qwen3_tokenizer():
     beside = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("SKILLTRAIN_SHARED_DATA", beside)) / "qwen3-tokenizer"
     if not (folder / "tokenizer.json").is_file():
-        pytest.skip("no Qwen3 tokenizer here; set SKILLTRAIN_SHARED_DATA to the folder that holds qwen3-tokenizer")
+        pytest.skip(
+            "no Qwen3 tokenizer here; set SKILLTRAIN_SHARED_DATA to the folder that holds qwen3-tokenizer"
+        )
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -122,7 +158,9 @@ def as_embedding_tokenizer(tokenizer):
         [
             processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
             processors.TemplateProcessing(
-                single="$A <|endoftext|>", pair="$A <|endoftext|> $B:1 <|endoftext|>:1", special_tokens=[end]
+                single="$A <|endoftext|>",
+                pair="$A <|endoftext|> $B:1 <|endoftext|>:1",
+                special_tokens=[end],
             ),
         ]
     )

@@ -15,7 +15,8 @@ def training_set(num_lists, num_skills=12, seed=0, most_candidates=5):
     """`num_lists` queries with 2 to `most_candidates` candidates, one or two of them positive."""
     source = random.Random(seed)
     skills = {
-        f"s{i}": Skill(f"s{i}", f"name {i}", words(source, 1, 4), words(source, 0, 60)) for i in range(num_skills)
+        f"s{i}": Skill(f"s{i}", f"name {i}", words(source, 1, 4), words(source, 0, 60))
+        for i in range(num_skills)
     }
     lists = []
     for number in range(num_lists):

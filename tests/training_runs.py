@@ -17,9 +17,16 @@ from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
 
 CONFIG = TrainingConfig(
-    epochs=2, batch_size=4, accumulation=2, learning_rate=1e-3, token_budget=150, precision="float32", save_every=2,
-    recompute=True, warmup_share=0.3,
-)  # fmt: skip
+    epochs=2,
+    batch_size=4,
+    accumulation=2,
+    learning_rate=1e-3,
+    token_budget=150,
+    precision="float32",
+    save_every=2,
+    recompute=True,
+    warmup_share=0.3,
+)
 NUM_LISTS = 20  # three optimiser steps an epoch, the third of them half as large: steps 1 to 6
 CALLS_A_STEP = (2, 2, 1, 2, 2, 1)
 
@@ -27,7 +34,9 @@ CALLS_A_STEP = (2, 2, 1, 2, 2, 1)
 def new_step(folder: Path, seed: int = 0) -> EncoderStep:
     """The step of an encoder with dropout."""
     encoder = load_encoder(EncoderConfig(source=str(folder)), torch.device("cpu"))
-    return EncoderStep(encoder, InfoNCE(), training_set(NUM_LISTS, seed=seed), StepSettings(150, CONFIG.recompute))
+    return EncoderStep(
+        encoder, InfoNCE(), training_set(NUM_LISTS, seed=seed), StepSettings(150, CONFIG.recompute)
+    )
 
 
 def signal_in(step: EncoderStep, number: int, which: signal.Signals) -> EncoderStep:

@@ -39,9 +39,15 @@ from training_runs import malicious_pickle, signal_in
 
 CPU = torch.device("cpu")
 CONFIG = TrainingConfig(
-    batch_size=2, accumulation=2, learning_rate=1e-3, warmup_share=0.2, token_budget=150, precision="float32",
-    save_every=2, keep_checkpoints=9,
-)  # fmt: skip
+    batch_size=2,
+    accumulation=2,
+    learning_rate=1e-3,
+    warmup_share=0.2,
+    token_budget=150,
+    precision="float32",
+    save_every=2,
+    keep_checkpoints=9,
+)
 LISTS_A_STEP = CONFIG.batch_size * CONFIG.accumulation
 
 
@@ -65,15 +71,20 @@ CASES = {
     "fsdp2 reranker": Case("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
     "zero2 encoder": Case("qwen3", 1e-4),  # DeepSpeed computes in float32
     "zero3 reranker": Case("qwen3_reranker", 1e-4),
-    "fsdp2 reranker in bfloat16": Case("qwen3_reranker", 0.02, recompute=True),  # of the losses, not of the weights
+    "fsdp2 reranker in bfloat16": Case(
+        "qwen3_reranker", 0.02, recompute=True
+    ),  # of the losses, not of the weights
     "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.02, recompute=True),
 }
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 _FSDP = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}  # fmt: skip
+}
 Step = EncoderStep | RerankerStep
 Weights = dict[str, torch.Tensor]
 
@@ -85,11 +96,16 @@ def step_of(kind: str, folder: Path) -> Step:
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
     if "encoder" in kind:
         encoder = load_encoder(EncoderConfig(source=str(folder)), CPU)
-        data = replace(data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())))
+        data = replace(
+            data,
+            lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())),
+        )
         settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
         step: Step = EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, settings)
     else:
-        config = RerankerConfig(source=str(folder), max_tokens=100 if "bert" in folder.name else 300)
+        config = RerankerConfig(
+            source=str(folder), max_tokens=100 if "bert" in folder.name else 300
+        )
         budget = replace(settings, token_budget=150 if "bert" in folder.name else 500)
         step = RerankerStep(load_reranker(config, CPU), ListwiseCE(), data, budget)
     return step.float() if "zero" in kind or precision_of(kind) == "bfloat16" else step.double()
@@ -128,16 +144,26 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, hundreds of them
     torch.set_num_threads(1)
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "DS_ACCELERATOR": "cpu",
+    }
     dist.init_process_group(
-        "gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{root / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=120),
     )
     results = {
         "figure": dev_figure(folders["bert"], root, rank),
         "made": made_by_first_rank(lambda: f"by rank {rank}"),
         "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
-        "unshared": [unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)],
+        "unshared": [
+            unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)
+        ],
     }
     for kind in filter(can_run, CASES):
         both_trainings(kind, folders[CASES[kind].folder], root / kind, rank)
@@ -155,7 +181,9 @@ def dev_figure(bert: Path, root: Path, rank: int) -> float:
     own = OwnEncoder(load_encoder(EncoderConfig(source=str(bert)), CPU), queries, skills)
     relevances = {"q": Relevance(frozenset("a"), {"a": 1.0})}
     dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, {"self": own}), own)
-    return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))["MRR@10"].mean
+    return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))[
+        "MRR@10"
+    ].mean
 
 
 def both_trainings(kind: str, folder: Path, out: Path, rank: int) -> None:
@@ -195,8 +223,13 @@ def launch(kind: str) -> None:
     elif kind.startswith("zero"):
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory, which it would compile first
-        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[len("zero")]}
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # shared memory, which it would compile first
+        )
+        os.environ |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[len("zero")],
+        }
 
 
 def last_checkpoint(out: Path) -> Path:

@@ -10,14 +10,33 @@ from typing import TYPE_CHECKING, Any
 from skilltrain.version import __version__
 
 if TYPE_CHECKING:
-    from skilltrain.api import build_lists, evaluate, export_model, fit, read_pool, route, run, train
+    from skilltrain.api import (
+        build_lists,
+        evaluate,
+        export_model,
+        fit,
+        read_pool,
+        route,
+        run,
+        train,
+    )
     from skilltrain.records import Query, Skill
     from skilltrain.routing.router import Router
 
 __all__ = [
-    "Query", "Router", "Skill", "__version__", "build_lists", "evaluate", "export_model", "fit", "read_pool", "route",
-    "run", "train",
-]  # fmt: skip
+    "Query",
+    "Router",
+    "Skill",
+    "__version__",
+    "build_lists",
+    "evaluate",
+    "export_model",
+    "fit",
+    "read_pool",
+    "route",
+    "run",
+    "train",
+]
 _HOMES = {"Query": "records", "Skill": "records", "Router": "routing.router"}
 
 

@@ -64,10 +64,20 @@ def build_lists(
     if not isinstance(queries, Path | str):
         file = out / "queries.jsonl"
         write_jsonl(file, _rows(queries))
-        run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": out / "queries"})
+        run(
+            {
+                "stage": "queries",
+                "files": file,
+                "pool": pool,
+                "split": "train",
+                "out": out / "queries",
+            }
+        )
         queries = out / "queries"
     model = {"source": encoder, "cache": out / "vectors"}
-    for step, recipe in list_steps({"pool": pool, "queries": queries}, model, out, quotas, seed=0).items():
+    for step, recipe in list_steps(
+        {"pool": pool, "queries": queries}, model, out, quotas, seed=0
+    ).items():
         run({"out": out / step} | recipe)
     return out / "encoder_lists"
 
@@ -89,7 +99,9 @@ def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
     """
     config = _config_of(recipe, settings)
     if not STAGES[config.stage].trains:
-        raise SkilltrainError(f"is a recipe of stage {config.stage}, not of a training", fix="call run")
+        raise SkilltrainError(
+            f"is a recipe of stage {config.stage}, not of a training", fix="call run"
+        )
     run_recipe(config, resume)
     return config.out
 
@@ -123,12 +135,18 @@ def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str) -> "
     from skilltrain.retrieval.cascade import SystemConfig
     from skilltrain.routing.router import Router
 
-    given = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else [_plain(ranker) for ranker in rankers]
+    given = (
+        parse_yaml(rankers, "rankers")
+        if isinstance(rankers, str)
+        else [_plain(ranker) for ranker in rankers]
+    )
     system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
     return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None)
 
 
-def route(task: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, k: int = 5) -> "Answer":
+def route(
+    task: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, k: int = 5
+) -> "Answer":
     """The `k` best skills for one task, each with why it is there and what the safety screening found in it.
 
     >>> route("join two PDFs", skills, [{"kind": "lexical"}]).skills[0].name
@@ -171,7 +189,10 @@ def _rows(source: Any) -> list[Any]:
     """A DataFrame or any iterable of mappings as rows; missing values of a DataFrame are left out."""
     if callable(to_dict := getattr(source, "to_dict", None)) and not isinstance(source, Mapping):
         rows: Any = to_dict("records")
-        return [{key: value for key, value in row.items() if value is not None and value == value} for row in rows]
+        return [
+            {key: value for key, value in row.items() if value is not None and value == value}
+            for row in rows
+        ]
     return list(source)
 
 

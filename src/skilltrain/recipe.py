@@ -19,7 +19,13 @@ def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> 
     Spawned workers execute the file again, under another module name.
     """
     if module_name == "__main__":
-        main([_command(Path(file)), str(Path(file)), *(sys.argv[1:] if arguments is None else arguments)])
+        main(
+            [
+                _command(Path(file)),
+                str(Path(file)),
+                *(sys.argv[1:] if arguments is None else arguments),
+            ]
+        )
 
 
 def _command(file: Path) -> str:
@@ -28,11 +34,16 @@ def _command(file: Path) -> str:
         stage = load_recipe(file).get("stage")
     except SkilltrainError:
         return "train"
-    return stage if isinstance(stage, str) and stage in STAGES and STAGES[stage].on_ranks else "train"
+    return (
+        stage if isinstance(stage, str) and stage in STAGES and STAGES[stage].on_ranks else "train"
+    )
 
 
 def run_pipeline(
-    pipeline: type[ConfigT], run: Callable[[ConfigT], Any], about: str | None, arguments: Sequence[str] | None = None
+    pipeline: type[ConfigT],
+    run: Callable[[ConfigT], Any],
+    about: str | None,
+    arguments: Sequence[str] | None = None,
 ) -> None:
     """What the last line of a program of data_pipelines/ calls: the command line as its settings, faults in one line.
 
@@ -47,9 +58,17 @@ def run_pipeline(
         words, settings = split_arguments(given)
         names = [*pipeline.model_fields]
         if len(words) > len(names):
-            raise SkilltrainError("is a word too many", where=words[len(names)], fix="settings are written key=value")
-        others = [one for one in settings if "settings" in names and one.partition("=")[0].split(".")[0] not in names]
-        named: dict[str, Any] = dict(zip(names, words, strict=False)) | ({"settings": others} if others else {})
+            raise SkilltrainError(
+                "is a word too many", where=words[len(names)], fix="settings are written key=value"
+            )
+        others = [
+            one
+            for one in settings
+            if "settings" in names and one.partition("=")[0].split(".")[0] not in names
+        ]
+        named: dict[str, Any] = dict(zip(names, words, strict=False)) | (
+            {"settings": others} if others else {}
+        )
         values = apply_overrides(named, [one for one in settings if one not in others])
         found = run(validate(pipeline, values, "the command line"))
         if found is not None:

@@ -112,7 +112,9 @@ def _run_on_other_rank(stage: Stage, config: Any, resume: bool) -> dict[str, Any
     if stage.on_ranks:
         return stage.run(config, config.out)
     if not stage.trains:
-        raise SkilltrainError(f"the stage {stage.name} runs in one process", fix="run it without accelerate launch")
+        raise SkilltrainError(
+            f"the stage {stage.name} runs in one process", fix="run it without accelerate launch"
+        )
     # The main process leaves a finished run as it is, or refuses it.
     if (record := record_of(config.out)).get("finished"):
         return record["summary"]
@@ -153,7 +155,9 @@ def input_fingerprint(path: Path) -> str:
     try:
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
-        parts = {part.name: fingerprint(part) for part in path.iterdir() if part.name != CHECKPOINTS}
+        parts = {
+            part.name: fingerprint(part) for part in path.iterdir() if part.name != CHECKPOINTS
+        }
         return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
@@ -176,7 +180,9 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
                 found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
             elif is_input and isinstance(item, Path):
                 found[place] = item
-            elif is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
+            elif (
+                is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir()
+            ):
                 found[place] = folder
     return found
 
@@ -191,7 +197,9 @@ def check_inputs(config: BaseModel) -> None:
     for key, path in input_paths(config).items():
         if not path.exists():
             maker = _MADE_BY.get(key.rpartition(".")[2])
-            fix = f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
+            fix = (
+                f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
+            )
             raise SkilltrainError("no such file or folder", where=path, fix=fix)
 
 
@@ -201,7 +209,9 @@ def _check_place(out: Path, read: Iterable[Path]) -> None:
         raise SkilltrainError("is no name for an output folder", where=out, fix="give out=… a name")
     staged = staged_name(out).resolve()
     if emptied := [path for path in read if path.resolve().is_relative_to(staged)]:
-        raise SkilltrainError(f"lies where the stage writes before it names the folder {out.name}", where=emptied[0])
+        raise SkilltrainError(
+            f"lies where the stage writes before it names the folder {out.name}", where=emptied[0]
+        )
 
 
 def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
@@ -214,15 +224,21 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
         return None
     found = record_of(out)
     if not found.keys() >= {*identity, "finished"}:
-        raise SkilltrainError("the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER)
+        raise SkilltrainError(
+            "the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER
+        )
     if changed := _first_difference(what_matters({key: found[key] for key in identity}), identity):
         section, _, key = changed.partition(".")
         what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
-        raise SkilltrainError(f"the output folder holds another run: {what}", where=out, fix=_ANOTHER_FOLDER)
+        raise SkilltrainError(
+            f"the output folder holds another run: {what}", where=out, fix=_ANOTHER_FOLDER
+        )
     if found["finished"]:
         return found["summary"]
     if not resume:
-        raise SkilltrainError("holds an unfinished run", where=out, fix="add --resume, or delete the folder")
+        raise SkilltrainError(
+            "holds an unfinished run", where=out, fix="add --resume, or delete the folder"
+        )
     return None
 
 
@@ -232,7 +248,9 @@ def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
         return identity
     recipe = {key: value for key, value in identity["recipe"].items() if key != "workers"}
     if isinstance(training := recipe.get("training"), dict):
-        recipe["training"] = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
+        recipe["training"] = {
+            key: value for key, value in training.items() if key not in FREE_TO_CHANGE
+        }
     return identity | {"recipe": recipe}
 
 
@@ -240,7 +258,10 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
     """The key path of the first value that differs; empty if none does."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*new, *(key for key in old if key not in new)]
-        found = (_first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key)) for key in keys)
+        found = (
+            _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            for key in keys
+        )
         return next(filter(None, found), "")
     return "" if old == new else path
 

@@ -30,44 +30,98 @@ Rows = Iterable[Mapping[str, Any] | Skill | Query | Judgement | Dropped]
 """What a table is made of: mappings, or records."""
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _PLAIN = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
-_LISTS = {f"{name}s": pa.list_(pa.field("item", kind, nullable=False)) for name, kind in _PLAIN.items()}
+_LISTS = {
+    f"{name}s": pa.list_(pa.field("item", kind, nullable=False)) for name, kind in _PLAIN.items()
+}
 
 
 def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
     """`columns` name a type each, with `?` where a value may be null."""
     types = _PLAIN | _LISTS
-    fields = [pa.field(c, types[kind.rstrip("?")], nullable=kind.endswith("?")) for c, kind in columns.items()]
+    fields = [
+        pa.field(c, types[kind.rstrip("?")], nullable=kind.endswith("?"))
+        for c, kind in columns.items()
+    ]
     return TableSpec(name, pa.schema(fields), tuple(key.split()))
 
 
 SKILLS = _spec(
-    "skills", "skill_id", skill_id="text", name="text", description="text", body="text", category="text?",
-    lang="text?", source="text", license="text?",
-)  # fmt: skip
-QUERIES = _spec("queries", "query_id", query_id="text", text="text", kind="text", origin="text", split="text")
+    "skills",
+    "skill_id",
+    skill_id="text",
+    name="text",
+    description="text",
+    body="text",
+    category="text?",
+    lang="text?",
+    source="text",
+    license="text?",
+)
+QUERIES = _spec(
+    "queries", "query_id", query_id="text", text="text", kind="text", origin="text", split="text"
+)
 JUDGEMENTS = _spec(
-    "judgements", "query_id skill_id", query_id="text", skill_id="text", verdict="text", reason="text?", why="text?",
-    group="text?", judge="text",
-)  # fmt: skip
+    "judgements",
+    "query_id skill_id",
+    query_id="text",
+    skill_id="text",
+    verdict="text",
+    reason="text?",
+    why="text?",
+    group="text?",
+    judge="text",
+)
 RANKINGS = _spec(
-    "rankings", "stage query_id skill_id", query_id="text", skill_id="text", rank="int", score="float", stage="text"
+    "rankings",
+    "stage query_id skill_id",
+    query_id="text",
+    skill_id="text",
+    rank="int",
+    score="float",
+    stage="text",
 )
 LISTS = _spec(
-    "lists", "query_id", query_id="text", skill_ids="texts", verdicts="texts", sources="texts", ranks="ints",
+    "lists",
+    "query_id",
+    query_id="text",
+    skill_ids="texts",
+    verdicts="texts",
+    sources="texts",
+    ranks="ints",
     teacher_scores="floats?",
-)  # fmt: skip
+)
 DROPPED = _spec(
-    "dropped", "", query_id="text", skill_id="text", filter="text", value="float?", reason="text", source="text?",
+    "dropped",
+    "",
+    query_id="text",
+    skill_id="text",
+    filter="text",
+    value="float?",
+    reason="text",
+    source="text?",
     other_id="text?",
-)  # fmt: skip
+)
 PLANS = _spec(
-    "plans", "query_id step_id", query_id="text", step_id="text", text="text", depends_on="texts", skill_id="text?"
+    "plans",
+    "query_id step_id",
+    query_id="text",
+    step_id="text",
+    text="text",
+    depends_on="texts",
+    skill_id="text?",
 )
 CLUSTERS = _spec("clusters", "skill_id", skill_id="text", cluster="int")
 FLAGS = _spec(
-    "flags", "skill_id rule field start", skill_id="text", rule="text", field="text", start="int", end="int",
-    span="text", reason="text",
-)  # fmt: skip
+    "flags",
+    "skill_id rule field start",
+    skill_id="text",
+    rule="text",
+    field="text",
+    start="int",
+    end="int",
+    span="text",
+    reason="text",
+)
 
 
 def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
@@ -75,7 +129,10 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     rows = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
     required = {field.name for field in spec.schema if not field.nullable}
     for position, row in enumerate(rows):
-        for fault, columns in (("unknown", row.keys() - {*spec.schema.names}), ("missing", required - row.keys())):
+        for fault, columns in (
+            ("unknown", row.keys() - {*spec.schema.names}),
+            ("missing", required - row.keys()),
+        ):
             if columns:
                 what = f"{fault} column {min(columns)!r} in a row for table {spec.name}"
                 raise SkilltrainError(what, where=f"row {position}")
@@ -112,13 +169,21 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     """`table` itself if it is a `spec` table: the same columns, no null where none may be, unique keys."""
     for pair in zip_longest(table.schema, spec.schema):
         if type(pair[0]) is not type(pair[1]) or not pair[0].equals(pair[1]):
-            has, needs = ("nothing" if field is None else f"'{pa.schema([field])}'" for field in pair)
-            raise SkilltrainError(f"is not a {spec.name} table: it has {has} in the place of {needs}", where=where)
+            has, needs = (
+                "nothing" if field is None else f"'{pa.schema([field])}'" for field in pair
+            )
+            raise SkilltrainError(
+                f"is not a {spec.name} table: it has {has} in the place of {needs}", where=where
+            )
     for field, column in zip(spec.schema, table.columns, strict=True):
         if not field.nullable and column.null_count:
-            raise SkilltrainError(f"column '{field.name}' of table {spec.name} holds a null", where=where)
+            raise SkilltrainError(
+                f"column '{field.name}' of table {spec.name} holds a null", where=where
+            )
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
-            raise SkilltrainError(f"a list in column '{field.name}' of table {spec.name} holds a null", where=where)
+            raise SkilltrainError(
+                f"a list in column '{field.name}' of table {spec.name} holds a null", where=where
+            )
     if spec.key:
         counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
         if counts.num_rows < table.num_rows:
@@ -146,7 +211,9 @@ def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     try:
         table = table.cast(spec.schema) if table.schema.names == spec.schema.names else table
     except (pa.ArrowException, ValueError) as error:
-        raise SkilltrainError(f"a value does not fit table {spec.name}: {error}", where=where) from error
+        raise SkilltrainError(
+            f"a value does not fit table {spec.name}: {error}", where=where
+        ) from error
     return _check_table(table, spec, where)
 
 
@@ -180,7 +247,9 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
     chosen = [query for query in queries if split in (None, query.split)]
     if not chosen:
         splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
-        raise SkilltrainError(f"no query of split '{split}' (splits here: {splits})", where=folder, fix="set split")
+        raise SkilltrainError(
+            f"no query of split '{split}' (splits here: {splits})", where=folder, fix="set split"
+        )
     return sorted(chosen, key=lambda query: query.query_id)
 
 
@@ -229,7 +298,9 @@ def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
     return verdicts_by_query(read_table(folder, JUDGEMENTS))
 
 
-def write_queries(queries: Iterable[Query], judgements: Rows, dropped: Iterable[Dropped], out: Path) -> None:
+def write_queries(
+    queries: Iterable[Query], judgements: Rows, dropped: Iterable[Dropped], out: Path
+) -> None:
     """Write the three tables of a stage that makes queries."""
     write_table(queries, QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)

@@ -33,9 +33,15 @@ SKILL_TASK = "Given a task description, retrieve the skills that an agent needs 
 class Chunks(Config):
     """How much of a body an encoder sees: one window, or several, each with name and description in front of it."""
 
-    windows: int = Field(default=1, ge=1, description="windows of a body at most, each of template.skill.body_chars")
-    overlap: int = Field(default=0, ge=0, description="characters that a window shares with the one before it")
-    pool: ChunkPool = Field(default="max", description="a skill's score: its best window's; top2: mean of its best two")
+    windows: int = Field(
+        default=1, ge=1, description="windows of a body at most, each of template.skill.body_chars"
+    )
+    overlap: int = Field(
+        default=0, ge=0, description="characters that a window shares with the one before it"
+    )
+    pool: ChunkPool = Field(
+        default="max", description="a skill's score: its best window's; top2: mean of its best two"
+    )
 
 
 class SkillTemplate(Config):
@@ -45,13 +51,19 @@ class SkillTemplate(Config):
     description_chars: int = Field(default=300, ge=0, description="how much of a description")
     body_chars: int = Field(default=2500, ge=0, description="how much of a body")
     separator: str = Field(default=" | ", description="what stands between the parts")
-    verbatim: bool = Field(default=False, description="keep outer spaces and empty fields, as SkillRouter's code does")
+    verbatim: bool = Field(
+        default=False, description="keep outer spaces and empty fields, as SkillRouter's code does"
+    )
 
     def parts(self, skill: Skill) -> dict[str, str]:
         """Field → what is shown of it, in order; a field that shows nothing is left out, unless `verbatim`."""
         caps = {"name": None, "description": self.description_chars, "body": self.body_chars}
         shown = {field: getattr(skill, field)[: caps[field]] for field in FIELDS_SEEN[self.fields]}
-        return shown if self.verbatim else {field: text.strip() for field, text in shown.items() if text.strip()}
+        return (
+            shown
+            if self.verbatim
+            else {field: text.strip() for field, text in shown.items() if text.strip()}
+        )
 
     def render(self, skill: Skill) -> str:
         """The text of a skill."""
@@ -59,7 +71,10 @@ class SkillTemplate(Config):
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
         """The skill once for each window, its body beginning there; the first is the skill itself."""
-        return [replace(skill, body=skill.body[start:]) if start else skill for start in self.starts(skill, chunks)]
+        return [
+            replace(skill, body=skill.body[start:]) if start else skill
+            for start in self.starts(skill, chunks)
+        ]
 
     def starts(self, skill: Skill, chunks: Chunks) -> range:
         """Where in the body its windows begin: as many as reach its end, or `chunks.windows`."""
@@ -78,9 +93,15 @@ def _released(**settings: Any) -> Any:
 class EncoderTemplate(Config):
     """What the encoder sees of a query and of a skill. A prompt that is null is the one in the model's own folder."""
 
-    instruction: str | None = Field(default=None, description="task stated before a query, in Qwen3-Embedding's form")
-    query_prompt: str | None = Field(default=None, description="or text before a query as it stands: 'query: ' for E5")
-    skill_prompt: str | None = Field(default=None, description="text before a skill as it stands: 'passage: ' for E5")
+    instruction: str | None = Field(
+        default=None, description="task stated before a query, in Qwen3-Embedding's form"
+    )
+    query_prompt: str | None = Field(
+        default=None, description="or text before a query as it stands: 'query: ' for E5"
+    )
+    skill_prompt: str | None = Field(
+        default=None, description="text before a skill as it stands: 'passage: ' for E5"
+    )
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
     _by_name = _released(
@@ -98,7 +119,9 @@ class EncoderTemplate(Config):
 
     def before_query(self) -> str:
         """What precedes the query; Qwen3-Embedding's form has no space after `Query:`."""
-        return f"Instruct: {self.instruction}\nQuery:" if self.instruction else self.query_prompt or ""
+        return (
+            f"Instruct: {self.instruction}\nQuery:" if self.instruction else self.query_prompt or ""
+        )
 
     def render_query(self, text: str) -> str:
         """The text of a query, prompt included."""
@@ -110,7 +133,11 @@ class EncoderTemplate(Config):
 
     def with_prompts(self, query_prompt: str, skill_prompt: str) -> "EncoderTemplate":
         """This template with the prompts of a model's folder, where it says nothing itself."""
-        of_query = {} if self.instruction or self.query_prompt is not None else {"query_prompt": query_prompt or None}
+        of_query = (
+            {}
+            if self.instruction or self.query_prompt is not None
+            else {"query_prompt": query_prompt or None}
+        )
         of_skill = {} if self.skill_prompt is not None else {"skill_prompt": skill_prompt or None}
         return self.model_copy(update=of_query | of_skill)
 
@@ -123,13 +150,19 @@ class RerankerTemplate(Config):
     """
 
     form: Literal["pair", "cosine_pair", "yes_no"] = Field(
-        default="pair", description="pair: BERT with a head; cosine_pair: grown from an encoder; yes_no: Qwen3-Reranker"
+        default="pair",
+        description="pair: BERT with a head; cosine_pair: grown from an encoder; yes_no: Qwen3-Reranker",
     )
     instruction: str = Field(default=SKILL_TASK, description="task stated in yes_no")
-    separator: Literal["\n", "\n\n"] = Field(default="\n\n", description="between the parts of yes_no")
-    query_chars: int | None = Field(default=1500, ge=1, description="how much of a query; null: all of it")
+    separator: Literal["\n", "\n\n"] = Field(
+        default="\n\n", description="between the parts of yes_no"
+    )
+    query_chars: int | None = Field(
+        default=1500, ge=1, description="how much of a query; null: all of it"
+    )
     skill: SkillTemplate = Field(
-        default=SkillTemplate(description_chars=500, body_chars=2000), description="the text of a skill"
+        default=SkillTemplate(description_chars=500, body_chars=2000),
+        description="the text of a skill",
     )
     _by_name = _released(
         form="yes_no",
@@ -141,7 +174,11 @@ class RerankerTemplate(Config):
 
     def query_prompt(self) -> str:
         """What precedes the query's own text (after the chat prefix)."""
-        return f"<Instruct>: {self.instruction}{self.separator}<Query>: " if self.form == "yes_no" else ""
+        return (
+            f"<Instruct>: {self.instruction}{self.separator}<Query>: "
+            if self.form == "yes_no"
+            else ""
+        )
 
     def query_end(self) -> str:
         """What follows the query's own text."""
@@ -161,5 +198,7 @@ TemplateT = TypeVar("TemplateT", EncoderTemplate, RerankerTemplate)
 
 def with_fields(template: TemplateT, fields: SkillFields | None) -> TemplateT:
     """`template` that shows these fields of a skill; null changes nothing."""
-    skill = template.skill if fields is None else template.skill.model_copy(update={"fields": fields})
+    skill = (
+        template.skill if fields is None else template.skill.model_copy(update={"fields": fields})
+    )
     return template.model_copy(update={"skill": skill})

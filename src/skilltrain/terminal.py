@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from skilltrain.texts import shortened, visible
@@ -22,12 +29,17 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 _SECONDS_BETWEEN_LINES = 30
-_BETWEEN_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # a path can be copied whole
+_BETWEEN_WORDS: Any = {
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}  # a path can be copied whole
 _MAX_CHARS = 2000  # of a line; what a library says of a file may hold all of the file
 
 
 @contextmanager
-def progress(description: str, total: int | None, done: int = 0) -> Iterator[Callable[[int, str], None]]:
+def progress(
+    description: str, total: int | None, done: int = 0
+) -> Iterator[Callable[[int, str], None]]:
     """Show how far a work is, of which `done` is done already; yields show(completed, note).
 
     In a terminal a bar with the remaining time, the note below it; elsewhere (a batch job's log) a plain line now and
@@ -39,11 +51,18 @@ def progress(description: str, total: int | None, done: int = 0) -> Iterator[Cal
         yield _plain_progress(description, total, done)
     else:
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("eta"), TimeRemainingColumn(),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+        )
         # By default rich looks back 30 seconds, so it says nothing where a step takes longer.
-        bar, line = Progress(*columns, console=console, speed_estimate_period=float("inf")), Text(style="dim")
+        bar, line = (
+            Progress(*columns, console=console, speed_estimate_period=float("inf")),
+            Text(style="dim"),
+        )
         task = bar.add_task(description, total=total, completed=done)
 
         def show(completed: int, note: str) -> None:
@@ -67,8 +86,14 @@ def _plain_progress(description: str, total: int | None, done: int) -> Callable[
         if total is None:
             say(f"{description} {completed:,}  {note}")
             return
-        left = timedelta(seconds=round((now - started) / new * (total - completed))) if new else "-:--:--"
-        say(f"{description} {completed:,}/{total:,} ({100 * completed // max(1, total)}%)  eta {left}  {note}")
+        left = (
+            timedelta(seconds=round((now - started) / new * (total - completed)))
+            if new
+            else "-:--:--"
+        )
+        say(
+            f"{description} {completed:,}/{total:,} ({100 * completed // max(1, total)}%)  eta {left}  {note}"
+        )
 
     return show
 

@@ -8,26 +8,37 @@ import unicodedata
 CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 # A word is a run of letters and digits; a CJK character, in scripts that mark no words, is a word of its own.
 _WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
-_SPELLED_WORD = re.compile(r"[^\W\u3400-\u4dbf\u4e00-\u9fff]+(?:['’.-][^\W\u3400-\u4dbf\u4e00-\u9fff]+)*")
+_SPELLED_WORD = re.compile(
+    r"[^\W\u3400-\u4dbf\u4e00-\u9fff]+(?:['’.-][^\W\u3400-\u4dbf\u4e00-\u9fff]+)*"
+)
 # UTF-8 with ASCII letters in lower case, all else that is ASCII and no digit as a space, other bytes as they are.
-_ASCII = bytes(i if i > 127 else ord(chr(i).lower()) if chr(i).isalnum() else 32 for i in range(256))
+_ASCII = bytes(
+    i if i > 127 else ord(chr(i).lower()) if chr(i).isalnum() else 32 for i in range(256)
+)
 
 # Characters that a reader does not see, by what they are for.
 OVERRIDES = "\u202d\u202e"
 DIRECTIONS = "\u202a-\u202c\u2066-\u2069"
-ZERO_WIDTH = "\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200d\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
+ZERO_WIDTH = (
+    "\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200d\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
+)
 TAGS = "\U000e0000-\U000e007f"
 INVISIBLE = f"\u00ad\u061c\u200e\u200f{OVERRIDES}{DIRECTIONS}{ZERO_WIDTH}{TAGS}"
 _BOMS = (
-    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
-)  # fmt: skip
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 _KEPT = "\n\t\u200c\u200d"  # some scripts cannot be written without the two joiners
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
 _LATIN_WORD = re.compile(r"[^\W\d_\u3040-\uffff]+")
-_ENGLISH_WORD = re.compile(r"the|and|to|of|for|with|this|when|from|by|if|be|your|it|that|are|not|use|using")
+_ENGLISH_WORD = re.compile(
+    r"the|and|to|of|for|with|this|when|from|by|if|be|your|it|that|are|not|use|using"
+)
 
 
 def decode_text(data: bytes) -> str | None:
@@ -37,7 +48,9 @@ def decode_text(data: bytes) -> str | None:
     """
     text = _decode(data)
     start = (text or "")[:4096].replace("\x00", "")
-    num_control = sum(unicodedata.category(char) == "Cc" and char not in "\t\n\r\f" for char in start)
+    num_control = sum(
+        unicodedata.category(char) == "Cc" and char not in "\t\n\r\f" for char in start
+    )
     return None if num_control > 0.05 * len(start) else text
 
 
@@ -71,7 +84,12 @@ def words_of(text: str) -> list[str]:
     A CJK character is a word. Most words of most texts are ASCII, and those are found at half the cost of a regular
     expression over everything.
     """
-    raw = text.encode("utf-8", "surrogatepass").translate(_ASCII).decode("utf-8", "surrogatepass").split()
+    raw = (
+        text.encode("utf-8", "surrogatepass")
+        .translate(_ASCII)
+        .decode("utf-8", "surrogatepass")
+        .split()
+    )
     if text.isascii():
         return raw
     words: list[str] = []
@@ -113,10 +131,11 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        letter if letter.isprintable() or letter in _KEPT or unicodedata.category(letter) == "Zs"
+        letter
+        if letter.isprintable() or letter in _KEPT or unicodedata.category(letter) == "Zs"
         else f"[U+{ord(letter):04X}]"
         for letter in text.replace("\r\n", "\n")
-    )  # fmt: skip
+    )
 
 
 def printable(text: str, max_chars: int | None = None) -> str:

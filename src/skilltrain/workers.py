@@ -22,9 +22,12 @@ class WorkersConfig(Config):
     """Who computes. The results do not depend on it."""
 
     engine: Literal["processes", "ray"] = Field(
-        default="processes", description="ray: on the cluster of RAY_ADDRESS, or on this machine; needs skilltrain[ray]"
+        default="processes",
+        description="ray: on the cluster of RAY_ADDRESS, or on this machine; needs skilltrain[ray]",
     )
-    num: int | None = Field(default=None, ge=1, description="workers; null: one per core; 1: this process alone")
+    num: int | None = Field(
+        default=None, ge=1, description="workers; null: one per core; 1: this process alone"
+    )
 
 
 def _num_cores() -> int:
@@ -33,7 +36,10 @@ def _num_cores() -> int:
 
 
 def map_blocks(
-    function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], workers: WorkersConfig, description: str
+    function: Callable[[BlockT], ResultT],
+    blocks: Sequence[BlockT],
+    workers: WorkersConfig,
+    description: str,
 ) -> Iterator[ResultT]:
     """Yield `function(block)` for each block, in the order of `blocks`, under a progress bar.
 
@@ -68,16 +74,25 @@ def _limit_threads(threads: int) -> None:
         os.environ[name] = str(threads)
 
 
-def _on_ray(function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num: int | None) -> Iterator[ResultT]:
+def _on_ray(
+    function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num: int | None
+) -> Iterator[ResultT]:
     """The results from the cluster that RAY_ADDRESS names, or from one of `num` cores on this machine."""
     try:
         import ray
         from ray.exceptions import RayError, RayTaskError
     except ImportError as error:
-        raise SkilltrainError("workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'") from error
+        raise SkilltrainError(
+            "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
+        ) from error
     if not ray.is_initialized():
         cores = None if os.environ.get("RAY_ADDRESS") else num or _num_cores()
-        ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            num_cpus=cores,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
 
     def call(block: Any) -> Any:  # for Ray takes no partial
         return function(block)

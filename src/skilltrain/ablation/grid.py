@@ -14,7 +14,15 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, Seed, apply_overrides, laid_over, load_recipe, set_value, validate
+from skilltrain.config import (
+    Config,
+    Seed,
+    apply_overrides,
+    laid_over,
+    load_recipe,
+    set_value,
+    validate,
+)
 from skilltrain.errors import SkilltrainError
 from skilltrain.runs import input_fingerprint, input_paths, run_state, what_matters
 from skilltrain.stages import parse_recipe
@@ -33,29 +41,42 @@ class AblationConfig(Config):
     ablation: str = Field(min_length=1, description="title of the tables")
     claim: str = Field(min_length=1, description="what is tested, in one sentence")
     baseline: str = Field(description="the variant that the others are compared with")
-    chain: Path | None = Field(default=None, description="YAML file of steps beside the grid; `steps` is laid over it")
+    chain: Path | None = Field(
+        default=None, description="YAML file of steps beside the grid; `steps` is laid over it"
+    )
     steps: dict[str, Recipe] = Field(
         min_length=1,
         description="name: recipe of a stage, without out; '{NAME}' in a text is another step's folder, '{seed}' the "
         "seed, and {{ }} are plain braces. Every evaluation ranks with one system and gives one table",
     )
     variants: dict[str, dict[str, Any] | None] = Field(
-        min_length=2, description="name: what differs from `steps`, 'step.key.key': value; items of lists by number"
+        min_length=2,
+        description="name: what differs from `steps`, 'step.key.key': value; items of lists by number",
     )
-    seeds: tuple[Seed, ...] = Field(default=(1, 2, 3), min_length=1, description="one cell for each variant and seed")
+    seeds: tuple[Seed, ...] = Field(
+        default=(1, 2, 3), min_length=1, description="one cell for each variant and seed"
+    )
     compare: tuple[str, ...] = Field(
-        default=("Hit@1", "MRR@10"), min_length=1, description="the measures by which variants are compared"
+        default=("Hit@1", "MRR@10"),
+        min_length=1,
+        description="the measures by which variants are compared",
     )
-    runs: Path | None = Field(default=None, description="folder of the runs, shared by grids; null: steps in `out`")
+    runs: Path | None = Field(
+        default=None, description="folder of the runs, shared by grids; null: steps in `out`"
+    )
     out: Path = Field(description="folder to write: ablation.json, ablation.md, ablation.html")
 
     @model_validator(mode="after")
     def _consistent(self) -> "AblationConfig":
         if self.baseline not in self.variants:
-            raise ValueError(f"baseline: no variant is called '{self.baseline}'; variants: {', '.join(self.variants)}")
+            raise ValueError(
+                f"baseline: no variant is called '{self.baseline}'; variants: {', '.join(self.variants)}"
+            )
         for name in self.steps:
             if name == _SEED or not _STEP_NAME.fullmatch(name):
-                raise ValueError(f"steps: '{name}' cannot name a step: letters, digits, _ and -, and not '{_SEED}'")
+                raise ValueError(
+                    f"steps: '{name}' cannot name a step: letters, digits, _ and -, and not '{_SEED}'"
+                )
         return self
 
     @property
@@ -129,12 +150,16 @@ def make_plan(file: Path, overrides: Sequence[str]) -> Plan:
         chains = {variant: _chain(grid, variant) for variant in grid.variants}
         fingerprint_of = cache(input_fingerprint)
         cells: dict[tuple[str, str], Cell] = {}
-        for seed in grid.seeds:  # the outer loop, so that an ablation that is stopped early has whole seeds
+        for seed in (
+            grid.seeds
+        ):  # the outer loop, so that an ablation that is stopped early has whole seeds
             for variant, steps in chains.items():
                 cell = Cell(variant, seed, _runs(grid, variant, steps, seed, fingerprint_of))
                 cells.setdefault((variant, str(cell.evaluations)), cell)
         if idle := sorted({*own}.difference(*chains.values())):
-            raise SkilltrainError("leads to no evaluation in any variant", where=f"step '{idle[0]}'")
+            raise SkilltrainError(
+                "leads to no evaluation in any variant", where=f"step '{idle[0]}'"
+            )
         plan = Plan(grid, tuple(cells.values()))
         _check_evaluations(plan)
     return plan
@@ -163,9 +188,15 @@ def _chain(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
         needs[name] = places_in(recipe) - {_SEED}
         if unknown := sorted(needs[name] - recipes.keys()):
             what = f"'{{{unknown[0]}}}' is no step; steps: {', '.join(sorted(recipes))}"
-            raise SkilltrainError(what, where=_place(name, variant), fix="plain braces are written {{ }}")
+            raise SkilltrainError(
+                what, where=_place(name, variant), fix="plain braces are written {{ }}"
+            )
     try:
-        order = [*TopologicalSorter({name: sorted(found) for name, found in needs.items()}).static_order()]
+        order = [
+            *TopologicalSorter(
+                {name: sorted(found) for name, found in needs.items()}
+            ).static_order()
+        ]
     except CycleError as error:
         raise SkilltrainError(f"steps go in a circle: {' → '.join(error.args[1])}") from error
     used: set[str] = set()
@@ -173,7 +204,9 @@ def _chain(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
         if name in used or recipes[name].get("stage") in EVALUATIONS:
             used |= {name, *needs[name]}
     if not used:
-        raise SkilltrainError(f"has no step of stage {' or '.join(EVALUATIONS)}", where=f"variant '{variant}'")
+        raise SkilltrainError(
+            f"has no step of stage {' or '.join(EVALUATIONS)}", where=f"variant '{variant}'"
+        )
     return {name: recipes[name] for name in order if name in used}
 
 
@@ -182,7 +215,11 @@ def _place(step: str, variant: str) -> str:
 
 
 def _runs(
-    grid: AblationConfig, variant: str, steps: dict[str, Recipe], seed: int, fingerprint_of: Callable[[Path], str]
+    grid: AblationConfig,
+    variant: str,
+    steps: dict[str, Recipe],
+    seed: int,
+    fingerprint_of: Callable[[Path], str],
 ) -> tuple[StepRun, ...]:
     """The runs of a cell; a folder's name holds a hash of all that its content depends on."""
     places: dict[str, Any] = {_SEED: seed}
@@ -190,15 +227,23 @@ def _runs(
     for step, recipe in steps.items():
         with _in_place(_place(step, variant)):
             if "out" in recipe:
-                raise SkilltrainError("names its own folder", fix="leave out out; the ablation gives it")
-            config = parse_recipe(fill(recipe, places.__getitem__) | {"out": str(grid.runs_folder / step)}, None)
+                raise SkilltrainError(
+                    "names its own folder", fix="leave out out; the ablation gives it"
+                )
+            config = parse_recipe(
+                fill(recipe, places.__getitem__) | {"out": str(grid.runs_folder / step)}, None
+            )
             needs = tuple(Path(places[name]) for name in sorted(places_in(recipe) - {_SEED}))
             elsewhere = {
                 key: fingerprint_of(path)
                 for key, path in input_paths(config).items()
-                if not any(path.is_relative_to(folder) for folder in needs)  # these have their hash in their names
+                if not any(
+                    path.is_relative_to(folder) for folder in needs
+                )  # these have their hash in their names
             }
-        identity = what_matters({"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": elsewhere})
+        identity = what_matters(
+            {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": elsewhere}
+        )
         digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         places[step] = grid.runs_folder / f"{step}-{digest[:12]}"
         runs.append(StepRun(step, config.model_copy(update={"out": places[step]}), needs))
@@ -213,7 +258,9 @@ def fill(value: Any, place: Callable[[str], Any]) -> Any:
         return [fill(item, place) for item in value]
     if not isinstance(value, str):
         return value
-    return _PLACE.sub(lambda match: match[0][0] if match[1] is None else str(place(match[1])), value)
+    return _PLACE.sub(
+        lambda match: match[0][0] if match[1] is None else str(place(match[1])), value
+    )
 
 
 def places_in(value: Any) -> set[str]:
@@ -234,9 +281,13 @@ def _check_evaluations(plan: Plan) -> None:
                 raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
             measures = [str(measure) for measure in config.scored]
             if missing := [measure for measure in plan.grid.compare if measure not in measures]:
-                raise SkilltrainError(f"measures: {missing[0]}, which `compare` names, is missing", where=where)
+                raise SkilltrainError(
+                    f"measures: {missing[0]}, which `compare` names, is missing", where=where
+                )
             asked = (config.benchmark, config.split, measures)
             other, same = first.setdefault(name, (cell.variant, asked))
             if asked != same:
                 what = f"other queries or measures than in variant '{other}' cannot be compared"
-                raise SkilltrainError(what, where=where, fix="make a step of its own for each set of queries")
+                raise SkilltrainError(
+                    what, where=where, fix="make a step of its own for each set of queries"
+                )

@@ -59,12 +59,19 @@ class Results:
             for cell in self.plan.cells
         ]
         tables = [
-            table | {"differences": [asdict(c) | {"verdict": c.reading} for c in table["differences"]]}
+            table
+            | {"differences": [asdict(c) | {"verdict": c.reading} for c in table["differences"]]}
             for table in self.tables
         ]
         about = self.plan.grid.model_dump(include={"ablation", "claim", "baseline"})
         statistics = {"resamples": RESAMPLES, "seed": SEED, "num_tests": self.num_tests}
-        found = {"skilltrain": __version__, **about, "statistics": statistics, "tables": tables, "cells": cells}
+        found = {
+            "skilltrain": __version__,
+            **about,
+            "statistics": statistics,
+            "tables": tables,
+            "cells": cells,
+        }
         return to_jsonable_python(found)
 
     def markdown(self) -> str:
@@ -73,7 +80,12 @@ class Results:
 
     def page(self) -> str:
         differences = [c.difference for table in self.tables for c in table["differences"]]
-        values = {"results": self, "grid": self.plan.grid, "recipe_file": RECIPE_FILE, "shares": SHARES}
+        values = {
+            "results": self,
+            "grid": self.plan.grid,
+            "recipe_file": RECIPE_FILE,
+            "shares": SHARES,
+        }
         axis = axis_around(0, ends_of(differences) or [0])
         return html_page("ablation", **values, axis=axis, level=f"{LEVEL:.0%}", version=__version__)
 
@@ -82,9 +94,15 @@ def plan_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """What `run_ablation` would do, for `--dry-run`; nothing is written. Raises SkilltrainError as it does."""
     plan = make_plan(file, overrides)
     for cell in plan.cells:
-        say(f"{cell}: {' → '.join(f'{run.folder.name} ({run_state(run.folder)})' for run in cell.runs)}")
+        say(
+            f"{cell}: {' → '.join(f'{run.folder.name} ({run_state(run.folder)})' for run in cell.runs)}"
+        )
     missing = {run.folder for cell in plan.cells for run in cell.missing()}
-    return {"num_cells": len(plan.cells), "num_runs": len(plan.runs), "num_runs_missing": len(missing)}
+    return {
+        "num_cells": len(plan.cells),
+        "num_runs": len(plan.runs),
+        "num_runs_missing": len(missing),
+    }
 
 
 def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -95,7 +113,9 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     raised before any work for a fault in the file.
     """
     if launched_ranks() > 1:
-        raise SkilltrainError("an ablation runs in one process", where=file, fix="leave accelerate launch out")
+        raise SkilltrainError(
+            "an ablation runs in one process", where=file, fix="leave accelerate launch out"
+        )
     plan = make_plan(file, overrides)
     failed, out = _run_cells(plan), plan.grid.out
     results = collect_results(plan, failed)
@@ -135,7 +155,9 @@ def _run_step(run: StepRun) -> str:
     say(f"{run.step}: {run.folder}")
     try:
         if run_state(run.folder) == "to run":
-            shutil.rmtree(run.folder, ignore_errors=True)  # a training that was killed before it had a record
+            shutil.rmtree(
+                run.folder, ignore_errors=True
+            )  # a training that was killed before it had a record
         run_recipe(run.config, resume=None)
     except StoppedError as error:
         fix = "run the same command to go on"
@@ -183,7 +205,9 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> Row:
     systems: list[SystemResult] = []
     for variant, of_seed in values.items():
         every = [*of_seed.values()]
-        mean = {q: {m: fmean(rows[q][m] for rows in every) for m in row} for q, row in every[0].items()}
+        mean = {
+            q: {m: fmean(rows[q][m] for rows in every) for m in row} for q, row in every[0].items()
+        }
         systems.append(SystemResult(variant, mean, {}))
     query_ids = same_queries(systems)
     means = means_of(systems, query_ids, measures)
@@ -194,15 +218,29 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> Row:
             seed: {m: fmean(row[m] for row in rows.values() if m in row) for m in metrics}
             for seed, rows in of_seed.items()
         }
-        spread = {m: stdev(row[m] for row in each.values()) if len(each) > 1 else None for m in metrics}
-        variants.append({"variant": variant, "metrics": metrics, "seed_means": each, "seed_sd": spread})
+        spread = {
+            m: stdev(row[m] for row in each.values()) if len(each) > 1 else None for m in metrics
+        }
+        variants.append(
+            {"variant": variant, "metrics": metrics, "seed_means": each, "seed_sd": spread}
+        )
     differences: list[Comparison] = []
-    for pair in [(grid.baseline, other) for other in values if other != grid.baseline and grid.baseline in values]:
+    for pair in [
+        (grid.baseline, other)
+        for other in values
+        if other != grid.baseline and grid.baseline in values
+    ]:
         for measure in grid.compare:
-            if defined := [query_id for query_id in query_ids if measure in systems[0].per_query[query_id]]:
+            if defined := [
+                query_id for query_id in query_ids if measure in systems[0].per_query[query_id]
+            ]:
                 differences += compare(systems, [pair], [measure], defined)
     benchmarks = [config.benchmark] if isinstance(config.benchmark, Path) else config.benchmark
-    about: Row = {"evaluation": name, "benchmark": " + ".join(map(str, benchmarks)), "split": config.split}
+    about: Row = {
+        "evaluation": name,
+        "benchmark": " + ".join(map(str, benchmarks)),
+        "split": config.split,
+    }
     about |= {"num_queries": len(query_ids), "measures": measures}
     return about | {"variants": variants, "differences": differences}
 
@@ -210,4 +248,7 @@ def _table(plan: Plan, name: str, cells: Sequence[Cell]) -> Row:
 def _values(folder: Path, measures: Sequence[str]) -> dict[str, Scores]:
     """query_id → its values in an evaluation."""
     rows = (row for _, row in read_jsonl(folder / "per_query.jsonl"))
-    return {row["query_id"]: {name: row[name] for name in measures if row.get(name) is not None} for row in rows}
+    return {
+        row["query_id"]: {name: row[name] for name in measures if row.get(name) is not None}
+        for row in rows
+    }

@@ -11,6 +11,7 @@ import typer
 
 from skilltrain.cli import evaluation, routing, stages
 from skilltrain.cli.app import app
+from skilltrain.config import removed_advice
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
@@ -23,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program (`as_program`)."""
     command = typer.main.get_command(app)
     as_program(
-        lambda given: command.main(given or ["--help"], prog_name="skilltrain", standalone_mode=False), arguments
+        lambda given: command.main(
+            given or ["--help"], prog_name="skilltrain", standalone_mode=False
+        ),
+        arguments,
     )
 
 
@@ -42,7 +46,9 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
         if code == _INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
     except (KeyboardInterrupt, Exception) as error:
-        if "--debug" in given and not isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort):
+        if "--debug" in given and not isinstance(
+            error, KeyboardInterrupt | typer.TyperException | typer.Abort
+        ):
             raise
         message, code = _in_words(error)
         print_line(f"error: {one_line(message)}", style="bold red")
@@ -54,14 +60,26 @@ def _in_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted; what was finished is kept", _INTERRUPTED
     if isinstance(error, typer.TyperException):  # a fault in the command line itself
-        return f"{error.format_message().rstrip('.')} (see skilltrain --help)", _FAULT
+        return f"{_usage_fault(error)} (see skilltrain --help)", _FAULT
     if isinstance(error, SkilltrainError):
         return str(error), _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT
     if isinstance(error, OSError):
-        return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(error), _FAULT
+        return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(
+            error
+        ), _FAULT
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser's
         return "there is no home folder, which ~ stands for (set HOME)", _FAULT
-    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)", _FAULT
+    return (
+        f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)",
+        _FAULT,
+    )
+
+
+def _usage_fault(error: typer.TyperException) -> str:
+    """Return what is wrong with the command line; a removed command is answered with its replacement."""
+    message = error.format_message().rstrip(".")
+    _, _, command = message.partition("No such command ")
+    return message + removed_advice(command.strip("'"))
 
 
 def _exit(code: int) -> None:

@@ -22,7 +22,9 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-Overrides = Annotated[list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print what came out as JSON")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
 AS_WRITTEN: dict[str, Any] = {"ignore_unknown_options": True}
@@ -37,7 +39,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def program(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="version")
+    ] = False,
 ) -> None:
     """Fine-tune the encoder and the reranker that route an agent's task to the right skill."""
 
@@ -49,7 +53,9 @@ def settings_of(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, 
     """(the settings that a recipe and key=value arguments give, where a fault in them stands)."""
     files, overrides = split_arguments(arguments or [])
     if len(files) > 1:
-        raise SkilltrainError(f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value")
+        raise SkilltrainError(
+            f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value"
+        )
     values = load_recipe(Path(files[0]), overrides) if files else apply_overrides({}, overrides)
     where = files[0] if files else f"skilltrain {stage}"
     if values.get("stage", stage) != stage:
@@ -61,7 +67,9 @@ def only_settings(arguments: Sequence[str] | None) -> list[str]:
     """The key=value settings of a command that takes no recipe behind its options."""
     files, overrides = split_arguments(arguments or [])
     if files:
-        raise SkilltrainError("is no setting", where=files[0], fix="settings have the form key=value")
+        raise SkilltrainError(
+            "is no setting", where=files[0], fix="settings have the form key=value"
+        )
     return overrides
 
 
@@ -75,10 +83,14 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             name, equals, value = argument[2:].partition("=")
             key = name.replace("-", "_")
             if not equals and (value := next(rest, None)) is None:
-                raise SkilltrainError(f"--{name} is no option of this command, or has no value",
-                                      fix=f"a setting is written {key}=VALUE; see --help")  # fmt: skip
+                raise SkilltrainError(
+                    f"--{name} is no option of this command, or has no value",
+                    fix=f"a setting is written {key}=VALUE; see --help",
+                )
             overrides.append(f"{key}={value}")
-        elif "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file()):
+        elif "=" not in argument or (
+            argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
+        ):
             files.append(argument)
         else:
             overrides.append(argument)
@@ -94,7 +106,11 @@ class SettingsCommand(TyperCommand):
         super().get_help(ctx)
         fields = "\n".join(_describe_fields(stage.config, "", None))
         settings = f"\nSettings (key=value; --help-all shows those of sections too):\n{fields}"
-        return f"{settings}\n\nExample:\n  skilltrain {self.name} {stage.example}" if stage.example else settings
+        return (
+            f"{settings}\n\nExample:\n  skilltrain {self.name} {stage.example}"
+            if stage.example
+            else settings
+        )
 
 
 def _print_all(ctx: typer.Context, wanted: bool) -> None:
@@ -105,7 +121,10 @@ def _print_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 HelpAll = Annotated[
-    bool, typer.Option("--help-all", callback=_print_all, is_eager=True, help="show all settings and exit")
+    bool,
+    typer.Option(
+        "--help-all", callback=_print_all, is_eager=True, help="show all settings and exit"
+    ),
 ]
 
 
@@ -121,7 +140,9 @@ def _describe_fields(
             continue
         sections, default = sections_of(field.annotation), "required"
         if not field.is_required():
-            default = f"default {_brief(field.get_default(call_default_factory=True, validated_data={}))}"
+            default = (
+                f"default {_brief(field.get_default(call_default_factory=True, validated_data={}))}"
+            )
         if seen is None and sections:
             default = "a section, required" if field.is_required() else "a section"
         yield f"  {prefix}{name}: {field.description or ''} ({default})".replace(":  (", ": (")
@@ -187,4 +208,7 @@ def json_text(value: Any) -> str:
     """JSON in which every character that could steer a terminal is written as \\uXXXX; it means the same."""
     is_utf = "utf" in (sys.stdout.encoding or "utf").lower()
     text = json.dumps(value, ensure_ascii=not is_utf, indent=1)
-    return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1]
+        for letter in text
+    )

@@ -36,11 +36,20 @@ _CELL_CHARS = 60
 @app.command(cls=SettingsCommand, context_settings=AS_WRITTEN)
 def evaluate(
     arguments: Overrides = None,
-    encoder: Annotated[list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")] = None,
-    reranker: Annotated[str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")] = None,
-    predictions: Annotated[list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score")] = None,
+    encoder: Annotated[
+        list[str] | None, typer.Option(help="an encoder to evaluate; may be repeated")
+    ] = None,
+    reranker: Annotated[
+        str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")
+    ] = None,
+    predictions: Annotated[
+        list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score")
+    ] = None,
     scores: Annotated[
-        Path | None, typer.Option("--json", help="file for the means of one predictions file, with queries beside it")
+        Path | None,
+        typer.Option(
+            "--json", help="file for the means of one predictions file, with queries beside it"
+        ),
     ] = None,
     only_plan: DryRun = False,
     help_all: HelpAll = False,
@@ -55,25 +64,39 @@ def evaluate(
     if predictions:
         values["predictions"] = [str(file) for file in predictions]
         if scores is not None and scores.resolve() in {file.resolve() for file in predictions}:
-            raise SkilltrainError("--json would overwrite the predictions", where=scores, fix="name another file")
+            raise SkilltrainError(
+                "--json would overwrite the predictions", where=scores, fix="name another file"
+            )
     named = encoder or reranker
     if named and "systems" in values:
-        raise SkilltrainError("the recipe lists systems already", where=where, fix="leave --encoder and --reranker out")
+        raise SkilltrainError(
+            "the recipe lists systems already",
+            where=where,
+            fix="leave --encoder and --reranker out",
+        )
     if "systems" not in values and (named or (values.get("pool") is not None and not predictions)):
         values["systems"] = _systems(encoder or [], reranker)
     if predictions and "out" not in values and "systems" not in values:
         _score_predictions(values, scores, only_plan)
     elif scores is not None:
-        raise SkilltrainError("--json is for predictions alone", fix="leave out=… and systems out, or --json")
+        raise SkilltrainError(
+            "--json is for predictions alone", fix="leave out=… and systems out, or --json"
+        )
     else:
         execute(parse_recipe(values, where), only_plan)
 
 
 @app.command()
 def agents(
-    trials: Annotated[Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, …")],
-    benchmark: Annotated[Path | None, typer.Option(help="the tasks, to count gold skills among the retrieved")] = None,
-    ceiling: Annotated[str | None, typer.Option(help="the condition in which agents had the gold skills")] = None,
+    trials: Annotated[
+        Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, …")
+    ],
+    benchmark: Annotated[
+        Path | None, typer.Option(help="the tasks, to count gold skills among the retrieved")
+    ] = None,
+    ceiling: Annotated[
+        str | None, typer.Option(help="the condition in which agents had the gold skills")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare what agents did under several conditions, each with the first: no skills, gold skills, skills found.
@@ -89,13 +112,19 @@ def agents(
     if as_json:
         show(asdict(found))
         return
-    table = Table("", *map(printable, found.means), title="means over tasks, 95% bootstrap intervals")
+    table = Table(
+        "", *map(printable, found.means), title="means over tasks, 95% bootstrap intervals"
+    )
     for measure in dict.fromkeys(measure for row in found.means.values() for measure in row):
         table.add_row(measure, *(str(row.get(measure, "–")) for row in found.means.values()))
     console.print(table)
     for c in found.comparisons:
         difference, p = signed_interval(c.difference), p_equals(c.p_holm)
-        typer.echo(printable(f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"))
+        typer.echo(
+            printable(
+                f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"
+            )
+        )
     for name, share in found.of_ceiling.items():
         typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {CHIEF}"))
 
@@ -105,11 +134,17 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
     from skilltrain.report.write import terminal_table, write_per_query
     from skilltrain.routing.evaluate import PREDICTION_MEASURES, plan_evaluate, score_predictions
 
-    config = parse_recipe({"measures": PREDICTION_MEASURES} | values | {"out": "."}, "skilltrain evaluate")
+    config = parse_recipe(
+        {"measures": PREDICTION_MEASURES} | values | {"out": "."}, "skilltrain evaluate"
+    )
     if len(config.predictions) > 1:
-        raise SkilltrainError("several predictions files are compared in a report", fix="add out=… for its folder")
+        raise SkilltrainError(
+            "several predictions files are compared in a report", fix="add out=… for its folder"
+        )
     if "analysis" in values:
-        raise SkilltrainError("analyses are part of a report", where="analysis", fix="add out=… for its folder")
+        raise SkilltrainError(
+            "analyses are part of a report", where="analysis", fix="add out=… for its folder"
+        )
     if only_plan:
         show({"plan": plan_evaluate(config)})
         return
@@ -125,7 +160,10 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
 def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:
     """BM25, each encoder, and the reranker on the last of them."""
     systems: list[dict[str, Any]] = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
-    systems += [{"name": f"encoder {source}", "rankers": [{"kind": "dense", "source": source}]} for source in encoders]
+    systems += [
+        {"name": f"encoder {source}", "rankers": [{"kind": "dense", "source": source}]}
+        for source in encoders
+    ]
     if reranker is not None:
         last = systems[-1]
         rankers = [*last["rankers"], {"kind": "rerank", "source": reranker}]
@@ -136,9 +174,13 @@ def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, An
 @app.command("show")
 def show_table(
     file: Annotated[Path, typer.Argument(help="a .parquet file of any stage")],
-    where: Annotated[list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")] = None,
+    where: Annotated[
+        list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="how many rows to show")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="print all matching rows, one JSON object per line")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print all matching rows, one JSON object per line")
+    ] = False,
 ) -> None:
     """Show the columns and the first rows of a table, or those rows that hold certain values.
 
@@ -148,12 +190,18 @@ def show_table(
     import pyarrow.parquet as pq
 
     if not file.is_file():
-        fix = f"its tables: {', '.join(path.name for path in sorted(file.glob('*.parquet')))}" if file.is_dir() else ""
+        fix = (
+            f"its tables: {', '.join(path.name for path in sorted(file.glob('*.parquet')))}"
+            if file.is_dir()
+            else ""
+        )
         raise SkilltrainError("no such file", where=file, fix=fix)
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
-        raise SkilltrainError(f"cannot be read as parquet: {reason_of(error)}", where=file) from error
+        raise SkilltrainError(
+            f"cannot be read as parquet: {reason_of(error)}", where=file
+        ) from error
     wanted = dict(item.split("=", 1) for item in only_settings(where))
     if unknown := wanted.keys() - set(table.column_names):
         fix = f"its columns: {', '.join(table.column_names)}"
@@ -163,7 +211,10 @@ def show_table(
         for row in found:
             typer.echo(json.dumps(row, default=str))
         return
-    console.print(f"{file}: {len(found):,} of {table.num_rows:,} rows, {table.num_columns} columns", markup=False)
+    console.print(
+        f"{file}: {len(found):,} of {table.num_rows:,} rows, {table.num_columns} columns",
+        markup=False,
+    )
     for row in islice(found, rows):
         typer.echo("")
         for name, value in row.items():
@@ -172,7 +223,8 @@ def show_table(
 
 def _fits(row: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     return all(
-        value in (row[name] if isinstance(row[name], list) else [_text(row[name])]) for name, value in wanted.items()
+        value in (row[name] if isinstance(row[name], list) else [_text(row[name])])
+        for name, value in wanted.items()
     )
 
 

@@ -7,14 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from skilltrain.cli.app import AS_WRITTEN, AsJson, DryRun, app, conclude, only_settings, quietly, show
+from skilltrain.cli.app import (
+    AS_WRITTEN,
+    AsJson,
+    DryRun,
+    app,
+    conclude,
+    only_settings,
+    quietly,
+    show,
+)
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
-RouterFolder = Annotated[Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")]
-PoolFolder = Annotated[Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")]
+RouterFolder = Annotated[
+    Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")
+]
+PoolFolder = Annotated[
+    Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")
+]
 Task = Annotated[str, typer.Argument(help="a task in plain words")]
 if TYPE_CHECKING:
     from skilltrain.routing.answer import RoutedSkill
@@ -23,11 +36,19 @@ if TYPE_CHECKING:
 
 @app.command(context_settings=AS_WRITTEN)
 def fit(
-    skills: Annotated[Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")],
+    skills: Annotated[
+        Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")
+    ],
     out: Annotated[Path, typer.Option(help="folder of the router, and of what it is made of")],
-    queries: Annotated[list[Path] | None, typer.Option(help="a file of queries; may be repeated")] = None,
-    llm: Annotated[str | None, typer.Option(help="what writes queries if none are given: '{kind: openai, …}'")] = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")] = None,
+    queries: Annotated[
+        list[Path] | None, typer.Option(help="a file of queries; may be repeated")
+    ] = None,
+    llm: Annotated[
+        str | None, typer.Option(help="what writes queries if none are given: '{kind: openai, …}'")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")
+    ] = None,
     only_plan: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -39,14 +60,20 @@ def fit(
     """
     from skilltrain.fitting import FitConfig, plan_fit, run_fit
 
-    values: dict[str, Any] = {"skills": str(skills), "out": str(out), "queries": [str(file) for file in queries or []]}
+    values: dict[str, Any] = {
+        "skills": str(skills),
+        "out": str(out),
+        "queries": [str(file) for file in queries or []],
+    }
     values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
     config = validate(FitConfig, apply_overrides(values, only_settings(settings)), "skilltrain fit")
     if only_plan:
         show(quietly(plan_fit, config))
         return
     found = quietly(run_fit, config)
-    lines = [f"{out}: a router over {found['num_skills']:,} skills, trained on {found['num_lists']:,} lists"]
+    lines = [
+        f"{out}: a router over {found['num_skills']:,} skills, trained on {found['num_lists']:,} lists"
+    ]
     if "Hit@1" in found:
         hits = ", ".join(f"{name} {value:.3f}" for name, value in found["Hit@1"].items())
         lines.append(f"Hit@1 of queries held out: {hits}; look at {out}/report/report.html")
@@ -59,8 +86,12 @@ def route(
     task: Task,
     router: RouterFolder = None,
     pool: PoolFolder = None,
-    encoder: Annotated[str | None, typer.Option(help="encoder; BM25 finds the candidates without one")] = None,
-    reranker: Annotated[str | None, typer.Option(help="reranker for the first 20 candidates")] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="encoder; BM25 finds the candidates without one")
+    ] = None,
+    reranker: Annotated[
+        str | None, typer.Option(help="reranker for the first 20 candidates")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +107,9 @@ def route(
     rankers += [{"kind": "rerank", "source": reranker}] if reranker else []
     answer = quietly(lambda: _open(router, pool, rankers, "skilltrain route").route(task, top))
     if as_json:
-        rows = [asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills]
+        rows = [
+            asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills
+        ]
         show({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows})
         return
     if not answer.fits:
@@ -92,7 +125,9 @@ def _print(routed: "RoutedSkill") -> None:
     typer.echo(f"                {printable(routed.description, 90)}")
     typer.echo(f"                {printable(str(routed.why), 120)}")
     for flag in routed.flags:
-        typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}")
+        typer.echo(
+            f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}"
+        )
 
 
 @app.command(context_settings=AS_WRITTEN)
@@ -100,8 +135,12 @@ def plan(
     task: Task,
     router: RouterFolder = None,
     pool: PoolFolder = None,
-    llm: Annotated[str | None, typer.Option(help="what cuts the task: '{kind: openai, …}'; else rules")] = None,
-    settings: Annotated[list[str] | None, typer.Argument(help="key=value: hints.rounds, compose.alpha, …")] = None,
+    llm: Annotated[
+        str | None, typer.Option(help="what cuts the task: '{kind: openai, …}'; else rules")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value: hints.rounds, compose.alpha, …")
+    ] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -112,8 +151,14 @@ def plan(
     from skilltrain.routing.planning.compose import plan_json, plan_lines, plan_mermaid
     from skilltrain.routing.planning.planner import PlannerConfig, plan_task
 
-    values = {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}} if llm else {}
-    config = validate(PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan")
+    values = (
+        {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}}
+        if llm
+        else {}
+    )
+    config = validate(
+        PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan"
+    )
     opened = quietly(_open, router, pool, [{"kind": "lexical"}], "skilltrain plan")
     made, flags = quietly(plan_task, config, task, opened)
     if as_json:
@@ -123,7 +168,9 @@ def plan(
         typer.echo(plan_mermaid(made) if mermaid else "\n".join(plan_lines(made, flags)))
 
 
-def _open(router: Path | None, pool: Path | None, rankers: list[dict[str, Any]], where: str) -> "Router":
+def _open(
+    router: Path | None, pool: Path | None, rankers: list[dict[str, Any]], where: str
+) -> "Router":
     """The router that is given, or one over the pool."""
     from skilltrain.api import open_router
     from skilltrain.routing.router import Router
@@ -137,11 +184,21 @@ def _open(router: Path | None, pool: Path | None, rankers: list[dict[str, Any]],
 
 @app.command()
 def serve(
-    router: Annotated[Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")],
-    mcp: Annotated[Literal["stdio", "http"], typer.Option(help="stdio: for one agent that starts it")] = "stdio",
-    watch: Annotated[Path | None, typer.Option(help="folder of SKILL.md files: changes go into the router")] = None,
-    flagged: Annotated[Literal["mark", "withhold"], typer.Option(help="for skills that screening flags")] = "mark",
-    log: Annotated[Path | None, typer.Option(help="folder for requests and answers, as QUERIES and RANKINGS")] = None,
+    router: Annotated[
+        Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
+    ],
+    mcp: Annotated[
+        Literal["stdio", "http"], typer.Option(help="stdio: for one agent that starts it")
+    ] = "stdio",
+    watch: Annotated[
+        Path | None, typer.Option(help="folder of SKILL.md files: changes go into the router")
+    ] = None,
+    flagged: Annotated[
+        Literal["mark", "withhold"], typer.Option(help="for skills that screening flags")
+    ] = "mark",
+    log: Annotated[
+        Path | None, typer.Option(help="folder for requests and answers, as QUERIES and RANKINGS")
+    ] = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
 ) -> None:
@@ -155,7 +212,9 @@ def serve(
         from skilltrain.routing.servers import serve_http, serve_stdio
         from skilltrain.routing.service import RouteLog, Service
     except ModuleNotFoundError as error:
-        raise SkilltrainError(f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'") from error
+        raise SkilltrainError(
+            f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'"
+        ) from error
     if watch is not None and not watch.is_dir():
         raise SkilltrainError("no such folder", where=watch)
     service = Service(Router.load(router), flagged, RouteLog(log) if log else None)
@@ -167,12 +226,21 @@ def serve(
 
 @app.command("provision")
 def provision_skills(
-    rankings: Annotated[Path, typer.Argument(help="RANKINGS table, or the folder of evaluate or candidates")],
+    rankings: Annotated[
+        Path, typer.Argument(help="RANKINGS table, or the folder of evaluate or candidates")
+    ],
     pool: Annotated[Path, typer.Option(help="the pool that was ranked")],
-    out: Annotated[Path, typer.Option(help="folder to write: a folder for each query, in it one for each skill")],
-    stage: Annotated[str | None, typer.Option(help="whose ranking, where the table holds several")] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="folder to write: a folder for each query, in it one for each skill"),
+    ],
+    stage: Annotated[
+        str | None, typer.Option(help="whose ranking, where the table holds several")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="skills of a query at most")] = 5,
-    flagged: Annotated[Literal["leave_out", "use"], typer.Option(help="for skills that screening flags")] = "leave_out",
+    flagged: Annotated[
+        Literal["leave_out", "use"], typer.Option(help="for skills that screening flags")
+    ] = "leave_out",
     as_json: AsJson = False,
 ) -> None:
     """Write the skills that a system chose for each query into folders, as agents read them.
@@ -191,9 +259,15 @@ def provision_skills(
 @app.command("inspect")
 def inspect_lists(
     lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
-    out: Annotated[Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")] = None,
-    pool: Annotated[Path | None, typer.Option(help="the pool, if it has moved since the lists were made")] = None,
-    max_lists: Annotated[int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")] = 2000,
+    out: Annotated[
+        Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")
+    ] = None,
+    pool: Annotated[
+        Path | None, typer.Option(help="the pool, if it has moved since the lists were made")
+    ] = None,
+    max_lists: Annotated[
+        int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")
+    ] = 2000,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page that shows training lists: counts, plots, what filters dropped, every query to search.
@@ -203,5 +277,9 @@ def inspect_lists(
     from skilltrain.report.lists import inspect_lists as inspect
 
     found = quietly(inspect, lists, out, pool, max_lists)
-    odd = ", ".join(f"{name} {count:,}" for name, count in found["worth_a_look"].items()) or "nothing"
-    conclude(found, [f"{found['page']}: {found['num_lists']:,} lists; worth a look: {odd}"], as_json)
+    odd = (
+        ", ".join(f"{name} {count:,}" for name, count in found["worth_a_look"].items()) or "nothing"
+    )
+    conclude(
+        found, [f"{found['page']}: {found['num_lists']:,} lists; worth a look: {odd}"], as_json
+    )

@@ -28,18 +28,27 @@ from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
 from skilltrain.texts import visible
 
 AsForm = Annotated[
-    Form | None, typer.Option("--form", help="what else than the plain folder: for vLLM, late interaction, a runtime")
+    Form | None,
+    typer.Option(
+        "--form", help="what else than the plain folder: for vLLM, late interaction, a runtime"
+    ),
 ]
 Reports = Annotated[
-    list[Path] | None, typer.Option("--report", help="report of `evaluate` for the card's results; may be repeated")
+    list[Path] | None,
+    typer.Option("--report", help="report of `evaluate` for the card's results; may be repeated"),
 ]
-License = Annotated[str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")]
+License = Annotated[
+    str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")
+]
 
 
 def _add_stage(stage: str) -> None:
     @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about, context_settings=AS_WRITTEN)
     def run_stage(
-        arguments: Overrides = None, only_plan: DryRun = False, as_json: AsJson = False, help_all: HelpAll = False
+        arguments: Overrides = None,
+        only_plan: DryRun = False,
+        as_json: AsJson = False,
+        help_all: HelpAll = False,
     ) -> None:
         execute(parse_recipe(*settings_of(stage, arguments)), only_plan, as_json=as_json)
 
@@ -54,7 +63,9 @@ def train(
     file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
     only_plan: DryRun = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest checkpoint")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train an encoder or a reranker.
@@ -76,16 +87,22 @@ def _training(file: Path, overrides: Sequence[str] | None) -> Any:
 
 @app.command()
 def recipes(
-    stage: Annotated[str | None, typer.Argument(help="list recipes of this stage only, e.g. train_encoder")] = None,
+    stage: Annotated[
+        str | None, typer.Argument(help="list recipes of this stage only, e.g. train_encoder")
+    ] = None,
     folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
-    schema: Annotated[bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")
+    ] = False,
 ) -> None:
     """List the recipes of a folder, or print what a recipe may hold, as JSON Schema.
 
     Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
     """
     if stage is not None and stage not in STAGES:
-        raise SkilltrainError(f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes")
+        raise SkilltrainError(
+            f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes"
+        )
     if schema:
         show(schema_of([stage] if stage else [*STAGES]))
         return
@@ -98,14 +115,21 @@ def recipes(
 def export(
     run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
     out: Annotated[Path, typer.Option(help="folder to write the model to")],
-    checkpoint: Annotated[str | None, typer.Option(help="step-N or best; else what the run ended with")] = None,
-    interpolate: Annotated[
-        float | None, typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)")
+    checkpoint: Annotated[
+        str | None, typer.Option(help="step-N or best; else what the run ended with")
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")] = False,
+    interpolate: Annotated[
+        float | None,
+        typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)"),
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")
+    ] = False,
     form: AsForm = None,
     reports: Reports = None,
-    repo: Annotated[str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")] = None,
+    repo: Annotated[
+        str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")
+    ] = None,
     license_id: License = None,
     as_json: AsJson = False,
 ) -> None:
@@ -121,7 +145,9 @@ def export(
     if adapter:
         if any(given is not None for given in (interpolate, form, reports, repo, license_id)):
             fix = "give only --checkpoint and --out"
-            raise SkilltrainError("an adapter is written as it is, without a card", where="--adapter", fix=fix)
+            raise SkilltrainError(
+                "an adapter is written as it is, without a card", where="--adapter", fix=fix
+            )
         found = quietly(export_adapter, run, out, checkpoint)
     else:
         published = Published(repo, license_id, reports or ())
@@ -131,9 +157,15 @@ def export(
 
 @app.command()
 def push(
-    run: Annotated[Path, typer.Argument(help="folder of a finished training, or one that `export` wrote")],
-    repo: Annotated[str, typer.Option(help="OWNER/NAME on the Hub; made if it is not there, and private")],
-    public: Annotated[bool, typer.Option("--public", help="everyone may read the repository")] = False,
+    run: Annotated[
+        Path, typer.Argument(help="folder of a finished training, or one that `export` wrote")
+    ],
+    repo: Annotated[
+        str, typer.Option(help="OWNER/NAME on the Hub; made if it is not there, and private")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="everyone may read the repository")
+    ] = False,
     form: AsForm = None,
     reports: Reports = None,
     license_id: License = None,
@@ -149,7 +181,9 @@ def push(
     from skilltrain.export.card import Published
     from skilltrain.training.publish import push_model
 
-    found = quietly(push_model, run, Published(repo, license_id, reports or ()), form, public, only_plan)
+    found = quietly(
+        push_model, run, Published(repo, license_id, reports or ()), form, public, only_plan
+    )
     if only_plan and not as_json:
         typer.echo(visible(found["card"]))
     sizes = [f"{name}: {size:,} bytes" for name, size in found["files"].items()]
@@ -161,7 +195,9 @@ def push(
 def gradients(
     file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
-    num_batches: Annotated[int, typer.Option("--batches", min=1, help="batches of the training to look at")] = 20,
+    num_batches: Annotated[
+        int, typer.Option("--batches", min=1, help="batches of the training to look at")
+    ] = 20,
 ) -> None:
     """Take a loss's gradient apart: what becomes of the push away from rejected skills, beside everything else.
 
@@ -176,14 +212,22 @@ def gradients(
         raise SkilltrainError("exists already", where=config.out, fix="name another folder: out=…")
     found = quietly(measure_gradients, config, num_batches)
     write_gradients(found, config, num_batches)
-    lost = ", ".join(f"{row.survival:.2f} at the {row.at}" for row in found if row.part == "rejected")
-    conclude({}, [f"{config.out}/gradients.html: of the rejections' gradient survive {lost}"], as_json=False)
+    lost = ", ".join(
+        f"{row.survival:.2f} at the {row.at}" for row in found if row.part == "rejected"
+    )
+    conclude(
+        {},
+        [f"{config.out}/gradients.html: of the rejections' gradient survive {lost}"],
+        as_json=False,
+    )
 
 
 @app.command(context_settings=AS_WRITTEN)
 def ablate(
     grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value settings of the grid")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value settings of the grid")
+    ] = None,
     only_plan: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -199,4 +243,6 @@ def ablate(
         show(quietly(plan_ablation, grid, only_settings(overrides)))
         return
     found = quietly(run_ablation, grid, only_settings(overrides))
-    conclude(found, [f"{found['out']}/ablation.html: {found['num_cells']} cells, compared"], as_json)
+    conclude(
+        found, [f"{found['out']}/ablation.html: {found['num_cells']} cells, compared"], as_json
+    )

@@ -20,7 +20,9 @@ from skilltrain.records import Dropped, Skill
 from skilltrain.tables import read_skills
 from skilltrain.texts import clean_text, one_line
 
-PROMPTS: Final[dict[str, Any]] = yaml.safe_load((files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8"))
+PROMPTS: Final[dict[str, Any]] = yaml.safe_load(
+    (files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8")
+)
 ATTEMPTS = 3  # answers tried for one thing before it is dropped
 TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
@@ -32,7 +34,9 @@ Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
 
 @cache
 def _template(name: str, role: str) -> jinja2.Template:
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)  # what is filled in is text, never a template
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined
+    )  # what is filled in is text, never a template
     environment.filters["named"] = language_named
     return environment.from_string(PROMPTS[name][role])
 
@@ -55,9 +59,13 @@ def questions_of(
     """What a model is asked, and how its answers are read; each attempt has a seed of its own."""
 
     def seed_of(one: QuestionT, attempt: int) -> int:
-        return stable_number(seed, one.query_id, one.skill_id, attempt) >> 33  # servers take seeds below 2**31
+        return (
+            stable_number(seed, one.query_id, one.skill_id, attempt) >> 33
+        )  # servers take seeds below 2**31
 
-    return Questions(open_llm(llm), asked, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
+    return Questions(
+        open_llm(llm), asked, prompt, seed_of, read, ATTEMPTS, answer_tokens, description
+    )
 
 
 def ask(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
@@ -70,7 +78,9 @@ def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
     """The skills of a pool that its safety screening has not flagged, and the rows of DROPPED of the others."""
     skills, flags = read_skills(pool), flags_to_leave_out(pool)
     why = "the safety screening flagged the skill"
-    dropped = [Dropped("", skill.skill_id, "flagged", why) for skill in skills if skill.skill_id in flags]
+    dropped = [
+        Dropped("", skill.skill_id, "flagged", why) for skill in skills if skill.skill_id in flags
+    ]
     return [skill for skill in skills if skill.skill_id not in flags], dropped
 
 

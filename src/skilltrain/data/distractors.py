@@ -39,10 +39,18 @@ class DistractorsConfig(Config):
     """Write skills that resemble the gold skills of a benchmark and do not do their work."""
 
     stage: Literal["distractors"] = "distractors"
-    benchmark: InputPath = Field(description="benchmark whose gold skills are resembled; queries of split train aside")
-    pool: InputPath | None = Field(default=None, description="SKILLS with the gold skills that the benchmark lacks")
-    llm: LLMConfig = Field(description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000")
-    num_distractors: int = Field(default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns")
+    benchmark: InputPath = Field(
+        description="benchmark whose gold skills are resembled; queries of split train aside"
+    )
+    pool: InputPath | None = Field(
+        default=None, description="SKILLS with the gold skills that the benchmark lacks"
+    )
+    llm: LLMConfig = Field(
+        description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000"
+    )
+    num_distractors: int = Field(
+        default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns"
+    )
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for skills and dropped")
 
@@ -81,9 +89,11 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     write_table(skills, SKILLS, out)
     write_table(asked.dropped, DROPPED, out)
     return _num_asked(questions) | {
-        "num_distractors": len(skills), "num_dropped": len(asked.dropped),
-        "dropped": counted(row.filter for row in asked.dropped), **asked.used,
-    }  # fmt: skip
+        "num_distractors": len(skills),
+        "num_dropped": len(asked.dropped),
+        "dropped": counted(row.filter for row in asked.dropped),
+        **asked.used,
+    }
 
 
 def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
@@ -104,7 +114,9 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
         for place in range(config.num_distractors):
             turn, which = divmod(place, len(order))
             total = len(range(which, config.num_distractors, len(order)))
-            skill_id = f"distractor/{gold.skill_id}/{order[which]}" + (f"-{turn + 1}" if turn else "")
+            skill_id = f"distractor/{gold.skill_id}/{order[which]}" + (
+                f"-{turn + 1}" if turn else ""
+            )
             wanted.append(Distractor(skill_id, gold, siblings, order[which], turn + 1, total))
     known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
 
@@ -115,7 +127,9 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
         known.append((skill, trigrams))
         return skill
 
-    return questions_of(config.llm, wanted, _prompt, config.seed, read, NUM_TOKENS, "writing distractors")
+    return questions_of(
+        config.llm, wanted, _prompt, config.seed, read, NUM_TOKENS, "writing distractors"
+    )
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
@@ -129,21 +143,35 @@ def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...
     for task in benchmark.tasks:
         gold = sorted(task.relevance.gold)
         for skill_id in gold:
-            siblings.setdefault(skill_id, {}).update(dict.fromkeys(other for other in gold if other != skill_id))
+            siblings.setdefault(skill_id, {}).update(
+                dict.fromkeys(other for other in gold if other != skill_id)
+            )
     return [(known[i], tuple(known[other] for other in others)) for i, others in siblings.items()]
 
 
 def _prompt(wanted: Distractor) -> tuple[str, str]:
     """What a chat model is told, so that it writes a skill that resembles the gold skill in a search and is wrong."""
     gold = wanted.gold
-    lines = [f"Category: {untrusted_line(gold.category or 'none given')}", untrusted_skill(gold, 500, _BODY_CHARS)]
-    siblings = [f"- {untrusted_line(one.name)}: {untrusted_line(one.description, 160)}" for one in wanted.siblings]
+    lines = [
+        f"Category: {untrusted_line(gold.category or 'none given')}",
+        untrusted_skill(gold, 500, _BODY_CHARS),
+    ]
+    siblings = [
+        f"- {untrusted_line(one.name)}: {untrusted_line(one.description, 160)}"
+        for one in wanted.siblings
+    ]
     lines += ["Not these either:", *(siblings[:_MAX_SIBLINGS] or ["(none)"])]
     low, high = ASKED_WORDS
     return prompt(
-        "distractor", "\n".join(lines), strategy=STRATEGIES[wanted.strategy], number=wanted.number,
-        total=wanted.total, low=low, high=high, lang=gold.lang,
-    )  # fmt: skip
+        "distractor",
+        "\n".join(lines),
+        strategy=STRATEGIES[wanted.strategy],
+        number=wanted.number,
+        total=wanted.total,
+        low=low,
+        high=high,
+        lang=gold.lang,
+    )
 
 
 class _Draft(BaseModel):
@@ -153,16 +181,24 @@ class _Draft(BaseModel):
 
     name: Annotated[Line, Field(min_length=1, max_length=100, pattern=r"\w")]
     description: Annotated[Line, Field(min_length=1, max_length=1500)]
-    body: Annotated[str, AfterValidator(lambda text: split_header(clean_text(text))[1].strip()), Field(min_length=1)]
+    body: Annotated[
+        str,
+        AfterValidator(lambda text: split_header(clean_text(text))[1].strip()),
+        Field(min_length=1),
+    ]
 
 
 def read_draft(wanted: Distractor, answer: str, source: str) -> Skill:
     """The skill in the one JSON object of an answer, bare or in a fenced block, its texts cleaned; or ValueError."""
     draft, gold = read_object(answer, _Draft), wanted.gold
-    return Skill(wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source)
+    return Skill(
+        wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source
+    )
 
 
-def _check(skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int) -> None:
+def _check(
+    skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int
+) -> None:
     """Raise AnswerError where a body is too short or too long, or a copy of a known one; gold skills are known first.
 
     A copy of a gold skill would be a right answer counted as wrong.
@@ -173,7 +209,12 @@ def _check(skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigra
         raise AnswerError(kind, f"its body has {count} words, {fewest} to {most} are wanted", count)
     for place, (other, others) in enumerate(known):
         if name_key(skill.name) == name_key(other.name):
-            raise AnswerError("same_name", f"it has the name of {other.skill_id}", other_id=other.skill_id)
+            raise AnswerError(
+                "same_name", f"it has the name of {other.skill_id}", other_id=other.skill_id
+            )
         if (likeness := jaccard(trigrams, others)) > MAX_JACCARD:
-            kind, reason = "near_copy" if place < num_golds else "duplicate", f"its body is nearly {other.skill_id}'s"
+            kind, reason = (
+                "near_copy" if place < num_golds else "duplicate",
+                f"its body is nearly {other.skill_id}'s",
+            )
             raise AnswerError(kind, reason, round(likeness, 4), other.skill_id)

@@ -21,10 +21,14 @@ def is_drawn(share: float, *parts: object) -> bool:
     return stable_number(*parts) < share * 2**64
 
 
-def draw(allowed: Int64[np.ndarray, " position"], count: int, key: str) -> Int64[np.ndarray, " drawn"]:
+def draw(
+    allowed: Int64[np.ndarray, " position"], count: int, key: str
+) -> Int64[np.ndarray, " drawn"]:
     """`count` of `allowed` (all where there are fewer), uniform, in no order and without repetition."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    chosen = np.random.default_rng(seed).choice(len(allowed), size=min(count, len(allowed)), replace=False)
+    chosen = np.random.default_rng(seed).choice(
+        len(allowed), size=min(count, len(allowed)), replace=False
+    )
     return allowed[chosen]
 
 
@@ -35,10 +39,16 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     strata: dict[tuple[str, str], list[str]] = defaultdict(list)
     for skill in pool:
         strata[skill.category or "", skill.lang or ""].append(skill.skill_id)
-    quotas = largest_remainder({key: len(skill_ids) for key, skill_ids in strata.items()}, max_skills)
+    quotas = largest_remainder(
+        {key: len(skill_ids) for key, skill_ids in strata.items()}, max_skills
+    )
     chosen: set[str] = set()
     for key, skill_ids in strata.items():
-        chosen.update(random.Random(stable_number(seed, "sample", *key)).sample(sorted(skill_ids), quotas[key]))
+        chosen.update(
+            random.Random(stable_number(seed, "sample", *key)).sample(
+                sorted(skill_ids), quotas[key]
+            )
+        )
     return [skill for skill in pool if skill.skill_id in chosen]
 
 
@@ -55,14 +65,18 @@ def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int)
         for skill_id in skill_ids:
             linked.merge(first.setdefault(skill_id, name), name)
     room, split = round(share * len(groups)), dict.fromkeys(groups, "train")
-    for names in sorted(linked.subsets(), key=lambda names: stable_number(seed, "split", min(names))):
+    for names in sorted(
+        linked.subsets(), key=lambda names: stable_number(seed, "split", min(names))
+    ):
         if len(names) <= room:
             room -= len(names)
             split |= dict.fromkeys(names, "dev")
     return split
 
 
-def largest_remainder(sizes: Mapping[tuple[str, str], int], total: int) -> dict[tuple[str, str], int]:
+def largest_remainder(
+    sizes: Mapping[tuple[str, str], int], total: int
+) -> dict[tuple[str, str], int]:
     """`total` seats shared in proportion to `sizes` (Hamilton's method); equal remainders go to the smaller key."""
     whole = sum(sizes.values())
     quotas = {key: size * total // whole for key, size in sizes.items()}

@@ -35,8 +35,12 @@ class EncodeConfig(Config):
 
     stage: Literal["encode"]
     pool: InputPath = Field(description="folder of the pool")
-    queries: InputPath | None = Field(default=None, description="folder of queries, to encode them too")
-    encoder: EncoderSource = Field(description="encoder, and the cache that its vectors go to (encoder.cache)")
+    queries: InputPath | None = Field(
+        default=None, description="folder of queries, to encode them too"
+    )
+    encoder: EncoderSource = Field(
+        description="encoder, and the cache that its vectors go to (encoder.cache)"
+    )
     out: Path = Field(description="folder for the summary; the vectors are in the cache")
 
     @model_validator(mode="after")
@@ -61,7 +65,10 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     texts = {"skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)}
     if config.queries is not None:
         requests = read_table(config.queries, QUERIES).column("text").to_pylist()
-        texts["queries"] = list(map(settings.template.render_query, requests)), settings.query_max_tokens
+        texts["queries"] = (
+            list(map(settings.template.render_query, requests)),
+            settings.query_max_tokens,
+        )
     started, found, counts = monotonic(), dict[str, Any](), Counter[str]()
     for kind, (of_kind, max_tokens) in texts.items():
         count = Counter[str]()
@@ -70,11 +77,16 @@ def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
     num_texts, tokens, slots = _sums(counts["texts"], counts["tokens"], counts["slots"])
     if num_texts:
         seconds = monotonic() - started
-        say(f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)")
+        say(
+            f"encoded {num_texts:,} texts, {tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)"
+        )
     return found | {
-        "num_tokens": tokens, "padding": round(1 - tokens / slots, 4) if slots else 0.0,
-        "num_ranks": rank_and_world()[1], "dim": encoder.model.dim, "vectors": str(cache.folder),
-    }  # fmt: skip
+        "num_tokens": tokens,
+        "padding": round(1 - tokens / slots, 4) if slots else 0.0,
+        "num_ranks": rank_and_world()[1],
+        "dim": encoder.model.dim,
+        "vectors": str(cache.folder),
+    }
 
 
 def _join_ranks() -> None:
@@ -82,7 +94,9 @@ def _join_ranks() -> None:
     if launched_ranks() > 1:
         is_cpu = default_device().type == "cpu"
         if is_cpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
+            os.environ.setdefault(
+                "DS_ACCELERATOR", "cpu"
+            )  # DeepSpeed would say on stdout that it had to look
         from accelerate import PartialState
 
         PartialState(cpu=is_cpu, backend="gloo", timeout=_PATIENCE)
@@ -97,14 +111,23 @@ def _sums(*numbers: int) -> list[int]:
 
 
 def _encode(
-    encoder: SkillEncoder, cache: VectorCache, kind: str, texts: list[str], max_tokens: int, count: Counter[str]
+    encoder: SkillEncoder,
+    cache: VectorCache,
+    kind: str,
+    texts: list[str],
+    max_tokens: int,
+    count: Counter[str],
 ) -> dict[str, int]:
     """Encode this rank's share of the texts that the cache lacks; the counts are over all ranks."""
     (rank, world), keys = rank_and_world(), text_keys(texts, max_tokens)
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
     if of_first_rank(digest) != digest:
-        what = f"rank {rank} has other weights, another number format or other {kind} than the first"
-        raise SkilltrainError(what, where=encoder.source, fix="give all machines the same files and set precision")
+        what = (
+            f"rank {rank} has other weights, another number format or other {kind} than the first"
+        )
+        raise SkilltrainError(
+            what, where=encoder.source, fix="give all machines the same files and set precision"
+        )
     _, first = np.unique(keys, return_index=True)
     # What the first rank lacks: the others' view of the folder may be older.
     cache.make()
@@ -118,7 +141,11 @@ def _encode(
     [encoded] = _sums(count["texts"])
     if rank == 0:
         _wait_for(cache, keys[missing])
-    return {f"num_{kind}": len(keys), f"num_{kind}_distinct": len(first), f"num_{kind}_encoded": encoded}
+    return {
+        f"num_{kind}": len(keys),
+        f"num_{kind}_distinct": len(first),
+        f"num_{kind}_encoded": encoded,
+    }
 
 
 def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
@@ -127,5 +154,7 @@ def _wait_for(cache: VectorCache, keys: np.ndarray) -> None:
     while lost := len(cache.missing(keys)):
         if monotonic() > deadline:
             what = f"{lost} vectors that other ranks have written are not here"
-            raise SkilltrainError(what, where=cache.folder, fix="encoder.cache must be a folder all machines share")
+            raise SkilltrainError(
+                what, where=cache.folder, fix="encoder.cache must be a folder all machines share"
+            )
         sleep(1)

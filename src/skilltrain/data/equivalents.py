@@ -34,9 +34,13 @@ class EquivalentsConfig(Config):
     stage: Literal["equivalents"] = "equivalents"
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     pool: InputPath = Field(description="SKILLS table (file or folder)")
-    rankings: InputPath = Field(description="RANKINGS of the queries, such as those of the stage candidates")
+    rankings: InputPath = Field(
+        description="RANKINGS of the queries, such as those of the stage candidates"
+    )
     llm: LLMConfig = Field(description="who judges, kind openai or smollm2")
-    depth: int = Field(default=20, ge=1, le=50, description="candidates judged for each gold skill, the best first")
+    depth: int = Field(
+        default=20, ge=1, le=50, description="candidates judged for each gold skill, the best first"
+    )
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped")
 
@@ -44,7 +48,11 @@ class EquivalentsConfig(Config):
 def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS with what was found, and DROPPED; gold skills that could not be judged are in that."""
     asked = ask(_questions(config))
-    gold_of = {(one.query_id, skill.skill_id): one.skill_id for one, skills in asked.values for skill in skills}
+    gold_of = {
+        (one.query_id, skill.skill_id): one.skill_id
+        for one, skills in asked.values
+        for skill in skills
+    }
     judge = f"llm:{config.llm.model}"
     found = [Judgement(*ids, Verdict.REQUIRED, judge, group=gold) for ids, gold in gold_of.items()]
     judged = read_table(config.queries, JUDGEMENTS).to_pylist()
@@ -70,7 +78,11 @@ def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
         found = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
         near = [s for s in found if s in skills and s not in judged][: config.depth]
         # A required skill whose group is another one was found before: it is no gold skill.
-        required = {s for s in judged if judged[s] is Verdict.REQUIRED and gold_of[query.query_id, s] not in judged}
+        required = {
+            s
+            for s in judged
+            if judged[s] is Verdict.REQUIRED and gold_of[query.query_id, s] not in judged
+        }
         for gold in sorted(required & skills.keys() if near else ()):
             shown = tuple(skills[skill_id] for skill_id in (gold, *near))
             groups.append(Group(query.query_id, "", shown, query.text))

@@ -82,7 +82,9 @@ class FilterPool:
     def clusters(self) -> Positions:
         """Near-duplicate clusters. Raises SkilltrainError for a skill in use that is in none."""
         assert self.clusters_path is not None  # the settings see to it
-        of = read_clusters(self.clusters_path, (self.skills[place].skill_id for place in self.in_use))
+        of = read_clusters(
+            self.clusters_path, (self.skills[place].skill_id for place in self.in_use)
+        )
         return np.array([of.get(skill.skill_id, -1) for skill in self.skills], dtype=np.int64)
 
     @cached_property
@@ -115,7 +117,9 @@ class JaccardLayer(Config):
     """
 
     name: Literal["jaccard"] = "jaccard"
-    above: float = Field(default=0.6, ge=0, le=1, description="drop above this Jaccard index of body trigrams")
+    above: float = Field(
+        default=0.6, ge=0, le=1, description="drop above this Jaccard index of body trigrams"
+    )
     max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES} (SkillRouter)")
     reason: ClassVar = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
@@ -136,7 +140,9 @@ class CosineLayer(Config):
     """Drops a candidate whose vector is all but a gold skill's (layer 3); the encoder is the stage's `encoder`."""
 
     name: Literal["cosine"] = "cosine"
-    above: float = Field(default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill")
+    above: float = Field(
+        default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill"
+    )
     reason: ClassVar = "cosine {value:.3f} > {layer.above:g} to a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
@@ -175,10 +181,14 @@ class CeilingLayer(Config):
 
     name: Literal["ceiling"] = "ceiling"
     relative_margin: float | None = Field(
-        default=0.05, ge=0, description="drop above the gold skill's score minus this share of it; null: no such limit"
+        default=0.05,
+        ge=0,
+        description="drop above the gold skill's score minus this share of it; null: no such limit",
     )
     absolute_margin: float | None = Field(
-        default=None, ge=0, description="drop above the gold skill's score minus this much; null: no such limit"
+        default=None,
+        ge=0,
+        description="drop above the gold skill's score minus this much; null: no such limit",
     )
     reason: ClassVar = "score {value:.3f} for the query too close to that of a gold skill"
 
@@ -195,7 +205,9 @@ class CeilingLayer(Config):
         least = np.full(len(pool.query_texts), np.inf)
         np.minimum.at(least, queries, of_golds)
         least, scores = least[queries], pool.answers(queries, pairs["skill"].astype(np.int64))
-        margin = np.maximum(self.absolute_margin or 0.0, (self.relative_margin or 0.0) * np.abs(least))
+        margin = np.maximum(
+            self.absolute_margin or 0.0, (self.relative_margin or 0.0) * np.abs(least)
+        )
         return np.where((of_golds == least) & (scores > least - margin), scores, np.nan)
 
 
@@ -210,18 +222,28 @@ class RankWindowLayer(Config):
 
     @field_validator("ranks")
     @classmethod
-    def _in_order(cls, ranks: dict[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+    def _in_order(
+        cls, ranks: dict[str, tuple[int, int | None]]
+    ) -> dict[str, tuple[int, int | None]]:
         for source, (first, last) in ranks.items():
             if first < 1 or (last is not None and last < first):
-                raise ValueError(f"the ranks of '{source}' must be [first, last] with 1 <= first <= last")
+                raise ValueError(
+                    f"the ranks of '{source}' must be [first, last] with 1 <= first <= last"
+                )
         return ranks
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
         if unknown := sorted(self.ranks.keys() - {*pool.sources}):
-            what, fix = f"no candidate is of source '{unknown[0]}'", f"sources: {', '.join(sorted({*pool.sources}))}"
+            what, fix = (
+                f"no candidate is of source '{unknown[0]}'",
+                f"sources: {', '.join(sorted({*pool.sources}))}",
+            )
             raise SkilltrainError(what, where="layers.rank_window.ranks", fix=fix)
-        sources, outside = np.array(pool.sources, dtype=object)[pairs["row"]], np.zeros(len(pairs), dtype=bool)
+        sources, outside = (
+            np.array(pool.sources, dtype=object)[pairs["row"]],
+            np.zeros(len(pairs), dtype=bool),
+        )
         for source, (first, last) in self.ranks.items():
             beyond = (pairs["rank"] < first) | (pairs["rank"] > (np.inf if last is None else last))
             outside |= beyond & (sources == source)
@@ -229,5 +251,6 @@ class RankWindowLayer(Config):
 
 
 Layer = Annotated[
-    NameLayer | JaccardLayer | CosineLayer | ClusterLayer | CeilingLayer | RankWindowLayer, Field(discriminator="name")
+    NameLayer | JaccardLayer | CosineLayer | ClusterLayer | CeilingLayer | RankWindowLayer,
+    Field(discriminator="name"),
 ]

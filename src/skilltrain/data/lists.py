@@ -41,7 +41,9 @@ class ListsConfig(Config):
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     rankings: InputPath = Field(description="RANKINGS, false negatives already filtered out")
-    split: str | None = Field(default="train", description="build for the queries of this split only; null for all")
+    split: str | None = Field(
+        default="train", description="build for the queries of this split only; null for all"
+    )
     quotas: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
         description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, taxonomy: 2, random: 1}. "
@@ -49,20 +51,27 @@ class ListsConfig(Config):
         "down, rejected skills first, and is drawn before the others",
     )
     list_size: int | None = Field(
-        default=None, ge=2, description="skills per list, from the top of one ranking, positives included; SkillRouter "
+        default=None,
+        ge=2,
+        description="skills per list, from the top of one ranking, positives included; SkillRouter "
         "20. With quotas={judged: 4}, so many of the skills that a judge turned down are among them",
-    )  # fmt: skip
+    )
     best_of: tuple[str, ...] = Field(
-        default=(), description="sources of quotas whose best are taken instead of drawn; SkillRouter: [lexical]"
+        default=(),
+        description="sources of quotas whose best are taken instead of drawn; SkillRouter: [lexical]",
     )
     absent_gold: Literal["add", "drop"] = Field(
-        default="add", description="gold outside the top list_size: add puts it at the list's end; drop leaves it out, "
+        default="add",
+        description="gold outside the top list_size: add puts it at the list's end; drop leaves it out, "
         "and the whole list where no required skill is left, as SkillRouter",
-    )  # fmt: skip
-    flagged: Literal["leave_out", "use"] = Field(
-        default="leave_out", description="may skills with a flag of the safety screening be positives (use), or not"
     )
-    min_negatives: int = Field(default=1, ge=0, description="a list with fewer negatives is dropped")
+    flagged: Literal["leave_out", "use"] = Field(
+        default="leave_out",
+        description="may skills with a flag of the safety screening be positives (use), or not",
+    )
+    min_negatives: int = Field(
+        default=1, ge=0, description="a list with fewer negatives is dropped"
+    )
     seed: Seed = Field(default=0, description="seed of the sampling")
     out: Path = Field(description="folder to write: LISTS, their QUERIES and JUDGEMENTS, DROPPED")
 
@@ -70,7 +79,9 @@ class ListsConfig(Config):
     def _one_way(self) -> "ListsConfig":
         of_judged = self.quotas is not None and self.quotas.keys() == {JUDGED}
         if (self.quotas is None) == (self.list_size is None) and not (of_judged and self.list_size):
-            raise ValueError("set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)")
+            raise ValueError(
+                "set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)"
+            )
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
         if unknown := set(self.best_of).difference(self.quotas or {}):
@@ -115,7 +126,9 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     built: dict[str, dict[str, Any]] = {}
     for query_id in track(queries, "building lists", len(queries)):
         if plan := _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped):
-            candidates = [Entry(skill_ids[row], sources[row], ranks[row]) for row in rows.get(query_id, ())]
+            candidates = [
+                Entry(skill_ids[row], sources[row], ranks[row]) for row in rows.get(query_id, ())
+            ]
             if found := _row(plan, build_list(plan, candidates, config), config, dropped):
                 built[query_id] = found
     if not built:
@@ -123,14 +136,21 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
         fix = "check that rankings, queries and pool belong together"
         raise SkilltrainError(what, where=config.rankings, fix=fix)
     write_table(built.values(), LISTS, out)
-    judged = sorted((row for row in judgements.to_pylist() if row["query_id"] in built), key=lambda r: r["query_id"])
+    judged = sorted(
+        (row for row in judgements.to_pylist() if row["query_id"] in built),
+        key=lambda r: r["query_id"],
+    )
     write_queries((queries[query_id] for query_id in built), judged, dropped, out)
     lengths = [len(row["skill_ids"]) for row in built.values()]
     return {
         "num_lists": len(built),
         "by_source": counted(chain.from_iterable(row["sources"] for row in built.values())),
         "by_verdict": counted(chain.from_iterable(row["verdicts"] for row in built.values())),
-        "list_length": {"min": min(lengths), "mean": round(sum(lengths) / len(lengths), 2), "max": max(lengths)},
+        "list_length": {
+            "min": min(lengths),
+            "mean": round(sum(lengths) / len(lengths), 2),
+            "max": max(lengths),
+        },
         "dropped": counted(drop.filter for drop in dropped),
     }
 
@@ -142,8 +162,12 @@ def _check_sources(rankings: pa.Table, config: ListsConfig) -> None:
     if config.list_size is not None and len(sources) > 1:
         what = f"'list_size' takes the top of one ranking; {here}"
         raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
-    if unknown := [source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}]:
-        raise SkilltrainError(f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings)
+    if unknown := [
+        source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}
+    ]:
+        raise SkilltrainError(
+            f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings
+        )
 
 
 def _plan(
@@ -157,21 +181,29 @@ def _plan(
     positives, turned_down = list[str](), list[str]()
     for skill_id, verdict in sorted(judged.items()):
         if skill_id not in pool:
-            dropped.append(Dropped(query_id, skill_id, "not_in_pool", f"judged {verdict}, not in the pool"))
+            dropped.append(
+                Dropped(query_id, skill_id, "not_in_pool", f"judged {verdict}, not in the pool")
+            )
         elif verdict not in POSITIVE:
             turned_down.append(skill_id)
         elif skill_id in flags:
             rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
-            dropped.append(Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}"))
+            dropped.append(
+                Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}")
+            )
         else:
             positives.append(skill_id)
     if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return ListPlan(query_id, judged, tuple(positives), tuple(turned_down))
-    dropped.append(Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive"))
+    dropped.append(
+        Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive")
+    )
     return None
 
 
-def _row(plan: ListPlan, entries: Sequence[Entry], config: ListsConfig, dropped: list[Dropped]) -> dict[str, Any]:
+def _row(
+    plan: ListPlan, entries: Sequence[Entry], config: ListsConfig, dropped: list[Dropped]
+) -> dict[str, Any]:
     """The row of LISTS; none, and why in `dropped`, where no required skill or too few negatives are in it."""
     held = {entry.skill_id for entry in entries}
     outside = sorted(set(plan.positives) - held)
@@ -201,7 +233,9 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
     judged, quotas = _turned_down(plan, config.seed), config.quotas or {}
     golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
     if config.list_size is None:
-        return golds + sample_negatives([*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}", config.best_of)
+        return golds + sample_negatives(
+            [*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}", config.best_of
+        )
     if config.absent_gold == "drop":
         ranked = [entry for entry in candidates if entry.skill_id in plan.positives]
         return sorted([*ranked, *negatives], key=_in_order)[: config.list_size]
@@ -215,7 +249,9 @@ def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig)
 
 def _turned_down(plan: ListPlan, seed: int) -> list[Entry]:
     """What a judge turned down for the query, rejected skills first, those of one verdict in an order by chance."""
-    by_chance = sorted(plan.turned_down, key=lambda skill_id: stable_number(seed, JUDGED, plan.query_id, skill_id))
+    by_chance = sorted(
+        plan.turned_down, key=lambda skill_id: stable_number(seed, JUDGED, plan.query_id, skill_id)
+    )
     in_order = sorted(by_chance, key=lambda skill_id: plan.judged[skill_id] is not Verdict.REJECTED)
     return [Entry(skill_id, JUDGED, place) for place, skill_id in enumerate(in_order, 1)]
 
@@ -231,7 +267,9 @@ def sample_negatives(
     """
     waiting: dict[str, list[Entry]] = {}
     for source in quotas:
-        waiting[source] = sorted((entry for entry in candidates if entry.source == source), key=_in_order)
+        waiting[source] = sorted(
+            (entry for entry in candidates if entry.source == source), key=_in_order
+        )
         if source not in (JUDGED, *best_of):
             random.Random(f"{key}/{source}").shuffle(waiting[source])
     chosen: dict[str, Entry] = {}

@@ -36,22 +36,36 @@ class MineConfig(Config):
     stage: Literal["mine"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
-    encoder: EncoderSource = Field(description="encoder of the semantic source; SkillRouter takes the base model")
-    split: str | None = Field(default="train", description="mine for the queries of this split only; null for all")
+    encoder: EncoderSource = Field(
+        description="encoder of the semantic source; SkillRouter takes the base model"
+    )
+    split: str | None = Field(
+        default="train", description="mine for the queries of this split only; null for all"
+    )
     sources: tuple[Source, ...] = Field(
         default=get_args(Source), min_length=1, description="where candidates come from"
     )
-    depth: int = Field(default=50, ge=0, description="semantic and lexical candidates per query, each")
-    index: str = Field(
-        default=EXACT, description="faiss index: Flat looks at all skills; HNSW32 efSearch=256 or IVF1024,Flat "
-        "nprobe=64 at a part, and the summary reports the recall lost",
-    )  # fmt: skip
-    lexical_among: Literal["pool", "semantic"] = Field(
-        default="pool", description="BM25 ranks the whole pool, or a query's semantic candidates alone, as SkillRouter"
+    depth: int = Field(
+        default=50, ge=0, description="semantic and lexical candidates per query, each"
     )
-    num_taxonomy: int = Field(default=8, ge=0, description="candidates of a positive's category; more than are used")
-    num_random: int = Field(default=4, ge=0, description="candidates of other categories; more than are used")
-    seed: Seed = Field(default=0, description="seed of the taxonomy and random draws, and of the index")
+    index: str = Field(
+        default=EXACT,
+        description="faiss index: Flat looks at all skills; HNSW32 efSearch=256 or IVF1024,Flat "
+        "nprobe=64 at a part, and the summary reports the recall lost",
+    )
+    lexical_among: Literal["pool", "semantic"] = Field(
+        default="pool",
+        description="BM25 ranks the whole pool, or a query's semantic candidates alone, as SkillRouter",
+    )
+    num_taxonomy: int = Field(
+        default=8, ge=0, description="candidates of a positive's category; more than are used"
+    )
+    num_random: int = Field(
+        default=4, ge=0, description="candidates of other categories; more than are used"
+    )
+    seed: Seed = Field(
+        default=0, description="seed of the taxonomy and random draws, and of the index"
+    )
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
 
     @model_validator(mode="after")
@@ -62,7 +76,9 @@ class MineConfig(Config):
 
     def amounts(self) -> dict[str, int]:
         """How many candidates a query gets from each source; 0 where it is switched off."""
-        amounts = zip(SOURCES, (self.depth, self.depth, self.num_taxonomy, self.num_random), strict=True)
+        amounts = zip(
+            SOURCES, (self.depth, self.depth, self.num_taxonomy, self.num_random), strict=True
+        )
         return {source: amount if source in self.sources else 0 for source, amount in amounts}
 
 
@@ -82,23 +98,36 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         if known := [position[skill_id] for skill_id in golds if skill_id in position]:
             asked.append((query, np.array(known, dtype=np.int64)))
             continue
-        why = f"none of its {len(golds)} positive skill(s) is in the pool" if golds else "it has no positive skill"
+        why = (
+            f"none of its {len(golds)} positive skill(s) is in the pool"
+            if golds
+            else "it has no positive skill"
+        )
         lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", why))
     if not asked:
         what = f"no query of {config.queries} has a positive in the pool"
         raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
     ranked, index = mine(config, skills, asked)
-    write_table(_table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out)
+    write_table(
+        _table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out
+    )
     write_table(lost, DROPPED, out)
     counts = {source: sum(len(of_query[source][0]) for of_query in ranked) for source in SOURCES}
     for source, amount in config.amounts().items():
         if amount and not counts[source]:
-            fix = "; give the pool categories: skilltrain pool categories=taxonomy" if source == "taxonomy" else ""
+            fix = (
+                "; give the pool categories: skilltrain pool categories=taxonomy"
+                if source == "taxonomy"
+                else ""
+            )
             say(f"warning: no query has a {source} candidate{fix}")
     return {
-        "num_queries": len(asked), "num_queries_dropped": len(lost), "num_skills": len(skills),
-        "num_candidates": counts, "index": index,
-    }  # fmt: skip
+        "num_queries": len(asked),
+        "num_queries_dropped": len(lost),
+        "num_skills": len(skills),
+        "num_candidates": counts,
+        "index": index,
+    }
 
 
 def mine(
@@ -112,7 +141,9 @@ def mine(
     encoder = open_encoder(config.encoder)
     query_vectors, chunks = encoder.encode_queries(texts), encoder.encode_chunks(skills)
     del encoder  # its memory is free again
-    num_searched = config.depth + max(len(positives) for _, positives in asked)  # positives are left out
+    num_searched = config.depth + max(
+        len(positives) for _, positives in asked
+    )  # positives are left out
     near = worded = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
     index: dict[str, Any] = {"kind": config.index}
     if amounts["semantic"]:
@@ -133,9 +164,13 @@ def mine(
         else:
             lexical = _others(worded[0][row], worded[1][row], positives, config.depth)
         of_query = {"semantic": semantic, "lexical": lexical}
-        for source, allowed in zip(SOURCES[2:], drawable(categories, names, positives), strict=True):
+        for source, allowed in zip(
+            SOURCES[2:], drawable(categories, names, positives), strict=True
+        ):
             drawn = draw(allowed, amounts[source], f"{config.seed}/{query.query_id}/{source}")
-            scores = chunks.scores(query_vectors[row : row + 1], np.zeros(len(drawn), np.int64), drawn)
+            scores = chunks.scores(
+                query_vectors[row : row + 1], np.zeros(len(drawn), np.int64), drawn
+            )
             of_query[source] = _best_first(drawn, scores)
         ranked.append(of_query)
     return ranked, index
@@ -148,15 +183,22 @@ def _nearest(
     if config.index == EXACT:
         return chunks.nearest(queries, num_searched), {}
     if not chunks.is_one_each:
-        raise SkilltrainError("an approximate index takes one window per skill", where="index", fix=f"index={EXACT}")
+        raise SkilltrainError(
+            "an approximate index takes one window per skill", where="index", fix=f"index={EXACT}"
+        )
     rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
     index = build_index(config.index, chunks.vectors, config.seed)
     sampled, exact = (chunks.nearest(queries[rows], config.depth, one)[0] for one in (index, None))
-    measured = {f"recall@{config.depth}": round(recall(sampled, exact), 4), "num_queries_sampled": len(rows)}
+    measured = {
+        f"recall@{config.depth}": round(recall(sampled, exact), 4),
+        "num_queries_sampled": len(rows),
+    }
     return chunks.nearest(queries, num_searched, index), measured
 
 
-def drawable(categories: Positions, names: Positions, positives: Positions) -> tuple[Positions, Positions]:
+def drawable(
+    categories: Positions, names: Positions, positives: Positions
+) -> tuple[Positions, Positions]:
     """(the skills that share a category with one of `positives` and a name with none, those that share no category).
 
     Categories and names are numbers, one per skill; a category of -1: it has none, and is nobody's.
@@ -179,7 +221,9 @@ def _best_first(found: Positions, scores: Float32[np.ndarray, " candidate"]) -> 
     return found[order], scores[order]
 
 
-def _table(ranked: Sequence[Mapping[str, Ranked]], query_ids: list[str], skill_ids: list[str]) -> pa.Table:
+def _table(
+    ranked: Sequence[Mapping[str, Ranked]], query_ids: list[str], skill_ids: list[str]
+) -> pa.Table:
     """RANKINGS of all queries, query by query and source by source."""
     found = [of_query[source] for of_query in ranked for source in SOURCES]
     counts = np.array([len(positions) for positions, _ in found])

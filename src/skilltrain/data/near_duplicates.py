@@ -32,7 +32,9 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dt
 _ALONE = WorkersConfig(num=1)
 
 MaxNames = Annotated[int | None, Field(ge=1)]
-MAX_NAMES = "trigrams under more skill names than this are a template's, and left out; null: none are"
+MAX_NAMES = (
+    "trigrams under more skill names than this are a template's, and left out; null: none are"
+)
 Trigrams = UInt64[np.ndarray, " trigram"]
 Positions = Int64[np.ndarray, " position"]
 
@@ -40,7 +42,9 @@ Positions = Int64[np.ndarray, " position"]
 @cache
 def _word_hash(word: str) -> int:
     """64 bits, the same in every process."""
-    return int.from_bytes(blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little"
+    )
 
 
 def word_trigrams(text: str) -> Trigrams:
@@ -73,7 +77,9 @@ def _repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
     ordered = values[order]
     counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
     often = counts > times
-    return order[np.flatnonzero(np.repeat(often, counts))], np.repeat(np.arange(np.count_nonzero(often)), counts[often])
+    return order[np.flatnonzero(np.repeat(often, counts))], np.repeat(
+        np.arange(np.count_nonzero(often)), counts[often]
+    )
 
 
 def jaccard(left: Trigrams, right: Trigrams) -> float:
@@ -104,8 +110,13 @@ class TrigramSets:
         """The sets of `bodies`, read by `workers`."""
         blocks = [bodies[start : start + _BLOCK] for start in range(0, len(bodies), _BLOCK)]
         found = list(map_blocks(_read_block, blocks, workers, "reading bodies"))
-        starts = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *(sizes for sizes, _ in found)]))
-        return cls(np.concatenate([np.zeros(0, dtype=np.uint64), *(trigrams for _, trigrams in found)]), starts)
+        starts = np.cumsum(
+            np.concatenate([np.zeros(1, dtype=np.int64), *(sizes for sizes, _ in found)])
+        )
+        return cls(
+            np.concatenate([np.zeros(0, dtype=np.uint64), *(trigrams for _, trigrams in found)]),
+            starts,
+        )
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -130,7 +141,10 @@ class TrigramSets:
         places, numbers = _repeated(self.trigrams, max_names)
         if not len(places):
             return self
-        owners, width = np.repeat(names, self.sizes)[places] + 1, names.max() + 2  # without a name: 0
+        owners, width = (
+            np.repeat(names, self.sizes)[places] + 1,
+            names.max() + 2,
+        )  # without a name: 0
         pairs = np.sort(numbers * width + owners, kind="stable")
         is_template = np.bincount(_distinct(pairs) // width) > max_names
         left_out = np.zeros(len(self.trigrams), dtype=bool)
@@ -145,7 +159,9 @@ def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
     return np.array([len(one) for one in sets], dtype=np.int64), np.concatenate(sets)
 
 
-def trigram_sets(skills: Sequence[Skill], max_names: int | None, workers: WorkersConfig) -> TrigramSets:
+def trigram_sets(
+    skills: Sequence[Skill], max_names: int | None, workers: WorkersConfig
+) -> TrigramSets:
     """The sets of the skills' bodies, without the trigrams of templates unless `max_names` is None."""
     sets = TrigramSets.of([skill.body for skill in skills], workers)
     if max_names is None:
@@ -158,7 +174,9 @@ class ClustersConfig(Config):
 
     stage: Literal["clusters"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
-    threshold: float = Field(default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links skills")
+    threshold: float = Field(
+        default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links skills"
+    )
     max_names: MaxNames = Field(default=5, description=MAX_NAMES)
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: CLUSTERS, one row per skill")
@@ -168,14 +186,20 @@ def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
     """Counts of clusters of two and more skills, and the largest by their lowest skill_id; writes CLUSTERS."""
     skills = read_skills(config.pool)
     clusters = near_duplicate_clusters(skills, config.threshold, config.max_names, config.workers)
-    write_table([{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()], CLUSTERS, out)
+    write_table(
+        [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()],
+        CLUSTERS,
+        out,
+    )
     sizes = Counter(clusters.values())
     first = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
     copies = [size for size in sizes.values() if size > 1]
     return {
-        "num_skills": len(skills), "num_clusters": len(copies), "num_skills_in_clusters": sum(copies),
+        "num_skills": len(skills),
+        "num_clusters": len(copies),
+        "num_skills_in_clusters": sum(copies),
         "largest": {first[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
-    }  # fmt: skip
+    }
 
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
@@ -187,7 +211,9 @@ def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
     return clusters
 
 
-def copies_of(skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: Path) -> dict[str, list[str]]:
+def copies_of(
+    skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: Path
+) -> dict[str, list[str]]:
     """skill_id → the other skills of the pool `skills` that do the same job, for those of `skill_ids` that have any.
 
     Two skills are copies where they stand in one cluster of the table `clusters`, or where their names are one
@@ -205,14 +231,19 @@ def copies_of(skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: P
     found: dict[str, list[str]] = {}
     for own in wanted:
         named = alike[names[own]] if names[own] else []
-        near = [other for other in named if jaccard(trigrams(own), trigrams(other)) >= SAME_NAME_OVERLAP]
+        near = [
+            other for other in named if jaccard(trigrams(own), trigrams(other)) >= SAME_NAME_OVERLAP
+        ]
         if copies := {*alike[cluster_of[own]], *near} - {own}:
             found[own] = sorted(copies)
     return found
 
 
 def near_duplicate_clusters(
-    skills: Sequence[Skill], threshold: float, max_names: int | None = None, workers: WorkersConfig = _ALONE
+    skills: Sequence[Skill],
+    threshold: float,
+    max_names: int | None = None,
+    workers: WorkersConfig = _ALONE,
 ) -> dict[str, int]:
     """skill_id → cluster, in order of id; two skills are in one where a chain of pairs with a body trigram Jaccard of
     at least `threshold` links them, and clusters are numbered in the order of their lowest skill_id.
@@ -234,15 +265,23 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
     from scipy.cluster.hierarchy import DisjointSet
 
     bands, rows = bands_and_rows(threshold)
-    blocks = [[sets[i] for i in range(start, min(start + _BLOCK, len(sets)))] for start in range(0, len(sets), _BLOCK)]
-    sketches = chain.from_iterable(map_blocks(partial(_sketch_block, bands * rows), blocks, workers, "sketching"))
+    blocks = [
+        [sets[i] for i in range(start, min(start + _BLOCK, len(sets)))]
+        for start in range(0, len(sets), _BLOCK)
+    ]
+    sketches = chain.from_iterable(
+        map_blocks(partial(_sketch_block, bands * rows), blocks, workers, "sketching")
+    )
     lsh = MinHashLSH(num_perm=bands * rows, params=(bands, rows))
     linked, sizes = DisjointSet(range(len(sets))), sets.sizes
     for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
         if not sizes[position]:
             continue  # the sketch of an empty set says nothing
         for other in cast("list[int]", lsh.query(sketch)):
-            if not linked.connected(position, other) and jaccard(sets[position], sets[other]) >= threshold:
+            if (
+                not linked.connected(position, other)
+                and jaccard(sets[position], sets[other]) >= threshold
+            ):
                 linked.merge(position, other)
         lsh.insert(position, sketch)
     lowest: dict[int, int] = {}

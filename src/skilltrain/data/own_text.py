@@ -29,16 +29,22 @@ _MARKUP = (
 )
 _UNFIT = re.compile(r"[{}<>=$@\\]|\w\(|://|\w/\w+/|--\w|\.\w+\(")  # signs of code
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])")
-_USE = re.compile(r"when (?:to|should)|use (?:this|when|cases?)|trigger|使用场景|适用|何时|什么时候|触发", re.I)
+_USE = re.compile(
+    r"when (?:to|should)|use (?:this|when|cases?)|trigger|使用场景|适用|何时|什么时候|触发", re.I
+)
 _ASIDE = re.compile(
     r"\bnot\b|n['’]t\b|avoid|instead|install|setup|prerequisite|require|config|troubleshoot|error|licen[sc]e|reference"
-    r"|api key|不|安装|配置|设置|要求|错误|参考|许可", re.I)  # fmt: skip
+    r"|api key|不|安装|配置|设置|要求|错误|参考|许可",
+    re.I,
+)
 # What a line says about the user before it says what the user wants.
 _LEAD = re.compile(
     r"^(?:use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+|when(?:ever)?\s+|if\s+)?"
     r"(?:(?:the |a )?users? (?:wants?|needs?|asks?|requests?)|you (?:want|need))(?: you| help)?"
     r"(?: to| for| with| about)?\s|^use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+|^when(?:ever)?\s+"
-    r"|^(?:当|如果)?(?:用户|你)(?:想要?|需要|要求|希望|询问)?", re.I)  # fmt: skip
+    r"|^(?:当|如果)?(?:用户|你)(?:想要?|需要|要求|希望|询问)?",
+    re.I,
+)
 
 
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
@@ -47,7 +53,11 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     In half of the skills quotes and "when to use" lines come first, so that not every skill loses its description.
     """
     chance = random.Random(stable_number(seed, "passages", skill.skill_id))
-    first: list[Kind] = ["description", "quote", "use"] if chance.random() < 0.5 else ["quote", "use", "description"]
+    first: list[Kind] = (
+        ["description", "quote", "use"]
+        if chance.random() < 0.5
+        else ["quote", "use", "description"]
+    )
     by_kind: dict[Kind, list[str]] = {kind: [] for kind in (*first, "heading", "sentence")}
     for kind, text in _passages(skill):
         by_kind[kind].append(text)
@@ -73,7 +83,11 @@ def _first_usable(kind: Kind, passages: list[str], name: str) -> tuple[str, str]
         if names_skill(query, name):
             query = without_name(query, name)
         unfit = kind != "description" and _UNFIT.search(query)
-        if not unfit and MIN_WORDS <= num_words(query) <= MAX_WORDS and not names_skill(query, name):
+        if (
+            not unfit
+            and MIN_WORDS <= num_words(query) <= MAX_WORDS
+            and not names_skill(query, name)
+        ):
             return query, text
     return "", ""
 

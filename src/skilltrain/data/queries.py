@@ -43,11 +43,20 @@ class QueriesConfig(Config):
         "text, and skill_ids, skill_id or required; optional useful, rejected, irrelevant, query_id, origin, split, "
         "kind; a list in a .csv file is written as JSON",
     )
-    pool: InputPath = Field(description="folder of the stage pool, in which every required skill must be")
-    split: Split | None = Field(default=None, description="of all queries; null: the row's own, or the file's name")
-    origin: str = Field(default="unknown", min_length=1, description="who wrote the queries, where a row does not say")
+    pool: InputPath = Field(
+        description="folder of the stage pool, in which every required skill must be"
+    )
+    split: Split | None = Field(
+        default=None, description="of all queries; null: the row's own, or the file's name"
+    )
+    origin: str = Field(
+        default="unknown",
+        min_length=1,
+        description="who wrote the queries, where a row does not say",
+    )
     missing_gold: Literal["error", "drop"] = Field(
-        default="error", description="what to do with a query that requires a skill which is not in the pool"
+        default="error",
+        description="what to do with a query that requires a skill which is not in the pool",
     )
     out: Path = Field(description="folder to write queries, judgements and dropped to")
 
@@ -57,7 +66,9 @@ class QueriesConfig(Config):
         """A pattern as the files that it names, so that these are recorded."""
         found: list[Path] = []
         for file in files:
-            matching = [] if file.exists() else Path(file.anchor).glob(str(file.relative_to(file.anchor)))
+            matching = (
+                [] if file.exists() else Path(file.anchor).glob(str(file.relative_to(file.anchor)))
+            )
             found += sorted(matching) or [file]
         return tuple(found)
 
@@ -141,7 +152,9 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         file = config.out.with_name(f"{config.out.name}.dropped.parquet")
         write_table(dropped, DROPPED, file)
         first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
-        what = f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
+        what = (
+            f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
+        )
         raise SkilltrainError(what, fix=f"all reasons are in {file}")
     write_queries(queries, judgements, dropped, out)
     return {
@@ -162,42 +175,68 @@ class _Reader:
         self.skill_ids = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
         file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
-        rows = [row for row in rows if row["filter"] == "duplicate" and row["skill_id"] not in self.skill_ids]
+        rows = [
+            row
+            for row in rows
+            if row["filter"] == "duplicate" and row["skill_id"] not in self.skill_ids
+        ]
         self.kept_for = {row["skill_id"]: row["other_id"] for row in rows if row["other_id"]}
 
     def read(self, values: dict[str, Any], path: Path, place: str) -> None:
         """Take a row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place."""
         row = _checked(values, place)
         said = [
-            given.model_copy(update={"verdict": verdict, "skill_id": self.kept_for.get(given.skill_id, given.skill_id)})
+            given.model_copy(
+                update={
+                    "verdict": verdict,
+                    "skill_id": self.kept_for.get(given.skill_id, given.skill_id),
+                }
+            )
             for key, verdict in VERDICT_KEYS.items()
             for given in getattr(row, key)
         ]
         judged: dict[str, Said] = {}
-        contradicted = [one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict]
+        contradicted = [
+            one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict
+        ]
         text, own_id = clean_text(row.text).strip(), _line(row.query_id)
         if "group_id" in values and len(judged) < 2:
             what = f"group '{own_id}' holds {len(judged)} skill(s): a group is judged against one another"
             raise SkilltrainError(what, where=place)
-        required = sorted(skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED)
+        required = sorted(
+            skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED
+        )
         # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
         digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
         stem = path.name.split(".")[0]
         split = self.config.split or row.split or (stem if stem in get_args(Split) else None)
         if split is None:
-            raise SkilltrainError("neither its rows nor its file name give a split", where=path, fix="set split: train")
+            raise SkilltrainError(
+                "neither its rows nor its file name give a split",
+                where=path,
+                fix="set split: train",
+            )
         kind = row.kind or ("multi" if len(required) > 1 else "single")
         query_id = own_id or f"{clean_text(stem)}-{digest}"
-        item = JudgedQuery(Query(query_id, text, kind, row.origin or self.config.origin, split), judged, place)
+        item = JudgedQuery(
+            Query(query_id, text, kind, row.origin or self.config.origin, split), judged, place
+        )
         for one in contradicted:
-            self._drop(item, one.skill_id, "contradiction", f"says {one.verdict} and another verdict, which stands")
+            self._drop(
+                item,
+                one.skill_id,
+                "contradiction",
+                f"says {one.verdict} and another verdict, which stands",
+            )
         if not text:
             self._drop(item, "", "empty_query", "has no query text")
         elif not required:
             self._drop(item, "", "no_gold", "requires no skill")
         elif (earlier := self.asked.setdefault(query_id, item)) is not item:
             if own_id:
-                raise SkilltrainError(f"query_id '{query_id}' stands in {earlier.place} too", where=place)
+                raise SkilltrainError(
+                    f"query_id '{query_id}' stands in {earlier.place} too", where=place
+                )
             self._drop(item, "", "duplicate_query", f"repeats {earlier.place}")
 
     def judgements(self) -> list[Judgement]:
@@ -218,7 +257,9 @@ class _Reader:
         for skill_id, found in item.judgements.items():
             place = answers.get((query.text, skill_id))
             if place is not None and found.verdict not in POSITIVE:
-                reason = f"says {found.verdict}, and {place}, of the same text, that it is an answer"
+                reason = (
+                    f"says {found.verdict}, and {place}, of the same text, that it is an answer"
+                )
                 self._drop(item, skill_id, "contradiction", reason)
             elif skill_id in self.skill_ids:
                 rows.append(Judgement(query.query_id, judge=query.origin, **found.model_dump()))
@@ -230,13 +271,19 @@ class _Reader:
         return rows if is_whole else []
 
     def _drop(self, item: JudgedQuery, skill_id: str, filter: str, reason: str) -> None:
-        self.dropped.append(Dropped(item.query.query_id, skill_id, filter, f"{item.place} {reason}"))
+        self.dropped.append(
+            Dropped(item.query.query_id, skill_id, filter, f"{item.place} {reason}")
+        )
 
 
 def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
     check_regular(path)
-    readers = {".json": read_json, ".parquet": lambda path: pq.read_table(path).to_pylist(), ".csv": _read_csv}
+    readers = {
+        ".json": read_json,
+        ".parquet": lambda path: pq.read_table(path).to_pylist(),
+        ".csv": _read_csv,
+    }
     if (kind := path.suffix.lower()) in (".jsonl", ".gz"):
         yield from read_jsonl(path)
         return
@@ -246,12 +293,16 @@ def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = readers[kind](path)
     except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
-        raise SkilltrainError(f"cannot be read as {kind[1:]}: {reason_of(error)}", where=path) from error
+        raise SkilltrainError(
+            f"cannot be read as {kind[1:]}: {reason_of(error)}", where=path
+        ) from error
     if not isinstance(rows, list):
         raise SkilltrainError(f"is a {type(rows).__name__}, not a list of queries", where=path)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise SkilltrainError(f"is a {type(row).__name__}, not an object", where=f"{path}, row {number}")
+            raise SkilltrainError(
+                f"is a {type(row).__name__}, not an object", where=f"{path}, row {number}"
+            )
         yield f"{path}, row {number}", row
 
 
@@ -259,7 +310,11 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
     """The rows of a CSV file; an empty cell is None, a cell that begins with a bracket is JSON."""
 
     def cell(value: Any) -> Any:
-        return (json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value) or None
+        return (
+            json.loads(value)
+            if isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+            else value
+        ) or None
 
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file, restkey="too many cells"))
@@ -275,5 +330,7 @@ def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
         raise SkilltrainError(what, where=place)
     said = {key: value for key, value in row.items() if value is not None}
     names = {"query": "text", "group_id": "query_id"}
-    said |= {own: said[other] for other, own in names.items() if other in said and not said.get(own)}
+    said |= {
+        own: said[other] for other, own in names.items() if other in said and not said.get(own)
+    }
     return validate(QueryRow, said, place)

@@ -16,15 +16,25 @@ from skilltrain.records import Skill
 from skilltrain.texts import CJK, num_words, words_of
 
 MAX_TERSE_WORDS = 20
-_SAMPLE = 1000  # queries over which words are counted: shares of distinct words fall with a set's size
+_SAMPLE = (
+    1000  # queries over which words are counted: shares of distinct words fall with a set's size
+)
 _REFUSAL = re.compile(
     r"(?:i['’]?m sorry|sorry,? (?:but )?i|i (?:can ?not|can['’]t|am unable to|won['’]t) (?:assist|help with"
     r"|comply|fulfil|write|create|generate|provide)"
-    r"|as an ai\b|很?抱歉|对不起|我(?:无法|不能)(?:协助|提供|帮助|生成|满足))", re.I)  # fmt: skip
-_LABEL = re.compile(r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用户请求)\s*[:：]\s*", re.I)
+    r"|as an ai\b|很?抱歉|对不起|我(?:无法|不能)(?:协助|提供|帮助|生成|满足))",
+    re.I,
+)
+_LABEL = re.compile(
+    r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用户请求)\s*[:：]\s*", re.I
+)
 _IS_LATIN = re.compile(rf"[^{CJK}]")
-_SHELL = re.compile(r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-_PROGRAM = re.compile(r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= (?![=(])|$)", re.MULTILINE)
+_SHELL = re.compile(
+    r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE
+)
+_PROGRAM = re.compile(
+    r"^[ \t]{0,8}(?:[$>] )?(?:sudo )?([a-z][\w-]{1,40})(?= (?![=(])|$)", re.MULTILINE
+)
 # Words of the shell and of code that is written by it, and programs that tell nothing of what a skill is for.
 _ANYBODYS = frozenset(
     words_of(
@@ -71,10 +81,17 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
         "texts": texts,
         "openings": [tuple(words_of(text)[:3]) for text in texts],
         "words": [word for of_query in words for word in of_query],
-        "trigrams": [run for of_query in words for run in zip(of_query, of_query[1:], of_query[2:], strict=False)],
+        "trigrams": [
+            run
+            for of_query in words
+            for run in zip(of_query, of_query[1:], of_query[2:], strict=False)
+        ],
     }
     median, ninth = np.quantile([num_words(text) for text in texts], (0.5, 0.9)).tolist()
-    shares = {f"distinct_{name}": round(len({*found}) / max(1, len(found)), 4) for name, found in distinct.items()}
+    shares = {
+        f"distinct_{name}": round(len({*found}) / max(1, len(found)), 4)
+        for name, found in distinct.items()
+    }
     return {"median_words": median, "p90_words": ninth, **shares}
 
 
@@ -101,7 +118,9 @@ def names_skill(query: str, name: str) -> bool:
     words = words_of(query)
     starts = list(accumulate(map(len, words), initial=0))
     text = "".join(words)
-    return any(text.startswith(spelled, start) and start + len(spelled) in starts for start in starts)
+    return any(
+        text.startswith(spelled, start) and start + len(spelled) in starts for start in starts
+    )
 
 
 def without_name(text: str, name: str) -> str:

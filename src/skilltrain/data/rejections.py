@@ -17,7 +17,15 @@ from jaxtyping import Bool
 from pydantic import BaseModel, Field
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import TOKENS_PER_WORD, Line, ask, language_named, prompt, questions_of, unflagged_skills
+from skilltrain.data.asking import (
+    TOKENS_PER_WORD,
+    Line,
+    ask,
+    language_named,
+    prompt,
+    questions_of,
+    unflagged_skills,
+)
 from skilltrain.data.draws import draw, split_groups, stable_number
 from skilltrain.data.query_texts import fit_query
 from skilltrain.errors import SkilltrainError
@@ -41,25 +49,45 @@ class RejectionsConfig(Config):
     """Write requests for groups of skills, and keep what is rejected for them."""
 
     stage: Literal["rejections"] = "rejections"
-    pool: InputPath = Field(description="SKILLS table, or the folder that holds it; flagged skills are in no group")
+    pool: InputPath = Field(
+        description="SKILLS table, or the folder that holds it; flagged skills are in no group"
+    )
     llm: LLMConfig = Field(description="who writes and judges, kind openai or smollm2")
-    second_judge: LLMConfig | None = Field(default=None, description="who judges a sample again; null: nobody")
-    num_judged_twice: int = Field(default=100, ge=1, description="groups that the second judge sees")
-    encoder: EncoderSource = Field(description="finds neighbours; across languages too, if it was trained for that")
-    num_groups: int = Field(default=1000, ge=1, description="groups asked for, by turns of all directions and kinds")
-    group_size: int = Field(default=7, ge=2, le=20, description="skills in a group, the anchor among them")
+    second_judge: LLMConfig | None = Field(
+        default=None, description="who judges a sample again; null: nobody"
+    )
+    num_judged_twice: int = Field(
+        default=100, ge=1, description="groups that the second judge sees"
+    )
+    encoder: EncoderSource = Field(
+        description="finds neighbours; across languages too, if it was trained for that"
+    )
+    num_groups: int = Field(
+        default=1000, ge=1, description="groups asked for, by turns of all directions and kinds"
+    )
+    group_size: int = Field(
+        default=7, ge=2, le=20, description="skills in a group, the anchor among them"
+    )
     kinds: tuple[Kind, ...] = Field(
         default=("neighbours", "category", "across", "languages"),
         min_length=1,
         description="neighbours of the anchor; its category; other categories; half of them of another language",
     )
     languages: tuple[Language, ...] = Field(
-        default=("en", "zh"), min_length=1, description="of requests and of anchors; all directions equally often"
+        default=("en", "zh"),
+        min_length=1,
+        description="of requests and of anchors; all directions equally often",
     )
-    num_words: int = Field(default=80, ge=5, description="length that a request is asked for; twice that is refused")
-    dev_share: float = Field(default=0.1, ge=0, le=1, description="share of groups of split dev; no skill is in both")
+    num_words: int = Field(
+        default=80, ge=5, description="length that a request is asked for; twice that is refused"
+    )
+    dev_share: float = Field(
+        default=0.1, ge=0, le=1, description="share of groups of split dev; no skill is in both"
+    )
     seed: Seed = Field(default=0, description="decides groups, split and the model's seeds")
-    out: Path = Field(description="folder for queries, judgements and dropped; second/ has the second judge's")
+    out: Path = Field(
+        description="folder for queries, judgements and dropped; second/ has the second judge's"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +135,48 @@ def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError where no group could be used.
     """
     groups, dropped = _groups(config)
-    asked = ask(_questions(config, config.llm, groups, partial(read_request, set(), 2 * config.num_words)))
+    asked = ask(
+        _questions(config, config.llm, groups, partial(read_request, set(), 2 * config.num_words))
+    )
     dropped += asked.dropped
     if not asked.values:
-        raise SkilltrainError(f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}")
+        raise SkilltrainError(
+            f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}"
+        )
     judge = f"llm:{config.llm.model}"
-    members = {group.query_id: [skill.skill_id for skill in group.skills] for group, _ in asked.values}
+    members = {
+        group.query_id: [skill.skill_id for skill in group.skills] for group, _ in asked.values
+    }
     split = split_groups(members, config.dev_share, config.seed)
     queries = [
-        Query(group.query_id, found.request, "single" if found.refusal else "multi", judge, split[group.query_id])
+        Query(
+            group.query_id,
+            found.request,
+            "single" if found.refusal else "multi",
+            judge,
+            split[group.query_id],
+        )
         for group, found in asked.values
     ]
-    judged = [one for group, found in asked.values for one in judgements_of(group, found.verdicts, judge)]
+    judged = [
+        one for group, found in asked.values for one in judgements_of(group, found.verdicts, judge)
+    ]
     second = _judged_twice(config, asked.values, judged, out)
     write_queries(queries, judged, dropped, out)
     return {
-        "num_groups": len(groups), "num_queries": len(queries),
+        "num_groups": len(groups),
+        "num_queries": len(queries),
         "num_refusals": sum(query.kind == "single" for query in queries),
         "num_dev": sum(query.split == "dev" for query in queries),
-        "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values),
+        "by_direction": counted(
+            f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values
+        ),
         "by_verdict": counted(one.verdict for one in judged),
         "by_reason": counted(one.reason for one in judged if one.reason),
-        "dropped": counted(row.filter for row in dropped), **second, **asked.used,
-    }  # fmt: skip
+        "dropped": counted(row.filter for row in dropped),
+        **second,
+        **asked.used,
+    }
 
 
 def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
@@ -138,13 +185,19 @@ def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
     plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
     plan |= cost_of(_questions(config, config.llm, groups, read_given))
     if config.second_judge is not None:
-        made_up = [replace(group, request="word " * config.num_words) for group in groups[: config.num_judged_twice]]
+        made_up = [
+            replace(group, request="word " * config.num_words)
+            for group in groups[: config.num_judged_twice]
+        ]
         plan["second_judge"] = cost_of(_questions(config, config.second_judge, made_up, read_given))
     return plan
 
 
 def _questions(
-    config: RejectionsConfig, llm: LLMConfig, groups: Sequence[Group], read: Callable[[Group, str], ValueT]
+    config: RejectionsConfig,
+    llm: LLMConfig,
+    groups: Sequence[Group],
+    read: Callable[[Group, str], ValueT],
 ) -> Questions[Group, ValueT]:
     """What a judge is asked; where the request is given, its answer is shorter."""
     tokens = _TOKENS_PER_VERDICT * config.group_size
@@ -155,7 +208,10 @@ def _questions(
 
 def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
     """What a judge is told by the prompt of a `name`; a request that it writes has about so many `words`."""
-    parts = [f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}" for n, one in enumerate(group.skills, 1)]
+    parts = [
+        f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}"
+        for n, one in enumerate(group.skills, 1)
+    ]
     if group.request:
         parts.insert(0, f"Request: {untrusted_line(group.request, 4000)}")
     return prompt(name, "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words)
@@ -166,14 +222,23 @@ def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> J
     found, skills, lang = read_object(answer, JudgedRequest), group.skills, group.lang
     if found.refusal is not None:
         others = range(2, len(skills) + 1)
-        turned = (Judged(skill=n, verdict=Verdict.REJECTED, reason=found.refusal, why=found.why) for n in others)
-        found = found.model_copy(update={"verdicts": (Judged(skill=1, verdict=Verdict.REQUIRED), *turned)})
+        turned = (
+            Judged(skill=n, verdict=Verdict.REJECTED, reason=found.refusal, why=found.why)
+            for n in others
+        )
+        found = found.model_copy(
+            update={"verdicts": (Judged(skill=1, verdict=Verdict.REQUIRED), *turned)}
+        )
     _check_verdicts(found.verdicts, skills)
     num_required = sum(one.verdict is Verdict.REQUIRED for one in found.verdicts)
     if num_required < 1 + (found.refusal is None):
-        raise ValueError(f"{num_required} capabilities are required, two or more are wanted, or a refusal")
+        raise ValueError(
+            f"{num_required} capabilities are required, two or more are wanted, or a refusal"
+        )
     if language_of(found.request) not in (lang, None):
-        raise AnswerError("language", f"the request is not in {language_named(lang, 'the capabilities')}")
+        raise AnswerError(
+            "language", f"the request is not in {language_named(lang, 'the capabilities')}"
+        )
     return found.model_copy(update={"request": fit_query(found.request, seen, max_words, skills)})
 
 
@@ -188,8 +253,12 @@ def _check_verdicts(verdicts: Sequence[Judged], skills: Sequence[Skill]) -> None
     """Raise ValueError where a skill has no verdict or two, or was rejected without a reason."""
     numbers = sorted(one.skill for one in verdicts)
     if numbers != list(range(1, len(skills) + 1)):
-        raise ValueError(f"the capabilities judged are {numbers}, not 1 to {len(skills)}, each once")
-    if without := [one.skill for one in verdicts if one.verdict is Verdict.REJECTED and one.reason is None]:
+        raise ValueError(
+            f"the capabilities judged are {numbers}, not 1 to {len(skills)}, each once"
+        )
+    if without := [
+        one.skill for one in verdicts if one.verdict is Verdict.REJECTED and one.reason is None
+    ]:
         raise ValueError(f"capability {without[0]} is rejected without a reason")
 
 
@@ -197,13 +266,21 @@ def judgements_of(group: Group, verdicts: Iterable[Judged], judge: str) -> list[
     """The judgements of a group; only a rejection has a reason."""
     found: list[Judgement] = []
     for one in verdicts:
-        skill_id, reason = group.skills[one.skill - 1].skill_id, one.reason if one.verdict is Verdict.REJECTED else None
-        found.append(Judgement(group.query_id, skill_id, one.verdict, judge, reason, one.why, group.query_id))
+        skill_id, reason = (
+            group.skills[one.skill - 1].skill_id,
+            one.reason if one.verdict is Verdict.REJECTED else None,
+        )
+        found.append(
+            Judgement(group.query_id, skill_id, one.verdict, judge, reason, one.why, group.query_id)
+        )
     return found
 
 
 def _judged_twice(
-    config: RejectionsConfig, made: Sequence[tuple[Group, JudgedRequest]], first: Sequence[Judgement], out: Path
+    config: RejectionsConfig,
+    made: Sequence[tuple[Group, JudgedRequest]],
+    first: Sequence[Judgement],
+    out: Path,
 ) -> dict[str, Any]:
     """Kappa of both judges over a sample of groups, of which the second sees the skills in another order."""
     if config.second_judge is None:
@@ -211,13 +288,19 @@ def _judged_twice(
     sample = sorted(made, key=lambda pair: stable_number(config.seed, "second", pair[0].query_id))
     groups: list[Group] = []
     for group, found in sample[: config.num_judged_twice]:
-        turned = sorted(group.skills, key=lambda skill: stable_number(config.seed, group.query_id, skill.skill_id))
+        turned = sorted(
+            group.skills,
+            key=lambda skill: stable_number(config.seed, group.query_id, skill.skill_id),
+        )
         groups.append(replace(group, skills=tuple(turned), request=found.request))
     asked = ask(_questions(config, config.second_judge, groups, read_given))
     judge = f"llm:{config.second_judge.model}"
     judged = [judgements_of(group, found.verdicts, judge) for group, found in asked.values]
     verdict_of = {(one.query_id, one.skill_id): one.verdict for one in first}
-    pairs = [[(verdict_of[one.query_id, one.skill_id], one.verdict) for one in of_group] for of_group in judged]
+    pairs = [
+        [(verdict_of[one.query_id, one.skill_id], one.verdict) for one in of_group]
+        for of_group in judged
+    ]
     write_table([one for of_group in judged for one in of_group], JUDGEMENTS, out / "second")
     write_table(asked.dropped, DROPPED, out / "second")
     kappa = asdict(agreement(pairs))
@@ -230,16 +313,34 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
     skills = [skill for skill in pool if skill.lang in config.languages]
     for skill in pool:
         if skill.lang not in config.languages:
-            reason = f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
+            reason = (
+                f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
+            )
             dropped.append(Dropped("", skill.skill_id, "language", reason))
     if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
         fix = "name the pool's languages in languages"
-        raise SkilltrainError(f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix)
-    order = sorted(range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id))
-    anchors = {lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages}
-    decide = {"seed", "kinds", "languages", "group_size", "num_words"}  # of two runs, whether their groups are the same
-    run = hashlib.sha256(f"{config.llm.model} {config.model_dump_json(include=decide)}".encode()).hexdigest()
-    turns = islice(cycle(product(product(config.languages, repeat=2), config.kinds)), config.num_groups)
+        raise SkilltrainError(
+            f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix
+        )
+    order = sorted(
+        range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id)
+    )
+    anchors = {
+        lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages
+    }
+    decide = {
+        "seed",
+        "kinds",
+        "languages",
+        "group_size",
+        "num_words",
+    }  # of two runs, whether their groups are the same
+    run = hashlib.sha256(
+        f"{config.llm.model} {config.model_dump_json(include=decide)}".encode()
+    ).hexdigest()
+    turns = islice(
+        cycle(product(product(config.languages, repeat=2), config.kinds)), config.num_groups
+    )
     mates, groups = _Mates(config, skills), list[Group]()
     for number, ((asked, of), kind) in enumerate(turns):
         group_id, anchor = f"{kind}-{run[:6]}-{number:05}", next(anchors[of])
@@ -249,7 +350,9 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
             reason = f"no other skill can stand with it in a group of kind {kind}"
             dropped.append(Dropped(group_id, skills[anchor].skill_id, "group_of_one", reason))
     if not groups:
-        raise SkilltrainError("every group would hold one skill alone", where=config.pool, fix="give a larger pool")
+        raise SkilltrainError(
+            "every group would hold one skill alone", where=config.pool, fix="give a larger pool"
+        )
     return groups, dropped
 
 
@@ -271,7 +374,11 @@ class _Mates:
             return self._drawn(own & alike & (self.categories != ""), self.wanted, group_id)
         if kind == "across":
             return self._drawn(own & ~alike, self.wanted, group_id)
-        foreign = self._near(anchor, other_name & ~same_lang) if kind == "languages" else np.zeros_like(own)
+        foreign = (
+            self._near(anchor, other_name & ~same_lang)
+            if kind == "languages"
+            else np.zeros_like(own)
+        )
         far = self._drawn(foreign, (self.wanted + 1) // 2, f"{group_id}/far")
         near = self._drawn(self._near(anchor, own), self.wanted - len(far), group_id)
         return [*far, *near] if kind == "neighbours" or far else []

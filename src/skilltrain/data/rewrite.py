@@ -32,9 +32,13 @@ class RewriteConfig(Config):
 
     stage: Literal["rewrite"] = "rewrite"
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
-    pool: InputPath = Field(description="SKILLS table: a query must not name a skill that answers it")
+    pool: InputPath = Field(
+        description="SKILLS table: a query must not name a skill that answers it"
+    )
     llm: LLMConfig = Field(description="who rewrites, kind openai or smollm2")
-    style: Literal["typed", "paraphrase", "terse"] = Field(default="typed", description="terse: in 4 to 14 words")
+    style: Literal["typed", "paraphrase", "terse"] = Field(
+        default="typed", description="terse: in 4 to 14 words"
+    )
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped")
 
@@ -43,16 +47,28 @@ def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
     """Write QUERIES, JUDGEMENTS and DROPPED with what could not be rewritten. SkilltrainError: no query could."""
     asked = ask(_questions(config))
     if not asked.values:
-        raise SkilltrainError(f"rewrote no query; the first reason: {asked.dropped[0].reason}", where=config.queries)
+        raise SkilltrainError(
+            f"rewrote no query; the first reason: {asked.dropped[0].reason}", where=config.queries
+        )
     origin = f"{config.style} by llm:{config.llm.model}"
-    written = {one.query_id: replace(one.query, text=text, origin=origin) for one, text in asked.values}
-    judged = [row for row in read_table(config.queries, JUDGEMENTS).to_pylist() if row["query_id"] in written]
+    written = {
+        one.query_id: replace(one.query, text=text, origin=origin) for one, text in asked.values
+    }
+    judged = [
+        row
+        for row in read_table(config.queries, JUDGEMENTS).to_pylist()
+        if row["query_id"] in written
+    ]
     write_queries(written.values(), judged, asked.dropped, out)
     return {
-        "num_asked": len(written) + len(asked.dropped), "num_rewritten": len(written),
-        "mean_words": round(sum(num_words(query.text) for query in written.values()) / len(written), 1),
-        "dropped": counted(row.filter for row in asked.dropped), **asked.used,
-    }  # fmt: skip
+        "num_asked": len(written) + len(asked.dropped),
+        "num_rewritten": len(written),
+        "mean_words": round(
+            sum(num_words(query.text) for query in written.values()) / len(written), 1
+        ),
+        "dropped": counted(row.filter for row in asked.dropped),
+        **asked.used,
+    }
 
 
 def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
@@ -80,4 +96,6 @@ def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
         return fit_query(answer, seen, most, one.golds)
 
     tokens = round(TOKENS_PER_WORD * sum(num_words(one.query.text) for one in wanted) / len(wanted))
-    return questions_of(config.llm, wanted, prompt_of, config.seed, read, tokens, "rewriting queries")
+    return questions_of(
+        config.llm, wanted, prompt_of, config.seed, read, tokens, "rewriting queries"
+    )

@@ -13,7 +13,14 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of, unflagged_skills
+from skilltrain.data.asking import (
+    PROMPTS,
+    TOKENS_PER_WORD,
+    ask,
+    prompt,
+    questions_of,
+    unflagged_skills,
+)
 from skilltrain.data.draws import is_drawn, sample_skills, stable_number
 from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.own_text import own_queries
@@ -40,30 +47,54 @@ class SynthesizeConfig(Config):
 
     stage: Literal["synthesize"] = "synthesize"
     pool: InputPath = Field(description="SKILLS table, or the folder that holds it")
-    llm: Annotated[OpenAIConfig | SmolLM2Config | OwnTextConfig, Field(discriminator="kind")] = Field(
-        default=OwnTextConfig(), description="who writes: kind own_text (no model), openai or smollm2"
+    llm: Annotated[OpenAIConfig | SmolLM2Config | OwnTextConfig, Field(discriminator="kind")] = (
+        Field(
+            default=OwnTextConfig(),
+            description="who writes: kind own_text (no model), openai or smollm2",
+        )
     )
-    flagged: Literal["leave_out", "use"] = Field(default="leave_out", description="skills that the screening flagged")
-    num_queries_per_skill: int = Field(default=1, ge=1, le=1000, description="queries asked for each skill")
-    max_skills: int | None = Field(default=None, ge=1, description="sample this many, stratified by category and lang")
+    flagged: Literal["leave_out", "use"] = Field(
+        default="leave_out", description="skills that the screening flagged"
+    )
+    num_queries_per_skill: int = Field(
+        default=1, ge=1, le=1000, description="queries asked for each skill"
+    )
+    max_skills: int | None = Field(
+        default=None, ge=1, description="sample this many, stratified by category and lang"
+    )
     prompt: Literal["styles", "skillrouter"] = Field(
-        default="styles", description="a style for each query; or the paper's table 2, with the skill's category"
+        default="styles",
+        description="a style for each query; or the paper's table 2, with the skill's category",
     )
     style: str | None = Field(
-        default=None, min_length=1, max_length=200,
+        default=None,
+        min_length=1,
+        max_length=200,
         description="of all queries, in words, which their origin names too; null: one of seven, drawn for each",
-    )  # fmt: skip
-    num_words: int = Field(default=160, ge=5, description="words asked for (the paper's mean); half more are refused")
-    terse_share: float = Field(default=0.0, ge=0, le=1, description="share of queries written in 4 to 14 words")
+    )
+    num_words: int = Field(
+        default=160, ge=5, description="words asked for (the paper's mean); half more are refused"
+    )
+    terse_share: float = Field(
+        default=0.0, ge=0, le=1, description="share of queries written in 4 to 14 words"
+    )
     body_chars: int = Field(default=4000, ge=1, description="how much of a body a model is shown")
-    dev_share: float = Field(default=0.05, ge=0, le=1, description="share of skills whose queries are split dev")
-    clusters: InputPath | None = Field(default=None, description="CLUSTERS table: near-duplicates are in one split")
+    dev_share: float = Field(
+        default=0.05, ge=0, le=1, description="share of skills whose queries are split dev"
+    )
+    clusters: InputPath | None = Field(
+        default=None, description="CLUSTERS table: near-duplicates are in one split"
+    )
     seed: Seed = Field(default=0, description="decides sample, styles, split and the models' seeds")
-    out: Path = Field(description="folder for queries, judgements, dropped; of own_text also the pool without these")
+    out: Path = Field(
+        description="folder for queries, judgements, dropped; of own_text also the pool without these"
+    )
 
     @model_validator(mode="after")
     def _style_is_used(self) -> "SynthesizeConfig":
-        if self.style is not None and (self.prompt != "styles" or isinstance(self.llm, OwnTextConfig)):
+        if self.style is not None and (
+            self.prompt != "styles" or isinstance(self.llm, OwnTextConfig)
+        ):
             raise ValueError("style is for a chat model and prompt: styles")
         return self
 
@@ -88,32 +119,51 @@ def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
     num_skills = len(wanted) // config.num_queries_per_skill
     if not asked.values:
         first = asked.dropped[0].reason if asked.dropped else "every skill is flagged"
-        fix = "answers are kept in llm.cache; set another seed to have others asked for" if asked.used else ""
-        raise SkilltrainError(f"made no query for {num_skills} skills; the first reason: {first}", fix=fix)
+        fix = (
+            "answers are kept in llm.cache; set another seed to have others asked for"
+            if asked.used
+            else ""
+        )
+        raise SkilltrainError(
+            f"made no query for {num_skills} skills; the first reason: {first}", fix=fix
+        )
 
-    origin, cluster_of, dropped = config.origin, _cluster_of(config.clusters), flagged + asked.dropped
+    origin, cluster_of, dropped = (
+        config.origin,
+        _cluster_of(config.clusters),
+        flagged + asked.dropped,
+    )
     queries, judgements = list[Query](), list[Judgement]()
     for one, text in asked.values:
-        is_dev = is_drawn(config.dev_share, config.seed, "split", cluster_of.get(one.skill_id, one.skill_id))
+        is_dev = is_drawn(
+            config.dev_share, config.seed, "split", cluster_of.get(one.skill_id, one.skill_id)
+        )
         queries.append(Query(one.query_id, text, "single", origin, "dev" if is_dev else "train"))
         judgements.append(Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin))
     write_queries(queries, judgements, dropped, out)
     return {
-        "num_skills": num_skills, "num_asked": len(wanted),
-        "num_queries": len(queries), "num_dropped": len(dropped),
+        "num_skills": num_skills,
+        "num_asked": len(wanted),
+        "num_queries": len(queries),
+        "num_dropped": len(dropped),
         "dropped": counted(row.filter for row in dropped),
         "num_dev": sum(query.split == "dev" for query in queries),
         "mean_words": round(sum(num_words(query.text) for query in queries) / len(queries), 1),
-        "origin": origin, **asked.used,
+        "origin": origin,
+        **asked.used,
         "profile": query_profile([query.text for query in queries]),
-    }  # fmt: skip
+    }
 
 
 def plan_synthesize(config: SynthesizeConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
     wanted, flagged = _wanted(config)
     num_skills = len(wanted) // config.num_queries_per_skill
-    cost = {} if isinstance(config.llm, OwnTextConfig) else cost_of(_questions(config, config.llm, wanted))
+    cost = (
+        {}
+        if isinstance(config.llm, OwnTextConfig)
+        else cost_of(_questions(config, config.llm, wanted))
+    )
     counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
     return counts | {"origin": config.origin} | cost
 
@@ -131,12 +181,18 @@ class WantedQuery:
 
 def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]:
     """The queries to be made, skill by skill, and the skills left out because they are flagged."""
-    usable, flagged = unflagged_skills(config.pool) if config.flagged == "leave_out" else (read_skills(config.pool), [])
+    usable, flagged = (
+        unflagged_skills(config.pool)
+        if config.flagged == "leave_out"
+        else (read_skills(config.pool), [])
+    )
     if not usable and not flagged:
         raise SkilltrainError("the pool holds no skill", where=config.pool)
     # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
     parts = config.origin, config.seed, config.num_words, config.terse_share, config.body_chars
-    parts += (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
+    parts += (
+        (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
+    )
     run = hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
     wanted: list[WantedQuery] = []
     for skill in sample_skills(usable, config.max_skills, config.seed):
@@ -150,36 +206,54 @@ def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]
 def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, str]:
     """What a chat model is told, so that it writes a query. Its style is the same in every attempt."""
     skill, styles = wanted.skill, PROMPTS["styles"]["drawn"]
-    drawn = styles[stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}") % len(styles)]
+    drawn = styles[
+        stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}") % len(styles)
+    ]
     material = untrusted_skill(skill, 500, config.body_chars)
     if config.prompt == "skillrouter":
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
     return prompt(
-        config.prompt, material, number=wanted.number, total=config.num_queries_per_skill,
+        config.prompt,
+        material,
+        number=wanted.number,
+        total=config.num_queries_per_skill,
         length=TERSE if wanted.is_terse else f"about {config.num_words} words",
         lang=skill.lang or "en",
         style="terse" if wanted.is_terse else config.style or drawn,
-    )  # fmt: skip
+    )
 
 
-def _questions(config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[WantedQuery]) -> Questions[WantedQuery, str]:
+def _questions(
+    config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[WantedQuery]
+) -> Questions[WantedQuery, str]:
     seen: set[str] = set()
 
     def read(one: WantedQuery, answer: str) -> str:
-        return fit_query(answer, seen, MAX_TERSE_WORDS if one.is_terse else config.num_words * 3 // 2, [one.skill])
+        return fit_query(
+            answer,
+            seen,
+            MAX_TERSE_WORDS if one.is_terse else config.num_words * 3 // 2,
+            [one.skill],
+        )
 
     tokens = round(config.num_words * TOKENS_PER_WORD)
-    return questions_of(llm, wanted, partial(query_prompt, config), config.seed, read, tokens, "writing queries")
+    return questions_of(
+        llm, wanted, partial(query_prompt, config), config.seed, read, tokens, "writing queries"
+    )
 
 
-def _from_own_text(config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path) -> Asked[WantedQuery, str]:
+def _from_own_text(
+    config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path
+) -> Asked[WantedQuery, str]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
     written, dropped = list[tuple[WantedQuery, str]](), list[Dropped]()
     rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts, first = list[str](), dict[str, str]()
     for one in wanted:
         if one.number == 1:
-            texts, rest[one.skill_id] = own_queries(one.skill, config.num_queries_per_skill, config.seed)
+            texts, rest[one.skill_id] = own_queries(
+                one.skill, config.num_queries_per_skill, config.seed
+            )
         if not texts:
             reason = "its own text holds no further passage that can be a query"
             dropped.append(Dropped(one.query_id, one.skill_id, "empty", reason))
@@ -187,7 +261,9 @@ def _from_own_text(config: SynthesizeConfig, wanted: Sequence[WantedQuery], out:
         text = texts.pop(0)
         if (other_id := first.setdefault(text.casefold(), one.skill_id)) != one.skill_id:
             reason = "another skill has the same passage"
-            dropped.append(Dropped(one.query_id, one.skill_id, "duplicate", reason, other_id=other_id))
+            dropped.append(
+                Dropped(one.query_id, one.skill_id, "duplicate", reason, other_id=other_id)
+            )
         else:
             written.append((one, text))
     write_table(rest.values(), SKILLS, out)
@@ -200,4 +276,7 @@ def _cluster_of(clusters: Path | None) -> dict[str, str]:
     """skill_id → the lowest one of its cluster, which decides the split: a grown pool seldom moves a cluster."""
     found = read_clusters(clusters, ()) if clusters is not None else {}
     lowest: dict[int, str] = {}
-    return {skill_id: lowest.setdefault(cluster, skill_id) for skill_id, cluster in sorted(found.items())}
+    return {
+        skill_id: lowest.setdefault(cluster, skill_id)
+        for skill_id, cluster in sorted(found.items())
+    }

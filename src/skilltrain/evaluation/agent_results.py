@@ -43,7 +43,9 @@ def read_trials(path: Path) -> list[Trial]:
     for where, row in read_jsonl(path):
         trial = validate(Trial, row, where)
         if trials.setdefault((trial.condition, trial.task, trial.trial), trial) is not trial:
-            raise SkilltrainError(f"trial {trial.trial} of task '{trial.task}' stands there twice", where=where)
+            raise SkilltrainError(
+                f"trial {trial.trial} of task '{trial.task}' stands there twice", where=where
+            )
     if not trials:
         raise SkilltrainError("holds no trial", where=path)
     return [*trials.values()]
@@ -60,7 +62,9 @@ class AgentResults:
     of_ceiling: Mapping[str, float]
 
 
-def agent_results(trials: Sequence[Trial], gold: Mapping[str, Relevance], ceiling: str | None) -> AgentResults:
+def agent_results(
+    trials: Sequence[Trial], gold: Mapping[str, Relevance], ceiling: str | None
+) -> AgentResults:
     """What trials come to; `gold` is what tasks ask for, `ceiling` the condition with gold skills, if known.
 
     Raises SkilltrainError where conditions hold different tasks, and for a ceiling that is none of them.
@@ -69,7 +73,9 @@ def agent_results(trials: Sequence[Trial], gold: Mapping[str, Relevance], ceilin
     for trial in trials:
         rows.setdefault(trial.condition, {}).setdefault(trial.task, []).append(trial)
     if ceiling is not None and ceiling not in rows:
-        raise SkilltrainError(f"there is no condition '{ceiling}'", fix=f"give one of {', '.join(rows)}")
+        raise SkilltrainError(
+            f"there is no condition '{ceiling}'", fix=f"give one of {', '.join(rows)}"
+        )
     least = min(len(row) for tasks in rows.values() for row in tasks.values())
     results: list[SystemResult] = []
     for name, of_task in rows.items():
@@ -99,7 +105,9 @@ def task_values(trials: Sequence[Trial], most: int, gold: Relevance | None) -> d
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],
         "skills": [len(skill_ids) for skill_ids in retrieved],
-        "gold retrieved": [len(as_found(ids, gold).gold & {*ids}) / len(gold.gold) for ids in retrieved if gold],
+        "gold retrieved": [
+            len(as_found(ids, gold).gold & {*ids}) / len(gold.gold) for ids in retrieved if gold
+        ],
         "steps": [trial.steps for trial in trials if trial.steps is not None],
         "cost": [trial.cost for trial in trials if trial.cost is not None],
     }

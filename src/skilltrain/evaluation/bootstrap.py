@@ -63,13 +63,17 @@ def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The chance that a value of `above` is larger than one of `below` (AUROC; equal values count half), n = all."""
     larger = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
     source = np.random.default_rng(SEED)
-    rows, columns = (source.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in larger.shape)
+    rows, columns = (
+        source.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in larger.shape
+    )
     drawn = np.einsum("da,ab,db->d", rows, larger, columns, optimize=True) / larger.size
     low, high = np.quantile(drawn, _ENDS).tolist()
     return Interval(float(larger.mean()), low, high, sum(larger.shape))
 
 
-def intervals(values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None) -> tuple[Interval, ...]:
+def intervals(
+    values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
+) -> tuple[Interval, ...]:
     """One interval for each column, all from the same draws; queries of one name in `clusters` are drawn together.
 
     One value, or equal values, give low = mean = high.
@@ -88,7 +92,9 @@ def paired_differences(
     queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
     """
     means = resampled_means(differences, clusters)
-    smaller = np.minimum(np.count_nonzero(means <= _ZERO, axis=0), np.count_nonzero(means >= -_ZERO, axis=0))
+    smaller = np.minimum(
+        np.count_nonzero(means <= _ZERO, axis=0), np.count_nonzero(means >= -_ZERO, axis=0)
+    )
     tails = np.minimum(2 * (1 + smaller) / (RESAMPLES + 1), 1.0)
     return list(zip(_intervals(differences, means), tails.tolist(), strict=True))
 
@@ -135,8 +141,12 @@ def _intervals(
     values: Float[np.ndarray, "query column"], means: Float[np.ndarray, "resample column"]
 ) -> tuple[Interval, ...]:
     rows = np.vstack([values.mean(axis=0), np.quantile(means, _ENDS, axis=0)])
-    rows = np.clip(rows, values.min(axis=0), values.max(axis=0))  # rounding must not leave the range of the values
-    return tuple(Interval(float(mean), float(low), float(high), len(values)) for mean, low, high in rows.T)
+    rows = np.clip(
+        rows, values.min(axis=0), values.max(axis=0)
+    )  # rounding must not leave the range of the values
+    return tuple(
+        Interval(float(mean), float(low), float(high), len(values)) for mean, low, high in rows.T
+    )
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
@@ -171,9 +181,13 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     for number, group in enumerate(groups):
         for first, second in group:
             counts[number, labels.index(first), labels.index(second)] += 1
-    drawn = np.random.default_rng(SEED).multinomial(len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS)
+    drawn = np.random.default_rng(SEED).multinomial(
+        len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS
+    )
     low, high = np.quantile(cohens_kappa(np.tensordot(drawn, counts, 1)), _ENDS)
-    return Interval(float(cohens_kappa(counts.sum(0)[None])[0]), float(low), float(high), len(pairs))
+    return Interval(
+        float(cohens_kappa(counts.sum(0)[None])[0]), float(low), float(high), len(pairs)
+    )
 
 
 def cohens_kappa(tables: Float[np.ndarray, "table label label"]) -> Float[np.ndarray, " table"]:
@@ -184,4 +198,6 @@ def cohens_kappa(tables: Float[np.ndarray, "table label label"]) -> Float[np.nda
     shares = tables / np.maximum(tables.sum((1, 2), keepdims=True), 1)
     observed = np.trace(shares, axis1=1, axis2=2)
     expected = (shares.sum(1) * shares.sum(2)).sum(1)
-    return np.where(expected < 1, (observed - expected) / np.where(expected < 1, 1 - expected, 1), 1.0)
+    return np.where(
+        expected < 1, (observed - expected) / np.where(expected < 1, 1 - expected, 1), 1.0
+    )

@@ -12,7 +12,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import LEVEL, Interval, cluster_sums, is_binary, paired_differences
+from skilltrain.evaluation.bootstrap import (
+    LEVEL,
+    Interval,
+    cluster_sums,
+    is_binary,
+    paired_differences,
+)
 
 ALPHA = 1 - LEVEL
 _EXACT = 200  # differing queries up to which all choices of signs are counted: some ms
@@ -41,12 +47,16 @@ def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
     first, names = results[0], [system.name for system in results]
     for at, system in enumerate(results):
         if system.name in names[:at]:
-            raise SkilltrainError(f"two systems are named '{system.name}'", fix="give each system a name of its own")
+            raise SkilltrainError(
+                f"two systems are named '{system.name}'", fix="give each system a name of its own"
+            )
         if odd := sorted(system.per_query.keys() ^ first.per_query.keys()):
             held = f"(system {first.name} holds {len(first.per_query)}, this one {len(system.per_query)})"
             what = f"runs over different query sets compared: {len(odd)} queries stand on one side only {held}"
             fix = "score all systems on the same queries"
-            raise SkilltrainError(f"{what}, first '{odd[0]}'", where=f"system {system.name}", fix=fix)
+            raise SkilltrainError(
+                f"{what}, first '{odd[0]}'", where=f"system {system.name}", fix=fix
+            )
     return tuple(first.per_query)
 
 
@@ -55,7 +65,9 @@ def values_of(
 ) -> Float[np.ndarray, "query measure"]:
     """The system's values in the orders asked for. Raises SkilltrainError for one that is missing or not finite."""
     rows = [system.per_query[query_id] for query_id in query_ids]
-    values = np.array([row.get(name, math.nan) for row in rows for name in measures]).reshape(len(rows), len(measures))
+    values = np.array([row.get(name, math.nan) for row in rows for name in measures]).reshape(
+        len(rows), len(measures)
+    )
     if len(bad := np.argwhere(~np.isfinite(values))):
         row, column = bad[0]
         what = f"{len(bad)} values are missing or not finite, first {measures[column]} of query '{query_ids[row]}'"
@@ -90,7 +102,10 @@ class Comparison:
 
 
 def compare(
-    results: Sequence[SystemResult], pairs: Sequence[tuple[str, str]], measures: Sequence[str], query_ids: Sequence[str]
+    results: Sequence[SystemResult],
+    pairs: Sequence[tuple[str, str]],
+    measures: Sequence[str],
+    query_ids: Sequence[str],
 ) -> tuple[Comparison, ...]:
     """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
 
@@ -104,17 +119,29 @@ def compare(
     if not cases:
         return ()
     names = results[0].clusters_of(query_ids)
-    differences = np.stack([values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1)
+    differences = np.stack(
+        [values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1
+    )
     found = paired_differences(differences, names)
     adjusted = holm([p for _, p in found])
     sums, sizes = cluster_sums(differences, names)
     comparisons: list[Comparison] = []
     for place, (baseline, system, at) in enumerate(cases):
-        before, after, p_mcnemar, effect = values[baseline][:, at], values[system][:, at], None, None
+        before, after, p_mcnemar, effect = (
+            values[baseline][:, at],
+            values[system][:, at],
+            None,
+            None,
+        )
         if is_binary(before) and is_binary(after):
-            p_mcnemar, effect = mcnemar(sums[:, place]), cohens_h(float(after.mean()), float(before.mean()))
+            p_mcnemar, effect = (
+                mcnemar(sums[:, place]),
+                cohens_h(float(after.mean()), float(before.mean())),
+            )
         about, p_wilcoxon = (system, baseline, measures[at]), wilcoxon(sums[:, place] / sizes)
-        comparisons.append(Comparison(*about, *found[place], adjusted[place], p_wilcoxon, p_mcnemar, effect))
+        comparisons.append(
+            Comparison(*about, *found[place], adjusted[place], p_wilcoxon, p_mcnemar, effect)
+        )
     return tuple(comparisons)
 
 

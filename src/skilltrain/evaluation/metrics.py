@@ -29,7 +29,9 @@ from skilltrain.errors import SkilltrainError
 
 DEFAULT_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10")
 SET_COMPAT = "Set-Compat"  # the one measure without a cutoff
-COPIES = " (copies)"  # what the name of a measure ends with that takes copies of gold skills for gold
+COPIES = (
+    " (copies)"  # what the name of a measure ends with that takes copies of gold skills for gold
+)
 MEANINGS = {
     "Hit": "1 if a gold skill stands in the top k",
     "MRR": "1 / rank of the first gold skill, 0 if it stands below place k",
@@ -88,7 +90,9 @@ class Measure:
 _GAINS: dict[str, Callable[[Relevance], Mapping[str, float]]] = {
     "nDCG": lambda relevance: relevance.gains,
     # 2^gain - 1; expm1 keeps gains near 0 above 0
-    "nDCG-exp": lambda relevance: {one: math.expm1(gain * math.log(2)) for one, gain in relevance.gains.items()},
+    "nDCG-exp": lambda relevance: {
+        one: math.expm1(gain * math.log(2)) for one, gain in relevance.gains.items()
+    },
     "nDCG-bin": lambda relevance: dict.fromkeys(relevance.gold, 1.0),
 }
 # (whether the skill at each place of the top is gold, number of gold skills, number of places) → value.
@@ -99,7 +103,9 @@ _FORMULAS: dict[str, Callable[[Sequence[bool], int, int], float]] = {
     "Precision": lambda hits, num_gold, num_places: sum(hits) / num_places,
     "FC": lambda hits, num_gold, num_places: sum(hits) == num_gold,
     "COMP": lambda hits, num_gold, num_places: sum(hits) / min(num_gold, num_places),
-    SET_COMPAT: lambda hits, num_gold, num_places: sum(hits) == num_gold,  # of as many places as gold skills
+    SET_COMPAT: lambda hits, num_gold, num_places: (
+        sum(hits) == num_gold
+    ),  # of as many places as gold skills
 }
 
 
@@ -116,7 +122,9 @@ def parse_measure(text: str) -> Measure:
     forms = {one: one if one == SET_COMPAT else f"{one}@k" for one in MEANINGS}
     known = {"r": "Recall", "p": "Precision"} | {one.lower(): one for one in MEANINGS}
     near = difflib.get_close_matches(name.partition("@")[0].lower(), known, n=1, cutoff=0.4)
-    hint = "".join(f", did you mean '{forms[known[one]].replace('@k', f'@{cutoff or 10}')}'?" for one in near)
+    hint = "".join(
+        f", did you mean '{forms[known[one]].replace('@k', f'@{cutoff or 10}')}'?" for one in near
+    )
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
     raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=fix)
 
@@ -128,7 +136,11 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
     """Each measure, and beside it the one that takes copies of gold skills for gold; each once."""
-    return tuple(dict.fromkeys(replace(measure, copies=copies) for measure in measures for copies in (False, True)))
+    return tuple(
+        dict.fromkeys(
+            replace(measure, copies=copies) for measure in measures for copies in (False, True)
+        )
+    )
 
 
 def _known_names(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -143,7 +155,9 @@ MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
 
 
 def per_query(
-    rankings: Mapping[str, Sequence[str]], relevances: Mapping[str, Relevance], measures: Sequence[Measure]
+    rankings: Mapping[str, Sequence[str]],
+    relevances: Mapping[str, Relevance],
+    measures: Sequence[Measure],
 ) -> dict[str, dict[str, float]]:
     """query_id → measure name → value, for every query of `relevances`, ranked or not, and in their order."""
     if unknown := [query_id for query_id in rankings if query_id not in relevances]:
@@ -158,14 +172,23 @@ def per_query(
     return values
 
 
-def evaluate_query(ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]) -> dict[str, float]:
+def evaluate_query(
+    ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]
+) -> dict[str, float]:
     """Measure → value of one ranking (skill ids, best first), where defined. SkilltrainError: a skill stands twice."""
     check_relevance(relevance)
     if len(set(ranking)) < len(ranking):
         at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
-        raise SkilltrainError(f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}")
-    defined = [measure for measure in measures if measure.name != SET_COMPAT or len(relevance.gold) > 1]
-    found = {copies: as_found(ranking, relevance, copies) for copies in {measure.copies for measure in defined}}
+        raise SkilltrainError(
+            f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}"
+        )
+    defined = [
+        measure for measure in measures if measure.name != SET_COMPAT or len(relevance.gold) > 1
+    ]
+    found = {
+        copies: as_found(ranking, relevance, copies)
+        for copies in {measure.copies for measure in defined}
+    }
     return {str(measure): measure(ranking, found[measure.copies]) for measure in defined}
 
 
@@ -174,7 +197,9 @@ def check_relevance(relevance: Relevance) -> None:
     gain, a gain that is no number from 0 to 1,000.
     """
     gold, gains = relevance.gold, relevance.gains
-    if bad := [skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN]:  # NaN too
+    if bad := [
+        skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN
+    ]:  # NaN too
         what = f"the gain of skill '{bad[0]}' is {gains[bad[0]]}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
         raise SkilltrainError(what)
     if not gold:
@@ -185,7 +210,9 @@ def check_relevance(relevance: Relevance) -> None:
         if need not in gold:
             raise SkilltrainError(f"skill '{skill_id}' stands for '{need}', which is not gold")
         if skill_id in gains:
-            raise SkilltrainError(f"skill '{skill_id}' stands for '{need}' and has a gain of its own")
+            raise SkilltrainError(
+                f"skill '{skill_id}' stands for '{need}' and has a gain of its own"
+            )
 
 
 def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False) -> Relevance:
@@ -199,4 +226,6 @@ def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False)
         if need in relevance.gold:
             met.setdefault(need, skill_id)
     gold = frozenset(met.get(need, need) for need in relevance.gold)
-    return Relevance(gold, {met.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()})
+    return Relevance(
+        gold, {met.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()}
+    )

@@ -39,7 +39,9 @@ Found = Sequence[Sequence[str]]
 
 def measure_names() -> tuple[str, ...]:
     """All measures in order, with their cutoffs."""
-    cut = [[f"{name[:-1]}{k}" for k in CUTOFFS] if name.endswith("@k") else [name] for name in MEANINGS]
+    cut = [
+        [f"{name[:-1]}{k}" for k in CUTOFFS] if name.endswith("@k") else [name] for name in MEANINGS
+    ]
     return tuple(chain.from_iterable(cut))
 
 
@@ -62,14 +64,20 @@ def plan_values(
     values |= _of_needs(task, found, chosen, oracle)
     if task.steps:
         values |= {"DA": float(num == num_gold), "DA±1": float(abs(num - num_gold) <= 1)}
-        values |= {f"Step R@{k}": fmean(bool({*own[:1]} & _seen(found, k)) for own in oracle) for k in CUTOFFS}
+        values |= {
+            f"Step R@{k}": fmean(bool({*own[:1]} & _seen(found, k)) for own in oracle)
+            for k in CUTOFFS
+        }
     gold = [step.skill_id for step in task.steps]
     if not gold or not all(gold):
         return values
     kinds = {one: skill.category for one, skill in skills.items()}
     picked = [[one] if one else [] for one in chosen]
     for k in CUTOFFS:
-        values |= {f"R@{k}": _by_place(gold, found, k), f"CatR@{k}": _by_place(gold, found, k, kinds)}
+        values |= {
+            f"R@{k}": _by_place(gold, found, k),
+            f"CatR@{k}": _by_place(gold, found, k, kinds),
+        }
     share = _by_place(gold, picked, 1, kinds)
     return values | {
         "Chain exact": float([*chosen] == gold),
@@ -80,7 +88,9 @@ def plan_values(
     }
 
 
-def _of_needs(task: Task, found: Found, chosen: Sequence[str | None], oracle: Found) -> dict[str, float]:
+def _of_needs(
+    task: Task, found: Found, chosen: Sequence[str | None], oracle: Found
+) -> dict[str, float]:
     """What became of each gold skill, or of any of its alternatives."""
     needs = {skill_id: {skill_id} for skill_id in sorted(task.relevance.gold)}
     for skill_id, need in task.relevance.alternatives.items():
@@ -88,9 +98,16 @@ def _of_needs(task: Task, found: Found, chosen: Sequence[str | None], oracle: Fo
 
     def share(ids: set[str], *without: set[str]) -> float:
         """Of the needs, those that `ids` meet and nothing of `without` does."""
-        return fmean(bool(need & ids) and not any(need & other for other in without) for need in needs.values())
+        return fmean(
+            bool(need & ids) and not any(need & other for other in without)
+            for need in needs.values()
+        )
 
-    picked, seen, by_oracle = {one for one in chosen if one}, _seen(found, None), _seen(oracle, None)
+    picked, seen, by_oracle = (
+        {one for one in chosen if one},
+        _seen(found, None),
+        _seen(oracle, None),
+    )
     values = {f"Skill R@{k}": share(_seen(found, k)) for k in CUTOFFS}
     values |= {"Chosen": share(picked), "Lost in composition": share(seen, picked)}
     if task.steps:
@@ -104,9 +121,15 @@ def _seen(found: Found, k: int | None) -> set[str]:
     return {skill_id for own in found for skill_id in own[:k]}
 
 
-def _by_place(gold: Sequence[str], found: Found, k: int, kinds: Mapping[str, str | None] | None = None) -> float:
+def _by_place(
+    gold: Sequence[str], found: Found, k: int, kinds: Mapping[str, str | None] | None = None
+) -> float:
     """The share of `gold` among the first `k` found at their place; with `kinds`, of their categories."""
     hits = 0
     for one, own in zip(gold, found, strict=False):
-        hits += one in own[:k] if kinds is None else kinds[one] in {kinds[other] for other in own[:k]} - {None}
+        hits += (
+            one in own[:k]
+            if kinds is None
+            else kinds[one] in {kinds[other] for other in own[:k]} - {None}
+        )
     return hits / len(gold)

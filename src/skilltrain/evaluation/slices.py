@@ -23,7 +23,15 @@ Row = dict[str, Any]
 ALL, KIND, LENGTH, DESCRIPTION = "all", "kind", "query length", "description length"
 MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
 MOST_TERSE = 20  # words up to which a query is terse, as typed into a prompt
-_ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")  # all other values stand in alphabetical order
+_ORDER = (
+    "single",
+    "multi",
+    "easy",
+    "medium",
+    "hard",
+    "terse",
+    "long",
+)  # all other values stand in alphabetical order
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,10 @@ def means_by_slice(
         (label, value): tuple(values[value])
         for label, values in parts.items()
         if len(values) <= most_values
-        for value in sorted(values, key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value))
+        for value in sorted(
+            values,
+            key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value),
+        )
     }
     # of many a label one value holds all queries
     means = {ids: means_of(results, ids, measures) for ids in dict.fromkeys(kept.values())}
@@ -91,18 +102,27 @@ def means_of(
     """System → measure → mean over these queries. Measures of the same queries share draws; one of none is left out."""
     together: dict[tuple[str, ...], list[str]] = {}
     for measure in measures:
-        if having := tuple(q for q in query_ids if any(measure in result.per_query[q] for result in results)):
+        if having := tuple(
+            q for q in query_ids if any(measure in result.per_query[q] for result in results)
+        ):
             together.setdefault(having, []).append(measure)
     found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
     for having, of_these in together.items():
-        columns = np.concatenate([values_of(result, having, of_these) for result in results], axis=1)
+        columns = np.concatenate(
+            [values_of(result, having, of_these) for result in results], axis=1
+        )
         means = iter(intervals(columns, results[0].clusters_of(having)))
         for result in results:
             found[result.name] |= {measure: next(means) for measure in of_these}
-    return {name: {measure: row[measure] for measure in measures if measure in row} for name, row in found.items()}
+    return {
+        name: {measure: row[measure] for measure in measures if measure in row}
+        for name, row in found.items()
+    }
 
 
-def gaps(results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure: str) -> tuple[Row, ...]:
+def gaps(
+    results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure: str
+) -> tuple[Row, ...]:
     """How far each system is above the one before it in each part of `description length`.
 
     Of two systems that see name and description alone (nd) and all of a skill (full), in this order, these are
@@ -111,8 +131,12 @@ def gaps(results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure:
     found: list[Row] = []
     for before, after in pairwise(results):
         for part in (part for part in slices if part.label == DESCRIPTION):
-            if having := [query_id for query_id in part.query_ids if measure in before.per_query[query_id]]:
-                difference = values_of(after, having, [measure]) - values_of(before, having, [measure])
+            if having := [
+                query_id for query_id in part.query_ids if measure in before.per_query[query_id]
+            ]:
+                difference = values_of(after, having, [measure]) - values_of(
+                    before, having, [measure]
+                )
                 (gap,) = intervals(difference, before.clusters_of(having))
                 names = {"baseline": before.name, "system": after.name, "measure": measure}
                 found.append(names | {"value": part.value, "difference": gap})
@@ -132,17 +156,32 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     categories. `query length` counts words, a CJK character as one. `description length` is one of four parts of the
     tasks by the mean words of their gold skills' descriptions in the pool `skills`, left out where these are unknown.
     """
-    golds = {task.query.query_id: [skills[s] for s in wanted_skills(task.relevance, skills)] for task in tasks}
-    words = {q: fmean(num_words(skill.description) for skill in wanted) for q, wanted in golds.items() if wanted}
+    golds = {
+        task.query.query_id: [skills[s] for s in wanted_skills(task.relevance, skills)]
+        for task in tasks
+    }
+    words = {
+        q: fmean(num_words(skill.description) for skill in wanted)
+        for q, wanted in golds.items()
+        if wanted
+    }
     parts, labels = quartiles(words), dict[str, Labels]()
     for task in tasks:
         query_id, text = task.query.query_id, task.query.text
         asked = language_of(text) or ("en" if text.isascii() else None)
         computed = {
-            "direction": {f"{asked}2{skill.lang}" for skill in golds[query_id] if asked and skill.lang},
-            "domain": {_domains()[skill.category] for skill in golds[query_id] if skill.category in _domains()},
+            "direction": {
+                f"{asked}2{skill.lang}" for skill in golds[query_id] if asked and skill.lang
+            },
+            "domain": {
+                _domains()[skill.category]
+                for skill in golds[query_id]
+                if skill.category in _domains()
+            },
         }
-        found: dict[str, str | tuple[str, ...]] = {name: tuple(sorted(some)) for name, some in computed.items() if some}
+        found: dict[str, str | tuple[str, ...]] = {
+            name: tuple(sorted(some)) for name, some in computed.items() if some
+        }
         found |= {**task.labels, LENGTH: "terse" if len(words_of(text)) <= MOST_TERSE else "long"}
         labels[query_id] = found | ({DESCRIPTION: parts[query_id]} if query_id in parts else {})
     return labels
@@ -152,7 +191,11 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
 def _domains() -> dict[str, str]:
     """Category → its super-domain, of the categories that the stage pool gives; R3 has eight, their names are ours."""
     text = Path(__file__).with_name("domains.yaml").read_text(encoding="utf-8")
-    return {category: domain for domain, of in parse_yaml(text, "domains.yaml").items() for category in of}
+    return {
+        category: domain
+        for domain, of in parse_yaml(text, "domains.yaml").items()
+        for category in of
+    }
 
 
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:

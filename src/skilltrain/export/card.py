@@ -39,7 +39,9 @@ class Published:
 
     def __post_init__(self) -> None:
         if self.repo is not None and _HUB_ID.fullmatch(self.repo) is None:
-            raise SkilltrainError("is no name of a model on the Hub", where=self.repo, fix="write OWNER/NAME")
+            raise SkilltrainError(
+                "is no name of a model on the Hub", where=self.repo, fix="write OWNER/NAME"
+            )
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     files = PackageLoader("skilltrain.export")
-    environment = Environment(loader=files, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=files, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"number": _number, "quoted": repr}
     results = [_read_results(report, record.run or Path()) for report in published.reports]
     told = {
@@ -95,7 +99,9 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     return environment.get_template("card.md.j2").render(vars(record) | told) + "\n"
 
 
-def _front_matter(record: RunRecord, published: Published, results: Sequence[Mapping[str, Any]]) -> str:
+def _front_matter(
+    record: RunRecord, published: Published, results: Sequence[Mapping[str, Any]]
+) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     task, own = "sentence-similarity", ["sentence-transformers", "feature-extraction"]
@@ -117,7 +123,12 @@ def _front_matter(record: RunRecord, published: Published, results: Sequence[Map
         pipeline_tag=task,
         license=published.license,
         base_model=record.base if _is_on_hub(record.base) else None,
-        tags=[*own, *(["reranker"] if record.kind == "reranker" else []), "agent-skills", "skilltrain"],
+        tags=[
+            *own,
+            *(["reranker"] if record.kind == "reranker" else []),
+            "agent-skills",
+            "skilltrain",
+        ],
         model_name=(published.repo or f"agent skill {record.kind}") if figures else None,
         eval_results=figures or None,
         **(_pool_facts(Path(pool)) if pool else {}),
@@ -136,9 +147,15 @@ def _read_results(report: Path, run: Path) -> dict[str, Any]:
     found, record = read_json(report / "metrics.json"), record_of(report)
     uses = [key for key, folder, _ in _inputs(record) if folder.resolve() == run.resolve()]
     systems = enumerate(record.get("recipe", {}).get("systems", ()))
-    own = [system["name"] for n, system in systems if any(key.startswith(f"systems.{n}.") for key in uses)]
+    own = [
+        system["name"]
+        for n, system in systems
+        if any(key.startswith(f"systems.{n}.") for key in uses)
+    ]
     if not own:
-        raise SkilltrainError(f"no system of this report uses {run}", where=report, fix="evaluate it first")
+        raise SkilltrainError(
+            f"no system of this report uses {run}", where=report, fix="evaluate it first"
+        )
     rows = {system["name"]: system["metrics"] for system in found["systems"]}
     return {"benchmark": found["benchmark"], "rows": rows, "own": own}
 
@@ -169,8 +186,15 @@ def _counts(summary: Mapping[str, Any]) -> str:
     for key, value in summary.items():
         if isinstance(value, int):
             parts.append(f"{key} {value:,}")
-        elif isinstance(value, Mapping) and value and all(isinstance(count, int) for count in value.values()):
-            parts.append(f"{key}: " + ", ".join(f"{str(name).rsplit('/')[-1]} {n:,}" for name, n in value.items()))
+        elif (
+            isinstance(value, Mapping)
+            and value
+            and all(isinstance(count, int) for count in value.values())
+        ):
+            parts.append(
+                f"{key}: "
+                + ", ".join(f"{str(name).rsplit('/')[-1]} {n:,}" for name, n in value.items())
+            )
     return "; ".join(parts).replace("|", "\\|")
 
 
@@ -195,15 +219,25 @@ def _pool_facts(pool: Path) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     if table_path(pool, SKILLS).is_file():
         counts.update(filter(None, read_table(pool, SKILLS).column("lang").to_pylist()))
-    languages = [lang for lang, count in counts.most_common() if count >= _LEAST_SHARE * counts.total()]
-    found = [_HUB_SOURCE.match(str(source)) for source in record_of(pool).get("recipe", {}).get("sources", ())]
-    return {"language": languages or None, "datasets": [match[1] for match in found if match] or None}
+    languages = [
+        lang for lang, count in counts.most_common() if count >= _LEAST_SHARE * counts.total()
+    ]
+    found = [
+        _HUB_SOURCE.match(str(source))
+        for source in record_of(pool).get("recipe", {}).get("sources", ())
+    ]
+    return {
+        "language": languages or None,
+        "datasets": [match[1] for match in found if match] or None,
+    }
 
 
 def shareable(value: Any) -> Any:
     """Settings without keys, and with absolute paths shortened to their last part: they name users and machines."""
     if isinstance(value, Mapping):
-        return {key: shareable(item) for key, item in value.items() if not _SECRET_KEY.search(str(key))}
+        return {
+            key: shareable(item) for key, item in value.items() if not _SECRET_KEY.search(str(key))
+        }
     if isinstance(value, list | tuple):
         return [shareable(item) for item in value]
     return _shortened(_SECRET.sub("…", value)) if isinstance(value, str) else value

@@ -61,7 +61,9 @@ def copy_model(source: Path, target: Path) -> None:
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copied)
         except OSError as error:
-            raise SkilltrainError(f"cannot save the model: {reason_of(error)}", where=target) from error
+            raise SkilltrainError(
+                f"cannot save the model: {reason_of(error)}", where=target
+            ) from error
 
 
 @contextmanager
@@ -76,7 +78,10 @@ def _written_aside(folder: Path, model: Encoder | Reranker, base: str) -> Iterat
     try:
         aside.mkdir(parents=True)
         yield aside
-        kind, settings = "encoder" if isinstance(model, Encoder) else "reranker", model.settings.model_dump(mode="json")
+        kind, settings = (
+            "encoder" if isinstance(model, Encoder) else "reranker",
+            model.settings.model_dump(mode="json"),
+        )
         write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base)})
         (folder / "config.json").unlink(missing_ok=True)
         for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
@@ -94,20 +99,28 @@ def write_weights(network: Any, aside: Path, folder: Path) -> None:
     weights = network.state_dict()
     if adapted := [name for name in weights if "lora_" in name or "base_layer" in name]:
         raise SkilltrainError(f"the adapter is not merged: {adapted[0]}", where=folder)
-    if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
+    if bad := [
+        name
+        for name, value in weights.items()
+        if value.is_floating_point() and not value.isfinite().all()
+    ]:
         raise SkilltrainError(f"the weight {bad[0]} holds values that are no numbers", where=folder)
     network.save_pretrained(str(aside), safe_serialization=True)
     config = read_json(aside / "config.json")
     if config.get("pad_token_id") is None:
         config.pop("pad_token_id", None)  # TEI takes no pad token, but no null
     if theta := (config.get("rope_parameters") or {}).get("rope_theta"):
-        config["rope_theta"] = theta  # readers of transformers 4's time look here, and else compute with 10,000
+        config["rope_theta"] = (
+            theta  # readers of transformers 4's time look here, and else compute with 10,000
+        )
     write_json(aside / "config.json", config)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write skilltrain.json: `record`, and which files are the model's; everyone may read them."""
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
     for path in files.values():
         path.chmod(0o644)  # safetensors writes its file for its owner alone
     own = {"skilltrain": __version__, "files": sorted({*files, CHECKPOINT_FILE})}
@@ -121,20 +134,30 @@ def _tokenizer_of(model: Encoder | Reranker) -> Any:
     """
     added = model.tokenizer.added_tokens_decoder
     read = TextTokenizer(model.tokenizer).ids([token.content for token in added.values()])
-    controls = [token for (number, token), ids in zip(added.items(), read, strict=True) if number not in ids]
+    controls = [
+        token for (number, token), ids in zip(added.items(), read, strict=True) if number not in ids
+    ]
     if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
         tokenizer, names = copy.copy(model.tokenizer), sorted(token.content for token in controls)
         tokenizer.chat_template = yes_no_chat_template(model.settings.template, names)
         return tokenizer
     tokenizer = copy.deepcopy(model.tokenizer)
     backend = tokenizer.backend_tokenizer
-    backend.add_special_tokens([as_special(token) for token in sorted(controls, key=lambda token: token.content)])
+    backend.add_special_tokens(
+        [as_special(token) for token in sorted(controls, key=lambda token: token.content)]
+    )
     tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
     ends = isinstance(model, Encoder) and model.settings.pooling == "last_token"
-    if ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3's appends no end itself
+    if (
+        ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id
+    ):  # base Qwen3's appends no end itself
         end, special = tokenizer.pad_token, [(tokenizer.pad_token, tokenizer.pad_token_id)]
-        ending = processors.TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=special)
-        backend.post_processor = processors.Sequence([*filter(None, [backend.post_processor]), ending])
+        ending = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A $B {end}", special_tokens=special
+        )
+        backend.post_processor = processors.Sequence(
+            [*filter(None, [backend.post_processor]), ending]
+        )
     return tokenizer
 
 
@@ -152,5 +175,8 @@ def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[st
         "SEPARATOR": template.separator,
         "QUERY_CHARS": template.query_chars or 10**9,  # null: all of it
     }
-    lines = [f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items()]
+    lines = [
+        f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}"
+        for name, value in values.items()
+    ]
     return "\n".join([*lines, _CHAT_TEMPLATE.read_text(encoding="utf-8")]).strip() + "\n"

@@ -24,7 +24,9 @@ OPENVINO = "openvino/openvino_model.xml"
 _MOST_IN_ONE_FILE = 2**30  # bytes; ONNX's own limit is 2 GiB
 
 
-def open_model(folder: Path, device: str = "cpu", precision: Literal["float32", "bfloat16"] = "float32") -> Any:
+def open_model(
+    folder: Path, device: str = "cpu", precision: Literal["float32", "bfloat16"] = "float32"
+) -> Any:
     """The `Encoder` or `Reranker` that was saved in `folder`. Raises SkilltrainError where there is none."""
     given: dict[str, Any] = {"source": str(folder), "precision": precision}
     if read_json(folder / CHECKPOINT_FILE)["kind"] == "encoder":
@@ -80,7 +82,9 @@ def _classifier(model: Reranker) -> Any:
     config, direction = copy.deepcopy(model.network.config), model.direction()
     assert direction is not None
     config.update({"num_labels": 1, "pad_token_id": model.tokenizer.pad_token_id})
-    config.update({"use_sep_token": False, "use_pad_token": False})  # vLLM's name, and its older one
+    config.update(
+        {"use_sep_token": False, "use_pad_token": False}
+    )  # vLLM's name, and its older one
     config.update({"sentence_transformers": {"activation_fn": IDENTITY}})
     with torch.device("meta"):
         network = AutoModelForSequenceClassification.from_config(config)
@@ -110,7 +114,9 @@ class _Graph(nn.Module):
 def _add_graph(folder: Path, form: Form) -> None:
     model = open_model(folder)
     if isinstance(model, Reranker) and model.settings.template.form == "cosine_pair":
-        raise SkilltrainError(f"a reranker of form cosine_pair has no head to compute in {form}", where=folder)
+        raise SkilltrainError(
+            f"a reranker of form cosine_pair has no head to compute in {form}", where=folder
+        )
     is_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
     network = _classifier(model) if is_yes_no else model.network
     network.set_attn_implementation("sdpa")  # ours for packed texts is no part of a graph
@@ -125,7 +131,9 @@ def _add_graph(folder: Path, form: Form) -> None:
         (_write_onnx if form == "onnx" else _write_openvino)(graph, example, folder)
     except ImportError as error:
         fix = f"pip install 'skilltrain[{form}]'"
-        raise SkilltrainError(f"this form needs the package {error.name}", where=form, fix=fix) from error
+        raise SkilltrainError(
+            f"this form needs the package {error.name}", where=form, fix=fix
+        ) from error
 
 
 def _write_onnx(graph: _Graph, example: dict[str, Tensor], folder: Path) -> None:
@@ -138,10 +146,23 @@ def _write_onnx(graph: _Graph, example: dict[str, Tensor], folder: Path) -> None
     axes = {0: torch.export.Dim("text"), 1: torch.export.Dim("token")}
     output = "logits" if heads(graph.network) else "last_hidden_state"
     torch.onnx.export(
-        graph, (*example.values(),), file, input_names=[*example], output_names=[output], external_data=is_large,
-        dynamic_shapes=(axes,) * len(example), dynamo=True, verbose=False,
-    )  # fmt: skip
-    quantize_dynamic(file, small, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=is_large)
+        graph,
+        (*example.values(),),
+        file,
+        input_names=[*example],
+        output_names=[output],
+        external_data=is_large,
+        dynamic_shapes=(axes,) * len(example),
+        dynamo=True,
+        verbose=False,
+    )
+    quantize_dynamic(
+        file,
+        small,
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=is_large,
+    )
 
 
 def _write_openvino(graph: _Graph, example: dict[str, Tensor], folder: Path) -> None:

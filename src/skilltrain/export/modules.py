@@ -16,7 +16,9 @@ from skilltrain.models.loading import backbone_options, heads
 from skilltrain.models.pooling import Pooling
 from skilltrain.models.reranker import Reranker, yes_no_ids
 
-_ST_VERSION = "6.2.0"  # the release of sentence-transformers whose folders these are; older ones warn
+_ST_VERSION = (
+    "6.2.0"  # the release of sentence-transformers whose folders these are; older ones warn
+)
 _TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
 _NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
 _POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
@@ -27,7 +29,10 @@ _MODES: dict[Pooling, tuple[str, str]] = {  # by its name, and by the flag that 
     "cls": ("cls", "pooling_mode_cls_token"),
     "last_token": ("lasttoken", "pooling_mode_lasttoken"),
 }
-_OLD_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens")  # early TEI refuses a folder without them
+_OLD_FLAGS = (
+    "pooling_mode_max_tokens",
+    "pooling_mode_mean_sqrt_len_tokens",
+)  # early TEI refuses a folder without them
 IDENTITY = "torch.nn.modules.linear.Identity"
 
 
@@ -52,8 +57,16 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
     else:
         modules, template = _encoder_modules(model, per_token), model.settings.template
         prompts = {"query": template.before_query(), "document": template.skill_prompt or ""}
-        settings = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine", "default_prompt_name": None}
-        settings |= {"model_type": "MultiVectorEncoder", "similarity_fn_name": "meanmaxsim"} if per_token else {}
+        settings = {
+            "model_type": "SentenceTransformer",
+            "similarity_fn_name": "cosine",
+            "default_prompt_name": None,
+        }
+        settings |= (
+            {"model_type": "MultiVectorEncoder", "similarity_fn_name": "meanmaxsim"}
+            if per_token
+            else {}
+        )
     listing = [
         {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
         for number, module in enumerate(modules)
@@ -64,7 +77,9 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
     for module in modules:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
-            file = "sentence_bert_config.json" if module.class_path == _TRANSFORMER else "config.json"
+            file = (
+                "sentence_bert_config.json" if module.class_path == _TRANSFORMER else "config.json"
+            )
             write_json(folder / module.folder / file, module.settings)
 
 
@@ -72,7 +87,9 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> Sequence[Module]:
     transformer: dict[str, Any] = {
         "transformer_task": "feature-extraction",
         # Without this entry, a tokenizer that has a chat template would wrap every text in it.
-        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        "modality_config": {
+            "text": {"method": "forward", "method_output_name": "last_hidden_state"}
+        },
         "module_output_name": "token_embeddings",
         "query_length": encoder.settings.query_max_tokens,
         **_limit(encoder.settings.max_tokens),
@@ -83,10 +100,16 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> Sequence[Module]:
     first = Module(_TRANSFORMER, "", transformer)
     if per_token:
         masked = Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []})
-        return first, masked, Module(_NORMALIZE, "2_Normalize", {"module_input_name": "token_embeddings"})
+        return (
+            first,
+            masked,
+            Module(_NORMALIZE, "2_Normalize", {"module_input_name": "token_embeddings"}),
+        )
     mode, own_flag = _MODES[encoder.settings.pooling]
     pooling = {"embedding_dimension": encoder.dim, "pooling_mode": mode, "include_prompt": True}
-    pooling |= {flag: flag == own_flag for flag in (*(flag for _, flag in _MODES.values()), *_OLD_FLAGS)}
+    pooling |= {
+        flag: flag == own_flag for flag in (*(flag for _, flag in _MODES.values()), *_OLD_FLAGS)
+    }
     return first, Module(_POOLING, "1_Pooling", pooling), Module(_NORMALIZE, "2_Normalize", {})
 
 
@@ -104,12 +127,20 @@ def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
     if form == "cosine_pair":
         return (Module("skilltrain.models.reranker.load_reranker", "", {}),)
     logits = {"method": "forward", "method_output_name": "logits"}
-    classifier = {"transformer_task": "sequence-classification", "module_output_name": "scores", **limit}
+    classifier = {
+        "transformer_task": "sequence-classification",
+        "module_output_name": "scores",
+        **limit,
+    }
     if form == "pair":
         # longest_first cuts the skill alone while the query takes at most half of the tokens; only_second always does,
         # but fails for a query that fills the whole pair.
-        half = (limit["max_seq_length"] - reranker.tokenizer.num_special_tokens_to_add(pair=True)) // 2
-        truncation = "longest_first" if reranker.settings.query_max_tokens <= half else "only_second"
+        half = (
+            limit["max_seq_length"] - reranker.tokenizer.num_special_tokens_to_add(pair=True)
+        ) // 2
+        truncation = (
+            "longest_first" if reranker.settings.query_max_tokens <= half else "only_second"
+        )
         cut = {"processing_kwargs": {"text": {"truncation": truncation}}}
         return (Module(_TRANSFORMER, "", classifier | {"modality_config": {"text": logits}} | cut),)
     chat = {"modality_config": {"text": logits, "message": logits | {"format": "flat"}}}

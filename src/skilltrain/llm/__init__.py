@@ -8,9 +8,24 @@ from skilltrain.llm.client import LLM, LiveLLM, SmolLM2
 from skilltrain.llm.settings import BudgetConfig, LLMConfig, OpenAIConfig, Prices, SmolLM2Config
 
 __all__ = [
-    "LLM", "AnswerError", "Answers", "Asked", "BudgetConfig", "Completion", "LLMConfig", "OpenAIConfig", "Questions",
-    "Request", "SmolLM2Config", "Usage", "ask_until", "cost_of", "open_llm", "read_numbers", "read_object",
-]  # fmt: skip
+    "LLM",
+    "AnswerError",
+    "Answers",
+    "Asked",
+    "BudgetConfig",
+    "Completion",
+    "LLMConfig",
+    "OpenAIConfig",
+    "Questions",
+    "Request",
+    "SmolLM2Config",
+    "Usage",
+    "ask_until",
+    "cost_of",
+    "open_llm",
+    "read_numbers",
+    "read_object",
+]
 
 
 def open_llm(config: OpenAIConfig | SmolLM2Config) -> LLM:

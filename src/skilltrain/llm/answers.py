@@ -47,7 +47,12 @@ class Request:
     def body(self, config: OpenAIConfig) -> dict[str, Any]:
         """As the chat completions take it."""
         limit = "max_completion_tokens" if config.is_openai else "max_tokens"
-        body = {"model": config.model, "messages": self.messages(), "seed": self.seed, limit: config.max_tokens}
+        body = {
+            "model": config.model,
+            "messages": self.messages(),
+            "seed": self.seed,
+            limit: config.max_tokens,
+        }
         return body if config.temperature is None else body | {"temperature": config.temperature}
 
 
@@ -86,7 +91,9 @@ class AnswerError(Exception):
     like an answer), `expired` (its batch ended before its turn) or `budget` (it was not sent).
     """
 
-    def __init__(self, kind: str, reason: str, value: float | None = None, other_id: str | None = None) -> None:
+    def __init__(
+        self, kind: str, reason: str, value: float | None = None, other_id: str | None = None
+    ) -> None:
         super().__init__(f"{kind}: {reason}")
         self.kind, self.reason, self.value, self.other_id = kind, reason, value, other_id
 
@@ -121,7 +128,9 @@ def read_answer(text: str, num_prompt_tokens: int) -> Completion:
 
 def reported_tokens(count: object, estimate: int) -> int:
     """The server's count of tokens; our estimate where the server gives none."""
-    return count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else estimate
+    return (
+        count if isinstance(count, int) and count > 0 and not isinstance(count, bool) else estimate
+    )
 
 
 class Answers:
@@ -135,20 +144,30 @@ class Answers:
 
     def key(self, request: Request) -> str:
         """SHA-256 over parameters, messages and seed; no secret goes into it."""
-        question = {"parameters": self._parameters, "messages": request.messages(), "seed": request.seed}
+        question = {
+            "parameters": self._parameters,
+            "messages": request.messages(),
+            "seed": request.seed,
+        }
         return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
     def get(self, key: str) -> Answer | None:
         """The answer kept under `key`, if any."""
         for (kept,) in self._run("SELECT answer FROM answers WHERE key = ?", key):
             values = json.loads(kept)
-            return AnswerError("malformed", values["malformed"]) if "malformed" in values else Completion(**values)
+            return (
+                AnswerError("malformed", values["malformed"])
+                if "malformed" in values
+                else Completion(**values)
+            )
         return None
 
     def put(self, key: str, answer: Answer) -> None:
         """Keep an answer, or a reply that was malformed; other failures are not kept."""
         if isinstance(answer, Completion) or answer.kind == "malformed":
-            values = asdict(answer) if isinstance(answer, Completion) else {"malformed": answer.reason}
+            values = (
+                asdict(answer) if isinstance(answer, Completion) else {"malformed": answer.reason}
+            )
             self._run("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, json.dumps(values))
 
     def batches(self, base_url: str) -> dict[str, list[str]]:
@@ -159,7 +178,12 @@ class Answers:
     def note_batch(self, base_url: str, file_id: str, keys: Sequence[str]) -> None:
         """Keep a batch under way."""
         columns = "batches (base_url, file_id, keys)"
-        self._run(f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)", base_url, file_id, json.dumps([*keys]))
+        self._run(
+            f"INSERT OR REPLACE INTO {columns} VALUES (?, ?, ?)",
+            base_url,
+            file_id,
+            json.dumps([*keys]),
+        )
 
     def forget_batch(self, base_url: str, file_id: str) -> None:
         """Remove a batch."""
@@ -167,16 +191,22 @@ class Answers:
 
     def _run(self, statement: str, *values: str) -> Sequence[Any]:
         """The rows of one statement. Raises SkilltrainError where the disk refuses it, or the file is damaged."""
-        if self._folder is None or (statement.startswith("SELECT") and not (self._folder / DATABASE).exists()):
+        if self._folder is None or (
+            statement.startswith("SELECT") and not (self._folder / DATABASE).exists()
+        ):
             return []  # a dry run leaves no file behind
         try:
             with self._lock:
                 if self._database is None:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     file = self._folder / DATABASE
-                    self._database = sqlite3.connect(file, timeout=60, isolation_level=None, check_same_thread=False)
+                    self._database = sqlite3.connect(
+                        file, timeout=60, isolation_level=None, check_same_thread=False
+                    )
                     self._database.executescript(_TABLES)
                 return self._database.execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:
             fix = "free the disk, or name another llm.cache"
-            raise SkilltrainError(f"cannot use the cache of answers: {error}", where=self._folder, fix=fix) from error
+            raise SkilltrainError(
+                f"cannot use the cache of answers: {error}", where=self._folder, fix=fix
+            ) from error

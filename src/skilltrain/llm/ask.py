@@ -72,7 +72,12 @@ class Asked(Generic[QuestionT, ValueT]):
     def counts(self) -> dict[str, Any]:
         """How many questions there were, how many have no usable answer, why, and what all of it took."""
         num, why = len(self.dropped), counted(fault.filter for fault in self.dropped)
-        return {"num_asked": len(self.values) + num, "num_unusable": num, "unusable": why, **self.used}
+        return {
+            "num_asked": len(self.values) + num,
+            "num_unusable": num,
+            "unusable": why,
+            **self.used,
+        }
 
 
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
@@ -81,9 +86,13 @@ def read_object(answer: str, kind: type[ModelT]) -> ModelT:
         return kind.model_validate(_read_json(answer, "{"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(": ".join([*(str(part) for part in first["loc"]), first["msg"]])) from error
+        raise ValueError(
+            ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not one JSON object with {', '.join(kind.model_fields)}: {error}") from error
+        raise ValueError(
+            f"it is not one JSON object with {', '.join(kind.model_fields)}: {error}"
+        ) from error
 
 
 def read_texts(answer: str) -> list[str]:
@@ -123,7 +132,9 @@ def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
     usage = Usage(sum(new), len(new) * questions.answer_tokens)
     counts = {"model": llm.model, "num_requests": len(new), "num_answered_before": num_answered}
     kept = f" ({num_answered:,} more are in the cache)" if num_answered else ""
-    again = f"answers that cannot be used are asked for again, up to {questions.attempts} times in all"
+    again = (
+        f"answers that cannot be used are asked for again, up to {questions.attempts} times in all"
+    )
     say(f"{len(new):,} requests to {llm.model}{kept}, {cost_in_words(usage, llm.budget)}; {again}")
     return counts | llm.budget.account(usage) | {"budget": str(llm.budget) or None}
 
@@ -131,7 +142,9 @@ def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
 def cost_in_words(usage: Usage, budget: Budget) -> str:
     """Tokens, price and budget."""
     dollars = budget.price(usage)
-    price = f"price unknown ({budget.section}.prices)" if dollars is None else f"about ${dollars:,.4g}"
+    price = (
+        f"price unknown ({budget.section}.prices)" if dollars is None else f"about ${dollars:,.4g}"
+    )
     written = f" and {usage.completion:,} written" if usage.completion else ""
     limit = f"budget {budget}" if str(budget) else f"no budget is set ({budget.section}.budget)"
     return f"about {usage.prompt:,} tokens read{written}, {price}; {limit}"
@@ -146,18 +159,33 @@ def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Value
     values: dict[int, tuple[QuestionT, ValueT]] = {}
     pending = list(range(len(questions.asked)))
     for attempt in range(questions.attempts):
-        requests = (questions.request(questions.asked[place], attempt, faults.get(place)) for place in pending)
+        requests = (
+            questions.request(questions.asked[place], attempt, faults.get(place))
+            for place in pending
+        )
         name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
-        answers = dict(track(questions.llm.complete_all(requests), name, len(pending)) if pending else ())
+        answers = dict(
+            track(questions.llm.complete_all(requests), name, len(pending)) if pending else ()
+        )
         for position, place in enumerate(pending):
             question, answer = questions.asked[place], answers[position]
             try:
                 values[place] = question, questions.read(question, _usable(answer))
             except (AnswerError, ValueError) as error:
-                why = error if isinstance(error, AnswerError) else AnswerError("malformed", str(error))
+                why = (
+                    error
+                    if isinstance(error, AnswerError)
+                    else AnswerError("malformed", str(error))
+                )
                 ids = question.query_id, question.skill_id
-                faults[place] = Dropped(*ids, why.kind, why.reason, why.value, other_id=why.other_id)
-        pending = [place for place in pending if place not in values and faults[place].filter not in _LASTING]
+                faults[place] = Dropped(
+                    *ids, why.kind, why.reason, why.value, other_id=why.other_id
+                )
+        pending = [
+            place
+            for place in pending
+            if place not in values and faults[place].filter not in _LASTING
+        ]
     dropped = [faults[place] for place in sorted(faults.keys() - values.keys())]
     budget = questions.llm.budget
     return Asked([values[place] for place in sorted(values)], dropped, budget.account(budget.used))
@@ -169,7 +197,9 @@ def ask_while_up(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, Va
         return ask_until(questions)
     except SkilltrainError as error:
         say(f"warning: {questions.description}: it goes on without the chat model: {error}")
-        dropped = [Dropped(one.query_id, one.skill_id, "down", error.what) for one in questions.asked]
+        dropped = [
+            Dropped(one.query_id, one.skill_id, "down", error.what) for one in questions.asked
+        ]
         return Asked([], dropped, questions.llm.budget.account(questions.llm.budget.used))
 
 

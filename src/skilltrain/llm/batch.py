@@ -37,7 +37,9 @@ class BatchLLM(LLM):
 
     def __init__(self, config: OpenAIConfig, answers: Answers, budget: Budget) -> None:
         if config.cache is None:
-            raise SkilltrainError("llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache")
+            raise SkilltrainError(
+                "llm.mode=batch notes its batches in the cache's folder", fix="set llm.cache"
+            )
         super().__init__(config, answers, budget)
         self._config, self._server, self._url = config, Server(config, budget), config.base_url
 
@@ -64,8 +66,15 @@ class BatchLLM(LLM):
             elif key in chunk:
                 chunk[key].positions.append(position)
             else:
-                line = {"custom_id": key, "method": "POST", "url": ENDPOINT, "body": request.body(self._config)}
-                chunk[key] = _Wanted((json.dumps(line, ensure_ascii=False) + "\n").encode(), [position], most)
+                line = {
+                    "custom_id": key,
+                    "method": "POST",
+                    "url": ENDPOINT,
+                    "body": request.body(self._config),
+                }
+                chunk[key] = _Wanted(
+                    (json.dumps(line, ensure_ascii=False) + "\n").encode(), [position], most
+                )
                 num_bytes += len(chunk[key].line)
         yield from self._complete(chunk)
 
@@ -75,7 +84,9 @@ class BatchLLM(LLM):
             return
         file = "skilltrain.jsonl", b"".join(wanted.line for wanted in chunk.values())
         upload = self._server.client.files.create
-        file_id = self._call("upload a batch", lambda: _text(upload(file=file, purpose="batch"), "id"))
+        file_id = self._call(
+            "upload a batch", lambda: _text(upload(file=file, purpose="batch"), "id")
+        )
         self.answers.note_batch(self._url, file_id, [*chunk])
         for key, answer in self._fetch(file_id, [*chunk]).items():
             for position in chunk[key].positions:
@@ -94,7 +105,9 @@ class BatchLLM(LLM):
             what = f"the server refused batch {batch.id}: {self._server.blot(reason)}"
             fix = "for a limit on queued tokens, lower llm.batch_size"
             raise SkilltrainError(what, where=self._url, fix=fix)
-        without = AnswerError("expired", f"its batch is {batch.status}; a new run asks for such requests again")
+        without = AnswerError(
+            "expired", f"its batch is {batch.status}; a new run asks for such requests again"
+        )
         if batch.status == "completed":
             without = AnswerError("failed", "the batch's files hold no answer to it")
         found: dict[str, Answer] = dict.fromkeys(keys, without)
@@ -117,16 +130,23 @@ class BatchLLM(LLM):
         batches = self._server.client.batches
 
         def begin() -> str:
-            for batch in batches.list(limit=100):  # an earlier run, or a try that broke off, may have made it
+            for batch in batches.list(
+                limit=100
+            ):  # an earlier run, or a try that broke off, may have made it
                 if batch.input_file_id == file_id:
                     return batch.id
-            return _text(batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"), "id")
+            return _text(
+                batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h"),
+                "id",
+            )
 
         def look() -> tuple[Any, str]:
             batch = batches.retrieve(batch_id)
             return batch, _text(batch, "status")
 
-        batch_id = self._call("create a batch", begin, lambda: self.answers.forget_batch(self._url, file_id))
+        batch_id = self._call(
+            "create a batch", begin, lambda: self.answers.forget_batch(self._url, file_id)
+        )
         shown = ""
         while True:
             batch, status = self._call("look at a batch", look)
@@ -140,7 +160,9 @@ class BatchLLM(LLM):
             shown = now
             time.sleep(self._config.poll_seconds)
 
-    def _call(self, what: str, call: Callable[[], ReplyT], refused: Callable[[], None] = lambda: None) -> ReplyT:
+    def _call(
+        self, what: str, call: Callable[[], ReplyT], refused: Callable[[], None] = lambda: None
+    ) -> ReplyT:
         """The server's reply to a call that may be repeated, or SkilltrainError; `refused`: it never will be taken."""
         fix = "run again: batches under way are taken up, none is submitted twice"
         try:

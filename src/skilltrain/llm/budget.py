@@ -9,10 +9,15 @@ from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices, ServerCo
 
 # OpenAI's list prices in dollars per million tokens, as published in 2025; a batch costs half.
 LIST_PRICES = {
-    "gpt-4o-mini": (0.15, 0.60), "gpt-4o": (2.50, 10.00),
-    "gpt-4.1": (2.00, 8.00), "gpt-4.1-mini": (0.40, 1.60), "gpt-4.1-nano": (0.10, 0.40),
-    "text-embedding-3-small": (0.02, 0), "text-embedding-3-large": (0.13, 0), "text-embedding-ada-002": (0.10, 0),
-}  # fmt: skip
+    "gpt-4o-mini": (0.15, 0.60),
+    "gpt-4o": (2.50, 10.00),
+    "gpt-4.1": (2.00, 8.00),
+    "gpt-4.1-mini": (0.40, 1.60),
+    "gpt-4.1-nano": (0.10, 0.40),
+    "text-embedding-3-small": (0.02, 0),
+    "text-embedding-3-large": (0.13, 0),
+    "text-embedding-ada-002": (0.10, 0),
+}
 _MOST_PER_MESSAGE = 32
 
 
@@ -27,7 +32,10 @@ def prices_of(config: ServerConfig) -> Prices | None:
 
 def most_of(request: Request, max_tokens: int) -> Usage:
     """The most that one try of `request` can take: a token per byte read, as in every tokenizer, and all that fits."""
-    num_bytes = sum(len(one["content"].encode(errors="replace")) + _MOST_PER_MESSAGE for one in request.messages())
+    num_bytes = sum(
+        len(one["content"].encode(errors="replace")) + _MOST_PER_MESSAGE
+        for one in request.messages()
+    )
     return Usage(num_bytes + _MOST_PER_MESSAGE, max_tokens)
 
 
@@ -82,7 +90,9 @@ class Budget:
     def price(self, usage: Usage) -> float | None:
         """Dollars for so many tokens; None where no price is known."""
         prices = self._prices
-        return prices and (usage.prompt * prices.prompt + usage.completion * prices.completion) / 1e6
+        return (
+            prices and (usage.prompt * prices.prompt + usage.completion * prices.completion) / 1e6
+        )
 
     def account(self, usage: Usage) -> dict[str, Any]:
         """Tokens and dollars as a stage's summary shows them."""

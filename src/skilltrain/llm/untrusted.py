@@ -20,7 +20,8 @@ _UNSEEN = re.compile(
     "\U000e0000-\U000e0fff]"
 )
 _TURN = re.compile(
-    r"<(?=[|｜]|/?(?:s|think|bos|eos|pad|unk)>|(?:start|end)_of_turn>|</?SYS>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])", re.I
+    r"<(?=[|｜]|/?(?:s|think|bos|eos|pad|unk)>|(?:start|end)_of_turn>|</?SYS>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])",
+    re.I,
 )
 
 
@@ -37,7 +38,9 @@ def untrusted_line(text: str, max_chars: int = _NAME_CHARS) -> str:
 def untrusted_skill(skill: Skill, description_chars: int, body_chars: int | None) -> str:
     """What a model sees of a skill: name, description and body, in the paper's three lines; None: no body."""
     lines = f"Name: {untrusted_line(skill.name)}\nDescription: {untrusted_line(skill.description, description_chars)}"
-    return lines if body_chars is None else f"{lines}\nBody: {untrusted_text(skill.body, body_chars)}"
+    return (
+        lines if body_chars is None else f"{lines}\nBody: {untrusted_text(skill.body, body_chars)}"
+    )
 
 
 def mark_of(texts: Iterable[str]) -> str:

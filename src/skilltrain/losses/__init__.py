@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from jaxtyping import Float
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PositiveInt, SerializeAsAny, Tag
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveInt,
+    SerializeAsAny,
+    Tag,
+)
 from torch import Tensor
 
 from skilltrain.config import Config, validate
@@ -20,11 +28,28 @@ from skilltrain.losses.pair_losses import LambdaRank, Margin, MarginMSE, RankNet
 from skilltrain.losses.scored_batch import Loss, ScoredBatch
 
 __all__ = [
-    "KL", "EncoderLoss", "InfoNCE", "LambdaRank", "LateInteraction", "ListNet", "ListwiseCE", "Margin", "MarginMSE",
-    "Matryoshka", "OwnLoss", "PlainLoss", "PointwiseBCE", "RankNet", "RerankerLoss", "ScoredBatch", "infonce_in",
-]  # fmt: skip
+    "KL",
+    "EncoderLoss",
+    "InfoNCE",
+    "LambdaRank",
+    "LateInteraction",
+    "ListNet",
+    "ListwiseCE",
+    "Margin",
+    "MarginMSE",
+    "Matryoshka",
+    "OwnLoss",
+    "PlainLoss",
+    "PointwiseBCE",
+    "RankNet",
+    "RerankerLoss",
+    "ScoredBatch",
+    "infonce_in",
+]
 
-PlainLoss = InfoNCE | KL | LambdaRank | ListNet | ListwiseCE | Margin | MarginMSE | PointwiseBCE | RankNet
+PlainLoss = (
+    InfoNCE | KL | LambdaRank | ListNet | ListwiseCE | Margin | MarginMSE | PointwiseBCE | RankNet
+)
 
 
 class OwnLoss(Loss):
@@ -33,7 +58,9 @@ class OwnLoss(Loss):
     `loss: {name: my_package.my_module:MyLoss}` chooses it. One that calls `batch.teacher()` sets its flag.
     """
 
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})  # a subclass has more keys
+    model_config = ConfigDict(
+        json_schema_extra={"additionalProperties": True}
+    )  # a subclass has more keys
     name: str = Field(pattern=":", description="where it is imported from: package.module:Class")
 
 
@@ -62,7 +89,9 @@ def _tag(value: Any) -> str:
 
 _Imported = Annotated[SerializeAsAny[OwnLoss], BeforeValidator(_imported), Tag("own")]
 _BY_NAME = Discriminator(_tag)
-RerankerLoss = Annotated[Annotated[PlainLoss, Field(discriminator="name"), Tag("named")] | _Imported, _BY_NAME]
+RerankerLoss = Annotated[
+    Annotated[PlainLoss, Field(discriminator="name"), Tag("named")] | _Imported, _BY_NAME
+]
 
 
 class Matryoshka(Config):
@@ -80,7 +109,9 @@ class Matryoshka(Config):
 
     name: Literal["matryoshka"] = "matryoshka"
     loss: RerankerLoss = Field(default=InfoNCE(), description="what is learnt at every width")
-    dims: tuple[PositiveInt, ...] = Field(min_length=1, description="widths, the full one among them")
+    dims: tuple[PositiveInt, ...] = Field(
+        min_length=1, description="widths, the full one among them"
+    )
 
     @property
     def needs_teacher_scores(self) -> bool:
@@ -89,13 +120,16 @@ class Matryoshka(Config):
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries. Raises SkilltrainError for scores that come from no vectors."""
         if batch.truncated is None:
-            raise SkilltrainError("only an encoder has vectors to cut short", where="loss.matryoshka")
+            raise SkilltrainError(
+                "only an encoder has vectors to cut short", where="loss.matryoshka"
+            )
         parts = [self.loss(batch.truncated(dim)) for dim in self.dims]
         return sum(parts[1:], parts[0])
 
 
 EncoderLoss = Annotated[
-    Annotated[PlainLoss | Matryoshka, Field(discriminator="name"), Tag("named")] | _Imported, _BY_NAME
+    Annotated[PlainLoss | Matryoshka, Field(discriminator="name"), Tag("named")] | _Imported,
+    _BY_NAME,
 ]
 
 

@@ -41,12 +41,19 @@ class InfoNCE(Loss):
 
     name: Literal["infonce"] = "infonce"
     temperature: Temperature = 0.05
-    directions: tuple[Direction, ...] = Field(default=("query_to_skill",), description="what is contrasted with what")
-    partition: Literal["joint", "per_direction"] = Field(
-        default="joint", description="one denominator for all directions, or the mean of one loss for each"
+    directions: tuple[Direction, ...] = Field(
+        default=("query_to_skill",), description="what is contrasted with what"
     )
-    lexical_weight: float = Field(default=0.0, ge=0, description="BM25's score times this is added to each logit")
-    push_share: float = Field(default=0.0, ge=0, lt=1, description="share of the loss that pushes rejected skills away")
+    partition: Literal["joint", "per_direction"] = Field(
+        default="joint",
+        description="one denominator for all directions, or the mean of one loss for each",
+    )
+    lexical_weight: float = Field(
+        default=0.0, ge=0, description="BM25's score times this is added to each logit"
+    )
+    push_share: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the loss that pushes rejected skills away"
+    )
 
     @property
     def needs_sides(self) -> bool:
@@ -56,10 +63,14 @@ class InfoNCE(Loss):
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
         if "query_to_skill" not in self.directions:
-            raise ValueError("directions must hold query_to_skill: it compares a query with its positive")
+            raise ValueError(
+                "directions must hold query_to_skill: it compares a query with its positive"
+            )
         same_side = sorted({"query_to_query", "skill_to_skill"}.intersection(self.directions))
         if self.partition == "per_direction" and same_side:
-            raise ValueError(f"{same_side[0]} holds no positive to find, so partition must be joint")
+            raise ValueError(
+                f"{same_side[0]} holds no positive to find, so partition must be joint"
+            )
         for name in ("lexical_weight", "push_share"):
             if getattr(self, name) and self.needs_sides:
                 raise ValueError(f"{name} is for directions: [query_to_skill] alone")
@@ -74,12 +85,16 @@ class InfoNCE(Loss):
         if self.push_share:
             below = batch.gains < 0
             pulled = contrast(replace(batch, valid=batch.valid & ~below), self.temperature)
-            pushed = contrast(replace(batch, valid=batch.valid & (below | batch.is_positive)), self.temperature)
+            pushed = contrast(
+                replace(batch, valid=batch.valid & (below | batch.is_positive)), self.temperature
+            )
             return (1 - self.push_share) * pulled + self.push_share * pushed
         if not self.needs_sides:
             return contrast(batch, self.temperature)
         if batch.sides is None:
-            raise SkilltrainError("only an encoder has directions beyond query_to_skill", where="loss.directions")
+            raise SkilltrainError(
+                "only an encoder has directions beyond query_to_skill", where="loss.directions"
+            )
         if self.partition == "joint":
             return contrast(batch, self.temperature, self._joint(batch, batch.sides))
         return (contrast(batch, self.temperature) + self._symmetric(batch, batch.sides)) / 2
@@ -89,7 +104,10 @@ class InfoNCE(Loss):
         row, column = batch.is_positive.nonzero(as_tuple=True)
         terms = []
         if "skill_to_query" in self.directions:
-            terms += [sides.skill_to_query.strength(self.temperature), batch.scores[row, column] / self.temperature]
+            terms += [
+                sides.skill_to_query.strength(self.temperature),
+                batch.scores[row, column] / self.temperature,
+            ]
         if "query_to_query" in self.directions:
             terms.append(sides.query_to_query.strength(self.temperature)[row])
         if "skill_to_skill" in self.directions:
@@ -115,9 +133,15 @@ class LateInteraction(Config):
     Source: Khattab and Zaharia 2020 (ColBERT), with InfoNCE's in-batch negatives and no projection.
     """
 
-    weight: float = Field(default=1.0, gt=0, description="what this loss counts for beside the encoder's own")
-    temperature: float = Field(default=0.02, gt=0, description="the mean largest cosines are divided by it")
+    weight: float = Field(
+        default=1.0, gt=0, description="what this loss counts for beside the encoder's own"
+    )
+    temperature: float = Field(
+        default=0.02, gt=0, description="the mean largest cosines are divided by it"
+    )
 
     def __call__(self, batch: ScoredBatch, lexical_weight: float) -> Float[Tensor, ""]:
         """The loss, summed over queries."""
-        return self.weight * InfoNCE(temperature=self.temperature, lexical_weight=lexical_weight)(batch)
+        return self.weight * InfoNCE(temperature=self.temperature, lexical_weight=lexical_weight)(
+            batch
+        )

@@ -7,7 +7,13 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature, find_positives, gain_shares
+from skilltrain.losses.scored_batch import (
+    Loss,
+    ScoredBatch,
+    Temperature,
+    find_positives,
+    gain_shares,
+)
 
 
 def contrast(
@@ -20,7 +26,11 @@ def contrast(
     2). With several, no positive is pushed down by another of the same gain.
     """
     positives, scores = find_positives(batch), batch.filled(0.0)
-    others = (scores[positives.row] / temperature).masked_fill(~positives.is_pair, -torch.inf).logsumexp(1)
+    others = (
+        (scores[positives.row] / temperature)
+        .masked_fill(~positives.is_pair, -torch.inf)
+        .logsumexp(1)
+    )
     if more is not None:
         others = torch.stack([others, more]).logsumexp(0)
     cells = positives.row, positives.column
@@ -66,7 +76,9 @@ class PointwiseBCE(Loss):
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         scores = batch.filled(0.0) / self.temperature
         labels = batch.is_positive.to(scores.dtype)
-        each = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        each = torch.nn.functional.binary_cross_entropy_with_logits(
+            scores, labels, reduction="none"
+        )
         return (torch.where(batch.valid, each, 0.0).sum(1) / batch.valid.sum(1).clamp(min=1)).sum()
 
 
@@ -88,7 +100,9 @@ class ListNet(Loss):
     name: Literal["list_net"] = "list_net"
     temperature: Temperature = 1.0
     target_temperature: float | None = Field(
-        default=None, gt=0, description="soft targets: softmax of the gains divided by it; null: shares in the gains"
+        default=None,
+        gt=0,
+        description="soft targets: softmax of the gains divided by it; null: shares in the gains",
     )
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
@@ -115,7 +129,9 @@ class KL(Loss):
     needs_teacher_scores: ClassVar[bool] = True
     name: Literal["kl"] = "kl"
     temperature: Temperature = 1.0
-    teacher_temperature: float = Field(default=1.0, gt=0, description="the teacher's scores are divided by it")
+    teacher_temperature: float = Field(
+        default=1.0, gt=0, description="the teacher's scores are divided by it"
+    )
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         wanted = batch.teacher().masked_fill(~batch.valid, -torch.inf) / self.teacher_temperature
@@ -125,4 +141,6 @@ class KL(Loss):
 
 def _log_softmax(batch: ScoredBatch, temperature: float) -> Float[Tensor, "query candidate"]:
     """Log of each valid candidate's share in the softmax of the scores; 0 for the others, which no weight reaches."""
-    return torch.log_softmax(batch.filled(-torch.inf) / temperature, 1).masked_fill(~batch.valid, 0.0)
+    return torch.log_softmax(batch.filled(-torch.inf) / temperature, 1).masked_fill(
+        ~batch.valid, 0.0
+    )

@@ -28,7 +28,9 @@ class RankNet(Loss):
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         pairs = find_pairs(batch)
-        return pairs.mean(torch.nn.functional.softplus(-pairs.margins(batch.filled(0.0)) / self.temperature))
+        return pairs.mean(
+            torch.nn.functional.softplus(-pairs.margins(batch.filled(0.0)) / self.temperature)
+        )
 
 
 class Margin(Loss):
@@ -44,7 +46,9 @@ class Margin(Loss):
     """
 
     name: Literal["margin"] = "margin"
-    margin: float = Field(default=1.0, gt=0, description="wanted distance of scores for gains that lie 1 apart")
+    margin: float = Field(
+        default=1.0, gt=0, description="wanted distance of scores for gains that lie 1 apart"
+    )
     temperature: Temperature = 1.0
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
@@ -102,7 +106,9 @@ class LambdaRank(Loss):
         apart = (own - others).abs().clamp(min=1)
         swap = (_discount(own) - _discount(others)).abs()
         weights = swap + self.mu * (_discount(apart) - _discount(apart + 1))
-        each = torch.nn.functional.softplus(-pairs.margins(batch.filled(0.0)) / self.temperature) / math.log(2)
+        each = torch.nn.functional.softplus(
+            -pairs.margins(batch.filled(0.0)) / self.temperature
+        ) / math.log(2)
         worth = pairs.gaps / _best_dcg(batch)[pairs.row][:, None]
         return torch.where(pairs.is_pair, weights * worth * each, 0.0).sum()
 

@@ -74,7 +74,9 @@ class ScoredBatch:
 
     def teacher(self) -> Float[Tensor, "query candidate"]:
         """The teacher's scores, 0 for invalid candidates. A loss that calls this declares `needs_teacher_scores`."""
-        assert self.teacher_scores is not None, "the step gives teacher scores to a loss that needs them"
+        assert self.teacher_scores is not None, (
+            "the step gives teacher scores to a loss that needs them"
+        )
         return self.teacher_scores.to(self.scores).masked_fill(~self.valid, 0.0)
 
 
@@ -107,7 +109,9 @@ class Compared:
         """How far the higher gain of each pair is above the lower one."""
         return self.difference.abs()
 
-    def margins(self, scores: Float[Tensor, "query candidate"]) -> Float[Tensor, "chosen candidate"]:
+    def margins(
+        self, scores: Float[Tensor, "query candidate"]
+    ) -> Float[Tensor, "chosen candidate"]:
         """How far the candidate of higher gain scores above the other one."""
         sign = torch.where(self.difference < 0, -1, 1)
         return sign * (scores[self.row, self.column][:, None] - scores[self.row])
@@ -138,7 +142,9 @@ def find_pairs(batch: ScoredBatch) -> Compared:
     return Compared(row, column, difference, batch.valid[row] & is_pair, len(batch.gains))
 
 
-def gain_shares(batch: ScoredBatch, counted: Bool[Tensor, "query candidate"]) -> Float[Tensor, "query candidate"]:
+def gain_shares(
+    batch: ScoredBatch, counted: Bool[Tensor, "query candidate"]
+) -> Float[Tensor, "query candidate"]:
     """Each counted candidate's share in their gains: a query's sum to 1, or to 0 where it has none."""
     gains = torch.where(batch.valid & counted, batch.gains, 0.0).to(batch.scores)
     return gains / gains.sum(1, keepdim=True).clamp(min=torch.finfo(gains.dtype).tiny)

@@ -18,7 +18,9 @@ def checkpoint_layers(network: Any) -> None:
         network.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
         what = f"transformers' {type(network).__name__} cannot recompute its layers"
-        raise SkilltrainError(what, where="training.recompute", fix="set it to false, and lower batch_size") from error
+        raise SkilltrainError(
+            what, where="training.recompute", fix="set it to false, and lower batch_size"
+        ) from error
 
 
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:
@@ -42,14 +44,23 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         is_mixed = dtype == torch.bfloat16
         with hooks, torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
-            functional_call(body, weights, (torch.zeros(1, num_tokens, dtype=torch.long, device=device),))
+            functional_call(
+                body, weights, (torch.zeros(1, num_tokens, dtype=torch.long, device=device),)
+            )
         return sum(storages.values())
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         own = [*body.named_parameters(), *body.named_buffers()]
-        meta = {name: value for name, value in own if value.is_meta}  # autocast knows no device meta
-        weights = {name: torch.empty_like(v, device=device).requires_grad_(v.requires_grad) for name, v in meta.items()}
+        meta = {
+            name: value for name, value in own if value.is_meta
+        }  # autocast knows no device meta
+        weights = {
+            name: torch.empty_like(v, device=device).requires_grad_(v.requires_grad)
+            for name, v in meta.items()
+        }
         one, two, three = (kept(number * _TOKENS) for number in (1, 2, 3))
-    square = (three - 2 * two + one) / 2  # of masks, which transformers builds only where it cannot look at values
+    square = (
+        three - 2 * two + one
+    ) / 2  # of masks, which transformers builds only where it cannot look at values
     network.train(was_training)
     return (two - one - 3 * square) / _TOKENS / network.config.num_hidden_layers

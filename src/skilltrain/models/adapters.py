@@ -13,7 +13,15 @@ from skilltrain.models.loading import heads, in_own_dtype
 
 _NAME = "default"  # peft's name for a model's only adapter
 # Kept out of 4 bits by name: heads, which are trained or read as they are, and the pooler, which is part of a head.
-_HEADS = ("lm_head", "score", "classifier", "classifier.dense", "classifier.out_proj", "head.dense", "pooler.dense")
+_HEADS = (
+    "lm_head",
+    "score",
+    "classifier",
+    "classifier.dense",
+    "classifier.out_proj",
+    "head.dense",
+    "pooler.dense",
+)
 
 
 class AdapterConfig(Config):
@@ -21,11 +29,16 @@ class AdapterConfig(Config):
 
     rank: int = Field(default=32, ge=1, description="width of the low-rank matrices")
     alpha: int = Field(default=64, ge=1, description="the addition is scaled by alpha / rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of an adapter's inputs set to 0 in training")
-    targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        default="all_linear", description="all linear layers but heads, or names' endings, such as [q_proj, v_proj]"
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of an adapter's inputs set to 0 in training"
     )
-    quantize: Literal["none", "nf4"] = Field(default="none", description="nf4: the frozen weights in 4 bits (QLoRA)")
+    targets: Literal["all_linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default="all_linear",
+        description="all linear layers but heads, or names' endings, such as [q_proj, v_proj]",
+    )
+    quantize: Literal["none", "nf4"] = Field(
+        default="none", description="nf4: the frozen weights in 4 bits (QLoRA)"
+    )
 
 
 def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
@@ -38,9 +51,12 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=[*_HEADS],
-    )  # fmt: skip
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=[*_HEADS],
+    )
     return {"quantization_config": config}
 
 
@@ -53,13 +69,20 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
-    widest = max(min(layer.in_features, layer.out_features) for layer in map(network.get_submodule, targets))
+    widest = max(
+        min(layer.in_features, layer.out_features) for layer in map(network.get_submodule, targets)
+    )
     if adapter.rank > widest:
         raise SkilltrainError(
-            f"{adapter.rank} exceeds the width of every layer, at most {widest}", where="adapter.rank"
+            f"{adapter.rank} exceeds the width of every layer, at most {widest}",
+            where="adapter.rank",
         )
     config = LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules=targets, bias="none"
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        bias="none",
     )  # type: ignore[call-arg]
     for name, module in network.named_modules():
         if type(module).__name__ == "Linear4bit":  # by name: bitsandbytes need not be installed
@@ -76,10 +99,17 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
     """(settings, weights by name) of an adapter and the head that trained with it, as peft keeps them for `base`."""
     config, heads_of = network.peft_config[_NAME], {id(head) for head in _heads(network)}
     config.base_model_name_or_path, config.inference_mode = base, True
-    config.target_modules = sorted(config.target_modules)  # a set: the file would differ from run to run
-    config.modules_to_save = [name for name, module in network.named_modules() if id(module) in heads_of] or None
+    config.target_modules = sorted(
+        config.target_modules
+    )  # a set: the file would differ from run to run
+    config.modules_to_save = [
+        name for name, module in network.named_modules() if id(module) in heads_of
+    ] or None
     trained = {name: value for name, value in network.named_parameters() if value.requires_grad}
-    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in trained.items()}
+    named = {
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value
+        for name, value in trained.items()
+    }
     return config, {name: value.detach().contiguous() for name, value in named.items()}
 
 
@@ -107,8 +137,12 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
     if linear.weight.device.type != "cpu":
         return
     if linear.in_features % 64:
-        what = f"adapter.quantize=nf4 on a CPU needs layers whose width is a multiple of 64; {name} is"
-        raise SkilltrainError(f"{what} {linear.in_features} wide", fix="train it on a GPU, or with quantize=none")
+        what = (
+            f"adapter.quantize=nf4 on a CPU needs layers whose width is a multiple of 64; {name} is"
+        )
+        raise SkilltrainError(
+            f"{what} {linear.in_features} wide", fix="train it on a GPU, or with quantize=none"
+        )
     linear.support_avx512bf16_for_cpu = False
     linear.state_dict()
 
@@ -116,11 +150,15 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
     in_heads = {id(module) for head in _heads(network) for module in head.modules()}
     in_heads.add(id(network.get_output_embeddings()))
-    linear = ((name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear))
+    linear = (
+        (name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)
+    )
     names = [name for name, module in linear if id(module) not in in_heads]
     if adapter.targets == "all_linear":
         return names
-    chosen = {target: [n for n in names if f".{n}".endswith(f".{target}")] for target in adapter.targets}
+    chosen = {
+        target: [n for n in names if f".{n}".endswith(f".{target}")] for target in adapter.targets
+    }
     for target, found in chosen.items():
         if not found:
             endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

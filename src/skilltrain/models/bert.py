@@ -13,7 +13,12 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from skilltrain.files import read_json
 
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
-_AS_COMPUTED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
+_AS_COMPUTED = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+}
 _UNUSED = ("pooler.", "embeddings.position_ids")
 PROBE = "a b c d e"
 """Letters that any tokenizer knows whose files are whole."""
@@ -25,8 +30,13 @@ class Bert(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.config = SimpleNamespace(**config)
-        dim, rows = self.config.hidden_size, ("vocab_size", "max_position_embeddings", "type_vocab_size")
-        tables = zip(("word_embeddings", "position_embeddings", "token_type_embeddings"), rows, strict=True)
+        dim, rows = (
+            self.config.hidden_size,
+            ("vocab_size", "max_position_embeddings", "type_vocab_size"),
+        )
+        tables = zip(
+            ("word_embeddings", "position_embeddings", "token_type_embeddings"), rows, strict=True
+        )
         self.embeddings = nn.ModuleDict({name: _table(config[num], dim) for name, num in tables})
         self.embeddings["LayerNorm"] = self._norm()
         layers = nn.ModuleList(self._layer() for _ in range(self.config.num_hidden_layers))
@@ -39,14 +49,17 @@ class Bert(nn.Module):
         dim, inner = self.config.hidden_size, self.config.intermediate_size
         own = nn.ModuleDict({name: nn.Linear(dim, dim) for name in ("query", "key", "value")})
         joined, narrowed = (
-            nn.ModuleDict({"dense": nn.Linear(width, dim), "LayerNorm": self._norm()}) for width in (dim, inner)
+            nn.ModuleDict({"dense": nn.Linear(width, dim), "LayerNorm": self._norm()})
+            for width in (dim, inner)
         )
         attention = nn.ModuleDict({"self": own, "output": joined})
         widened = nn.ModuleDict({"dense": nn.Linear(dim, inner)})
         return nn.ModuleDict({"attention": attention, "intermediate": widened, "output": narrowed})
 
     def forward(
-        self, input_ids: Int[Tensor, "text token"], attention_mask: Int[Tensor, "text token"] | None = None
+        self,
+        input_ids: Int[Tensor, "text token"],
+        attention_mask: Int[Tensor, "text token"] | None = None,
     ) -> SimpleNamespace:
         """`last_hidden_state` [text, token, dim] as transformers' BertModel gives it."""
         tables: Any = self.embeddings
@@ -61,10 +74,16 @@ class Bert(nn.Module):
         return SimpleNamespace(last_hidden_state=hidden)
 
     def _attended(
-        self, attention: Any, hidden: Float[Tensor, "text token dim"], mask: Bool[Tensor, "text 1 1 token"] | None
+        self,
+        attention: Any,
+        hidden: Float[Tensor, "text token dim"],
+        mask: Bool[Tensor, "text 1 1 token"] | None,
     ) -> Float[Tensor, "text token dim"]:
         heads = (self.config.num_attention_heads, -1)
-        parts = (attention["self"][name](hidden).unflatten(-1, heads) for name in ("query", "key", "value"))
+        parts = (
+            attention["self"][name](hidden).unflatten(-1, heads)
+            for name in ("query", "key", "value")
+        )
         query, key, value = (part.transpose(1, 2) for part in parts)
         seen = scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
         return attention["output"]["LayerNorm"](attention["output"]["dense"](seen) + hidden)
@@ -98,12 +117,19 @@ def read_bert(folder: Path) -> tuple[Bert, BertTokenizer] | None:
     try:
         config, spelling, tokens = (read_json(folder / name) for name in _FILES[:3])
         as_computed = all(config.get(name, usual) == usual for name, usual in _AS_COMPUTED.items())
-        is_plain = as_computed and "model_type" in config and spelling.get("tokenizer_class") == "BertTokenizer"
+        is_plain = (
+            as_computed
+            and "model_type" in config
+            and spelling.get("tokenizer_class") == "BertTokenizer"
+        )
         if not is_plain or not _is_spelt(spelling, tokens["normalizer"]):
             return None
         with torch.device("meta"):  # a config.json may ask for more than there is memory
             network = Bert({**config, "name_or_path": str(folder)})
-        weights = {name.removeprefix("bert."): value for name, value in load_file(folder / _FILES[3]).items()}
+        weights = {
+            name.removeprefix("bert."): value
+            for name, value in load_file(folder / _FILES[3]).items()
+        }
         shapes = {name: value.shape for name, value in network.state_dict().items()}
         used = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
         tokenizer = BertTokenizer(folder / _FILES[2])
@@ -120,6 +146,11 @@ def read_bert(folder: Path) -> tuple[Bert, BertTokenizer] | None:
 
 def _is_spelt(told: Mapping[str, Any], normalizer: Mapping[str, Any] | None) -> bool:
     """Whether the tokenizer's two files agree on case, accents and Chinese characters; transformers follows `told`."""
-    names = (("lowercase", "do_lower_case", True), ("strip_accents", "strip_accents", None),
-             ("handle_chinese_chars", "tokenize_chinese_chars", True))  # fmt: skip
-    return normalizer is not None and all(normalizer.get(own) == told.get(name, usual) for own, name, usual in names)
+    names = (
+        ("lowercase", "do_lower_case", True),
+        ("strip_accents", "strip_accents", None),
+        ("handle_chinese_chars", "tokenize_chinese_chars", True),
+    )
+    return normalizer is not None and all(
+        normalizer.get(own) == told.get(name, usual) for own, name, usual in names
+    )

@@ -28,9 +28,13 @@ def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
     """Replace the float32 linear layers of a network on a CPU, for inference alone, on some `num_rows` tokens."""
     if not torch.backends.mkldnn.is_available():
         return
-    for name in [name for name, _ in network.named_modules()]:  # no list of layers: it would keep their weights too
+    for name in [
+        name for name, _ in network.named_modules()
+    ]:  # no list of layers: it would keep their weights too
         layer = network.get_submodule(name)
-        if not isinstance(layer, nn.Linear) or type(layer) is not nn.Linear:  # a subclass computes something else
+        if (
+            not isinstance(layer, nn.Linear) or type(layer) is not nn.Linear
+        ):  # a subclass computes something else
             continue
         if layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu":
             network.set_submodule(name, PackedLinear(layer, num_rows))
@@ -41,7 +45,10 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
         weight = self.weight
-        plain = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
+        plain = (
+            input.dtype == weight.dtype == torch.float32
+            and input.device.type == weight.device.type == "cpu"
+        )
         if not plain or input.numel() == 0 or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         rows: Any = _OneDnnProduct.apply(input.reshape(-1, input.shape[-1]), weight, self.bias)
@@ -64,7 +71,9 @@ def onednn_is_faster() -> bool:
     """Whether MKL computes float32 products here and leaves AVX-512 unused, which it does on all but Intel's CPUs."""
     processor = torch.cpu.get_capabilities()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return bool(has_both and processor.get("avx512_f") and "Intel" not in str(processor.get("cpu_name", "")))
+    return bool(
+        has_both and processor.get("avx512_f") and "Intel" not in str(processor.get("cpu_name", ""))
+    )
 
 
 class _OneDnnProduct(torch.autograd.Function):
@@ -72,7 +81,9 @@ class _OneDnnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(
+            rows if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
+        )
         return _product(rows, weight, bias)
 
     @staticmethod

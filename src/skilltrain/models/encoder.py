@@ -14,13 +14,22 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
 from skilltrain.models.bert import read_bert
-from skilltrain.models.micro_batches import Groups, Texts, TokenIds, embed_together, micro_batches, model_inputs
+from skilltrain.models.micro_batches import (
+    Groups,
+    Texts,
+    TokenIds,
+    embed_together,
+    micro_batches,
+    model_inputs,
+)
 from skilltrain.models.pooling import Pooling, at_least_float32, foreign_settings, pool
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
 
-_MOST_CHARS = 5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
+_MOST_CHARS = (
+    5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
+)
 
 
 class EncoderSettings(Config):
@@ -39,17 +48,30 @@ class EncoderSettings(Config):
 
     def chunk_texts(self, skill: Skill) -> list[str]:
         """The texts by which the encoder knows a skill, one per window; the first is all of them by default."""
-        return [self.template.render_skill(window) for window in self.template.skill.windows(skill, self.chunks)]
+        return [
+            self.template.render_skill(window)
+            for window in self.template.skill.windows(skill, self.chunks)
+        ]
 
 
 class EncoderConfig(loading.ModelConfig):
     """Which encoder to load. What is left out comes from the model's own folder."""
 
-    pooling: Pooling | None = Field(default=None, description="mean, last_token or cls; else as the folder says")
-    max_tokens: int | None = Field(default=None, ge=8, description="token limit of a skill; else the folder's, or 256")
-    query_max_tokens: int | None = Field(default=None, ge=8, description="of a query; else the folder's, at least 512")
-    template: EncoderTemplate | None = Field(default=None, description="the texts it sees, or skillrouter_released")
-    chunks: Chunks | None = Field(default=None, description="windows of a body; else as the folder says, or one")
+    pooling: Pooling | None = Field(
+        default=None, description="mean, last_token or cls; else as the folder says"
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=8, description="token limit of a skill; else the folder's, or 256"
+    )
+    query_max_tokens: int | None = Field(
+        default=None, ge=8, description="of a query; else the folder's, at least 512"
+    )
+    template: EncoderTemplate | None = Field(
+        default=None, description="the texts it sees, or skillrouter_released"
+    )
+    chunks: Chunks | None = Field(
+        default=None, description="windows of a body; else as the folder says, or one"
+    )
 
 
 class Encoder(nn.Module):
@@ -59,7 +81,9 @@ class Encoder(nn.Module):
         self.tokenizer, self.settings = tokenizer, settings
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
-        self._is_causal = {getattr(module, "is_causal", None) for module in backbone.modules()} - {None} == {True}
+        self._is_causal = {getattr(module, "is_causal", None) for module in backbone.modules()} - {
+            None
+        } == {True}
 
     @property
     def device(self) -> torch.device:
@@ -83,13 +107,19 @@ class Encoder(nn.Module):
         if self.settings.pooling != "last_token":
             return ids
         end = self.tokenizer.pad_token_id
-        return [text if text and text[-1] == end else [*text[: max_tokens - 1], end] for text in ids]
+        return [
+            text if text and text[-1] == end else [*text[: max_tokens - 1], end] for text in ids
+        ]
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenIds]:
-        return self.tokenize([*map(self.settings.template.render_query, texts)], self.settings.query_max_tokens)
+        return self.tokenize(
+            [*map(self.settings.template.render_query, texts)], self.settings.query_max_tokens
+        )
 
     def tokenize_skills(self, skills: Sequence[Skill]) -> list[TokenIds]:
-        return self.tokenize([*map(self.settings.template.render_skill, skills)], self.settings.max_tokens)
+        return self.tokenize(
+            [*map(self.settings.template.render_skill, skills)], self.settings.max_tokens
+        )
 
     def attend_by_length(self) -> None:
         """Let a micro-batch's texts stand in one row, not padded. Raises SkilltrainError where vectors would change."""
@@ -122,14 +152,22 @@ class Encoder(nn.Module):
     def with_tokens(self, texts: Texts, num_tokens: int) -> Float[Tensor, "text row dim"]:
         """What `forward` gives, behind each vector the unit vectors of its tokens, and zeros up to `num_tokens`."""
         hidden, mask = self._hidden(texts)
-        rows = torch.cat([pool(hidden, mask, self.settings.pooling)[:, None], hidden * mask[:, :, None]], 1)
-        return nn.functional.pad(nn.functional.normalize(rows, dim=-1), (0, 0, 0, 1 + num_tokens - rows.shape[1]))
+        rows = torch.cat(
+            [pool(hidden, mask, self.settings.pooling)[:, None], hidden * mask[:, :, None]], 1
+        )
+        return nn.functional.pad(
+            nn.functional.normalize(rows, dim=-1), (0, 0, 0, 1 + num_tokens - rows.shape[1])
+        )
 
-    def _hidden(self, texts: Texts) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
+    def _hidden(
+        self, texts: Texts
+    ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
         # Without padding, and in a causal network, whose tokens never see what follows, attention needs no mask.
         needed = None if self._is_causal or len({len(text) for text in texts}) == 1 else mask
-        return at_least_float32(self.backbone(**inputs, attention_mask=needed).last_hidden_state), mask
+        return at_least_float32(
+            self.backbone(**inputs, attention_mask=needed).last_hidden_state
+        ), mask
 
 
 def load_encoder(
@@ -173,7 +211,9 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     """
     stored = loading.stored_settings(folder, "encoder")
     given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
-    base: dict[str, Any] = {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
+    base: dict[str, Any] = (
+        {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
+    )
     prompts = "", ""
     if not stored:
         least = EncoderSettings().query_max_tokens
@@ -181,11 +221,19 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         base |= found
     settings = EncoderSettings.model_validate((stored or base) | given)
     limit = loading.num_positions(model_config)
-    over = {name: limit for name in ("max_tokens", "query_max_tokens") if limit and getattr(settings, name) > limit}
+    over = {
+        name: limit
+        for name in ("max_tokens", "query_max_tokens")
+        if limit and getattr(settings, name) > limit
+    }
     if any(name in stored | given for name in over):
-        raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=config.source)
+        raise SkilltrainError(
+            f"max_tokens exceeds the model's {limit} positions", where=config.source
+        )
     template = with_fields(settings.template, config.fields).with_prompts(*prompts)
-    settings = settings.model_copy(update={**over, "template": template})  # a default adapts to the model's positions
+    settings = settings.model_copy(
+        update={**over, "template": template}
+    )  # a default adapts to the model's positions
     skill, chunks, most = template.skill, settings.chunks, settings.max_tokens
     if chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
         return settings

@@ -30,16 +30,29 @@ _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _MODEL_FILES, _NO_MODEL = (".safetensors", ".json", ".txt", ".model"), ("run.json",)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
-    "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
+    "camembert",
+    "data2vec-text",
+    "ibert",
+    "longformer",
+    "luke",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 class ModelConfig(Config):
     """What names any model."""
 
-    source: ModelSource = Field(description="folder, Hub id owner/name, or package:NAME (a package that ships a model)")
-    fields: SkillFields | None = Field(default=None, description=f"what it sees, in place of its template's; {SEEN}")
+    source: ModelSource = Field(
+        description="folder, Hub id owner/name, or package:NAME (a package that ships a model)"
+    )
+    fields: SkillFields | None = Field(
+        default=None, description=f"what it sees, in place of its template's; {SEEN}"
+    )
     precision: Precision = Field(default="float32", description="number format of the weights")
 
 
@@ -99,7 +112,9 @@ def _from_hub(source: str, weights: bool) -> Path:
     try:
         get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
-        say(f"{source}: the Hub cannot be asked what files the model has; going on with those in the cache")
+        say(
+            f"{source}: the Hub cannot be asked what files the model has; going on with those in the cache"
+        )
     return Path(folder)
 
 
@@ -113,7 +128,9 @@ def _check_files(folder: Path, source: str) -> None:
     shards = read_map(folder / _INDEX_FILE).get("weight_map")
     for name in map(str, shards.values() if isinstance(shards, dict) else ()):
         if PurePath(name).name != name:
-            raise SkilltrainError(f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE)
+            raise SkilltrainError(
+                f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE
+            )
 
 
 def read_map(file: Path) -> dict[str, Any]:
@@ -129,7 +146,9 @@ def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
     found, settings = _record(folder)
     if found not in (kind, None):
         fix = "set template.form to train a reranker from an encoder" if kind == "reranker" else ""
-        raise SkilltrainError(f"its model is of kind {found}, but {kind} is needed here", where=folder, fix=fix)
+        raise SkilltrainError(
+            f"its model is of kind {found}, but {kind} is needed here", where=folder, fix=fix
+        )
     return settings
 
 
@@ -142,8 +161,14 @@ def _record(folder: Path) -> tuple[str | None, dict[str, Any]]:
     file = folder / CHECKPOINT_FILE
     if file.is_file():
         stored = read_json(file)
-        if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict) or "kind" not in stored:
-            raise SkilltrainError("is no record of a skilltrain model", where=file, fix="export the model again")
+        if (
+            not isinstance(stored, dict)
+            or not isinstance(stored.get("settings"), dict)
+            or "kind" not in stored
+        ):
+            raise SkilltrainError(
+                "is no record of a skilltrain model", where=file, fix="export the model again"
+            )
         return str(stored["kind"]), stored["settings"]
     architectures = read_map(folder / "config.json").get("architectures")
     modules = read_json(folder / "modules.json") if (folder / "modules.json").is_file() else None
@@ -175,12 +200,18 @@ def load_tokenizer(folder: Path) -> Any:
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
     if {*tokenizer.encode(PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
         what = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
-        raise SkilltrainError(what, where=folder, fix="copy them from the model that it was trained from")
+        raise SkilltrainError(
+            what, where=folder, fix="copy them from the model that it was trained from"
+        )
     return tokenizer
 
 
 def load_network(
-    auto_class: Any, folder: Path, tokenizer: Any, options: Mapping[str, Any], new_head: bool = False
+    auto_class: Any,
+    folder: Path,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+    new_head: bool = False,
 ) -> Any:
     """A network of which every weight lies in the folder, and whose vocabulary is the tokenizer's.
 
@@ -201,14 +232,24 @@ def load_network(
         say(f"{folder}: the head that gives the score is new, and must be trained")
         lacking = set()
     misshapen = {str(key[0]) for key in found["mismatched_keys"]}
-    unknown = {key for key in found["unexpected_keys"] if key.removeprefix(prefix).partition(".")[0] in parts}
-    for fault, keys in (("missing", lacking), ("of another shape", misshapen), ("unknown", unknown)):
+    unknown = {
+        key
+        for key in found["unexpected_keys"]
+        if key.removeprefix(prefix).partition(".")[0] in parts
+    }
+    for fault, keys in (
+        ("missing", lacking),
+        ("of another shape", misshapen),
+        ("unknown", unknown),
+    ):
         if keys:
             what = f"its weights do not fit its config.json: {len(keys)} are {fault}, such as {min(keys)}"
             raise SkilltrainError(what, where=folder, fix="get the whole model again")
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
-        what = f"its tokenizer has {len(tokenizer)} tokens, but its weights have rows for {num_rows}"
+        what = (
+            f"its tokenizer has {len(tokenizer)} tokens, but its weights have rows for {num_rows}"
+        )
         raise SkilltrainError(what, where=folder, fix="get the whole model again")
     return network
 
@@ -216,7 +257,11 @@ def load_network(
 def loading_options(config: ModelConfig, model_config: Any, device: torch.device) -> dict[str, Any]:
     """How `from_pretrained` is to make a network: on a GPU or meta at once, so that no copy lies in memory first."""
     placed = {"device_map": device} if device.type in ("cuda", "meta") else {}
-    return {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config), **placed}
+    return {
+        "dtype": resolve_dtype(config.precision, device),
+        **backbone_options(model_config),
+        **placed,
+    }
 
 
 def backbone_options(model_config: Any) -> dict[str, Any]:
@@ -237,7 +282,11 @@ def heads(network: Any) -> list[nn.Module]:
     """The layers with weights that a sequence-classification model has on its backbone; none for other models."""
     if "SequenceClassification" not in type(network).__name__:
         return []
-    return [child for child in network.children() if child is not network.base_model and [*child.parameters()]]
+    return [
+        child
+        for child in network.children()
+        if child is not network.base_model and [*child.parameters()]
+    ]
 
 
 def in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -251,7 +300,9 @@ def num_positions(model_config: Any) -> int | None:
     limit = getattr(model_config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    return limit - (model_config.pad_token_id + 1 if model_config.model_type in _ROBERTA_LIKE else 0)
+    return limit - (
+        model_config.pad_token_id + 1 if model_config.model_type in _ROBERTA_LIKE else 0
+    )
 
 
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -260,7 +311,11 @@ def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
     device = default_device() if device.type == "meta" else device
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     capabilities = torch.cpu.get_capabilities()
     native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if native else torch.float32

@@ -23,7 +23,9 @@ def micro_batches(lengths: Sequence[int], token_budget: int, shared: int | None 
     """
     groups: Groups = []
     size = 0
-    for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
+    for position in sorted(
+        range(len(lengths)), key=lambda position: (-lengths[position], position)
+    ):
         if groups:
             longest, count = lengths[groups[-1][0]], len(groups[-1])
             size = longest * (count + 1) if shared is None else size + lengths[position] - shared
@@ -43,7 +45,9 @@ def split_to(groups: Groups, count: int) -> Groups:
     """
     groups = [*groups]
     while len(groups) < count:
-        fullest = max(range(len(groups)), key=lambda number: (len(groups[number]), -number), default=None)
+        fullest = max(
+            range(len(groups)), key=lambda number: (len(groups[number]), -number), default=None
+        )
         if fullest is None or len(groups[fullest]) < 2:
             return [*groups, *([] for _ in range(count - len(groups)))]
         half = len(groups[fullest]) // 2
@@ -60,7 +64,9 @@ def run_micro_batches(
     for group in groups:
         batch = [texts[position] for position in group or [shortest]]
         (outputs if group else unused).append(function(batch))
-    order = on_device(np.argsort([position for group in groups for position in group]), outputs[0].device)
+    order = on_device(
+        np.argsort([position for group in groups for position in group]), outputs[0].device
+    )
     result = torch.cat(outputs)[order]
     return result + sum(output.sum() * 0 for output in unused) if unused else result
 
@@ -68,7 +74,11 @@ def run_micro_batches(
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """`values` on `device`; a copy to a GPU starts from pinned memory, for the host waits for any other."""
     tensor = torch.as_tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def model_inputs(

@@ -21,7 +21,9 @@ class RerankerSettings(Config):
     """What, beside its weights, makes a reranker; saved in its folder. yes_no: SkillRouter's limits; else a BERT's."""
 
     template: RerankerTemplate = RerankerTemplate()
-    max_tokens: int = Field(default_factory=lambda chosen: 4096 if chosen["template"].form == "yes_no" else 512, ge=32)
+    max_tokens: int = Field(
+        default_factory=lambda chosen: 4096 if chosen["template"].form == "yes_no" else 512, ge=32
+    )
     query_max_tokens: int = Field(default_factory=lambda chosen: chosen["max_tokens"] // 2, ge=8)
 
 
@@ -60,7 +62,11 @@ class PairTokenizer:
     def query(self, text: str) -> list[int]:
         """Token ids of the query's part; only the query's own text is cut, to `query_max_tokens`."""
         template, limit = self.template, self.settings.query_max_tokens
-        before, after, text = template.query_prompt(), template.query_end(), text[: template.query_chars]
+        before, after, text = (
+            template.query_prompt(),
+            template.query_end(),
+            text[: template.query_chars],
+        )
         if not after:
             return self.text.ids([before + text])[0][:limit]
         while True:
@@ -69,7 +75,9 @@ class PairTokenizer:
             own = [start for start, stop in spans if stop > first and start < last]
             if len(own) <= limit:
                 return ids[: _num_before(last + len(after), spans)]
-            text = text[: max(0, own[limit] - first)]  # tokenised anew: its last word may split otherwise
+            text = text[
+                : max(0, own[limit] - first)
+            ]  # tokenised anew: its last word may split otherwise
 
     def skills(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Token ids of each skill's part, whatever the query and the limit."""
@@ -104,11 +112,14 @@ def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
     """The ids before a query, between it and the skill, and after that, found by asking the tokenizer."""
     if form == "yes_no":
         prefix, suffix = (
-            tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX)
+            tokenizer.encode(text, add_special_tokens=False)
+            for text in (QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX)
         )
         return prefix, [], suffix
     letter = tokenizer.encode("a", add_special_tokens=False)
     pair = tokenizer("a", "a")["input_ids"]
     first = next(i for i in range(len(pair)) if pair[i : i + len(letter)] == letter)
-    second = next(i for i in range(first + len(letter), len(pair)) if pair[i : i + len(letter)] == letter)
+    second = next(
+        i for i in range(first + len(letter), len(pair)) if pair[i : i + len(letter)] == letter
+    )
     return pair[:first], pair[first + len(letter) : second], pair[second + len(letter) :]

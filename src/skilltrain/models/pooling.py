@@ -49,7 +49,11 @@ def max_sim(
     tokens = torch.cat([skills[0][:0], *queries])  # a rank may have no query
     with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
         best = torch.stack([(tokens @ skill.T).max(1).values for skill in skills], 1)
-    return torch.stack([part.mean(0) for part in best.split([*map(len, queries)])]) if queries else best
+    return (
+        torch.stack([part.mean(0) for part in best.split([*map(len, queries)])])
+        if queries
+        else best
+    )
 
 
 class _Foreign(Config):
@@ -81,26 +85,37 @@ def foreign_settings(
     """
     if not (folder / "modules.json").is_file():
         return {}, ("", "")
-    files = read_map(folder / "config_sentence_transformers.json") | {"modules": read_json(folder / "modules.json")}
+    files = read_map(folder / "config_sentence_transformers.json") | {
+        "modules": read_json(folder / "modules.json")
+    }
     found = validate(_Files, files, folder)
     places: dict[str, Path] = {}
     for module in found.modules:
         package, kind = module.type.split(".")[0], module.type.split(".")[-1]
         if package != "sentence_transformers" or kind not in _COMPUTED:
-            what = f"its modules.json asks for {module.type}, which an encoder here does not compute"
-            raise SkilltrainError(what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone")
+            what = (
+                f"its modules.json asks for {module.type}, which an encoder here does not compute"
+            )
+            raise SkilltrainError(
+                what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone"
+            )
         places[kind] = inside(folder, module.path, folder / "modules.json")
     settings: dict[str, Any] = {}
     # encode_document is documented so, though release 6.2 overlooks the last two names unless they are in the call.
     prompts = {name: text for name, text in found.prompts.items() if text is not None}
-    used = prompts.get("query", ""), next((prompts[name] for name in _OF_SKILLS if name in prompts), "")
+    used = (
+        prompts.get("query", ""),
+        next((prompts[name] for name in _OF_SKILLS if name in prompts), ""),
+    )
     if "Pooling" in places:
         config = read_map(places["Pooling"] / "config.json")
         settings["pooling"] = pooling or _pooling(folder, places["Pooling"], config)
         if any(used) and config.get("include_prompt") is False:
             what = "its pooling leaves the prompt out (include_prompt: false), which an encoder here does not compute"
             raise SkilltrainError(what, where=folder, fix="choose another model")
-    limits = _token_limits(folder, places.get("Transformer", folder), model_config, least_query_tokens)
+    limits = _token_limits(
+        folder, places.get("Transformer", folder), model_config, least_query_tokens
+    )
     return settings | limits, used
 
 
@@ -108,24 +123,42 @@ def _pooling(folder: Path, place: Path, config: dict[str, Any]) -> Pooling:
     if not config:
         what = f"it has no {place.name}/config.json, which its modules.json names"
         raise SkilltrainError(what, where=folder, fix="give pooling")
-    switched = [flag.removeprefix(_FLAG) for flag, is_on in config.items() if flag.startswith(_FLAG) and is_on]
-    modes = config.get("pooling_mode") or [mode.removesuffix("s").removesuffix("_token") for mode in switched] or "mean"
+    switched = [
+        flag.removeprefix(_FLAG)
+        for flag, is_on in config.items()
+        if flag.startswith(_FLAG) and is_on
+    ]
+    modes = (
+        config.get("pooling_mode")
+        or [mode.removesuffix("s").removesuffix("_token") for mode in switched]
+        or "mean"
+    )
     modes = [modes] if isinstance(modes, str) else [*modes]
     if len(modes) > 1 or modes[0] not in _POOLING:
-        what = f"its pooling is {' + '.join(map(str, modes))}, which an encoder here does not compute"
-        raise SkilltrainError(what, where=folder, fix=f"give pooling: {', '.join(_POOLING.values())}")
+        what = (
+            f"its pooling is {' + '.join(map(str, modes))}, which an encoder here does not compute"
+        )
+        raise SkilltrainError(
+            what, where=folder, fix=f"give pooling: {', '.join(_POOLING.values())}"
+        )
     return _POOLING[modes[0]]
 
 
-def _token_limits(folder: Path, place: Path, model_config: Any, least_query_tokens: int) -> dict[str, int]:
+def _token_limits(
+    folder: Path, place: Path, model_config: Any, least_query_tokens: int
+) -> dict[str, int]:
     """The limits of sentence-transformers, else the tokenizer's, within the positions; of queries `least_query_tokens`:
     they are cut by characters first, and their ends hold what is asked.
     """
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
-    given = validate(_Files, next(filter(None, (read_map(place / name) for name in names)), {}), folder)
+    given = validate(
+        _Files, next(filter(None, (read_map(place / name) for name in names)), {}), folder
+    )
     own = read_map(place / "tokenizer_config.json").get("model_max_length")
     own = own if isinstance(own, int) and own < _ENDLESS else None
-    most = _least(own if given.max_seq_length is None else given.max_seq_length, num_positions(model_config))
+    most = _least(
+        own if given.max_seq_length is None else given.max_seq_length, num_positions(model_config)
+    )
     query_most = most if most is None or given.query_length else max(most, least_query_tokens)
     limits = _least(given.document_length, most), _least(given.query_length, query_most)
     named = zip(("max_tokens", "query_max_tokens"), limits, strict=True)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
-from skilltrain.models.micro_batches import Groups, embed_together, micro_batches, model_inputs, on_device
+from skilltrain.models.micro_batches import (
+    Groups,
+    embed_together,
+    micro_batches,
+    model_inputs,
+    on_device,
+)
 from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
@@ -22,9 +28,15 @@ from skilltrain.templates import RerankerTemplate, with_fields
 class RerankerConfig(loading.ModelConfig):
     """Which reranker to load. What is left out comes from the model's own folder."""
 
-    max_tokens: int | None = Field(default=None, ge=32, description="token limit of a (query, skill) pair")
-    query_max_tokens: int | None = Field(default=None, ge=8, description="token limit of the query inside a pair")
-    template: RerankerTemplate | None = Field(default=None, description="the texts it sees, or skillrouter_released")
+    max_tokens: int | None = Field(
+        default=None, ge=32, description="token limit of a (query, skill) pair"
+    )
+    query_max_tokens: int | None = Field(
+        default=None, ge=8, description="token limit of the query inside a pair"
+    )
+    template: RerankerTemplate | None = Field(
+        default=None, description="the texts it sees, or skillrouter_released"
+    )
 
 
 class Reranker(nn.Module):
@@ -89,25 +101,39 @@ class Reranker(nn.Module):
         """Scores of one micro-batch, in float32 or wider: logits, not probabilities."""
         return self.score(pairs, self.direction())
 
-    def score(self, pairs: Sequence[PairIds], direction: Float[Tensor, "dim"] | None) -> Float[Tensor, "pair"]:
+    def score(
+        self, pairs: Sequence[PairIds], direction: Float[Tensor, "dim"] | None
+    ) -> Float[Tensor, "pair"]:
         if direction is not None:
             last = self._last_hidden(pairs)
-            with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score itself
+            with torch.autocast(
+                last.device.type, enabled=False
+            ):  # bfloat16 would round the score itself
                 return at_least_float32(last) @ direction
         inputs, mask = self._inputs(pairs)
         starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
-        segments = (torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]).long() * mask
-        if self.settings.template.form == "cosine_pair":  # of mean vectors, each token having attended to both
+        segments = (
+            torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
+        ).long() * mask
+        if (
+            self.settings.template.form == "cosine_pair"
+        ):  # of mean vectors, each token having attended to both
             hidden = at_least_float32(self.network(**inputs, attention_mask=mask).last_hidden_state)
             query, skill = pool(hidden, mask - segments, "mean"), pool(hidden, segments, "mean")
             return nn.functional.cosine_similarity(query, skill, dim=-1)
-        if (getattr(self.network.config, "type_vocab_size", None) or 0) > 1:  # XLM-R's table of segments has one row
+        if (
+            getattr(self.network.config, "type_vocab_size", None) or 0
+        ) > 1:  # XLM-R's table of segments has one row
             inputs["token_type_ids"] = segments
         return at_least_float32(self.network(**inputs, attention_mask=mask).logits[:, 0])
 
-    def _inputs(self, pairs: Sequence[PairIds]) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
+    def _inputs(
+        self, pairs: Sequence[PairIds]
+    ) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
         rows = [pair.rows for pair in pairs if pair.rows is not None]
-        return model_inputs(rows or [pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device)
+        return model_inputs(
+            rows or [pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device
+        )
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
         decoder = self.network.get_decoder()
@@ -116,14 +142,20 @@ class Reranker(nn.Module):
             rows = [pair.rows for pair in pairs if pair.rows is not None]
             return shared_prompt.last_hidden(decoder, packed, rows or None)
         inputs, mask = self._inputs(pairs)
-        return pool(decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state, mask, "last_token")
+        return pool(
+            decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state,
+            mask,
+            "last_token",
+        )
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
     """The ids of `yes` and `no`. Raises SkilltrainError for a tokenizer that splits either."""
     ids = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(word) != 1 for word in ids):
-        raise SkilltrainError("the tokenizer has no single tokens 'yes' and 'no'", fix="use template.form=pair")
+        raise SkilltrainError(
+            "the tokenizer has no single tokens 'yes' and 'no'", fix="use template.form=pair"
+        )
     return ids[0][0], ids[1][0]
 
 
@@ -139,12 +171,19 @@ def load_reranker(
     grows from an encoder; with `new_head`, as training says, so do forms whose head is then new. Raises SkilltrainError
     if there is no such model, it is an encoder, or its folder does not hold all of it.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     folder = loading.resolve_model(config.source)
     form = None if config.template is None else config.template.form
     grows = form == "cosine_pair" or (new_head and form is not None)
-    stored = {} if grows and loading.is_encoder(folder) else loading.stored_settings(folder, "reranker")
+    stored = (
+        {} if grows and loading.is_encoder(folder) else loading.stored_settings(folder, "reranker")
+    )
     model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
     causal = any("CausalLM" in name for name in model_config.architectures or [])
     given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
@@ -153,10 +192,14 @@ def load_reranker(
     settings = RerankerSettings.model_validate(stored | given)
     was_causal = stored.get("template", {}).get("form") == "yes_no"
     if settings.template.form == "yes_no" and not (causal or was_causal):
-        raise SkilltrainError("template.form=yes_no needs a causal language model", where=config.source)
+        raise SkilltrainError(
+            "template.form=yes_no needs a causal language model", where=config.source
+        )
     tokenizer = loading.load_tokenizer(folder)
     settings = _fitting(settings, tokenizer, model_config, config.source)
-    settings = settings.model_copy(update={"template": with_fields(settings.template, config.fields)})
+    settings = settings.model_copy(
+        update={"template": with_fields(settings.template, config.fields)}
+    )
     given = {**loading.loading_options(config, model_config, device), **options}
     auto_class: Any = AutoModel
     if settings.template.form != "cosine_pair":
@@ -172,7 +215,9 @@ def load_reranker(
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
-def _fitting(settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str) -> RerankerSettings:
+def _fitting(
+    settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str
+) -> RerankerSettings:
     """`settings` within the model's positions and with room for a skill: a default adapts, a chosen limit must fit."""
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = loading.num_positions(model_config)

@@ -17,14 +17,18 @@ from torch import Tensor
 from skilltrain.models.micro_batches import Texts, TokenIds, on_device
 
 _NAME = "skilltrain_shared_prompt"
-_LEAST_FILL = 0.8  # continuations at least this long, relative to the longest, share one attention call
+_LEAST_FILL = (
+    0.8  # continuations at least this long, relative to the longest, share one attention call
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Continuations of similar length that share one attention call; only there are they padded."""
 
-    tokens: Int[Tensor, "text token"]  # places in the packed row; a short continuation repeats its last
+    tokens: Int[
+        Tensor, "text token"
+    ]  # places in the packed row; a short continuation repeats its last
     kept: Int[Tensor, " place"]  # which of the flattened `tokens` are not repeats
     mask: Bool[Tensor, "token key"]  # keys are the prompt, then the continuation
 
@@ -50,7 +54,9 @@ class PackedTexts:
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
         self.ids: Int[Tensor, "1 token"] | None = None
         if tokens:
-            row = np.concatenate([tokens[0][:shared], *(tokens[number][shared:] for number in self.order)])
+            row = np.concatenate(
+                [tokens[0][:shared], *(tokens[number][shared:] for number in self.order)]
+            )
             self.ids = on_device(row.astype(np.int64)[None], device)
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         self.starts = (on_device(starts, device), lengths[0]) if varlen else None
@@ -61,7 +67,10 @@ def num_shared(texts: Sequence[TokenIds]) -> int:
     """Length of the longest beginning that all texts have in common, short of leaving one of them nothing."""
     lists = [text if isinstance(text, list) else [*text] for text in texts]
     low, high = min(lists), max(lists)  # what the lexicographically first and last share, all share
-    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
+        min(len(low), len(high)),
+    )
     return min(same, min(map(len, lists)) - 1)
 
 
@@ -88,7 +97,11 @@ def last_hidden(
         inputs = {"input_ids": packed.ids}
     else:
         shared = packed.num_shared
-        inputs = {"inputs_embeds": torch.cat([rows[0][:shared], *(rows[i][shared:] for i in packed.order)])[None]}
+        inputs = {
+            "inputs_embeds": torch.cat(
+                [rows[0][:shared], *(rows[i][shared:] for i in packed.order)]
+            )[None]
+        }
     output = decoder(**inputs, position_ids=packed.positions, use_cache=False, packed=packed)
     if not packed.was_used:
         raise RuntimeError(f"{type(decoder).__name__} does not hand its arguments on to attention")
@@ -100,7 +113,9 @@ def can_share(network: Any) -> bool:
     config = network.config
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     windows = (getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
-    return network._supports_attention_backend and {*layers} == {"full_attention"} and not any(windows)
+    return (
+        network._supports_attention_backend and {*layers} == {"full_attention"} and not any(windows)
+    )
 
 
 def enable(network: Any) -> None:
@@ -135,17 +150,27 @@ def shared_prompt_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     packed.was_used = True
-    query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, once instead of once a bucket
+    query, key = (
+        query.to(value.dtype),
+        key.to(value.dtype),
+    )  # as autocast would, once instead of once a bucket
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if packed.starts is not None and query.is_cuda and value.dtype == torch.bfloat16 and not options["dropout"]:
+    if (
+        packed.starts is not None
+        and query.is_cuda
+        and value.dtype == torch.bfloat16
+        and not options["dropout"]
+    ):
         return _attend_by_length(query, key, value, packed, options["scaling"]), None
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     attend, shared = torch.nn.functional.scaled_dot_product_attention, packed.num_shared
     prompt_key, prompt_value = key[:, :, :shared], value[:, :, :shared]
     parts = []
     if shared:
-        parts.append(attend(query[:, :, :shared], prompt_key, prompt_value, is_causal=True, **settings)[0])
+        parts.append(
+            attend(query[:, :, :shared], prompt_key, prompt_value, is_causal=True, **settings)[0]
+        )
     for bucket in packed.buckets:
         own = (part[0][:, bucket.tokens].transpose(0, 1) for part in (query, key, value))
         own_query, own_key, own_value = own  # each [text, head, token, dim]
@@ -170,5 +195,7 @@ def _attend_by_length(
     assert packed.starts is not None
     starts, longest = packed.starts
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    attended: Any = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
+    attended: Any = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0)
+    )
     return attended[None]

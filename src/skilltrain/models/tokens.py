@@ -27,9 +27,13 @@ def as_special(token: Any) -> Any:
     from tokenizers import AddedToken
 
     return AddedToken(
-        token.content, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
-        normalized=token.normalized, special=True,
-    )  # fmt: skip
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
+    )
 
 
 class TextTokenizer:
@@ -53,7 +57,9 @@ class TextTokenizer:
         self.backend.add_special_tokens([as_special(token) for token in controls.values()])
         self.backend.encode_special_tokens = True
         self._control_ids = {number for number in controls if number != tokenizer.unk_token_id}
-        reached = self.backend.encode_batch([token.content for token in controls.values()], add_special_tokens=False)
+        reached = self.backend.encode_batch(
+            [token.content for token in controls.values()], add_special_tokens=False
+        )
         self._leaks = any(not self._control_ids.isdisjoint(encoding.ids) for encoding in reached)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -72,7 +78,9 @@ class TextTokenizer:
         self.backend.no_truncation()
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each access builds the whole list
-        kept = [i for i, number in enumerate(ids) if not self._leaks or number not in self._control_ids]
+        kept = [
+            i for i, number in enumerate(ids) if not self._leaks or number not in self._control_ids
+        ]
         return [ids[i] for i in kept], [spans[i] for i in kept]
 
     def _plain(self, encoding: Any) -> list[int]:
@@ -99,13 +107,18 @@ def tokenized(
     values = _read(path) if path else None
     if values is None:
         starts = range(0, len(distinct), _BLOCK)
-        blocks = (tokenize(distinct[start : start + _BLOCK]) for start in track(starts, "tokenizing", len(starts)))
+        blocks = (
+            tokenize(distinct[start : start + _BLOCK])
+            for start in track(starts, "tokenizing", len(starts))
+        )
         found = [np.asarray(ids, dtype=np.int32) for block in blocks for ids in block]
         values = np.concatenate([np.array([len(ids) for ids in found], dtype=np.int32), *found])
         if path:
             _write(path, values)
     lengths, ids = np.split(values, [len(distinct)])
-    ids_of = dict(zip(distinct, np.split(ids, np.cumsum(lengths, dtype=np.int64)[:-1]), strict=False))
+    ids_of = dict(
+        zip(distinct, np.split(ids, np.cumsum(lengths, dtype=np.int64)[:-1]), strict=False)
+    )
     return {key: ids_of[text] for key, text in texts.items()}
 
 
@@ -115,7 +128,10 @@ def tokenizer_identity(tokenizer: Any) -> str:
     import transformers
 
     # Truncation and padding are those of the last call; the callers' own limits are part of their identity.
-    content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    content = json.loads(tokenizer.backend_tokenizer.to_str()) | {
+        "truncation": None,
+        "padding": None,
+    }
     versions = [transformers.__version__, tokenizers.__version__]
     return _fingerprint([str(tokenizer.special_tokens_map), json.dumps(content)], str(versions))
 
@@ -134,7 +150,9 @@ def _read(path: Path) -> Int32[np.ndarray, "length_or_token"] | None:
     except OSError:
         return None
     digest, values = content[:32], content[32:]
-    return np.frombuffer(values, dtype=np.int32) if hashlib.sha256(values).digest() == digest else None
+    return (
+        np.frombuffer(values, dtype=np.int32) if hashlib.sha256(values).digest() == digest else None
+    )
 
 
 def _write(path: Path, values: Int32[np.ndarray, "length_or_token"]) -> None:

@@ -12,13 +12,35 @@ from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
 from skilltrain.evaluation.bootstrap import RESAMPLES, SEED, normal_interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
-from skilltrain.evaluation.slices import ALL, KIND, Row, SliceMeans, gaps, labels_of, means_by_slice, shown
+from skilltrain.evaluation.slices import (
+    ALL,
+    KIND,
+    Row,
+    SliceMeans,
+    gaps,
+    labels_of,
+    means_by_slice,
+    shown,
+)
 from skilltrain.records import Skill
 from skilltrain.report.page import counted, p_equals
 
 HEADLINE = "Hit@1"
-COMPARED = (HEADLINE, HEADLINE + COPIES, "MRR@10")  # the measures by which systems are compared in pairs
-ANALYSES = ("outcomes", "pass_rates", "stages", "unserved", "truncation", "latencies", "structure", "attention")
+COMPARED = (
+    HEADLINE,
+    HEADLINE + COPIES,
+    "MRR@10",
+)  # the measures by which systems are compared in pairs
+ANALYSES = (
+    "outcomes",
+    "pass_rates",
+    "stages",
+    "unserved",
+    "truncation",
+    "latencies",
+    "structure",
+    "attention",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,9 @@ class Report:
             for query_id in self.tasks:
                 ranking = result.rankings.get(query_id, ())
                 gold = self.found(query_id, ranking).gold
-                own[query_id] = next((rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None)
+                own[query_id] = next(
+                    (rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None
+                )
         return ranks
 
     def found(self, query_id: str, ranking: Sequence[str]) -> Relevance:
@@ -115,25 +139,34 @@ class Report:
 
     def sections(self, system: str) -> dict[str, dict[str, Any]]:
         """`{"all" | "single" | "multi": {measure: {mean, low, high, n}}}`; a kind without queries is left out."""
-        return {part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)}
+        return {
+            part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values, without single queries; `normal` is the normal approximation of an interval."""
         analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
-        return to_jsonable_python({
-            "benchmark": self.benchmark.name,
-            "seed": SEED,
-            "resamples": RESAMPLES,
-            "systems": [self._system(result) for result in self.results],
-            "slices": [
-                {"label": part.label, "value": part.value, "num_queries": len(part.query_ids), "systems": part.means}
-                for part in self.slices
-            ],
-            "differences": [_difference(c) for c in self.comparisons],
-            "gaps": self.gaps,
-            "analysis": analysis,
-            "notes": self.notes,
-        })  # fmt: skip
+        return to_jsonable_python(
+            {
+                "benchmark": self.benchmark.name,
+                "seed": SEED,
+                "resamples": RESAMPLES,
+                "systems": [self._system(result) for result in self.results],
+                "slices": [
+                    {
+                        "label": part.label,
+                        "value": part.value,
+                        "num_queries": len(part.query_ids),
+                        "systems": part.means,
+                    }
+                    for part in self.slices
+                ],
+                "differences": [_difference(c) for c in self.comparisons],
+                "gaps": self.gaps,
+                "analysis": analysis,
+                "notes": self.notes,
+            }
+        )
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
         row: dict[str, Any] = {"name": result.name}
@@ -169,10 +202,14 @@ def build_report(
     labels = labels_of(benchmark.tasks, skills)
     slices = means_by_slice(results, labels, names)
     systems = [result.name for result in results]
-    pairs = list(dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)]))
+    pairs = list(
+        dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)])
+    )
     compared = [name for name in names if name in COMPARED] or [names[0]]
     values = results[0].per_query
-    together = [query_id for query_id in labels if all(name in values[query_id] for name in compared)]
+    together = [
+        query_id for query_id in labels if all(name in values[query_id] for name in compared)
+    ]
     return Report(
         benchmark,
         skills,

@@ -28,7 +28,9 @@ Pairs = dict[tuple[str, str, str, str | None], list[Dropped]]
 """(Filter, query, candidate, the skill it resembles) → the drops that say so: sources may share a pair."""
 
 
-def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: int) -> dict[str, Any]:
+def inspect_lists(
+    lists: Path, out: Path | None, pool: Path | None, max_lists: int
+) -> dict[str, Any]:
     """Write the page of the folder `lists` to `out` (beside the folder: `lists.html`) and return what it shows.
 
     `pool` stands in for the pool that the lists' record names; of more than `max_lists` lists a sample is shown.
@@ -38,12 +40,22 @@ def inspect_lists(lists: Path, out: Path | None, pool: Path | None, max_lists: i
     folder = material.trail.folder
     file = folder.with_name(f"{folder.name}.html") if out is None else out
     if folder in file.resolve().parents:
-        raise SkilltrainError("lies in the folder of the lists, which a page would change", where=file, fix="set --out")
+        raise SkilltrainError(
+            "lies in the folder of the lists, which a page would change",
+            where=file,
+            fix="set --out",
+        )
     checks = run_checks(material)
-    found = {key: len(np.unique(material.in_list[entries])) for key, entries in checks.items() if len(entries)}
+    found = {
+        key: len(np.unique(material.in_list[entries]))
+        for key, entries in checks.items()
+        if len(entries)
+    }
     pairs: Pairs = {}
     for drop in material.drops:
-        pairs.setdefault((drop.filter, drop.query_id, drop.skill_id, drop.other_id), []).append(drop)
+        pairs.setdefault((drop.filter, drop.query_id, drop.skill_id, drop.other_id), []).append(
+            drop
+        )
     data = page_data(material, {key: checks[key] for key in found}, max_lists, pairs)
     content = html_page(
         "lists",
@@ -74,20 +86,36 @@ def numbers_of(m: Material) -> dict[str, Any]:
     dropped = Counter((drop.source or UNKNOWN, drop.filter) for drop in m.drops)
     serves = np.zeros((len(m.skills), len(m.sources)), dtype=np.int64)  # as a negative, by source
     np.add.at(serves, (m.skill[negative], m.source[negative]), 1)
-    chosen = Counter({name: n for name, n in zip(m.sources, serves.sum(axis=0).tolist(), strict=True) if n})
+    chosen = Counter(
+        {name: n for name, n in zip(m.sources, serves.sum(axis=0).tolist(), strict=True) if n}
+    )
     most = np.lexsort(([skill.skill_id for skill in m.skills], -serves.sum(axis=1))).tolist()
     quotas = next((run.recipe["quotas"] for run in runs if run.recipe.get("quotas")), {})
-    layers = [each["name"] for run in reversed(m.trail.filters) for each in run.recipe.get("layers") or ()]
+    layers = [
+        each["name"] for run in reversed(m.trail.filters) for each in run.recipe.get("layers") or ()
+    ]
     filters = [*(["judged"] if m.trail.filters else ()), *layers, *(name for _, name in dropped)]
-    wanted = [source for source, quota in quotas.items() if quota]  # one that gave nothing is shown too
-    sources = dict.fromkeys([*wanted, *(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)])
-    by_source = {name: m.rank[negative & (m.source == m.sources.index(name))] for name in sources if chosen[name]}
-    other_drops: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of stages that filter no candidates
+    wanted = [
+        source for source, quota in quotas.items() if quota
+    ]  # one that gave nothing is shown too
+    sources = dict.fromkeys(
+        [*wanted, *(m.mined or ()), *(m.kept or ()), *chosen, *(source for source, _ in dropped)]
+    )
+    by_source = {
+        name: m.rank[negative & (m.source == m.sources.index(name))]
+        for name in sources
+        if chosen[name]
+    }
+    other_drops: dict[
+        tuple[str, str], list[dict[str, Any]]
+    ] = {}  # of stages that filter no candidates
     for run in (run for run in reversed(runs) if run not in m.trail.filters):
         for row in rows_of(run.folder, DROPPED) or ():
             other_drops.setdefault((run.stage, row["filter"]), []).append(row)
     return {
-        "sources": sorted(sources, key=lambda name: list(quotas).index(name) if name in quotas else len(quotas)),
+        "sources": sorted(
+            sources, key=lambda name: list(quotas).index(name) if name in quotas else len(quotas)
+        ),
         "filters": list(dict.fromkeys(filters)),
         "dropped": dropped,
         "chosen": chosen,
@@ -95,15 +123,23 @@ def numbers_of(m: Material) -> dict[str, Any]:
         "other_drops": other_drops,
         "ranks": {name: histograms({"rank": ranks}) for name, ranks in by_source.items()},
         "positive_ranks": histograms({"found at rank": m.rank[m.positive & (m.rank > 0)]}),
-        "words": histograms({"all queries": np.array([num_words(text) for text in m.texts if text], dtype=np.int64)}),
-        "bodies": histograms({
-            "positives": m.body_chars[m.skill[m.positive & known]],
-            "negatives": m.body_chars[m.skill[negative & known]],
-        }),
+        "words": histograms(
+            {"all queries": np.array([num_words(text) for text in m.texts if text], dtype=np.int64)}
+        ),
+        "bodies": histograms(
+            {
+                "positives": m.body_chars[m.skill[m.positive & known]],
+                "negatives": m.body_chars[m.skill[negative & known]],
+            }
+        ),
         "shares": _shares(m) if m.num_pool is not None else {},
         "serves": serves,
-        "hubs": [(m.skills[place], serves[place].tolist()) for place in most[:NUM_HUBS] if serves[place].any()],
-    }  # fmt: skip
+        "hubs": [
+            (m.skills[place], serves[place].tolist())
+            for place in most[:NUM_HUBS]
+            if serves[place].any()
+        ],
+    }
 
 
 def _shares(m: Material) -> dict[str, dict[str, Any]]:
@@ -111,7 +147,10 @@ def _shares(m: Material) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for title, column in (("Categories", "category"), ("Languages", "lang")):
         values, numbers = codes(getattr(skill, column) or NO_VALUE for skill in m.skills)
-        counts = [np.bincount(numbers[m.skill[m.positive == side]], minlength=len(values)) for side in (True, False)]
+        counts = [
+            np.bincount(numbers[m.skill[m.positive == side]], minlength=len(values))
+            for side in (True, False)
+        ]
         shares = [count / max(1, count.sum()) for count in counts]
         largest = np.argsort(-sum(shares), kind="stable")[:NUM_SHARES].tolist()
         found[title] = {
@@ -123,7 +162,9 @@ def _shares(m: Material) -> dict[str, dict[str, Any]]:
     return found
 
 
-def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], max_lists: int, pairs: Pairs) -> Any:
+def page_data(
+    m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], max_lists: int, pairs: Pairs
+) -> Any:
     """What the page's script shows and searches: `max_lists` lists and some of each check's, and dropped pairs.
 
     Samples are drawn by seed. Entries are (skill, source, rank, verdict, teacher's score if any), a list's findings
@@ -142,18 +183,29 @@ def page_data(m: Material, checks: Mapping[str, Int64[np.ndarray, " found"]], ma
         {
             "id": visible(m.query_ids[place]),
             "query": cut(m.texts[place], QUERY_CHARS),
-            "entries": [_entry(m, entry, shown) for entry in range(starts[place], starts[place + 1])],
+            "entries": [
+                _entry(m, entry, shown) for entry in range(starts[place], starts[place + 1])
+            ],
             "findings": list(findings.get(place, {}).items()),
         }
         for place in sorted(lists)
     ]
-    first = {m.query_ids[m.in_list[entry]]: int(m.skill[entry]) for entry in np.flatnonzero(m.positive)[::-1]}
+    first = {
+        m.query_ids[m.in_list[entry]]: int(m.skill[entry])
+        for entry in np.flatnonzero(m.positive)[::-1]
+    }
     drops: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for name, *_ in pairs):
-        chosen = _sample([each for key, each in pairs.items() if key[0] == name], NUM_PER_FILTER, name)
+        chosen = _sample(
+            [each for key, each in pairs.items() if key[0] == name], NUM_PER_FILTER, name
+        )
         chosen.sort(key=lambda drops: drops[0].value or 0.0)  # close calls first
         drops += [_drop(m, each, shown, first) for each in chosen]
-    named = {"sources": [visible(source) for source in m.sources], "verdicts": m.verdicts, "checks": list(checks)}
+    named = {
+        "sources": [visible(source) for source in m.sources],
+        "verdicts": m.verdicts,
+        "checks": list(checks),
+    }
     return named | {"lists": rows, "drops": drops, "skills": _skills(m, shown)}
 
 
@@ -174,7 +226,9 @@ def _entry(m: Material, entry: int, shown: dict[int, int]) -> list[Any]:
     return row if np.isnan(m.score[entry]) else [*row, round(float(m.score[entry]), 4)]
 
 
-def _drop(m: Material, drops: list[Dropped], shown: dict[int, int], positives: Mapping[str, int]) -> dict[str, Any]:
+def _drop(
+    m: Material, drops: list[Dropped], shown: dict[int, int], positives: Mapping[str, int]
+) -> dict[str, Any]:
     """A dropped candidate and the skill that it resembles: the query's positive where the drop names none."""
     drop = drops[0]
     other = m.position[drop.other_id] if drop.other_id else positives.get(drop.query_id)
@@ -185,7 +239,11 @@ def _drop(m: Material, drops: list[Dropped], shown: dict[int, int], positives: M
         "id": visible(drop.query_id),
         "query": cut(m.query_texts.get(drop.query_id, ""), QUERY_CHARS),
         "reason": visible(drop.reason),
-        "skills": [shown.setdefault(p, len(shown)) for p in (m.position[drop.skill_id], other) if p is not None],
+        "skills": [
+            shown.setdefault(p, len(shown))
+            for p in (m.position[drop.skill_id], other)
+            if p is not None
+        ],
     }
 
 
@@ -195,7 +253,10 @@ def _skills(m: Material, places: Iterable[int]) -> list[dict[str, Any]]:
     for row in m.flags or ():
         rules.setdefault(row["skill_id"], set()).add(row["rule"])
     skills = [(place, m.skills[place]) for place in places]
-    serves, num_chars = m.num_lists(positive=False), min(BODY_CHARS, PAGE_CHARS // max(1, len(skills)))
+    serves, num_chars = (
+        m.num_lists(positive=False),
+        min(BODY_CHARS, PAGE_CHARS // max(1, len(skills))),
+    )
     return [
         {
             "id": visible(skill.skill_id),

@@ -31,7 +31,13 @@ from skilltrain.tables import (
 from skilltrain.texts import language_of, name_key
 
 SHORT_BODY = 200  # characters; too few to teach what a skill does
-_INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # the settings by which a stage names runs before it
+_INPUTS = (
+    "lists",
+    "rankings",
+    "queries",
+    "pool",
+    "clusters",
+)  # the settings by which a stage names runs before it
 
 Entries = Bool[np.ndarray, " entry"]
 
@@ -45,7 +51,9 @@ class Run(NamedTuple):
 
     def ranks(self, of_others: bool) -> bool:
         """Whether it wrote rankings: its own, or (`of_others`) what was left of those that its recipe names."""
-        return table_path(self.folder, RANKINGS).is_file() and ("rankings" in self.recipe) == of_others
+        return (
+            table_path(self.folder, RANKINGS).is_file() and ("rankings" in self.recipe) == of_others
+        )
 
 
 class Trail:
@@ -71,7 +79,10 @@ class Trail:
         self.runs.append(Run(recipe["stage"], folder, recipe))
         for name in (name for name in _INPUTS if isinstance(recipe.get(name), str)):
             written = Path(recipe[name]).expanduser()
-            places = (written, self.folder.parent / written.name)  # as written, or beside the lists: runs move
+            places = (
+                written,
+                self.folder.parent / written.name,
+            )  # as written, or beside the lists: runs move
             if found := next((place.resolve() for place in places if place.exists()), None):
                 self.inputs[name].append(found)
                 self._follow(found if found.is_dir() else found.parent)
@@ -103,19 +114,28 @@ class Material:
         """Read them; say what is missing. Raises SkilltrainError where `lists` holds no lists or `pool` no skills."""
         if (rows := rows_of(lists, LISTS)) is None:
             what = "holds no lists" if lists.is_dir() else "no such folder"
-            raise SkilltrainError(what, where=lists, fix="give the folder that `skilltrain lists` wrote")
+            raise SkilltrainError(
+                what, where=lists, fix="give the folder that `skilltrain lists` wrote"
+            )
         if pool is not None and not table_path(pool, SKILLS).is_file():
-            raise SkilltrainError("holds no pool", where=pool, fix="give the folder that `skilltrain pool` wrote")
+            raise SkilltrainError(
+                "holds no pool", where=pool, fix="give the folder that `skilltrain pool` wrote"
+            )
         self.trail = trail = Trail(lists.resolve() if lists.is_dir() else lists.resolve().parent)
         pool = pool or trail.first("pool")
         mined = next((run for run in trail.runs if run.ranks(of_others=False)), None)
-        self.mined, self.kept = _by_source(mined), _by_source(trail.filters[0] if trail.filters else mined)
+        self.mined, self.kept = (
+            _by_source(mined),
+            _by_source(trail.filters[0] if trail.filters else mined),
+        )
         dropped = [rows_of(run.folder, DROPPED) or () for run in reversed(trail.filters)]
         self.drops = [Dropped(**row) for row in chain(*dropped)]
         self._read_skills(pool, {skill_id for row in rows for skill_id in row["skill_ids"]})
         self.query_ids = [row["query_id"] for row in rows]
         found = [rows_of(path, QUERIES) or () for path in (*trail.inputs["queries"], trail.folder)]
-        self.query_texts = {row["query_id"]: row["text"] for row in chain(*found)}  # drops name queries without list
+        self.query_texts = {
+            row["query_id"]: row["text"] for row in chain(*found)
+        }  # drops name queries without list
         if not self.query_texts:
             trail.missing.append("queries: lists are shown without their query's text")
         self.texts = [self.query_texts.get(query_id, "") for query_id in self.query_ids]
@@ -128,7 +148,12 @@ class Material:
 
     def _read_skills(self, pool: Path | None, used: set[str]) -> None:
         """Those of the lists (`used`) and of the drops, the known ones first."""
-        used |= {skill_id for drop in self.drops for skill_id in (drop.skill_id, drop.other_id) if skill_id}
+        used |= {
+            skill_id
+            for drop in self.drops
+            for skill_id in (drop.skill_id, drop.other_id)
+            if skill_id
+        }
         in_pool = rows_of(pool, SKILLS)
         if in_pool is None:
             self.trail.missing.append("pool: texts of skills are missing (give --pool)")
@@ -142,13 +167,17 @@ class Material:
 
     def _read_entries(self, rows: list[dict[str, Any]]) -> None:
         self.in_list = np.repeat(np.arange(len(rows)), [len(row["skill_ids"]) for row in rows])
-        self.skill = np.array([self.position[skill_id] for row in rows for skill_id in row["skill_ids"]], np.int64)
+        self.skill = np.array(
+            [self.position[skill_id] for row in rows for skill_id in row["skill_ids"]], np.int64
+        )
         self.sources, self.source = codes(value for row in rows for value in row["sources"])
         self.verdicts, self.verdict = codes(value for row in rows for value in row["verdicts"])
         self.rank = np.array([rank for row in rows for rank in row["ranks"]], dtype=np.int64)
         scores = (row["teacher_scores"] or [np.nan] * len(row["skill_ids"]) for row in rows)
         self.score = np.array([score for row in scores for score in row], dtype=np.float64)
-        self.positive = np.array([name in POSITIVE for name in self.verdicts], dtype=bool)[self.verdict]
+        self.positive = np.array([name in POSITIVE for name in self.verdicts], dtype=bool)[
+            self.verdict
+        ]
 
     def num_lists(self, positive: bool) -> Int64[np.ndarray, " skill"]:
         """How often each skill is a positive, or a negative, of a list."""
@@ -184,14 +213,23 @@ def run_checks(m: Material) -> dict[str, Int64[np.ndarray, " found"]]:
         _, names = codes(name_key(skill.name) for skill in m.skills)
         _, bodies = codes(skill.body.strip() for skill in m.skills)
         _, descriptions = codes(skill.description.strip().casefold() for skill in m.skills)
-        asked = [(n, m.texts[m.in_list[n]], m.skills[m.skill[n]]) for n in np.flatnonzero(m.positive & known).tolist()]
+        asked = [
+            (n, m.texts[m.in_list[n]], m.skills[m.skill[n]])
+            for n in np.flatnonzero(m.positive & known).tolist()
+        ]
         places = np.arange(len(m.in_list))
-        found["leak"] = np.isin(places, [n for n, text, skill in asked if names_skill(text, skill.name)])
-        found["program_leak"] = np.isin(places, [n for n, text, skill in asked if names_program(text, skill.body)])
+        found["leak"] = np.isin(
+            places, [n for n, text, skill in asked if names_skill(text, skill.name)]
+        )
+        found["program_leak"] = np.isin(
+            places, [n for n, text, skill in asked if names_program(text, skill.body)]
+        )
         found["same_name"] = m.like_a_positive(names) & known
         found["same_text"] = m.like_a_positive(bodies) | m.like_a_positive(descriptions)
         languages = [(n, language_of(text[:4000]), skill.lang) for n, text, skill in asked]
-        found["other_language"] = np.isin(places, [n for n, one, other in languages if one and other and one != other])
+        found["other_language"] = np.isin(
+            places, [n for n, one, other in languages if one and other and one != other]
+        )
         found["short_positive"] = m.positive & known & (m.body_chars[m.skill] < SHORT_BODY)
     if m.clusters is not None:
         found["cluster"] = m.like_a_positive(m.clusters)

@@ -33,7 +33,9 @@ def html_page(name: str, /, **values: Any) -> str:
     """A whole page: the template `name`, the style sheet and the script that all pages share, and its own script."""
     style = (_TEMPLATES / "page.css").read_text("utf-8")
     scripts = [_TEMPLATES / "page.js", _TEMPLATES / f"{name}.js"]
-    script = "\n".join(file.read_text("utf-8") for file in scripts if file.is_file())  # most have none of their own
+    script = "\n".join(
+        file.read_text("utf-8") for file in scripts if file.is_file()
+    )  # most have none of their own
     policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
     policy += f"; style-src {_hash(style)}; script-src {_hash(script)}"
     made = _environment(markdown=False).get_template(f"{name}.html.j2")
@@ -63,12 +65,18 @@ def _environment(markdown: bool) -> Environment:
     made = Environment(
         loader=PackageLoader("skilltrain.report"),
         autoescape=not markdown,
-        finalize=lambda value: shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        finalize=lambda value: (
+            shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
+    made.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "separators": (",", ":"),
+        "allow_nan": False,
+    }
     made.filters |= {"lead": lead, "median": median, "zip": zip}
     made.filters |= {form.__name__: _trusted(form) if markdown else form for form in _FORMATS}
     return made
@@ -140,7 +148,11 @@ def number(value: float) -> str:
 def duration(seconds: float) -> str:
     """A time of waiting in three significant digits: `.42 ms`, `85.0 ms`, `1.30 s`."""
     value, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
-    return f"{value:,.0f} {unit}" if value >= 99.95 else f"{compact(value, 1 if value >= 9.995 else 2)} {unit}"
+    return (
+        f"{value:,.0f} {unit}"
+        if value >= 99.95
+        else f"{compact(value, 1 if value >= 9.995 else 2)} {unit}"
+    )
 
 
 def counted(num: int, noun: str) -> str:
@@ -186,7 +198,11 @@ def ends_of(values: Iterable[Interval]) -> list[float]:
 def axis_around(middle: float, values: Sequence[float]) -> Axis:
     """The axis with `middle` in its middle, as wide as the values ask for, up to 1 on either side."""
     largest = max(abs(value - middle) for value in values)
-    limit = next(limit for limit in (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0) if largest <= limit + 1e-9 or limit == 1)
+    limit = next(
+        limit
+        for limit in (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+        if largest <= limit + 1e-9 or limit == 1
+    )
     return axis_of((round(middle - limit, 2), middle, round(middle + limit, 2)))
 
 
@@ -225,16 +241,31 @@ def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, A
         edges = np.arange(low, high + step + 1, step) - 0.5
     ends = (float(edges[0]), float(edges[-1]))
     ticks = axis_over([low, max(high, low + 1)], logarithmic).ticks
-    axis = Axis(tuple(t for t in ticks if ends[0] <= t <= ends[1] and t == int(t)), *ends, logarithmic)
+    axis = Axis(
+        tuple(t for t in ticks if ends[0] <= t <= ends[1] and t == int(t)), *ends, logarithmic
+    )
     rows: list[dict[str, Any]] = []
     for name, group in groups.items():
         each = np.maximum(group, low)
         counts, _ = np.histogram(each, edges)
         bars = []
-        for left, right, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True):
+        for left, right, count in zip(
+            edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True
+        ):
             if count:
                 place, height = axis.place(left), count / counts.max()
-                bars.append((place, axis.place(right) - place, height, int(left + 0.5), int(right - 0.5), count))
-        percentiles = [round(value) for value in np.percentile(each, [5, 50, 95])] if len(each) else []
+                bars.append(
+                    (
+                        place,
+                        axis.place(right) - place,
+                        height,
+                        int(left + 0.5),
+                        int(right - 0.5),
+                        count,
+                    )
+                )
+        percentiles = (
+            [round(value) for value in np.percentile(each, [5, 50, 95])] if len(each) else []
+        )
         rows.append({"name": name, "bars": bars, "total": len(each), "percentiles": percentiles})
     return {"axis": axis, "rows": rows}

@@ -14,7 +14,16 @@ from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
 from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.report.evaluation import ANALYSES, Report
-from skilltrain.report.page import SHARES, Axis, axis_around, axis_of, axis_over, ends_of, html_page, markdown
+from skilltrain.report.page import (
+    SHARES,
+    Axis,
+    axis_around,
+    axis_of,
+    axis_over,
+    ends_of,
+    html_page,
+    markdown,
+)
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 
@@ -37,7 +46,11 @@ def write_per_query(report: Report, file: Path) -> None:
     """Write one row per system and query: the query's kind, and its value of each measure that it has one of."""
     rows = (
         {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
-        | {name: value for name, value in result.per_query[query_id].items() if name in report.measures}
+        | {
+            name: value
+            for name, value in result.per_query[query_id].items()
+            if name in report.measures
+        }
         for result in report.results
         for query_id, task in report.tasks.items()
     )
@@ -51,13 +64,18 @@ def report_markdown(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """The report as one HTML page; queries that no system begins with a gold skill stand first."""
-    ranks = {query_id: [found[query_id] for found in report.first_ranks.values()] for query_id in report.tasks}
+    ranks = {
+        query_id: [found[query_id] for found in report.first_ranks.values()]
+        for query_id in report.tasks
+    }
     found = {query_id: sum(1 / rank for rank in row if rank) for query_id, row in ranks.items()}
     return html_page(
         "evaluation",
         **_values(report),
         num_failures=sum(1 not in row for row in ranks.values()),
-        hardest_first=sorted(ranks, key=lambda query_id: (1 in ranks[query_id], found[query_id], query_id)),
+        hardest_first=sorted(
+            ranks, key=lambda query_id: (1 in ranks[query_id], found[query_id], query_id)
+        ),
         curve=_recall_curve(report),
         trade=_trade(report),
         axes=_axes(report),
@@ -86,7 +104,10 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
 
     `lines` maps system → places (percent from the left, percent from the bottom), `last` system → its last value.
     """
-    longest = max((len(ranking) for result in report.results for ranking in result.rankings.values()), default=0)
+    longest = max(
+        (len(ranking) for result in report.results for ranking in result.rankings.values()),
+        default=0,
+    )
     cutoffs = [k for k in CURVE if k <= longest]
     if len(cutoffs) < 2:
         return None
@@ -96,7 +117,9 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
         rankings = [(result.rankings.get(query_id, ()), query_id) for query_id in report.tasks]
         found = [(ranking, report.found(query_id, ranking)) for ranking, query_id in rankings]
         means = [fmean(Measure("Recall", k)(*pair) for pair in found) for k in cutoffs]
-        lines[result.name] = [(axis.place(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)]
+        lines[result.name] = [
+            (axis.place(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)
+        ]
         last[result.name] = means[-1]
     return {"axis": axis, "lines": lines, "last": last}
 
@@ -106,11 +129,19 @@ def _trade(report: Report) -> dict[str, Any] | None:
     latencies = report.analysis.get("latencies", ())
     totals = {row["system"]: row for row in latencies if row["stage"] == "total" and row["p50"] > 0}
     means = {name: row.get(report.chief_measure) for name, row in report.every.means.items()}
-    points = {name: (totals[name], mean) for name, mean in means.items() if mean is not None and name in totals}
+    points = {
+        name: (totals[name], mean)
+        for name, mean in means.items()
+        if mean is not None and name in totals
+    }
     if not points:
         return None
     across = axis_over([1000 * row["p50"] for row, _ in points.values()], logarithmic=True)
-    return {"across": across, "up": axis_over(ends_of(mean for _, mean in points.values())), "points": points}
+    return {
+        "across": across,
+        "up": axis_over(ends_of(mean for _, mean in points.values())),
+        "points": points,
+    }
 
 
 def _axes(report: Report) -> dict[str, Axis]:
@@ -120,7 +151,9 @@ def _axes(report: Report) -> dict[str, Axis]:
         found["differences"] = axis_around(0, ends_of(c.difference for c in report.comparisons))
     if rates := analysis.get("pass_rates"):
         ends = [rate[key] for rate in rates for key in ("without_skills", "with_gold")]
-        found["agents"] = axis_over([*ends, *(value.mean for rate in rates for value in rate["estimates"].values())])
+        found["agents"] = axis_over(
+            [*ends, *(value.mean for rate in rates for value in rate["estimates"].values())]
+        )
     if structure := analysis.get("structure"):
         found["structure"] = axis_around(0.5, [feature["effect"] for feature in structure])
     return found
@@ -131,7 +164,8 @@ def _layers(model: Row) -> dict[str, Any]:
     layers = model["layers"] * (2 if len(model["layers"]) == 1 else 1)
     step = 100 / (len(layers) - 1)
     lines: dict[str, Any] = {
-        name: [(step * n, 100 * one[name]) for n, one in enumerate(layers)] for name in FIELDS_SEEN["full"]
+        name: [(step * n, 100 * one[name]) for n, one in enumerate(layers)]
+        for name in FIELDS_SEEN["full"]
     }
     named = sorted({n * (len(model["layers"]) - 1) // 4 for n in range(5)})
     return lines | {"numbers": [(step * n, n + 1) for n in named]}
@@ -142,7 +176,9 @@ def terminal_table(report: Report, width: int) -> Group:
     parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
     columns = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:
-        columns = [[pair for row in columns for pair in row]]  # a single system's parts stand side by side
+        columns = [
+            [pair for row in columns for pair in row]
+        ]  # a single system's parts stand side by side
     num = max(1, (width - _NAME) // _CELL)
     blocks = [row[start : start + num] for row in columns for start in range(0, len(row), num)]
     table = Table(pad_edge=False, show_header=False)
@@ -150,11 +186,15 @@ def terminal_table(report: Report, width: int) -> Group:
     for _ in range(max(map(len, blocks))):
         table.add_column(justify="right", overflow="fold", max_width=_CELL - 3)
     for block in blocks:
-        heads = [f"{printable(name)}\n{part.value}, n = {len(part.query_ids)}" for part, name in block]
+        heads = [
+            f"{printable(name)}\n{part.value}, n = {len(part.query_ids)}" for part, name in block
+        ]
         table.add_row("", *(Text(head, style="bold") for head in heads), end_section=True)
         for measure in report.measures:
             cells = [_cell(part, name, measure) for part, name in block]
-            table.add_row(measure.replace(" ", "\n"), *cells, end_section=measure == report.measures[-1])
+            table.add_row(
+                measure.replace(" ", "\n"), *cells, end_section=measure == report.measures[-1]
+            )
     title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
     return Group(title, table, Text("\n".join(map(printable, (report.headline(), *report.notes)))))
 

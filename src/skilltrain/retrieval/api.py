@@ -36,13 +36,23 @@ class ApiConfig(ServerConfig):
 
     section: ClassVar[str] = "embeddings"
     kind: Literal["api"] = "api"
-    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
-    batch_size: int = Field(default=32, ge=1, le=2048, description="texts in one request; some servers take no more")
-    query_prompt: str = Field(default="", description="text before a query, such as 'search_query: '")
-    skill_prompt: str = Field(default="", description="text before a skill, such as 'search_document: '")
+    keep: int | None = Field(
+        default=None, ge=1, description="skills kept per query; null: as many as needed"
+    )
+    batch_size: int = Field(
+        default=32, ge=1, le=2048, description="texts in one request; some servers take no more"
+    )
+    query_prompt: str = Field(
+        default="", description="text before a query, such as 'search_query: '"
+    )
+    skill_prompt: str = Field(
+        default="", description="text before a skill, such as 'search_document: '"
+    )
     query_chars: int = Field(default=1500, ge=1, description="characters of a query that are sent")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="what is sent of a skill")
-    cache: Path | None = Field(default=_CACHE, description="folder that keeps vectors by content; null: none")
+    cache: Path | None = Field(
+        default=_CACHE, description="folder that keeps vectors by content; null: none"
+    )
 
     def check(self) -> None:
         ApiEncoder(self)
@@ -64,9 +74,13 @@ class ApiEncoder:
         self.config, self.budget = config, Budget(config.budget, prices_of(config), config.section)
         self.cache: VectorCache | None = None
         self._server = Server(config, self.budget)
-        if config.cache is not None:  # in a folder named after all that decides a vector, besides the text
+        if (
+            config.cache is not None
+        ):  # in a folder named after all that decides a vector, besides the text
             identity = json.dumps([config.base_url, config.model])
-            self.cache = VectorCache(config.cache.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:24])
+            self.cache = VectorCache(
+                config.cache.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:24]
+            )
 
     def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
         """The ranker of a pool, of which `kept` has the vectors."""
@@ -76,16 +90,22 @@ class ApiEncoder:
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
         """One unit vector per skill; equal and cached texts are not sent. SkilltrainError names a skill without one."""
         texts = [self.config.render_skill(skill) for skill in skills]
-        embed = partial(self._embed, "embedding skills", [f"skill {skill.skill_id}" for skill in skills])
+        embed = partial(
+            self._embed, "embedding skills", [f"skill {skill.skill_id}" for skill in skills]
+        )
         return ChunkVectors.one_each(cached_vectors(texts, _ANY_LENGTH, self.cache, embed))
 
     def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
         """One unit vector per raw query; prompt and cap are applied here. Errors count queries from 0."""
         rendered = [self.config.render_query(text) for text in texts]
-        embed = partial(self._embed, "embedding queries", [f"query {place}" for place in range(len(texts))])
+        embed = partial(
+            self._embed, "embedding queries", [f"query {place}" for place in range(len(texts))]
+        )
         return cached_vectors(rendered, _ANY_LENGTH, self.cache, embed)
 
-    def _embed(self, description: str, names: Sequence[str], texts: list[str], positions: Positions) -> Parts:
+    def _embed(
+        self, description: str, names: Sequence[str], texts: list[str], positions: Positions
+    ) -> Parts:
         """Yield vectors as the server gives them, those of requests that are under way also after one failed."""
         names = [names[int(place)] for place in positions]
         if not texts[-1]:  # the shortest
@@ -104,12 +124,17 @@ class ApiEncoder:
         """(position of the first, texts) of each request, as soon as the budget holds it."""
         for start in range(0, len(texts), self.config.batch_size):
             # A request holds no half of a surrogate pair.
-            batch = [text.encode(errors="replace").decode() for text in texts[start : start + self.config.batch_size]]
+            batch = [
+                text.encode(errors="replace").decode()
+                for text in texts[start : start + self.config.batch_size]
+            ]
             if not self.budget.wait_to_reserve(_most_of(batch)):
                 raise self._fault(over_budget(self.budget), batch, "")
             yield start, batch
 
-    def _ask(self, names: Sequence[str], batch: tuple[int, list[str]]) -> tuple[np.ndarray, Vectors]:
+    def _ask(
+        self, names: Sequence[str], batch: tuple[int, list[str]]
+    ) -> tuple[np.ndarray, Vectors]:
         """(places, unit vectors) of texts, the longest first. Raises SkilltrainError where one gets no vector."""
         start, texts = batch
         try:
@@ -131,8 +156,14 @@ class ApiEncoder:
             data = sorted(reply.data, key=lambda item: item.index)
             vectors = np.array([item.embedding for item in data], dtype=np.float32)
         except (ValueError, TypeError, AttributeError) as error:
-            raise AnswerError("malformed", f"the server's reply holds no vectors: {error}") from None
-        if [item.index for item in data] != list(range(len(texts))) or vectors.ndim != 2 or not vectors.size:
+            raise AnswerError(
+                "malformed", f"the server's reply holds no vectors: {error}"
+            ) from None
+        if (
+            [item.index for item in data] != list(range(len(texts)))
+            or vectors.ndim != 2
+            or not vectors.size
+        ):
             what = f"the server's reply does not hold one vector for each of {len(texts)} texts"
             raise AnswerError("malformed", what)
         reported = getattr(reply.usage, "prompt_tokens", None)
@@ -152,19 +183,33 @@ class ApiEncoder:
         return SkilltrainError(what, where=url, fix=f"{fix}; vectors so far are kept")
 
 
-def plan_encoding(config: ApiConfig, skills: Sequence[Skill], queries: Sequence[Query]) -> dict[str, Any]:
+def plan_encoding(
+    config: ApiConfig, skills: Sequence[Skill], queries: Sequence[Query]
+) -> dict[str, Any]:
     """About what encoding will cost, for `--dry-run`; asks nobody and writes nothing."""
     encoder = ApiEncoder(config)
     num_requests, num_tokens, num_texts, num_kept = 0, 0, 0, 0
-    rendered = [config.render_skill(skill) for skill in skills], [config.render_query(query.text) for query in queries]
+    rendered = (
+        [config.render_skill(skill) for skill in skills],
+        [config.render_query(query.text) for query in queries],
+    )
     for texts in rendered:
         keys, first = np.unique(text_keys(texts, _ANY_LENGTH), return_index=True)
         new = first[encoder.cache.missing(keys)] if encoder.cache else first
         num_texts, num_kept = num_texts + len(new), num_kept + len(first) - len(new)
         num_requests += -(-len(new) // config.batch_size)
         num_tokens += sum(estimate_tokens(texts[place]) for place in new)
-    counts = {"model": config.model, "num_requests": num_requests, "num_texts": num_texts, "num_kept_texts": num_kept}
-    return counts | encoder.budget.account(Usage(num_tokens, 0)) | {"budget": str(encoder.budget) or None}
+    counts = {
+        "model": config.model,
+        "num_requests": num_requests,
+        "num_texts": num_texts,
+        "num_kept_texts": num_kept,
+    }
+    return (
+        counts
+        | encoder.budget.account(Usage(num_tokens, 0))
+        | {"budget": str(encoder.budget) or None}
+    )
 
 
 def _most_of(texts: Sequence[str]) -> Usage:

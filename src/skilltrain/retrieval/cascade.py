@@ -37,20 +37,27 @@ class SystemConfig(Config):
 
     name: str = Field(min_length=1, description="what tables call it")
     rankers: tuple[RankerConfig, ...] = Field(
-        min_length=1, description="the first ranks the pool, each next one orders what the one before it found"
+        min_length=1,
+        description="the first ranks the pool, each next one orders what the one before it found",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _new_form(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "rankers" not in values and (old := values.keys() & set(_OLD_KEYS)):
+        if (
+            isinstance(values, Mapping)
+            and "rankers" not in values
+            and (old := values.keys() & set(_OLD_KEYS))
+        ):
             raise ValueError(f"'{min(old)}' is of the old form; write for example {_NEW_FORM}")
         return values
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
         if needing := [part.kind for part in parts_of(self.rankers[:1]) if needs_candidates(part)]:
-            raise ValueError(f"the first ranker finds skills in the pool; {needing[-1]} only orders those of another")
+            raise ValueError(
+                f"the first ranker finds skills in the pool; {needing[-1]} only orders those of another"
+            )
         return self
 
 
@@ -74,7 +81,10 @@ class RankedStage:
     gpu_bytes: int = 0
 
     def skill_ids(self) -> dict[str, list[str]]:
-        return {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in self.rankings.items()}
+        return {
+            query_id: [skill_id for skill_id, _ in ranking]
+            for query_id, ranking in self.rankings.items()
+        }
 
     def only(self, query_ids: Iterable[str]) -> "RankedStage":
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
@@ -84,7 +94,13 @@ class RankedStage:
         seconds = self.seconds * len(self.rankings) + other.seconds * len(other.rankings)
         rankings = self.rankings | other.rankings
         alone, gpu_bytes = self.alone + other.alone, max(self.gpu_bytes, other.gpu_bytes)
-        return replace(self, rankings=rankings, seconds=seconds / len(rankings), alone=alone, gpu_bytes=gpu_bytes)
+        return replace(
+            self,
+            rankings=rankings,
+            seconds=seconds / len(rankings),
+            alone=alone,
+            gpu_bytes=gpu_bytes,
+        )
 
 
 class Cascade:
@@ -94,7 +110,11 @@ class Cascade:
     """
 
     def __init__(
-        self, queries: Sequence[Query], skills: Sequence[Skill], depth: int, opened: dict[str, Ranker] | None = None
+        self,
+        queries: Sequence[Query],
+        skills: Sequence[Skill],
+        depth: int,
+        opened: dict[str, Ranker] | None = None,
     ) -> None:
         if not queries:
             raise SkilltrainError("there is no query to rank for")
@@ -108,10 +128,14 @@ class Cascade:
         times = self._times_alone(system, keeps, num_timed)
         passed = [*map(num_read, system.rankers[1:]), None]
         stages: list[RankedStage] = []
-        for number, ((alone, gpu_bytes), num_passed) in enumerate(zip(times, passed, strict=True), 1):
+        for number, ((alone, gpu_bytes), num_passed) in enumerate(
+            zip(times, passed, strict=True), 1
+        ):
             stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
             name = f"{system.name}/{number} {stage.kind}"
-            stages.append(replace(stage, name=name, alone=alone, gpu_bytes=gpu_bytes, num_passed=num_passed))
+            stages.append(
+                replace(stage, name=name, alone=alone, gpu_bytes=gpu_bytes, num_passed=num_passed)
+            )
         cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
         return (*stages[:-1], replace(stages[-1], name=system.name, rankings=cut))
 
@@ -120,9 +144,16 @@ class Cascade:
         needed = {OWN} | {key_of(part) for system in later for part in parts_of(system.rankers)}
         self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
 
-    def _answer(self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None) -> RankedStage:
+    def _answer(
+        self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None
+    ) -> RankedStage:
         rankers, kind = system.rankers[:number], system.rankers[number - 1].kind
-        key = repr([ranker.model_copy(update={"keep": n}) for ranker, n in zip(rankers, keeps, strict=False)])
+        key = repr(
+            [
+                ranker.model_copy(update={"keep": n})
+                for ranker, n in zip(rankers, keeps, strict=False)
+            ]
+        )
         if key in self._answers:
             return self._answers[key]
         ranker = open_ranker(rankers[-1], self.skills, self._opened)
@@ -138,18 +169,25 @@ class Cascade:
             self._answers[key] = answer
         return answer
 
-    def _times_alone(self, system: SystemConfig, keeps: Sequence[int], num: int) -> list[tuple[tuple[float, ...], int]]:
+    def _times_alone(
+        self, system: SystemConfig, keeps: Sequence[int], num: int
+    ) -> list[tuple[tuple[float, ...], int]]:
         """(seconds, most bytes on the GPU) of each ranker, for each of `num` queries asked alone, after one to warm up.
 
         Rankers from the first that asks a server or reads a file are not timed. Queries have ids of their own, so that
         no score that is remembered of them helps.
         """
         away = ApiConfig | AskingConfig | SavedConfig
-        is_local = [not any(isinstance(part, away) for part in parts_of([ranker])) for ranker in system.rankers]
+        is_local = [
+            not any(isinstance(part, away) for part in parts_of([ranker]))
+            for ranker in system.rankers
+        ]
         timed = system.rankers[: [*is_local, False].index(False)] if num else ()
         if num and len(timed) < len(system.rankers):
             start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
-            say(f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file")
+            say(
+                f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file"
+            )
         rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
         measured: list[list[tuple[float, int]]] = [[] for _ in system.rankers]
         with without_bars():
@@ -159,10 +197,15 @@ class Cascade:
                     if torch.cuda.is_available():
                         torch.cuda.reset_peak_memory_stats()
                     before, started = torch.cuda.memory_allocated(), time.perf_counter()
-                    rankings = ranker.rank([replace(query, query_id=f"{system.name} {number}")], rankings, keeps[place])
+                    rankings = ranker.rank(
+                        [replace(query, query_id=f"{system.name} {number}")], rankings, keeps[place]
+                    )
                     seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
                     measured[place].append((seconds, peak if peak > before else 0))
-        return [(tuple(s for s, _ in row[1:]), max((used for _, used in row[1:]), default=0)) for row in measured]
+        return [
+            (tuple(s for s, _ in row[1:]), max((used for _, used in row[1:]), default=0))
+            for row in measured
+        ]
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:
@@ -174,7 +217,11 @@ def keeps_of(system: SystemConfig, depth: int) -> list[int]:
 
 
 def run_systems(
-    systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill], depth: int, num_timed: int = 0
+    systems: Sequence[SystemConfig],
+    queries: Sequence[Query],
+    skills: Sequence[Skill],
+    depth: int,
+    num_timed: int = 0,
 ) -> dict[str, tuple[RankedStage, ...]]:
     """System name → what each of its rankers answers, the last one with the `depth` best skills of each query.
 

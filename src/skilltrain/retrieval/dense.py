@@ -26,7 +26,9 @@ from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, 
 from skilltrain.retrieval.vectors import Parts, Positions, VectorCache, cached_vectors
 from skilltrain.terminal import progress
 
-_BLOCK = 2048  # texts whose token ids are in memory at once, and vectors that are given out together
+_BLOCK = (
+    2048  # texts whose token ids are in memory at once, and vectors that are given out together
+)
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
 _SAVE_SECONDS = 60  # a slow model's vectors are given out earlier
 _ENOUGH_TOKENS = 512  # on a CPU a micro-batch of so many tokens is as fast a token as a larger one
@@ -35,7 +37,9 @@ _ENOUGH_TOKENS = 512  # on a CPU a micro-batch of so many tokens is as fast a to
 class OpenConfig(EncoderConfig):
     """An encoder to answer with."""
 
-    precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
+    precision: Precision = Field(
+        default="auto", description="auto: bfloat16 where the hardware has it"
+    )
     token_budget: int = Field(default=4096, ge=64, description="padded tokens per micro-batch")
 
     def check(self) -> None:
@@ -46,14 +50,18 @@ class OpenConfig(EncoderConfig):
 class EncoderSource(OpenConfig):
     """An encoder to retrieve with."""
 
-    cache: Path | None = Field(default=None, description="folder that keeps vectors by content, for later runs")
+    cache: Path | None = Field(
+        default=None, description="folder that keeps vectors by content, for later runs"
+    )
 
 
 class DenseConfig(EncoderSource):
     """An encoder that finds the skills nearest to a query."""
 
     kind: Literal["dense"] = "dense"
-    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
+    keep: int | None = Field(
+        default=None, ge=1, description="skills kept per query; null: as many as needed"
+    )
 
     def open(self, opened: dict[str, Any] | None = None) -> "SkillEncoder":
         return open_encoder(self, opened)
@@ -84,8 +92,12 @@ class SkillEncoder:
         """The unit vectors of all windows of each skill, by which queries find it; for repeats see `encode_skills`."""
         settings = self.model.settings
         texts = [settings.chunk_texts(skill) for skill in skills]
-        vectors = self._vectors([*chain.from_iterable(texts)], settings.max_tokens, "encoding skills")
-        return ChunkVectors(vectors, starts_of([len(of_skill) for of_skill in texts]), settings.chunks.pool)
+        vectors = self._vectors(
+            [*chain.from_iterable(texts)], settings.max_tokens, "encoding skills"
+        )
+        return ChunkVectors(
+            vectors, starts_of([len(of_skill) for of_skill in texts]), settings.chunks.pool
+        )
 
     def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
         """One unit vector per raw query; the template's prompt and cap are applied here."""
@@ -100,7 +112,9 @@ class SkillEncoder:
         return cached_vectors(texts, max_tokens, self.cache, encode)
 
     @torch.inference_mode()
-    def encode_texts(self, texts: Sequence[str], max_tokens: int, description: str, count: Counter[str]) -> Parts:
+    def encode_texts(
+        self, texts: Sequence[str], max_tokens: int, description: str, count: Counter[str]
+    ) -> Parts:
         """Yield (places in `texts`, which come longest first, and their unit vectors).
 
         `count` starts empty, and grows by texts, their tokens, and the slots that these took, padding included. Raises
@@ -119,15 +133,22 @@ class SkillEncoder:
                     batch = [ids[position] for position in group]
                     vectors.append(model(batch))
                     places += [start + position for position in group]
-                    count.update(texts=len(batch), tokens=sum(map(len, batch)), slots=model.num_slots(batch))
-                    show(count["texts"], f"{count['tokens'] / max(1e-9, time.monotonic() - started):,.0f} tokens/s")
+                    count.update(
+                        texts=len(batch), tokens=sum(map(len, batch)), slots=model.num_slots(batch)
+                    )
+                    show(
+                        count["texts"],
+                        f"{count['tokens'] / max(1e-9, time.monotonic() - started):,.0f} tokens/s",
+                    )
                     is_due = len(places) >= _BLOCK or time.monotonic() - saved > _SAVE_SECONDS
                     if count["texts"] < len(texts) and not is_due:
                         continue
                     found = torch.cat(vectors).float().cpu().numpy()
                     if not np.isfinite(found).all():
                         source = model.backbone.config.name_or_path
-                        raise SkilltrainError("the encoder gave vectors that are no numbers", where=source)
+                        raise SkilltrainError(
+                            "the encoder gave vectors that are no numbers", where=source
+                        )
                     yield np.array(places), found
                     places, vectors, saved = [], [], time.monotonic()
 
@@ -158,13 +179,22 @@ def _identity(model: Encoder) -> str:
     return digest.hexdigest()[:24]
 
 
-def _tokenized(model: Encoder, texts: Sequence[str], max_tokens: int) -> Iterator[tuple[int, list[np.ndarray]]]:
+def _tokenized(
+    model: Encoder, texts: Sequence[str], max_tokens: int
+) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Yield (where a block starts, its texts' token ids); beside a GPU, tokenised while the model works."""
 
     def tokenize(start: int) -> list[np.ndarray]:
         block = texts[start : start + _BLOCK]
-        parts = (block[first : first + _TOKENIZED_AT_ONCE] for first in range(0, len(block), _TOKENIZED_AT_ONCE))
-        return [np.asarray(ids, dtype=np.int32) for some in parts for ids in model.tokenize(some, max_tokens)]
+        parts = (
+            block[first : first + _TOKENIZED_AT_ONCE]
+            for first in range(0, len(block), _TOKENIZED_AT_ONCE)
+        )
+        return [
+            np.asarray(ids, dtype=np.int32)
+            for some in parts
+            for ids in model.tokenize(some, max_tokens)
+        ]
 
     starts = range(0, len(texts), _BLOCK)
     if model.device.type == "cpu":
@@ -193,5 +223,8 @@ def even_groups(lengths: Sequence[int], token_budget: int, enough: int) -> Group
         if length * len(chunks[-1]) < enough:
             mixed += chunks.pop()
         groups += chunks
-    groups += [[mixed[place] for place in group] for group in micro_batches([lengths[p] for p in mixed], token_budget)]
+    groups += [
+        [mixed[place] for place in group]
+        for group in micro_batches([lengths[p] for p in mixed], token_budget)
+    ]
     return sorted(groups, key=lambda group: -lengths[group[0]])

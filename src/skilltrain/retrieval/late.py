@@ -28,7 +28,9 @@ class LateConfig(OpenConfig):
     """An encoder that orders the candidates of the ranker before it by their tokens' vectors."""
 
     kind: Literal["late"] = "late"
-    keep: int | None = Field(default=None, ge=1, description="candidates per query that are kept; null: all needed")
+    keep: int | None = Field(
+        default=None, ge=1, description="candidates per query that are kept; null: all needed"
+    )
 
     def open(self, opened: dict[str, Any] | None = None) -> "Late":
         return Late(open_encoder(self, opened).model, {}, self.token_budget)
@@ -93,9 +95,14 @@ class Late:
             for place in block:
                 for skill_id, _ in candidates[queries[place].query_id]:
                     asking.setdefault(skill_id, []).append(place)
-            vectors = {block[place]: found for place, found in self._vectors([ids[place] for place in block])}
+            vectors = {
+                block[place]: found
+                for place, found in self._vectors([ids[place] for place in block])
+            }
             for skill_id, tokens in track(self._skills(asking), "late interaction", len(asking)):
-                found = max_sim([vectors[place] for place in asking[skill_id]], [tokens])[:, 0].tolist()
+                found = max_sim([vectors[place] for place in asking[skill_id]], [tokens])[
+                    :, 0
+                ].tolist()
                 for place, score in zip(asking[skill_id], found, strict=True):
                     scores[place][skill_id] = score
         rankings: Rankings = {}
@@ -105,15 +112,21 @@ class Late:
         return rankings
 
     @torch.inference_mode()
-    def save_tokens(self, folder: Path, skills: Sequence[Skill], kept: TokenVectors | None, at: Sequence[int]) -> None:
+    def save_tokens(
+        self, folder: Path, skills: Sequence[Skill], kept: TokenVectors | None, at: Sequence[int]
+    ) -> None:
         """Write the vectors of the tokens of `skills`; those of skill i stand at place `at[i]` in `kept` if not -1."""
         counts: list[int] = []
         with (folder / "tokens.bin").open("wb") as file:
             starts = range(0, len(skills), _TEXTS)
             for start in track(starts, "encoding tokens", len(starts)):
-                some = [*zip(skills[start : start + _TEXTS], at[start : start + _TEXTS], strict=True)]
+                some = [
+                    *zip(skills[start : start + _TEXTS], at[start : start + _TEXTS], strict=True)
+                ]
                 new = {skill.skill_id: skill for skill, place in some if kept is None or place < 0}
-                found = {skill_id: _as_rows(tokens) for skill_id, tokens in self.over(new)._skills(new)}
+                found = {
+                    skill_id: _as_rows(tokens) for skill_id, tokens in self.over(new)._skills(new)
+                }
                 for skill, place in some:
                     rows = found[skill.skill_id] if kept is None or place < 0 else kept.of(place)
                     file.write(rows.tobytes())
@@ -129,7 +142,10 @@ class Late:
                 yield skill_id, tokens.to(self.encoder.device)
             return
         settings = self.encoder.settings
-        texts = {skill_id: settings.template.render_skill(self.skills[skill_id]) for skill_id in skill_ids}
+        texts = {
+            skill_id: settings.template.render_skill(self.skills[skill_id])
+            for skill_id in skill_ids
+        }
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         for start in range(0, len(ordered), _TEXTS):
             some = ordered[start : start + _TEXTS]
@@ -137,7 +153,9 @@ class Late:
             for place, vectors in self._vectors(ids):
                 yield some[place], vectors
 
-    def _vectors(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
+    def _vectors(
+        self, texts: Sequence[TokenIds]
+    ) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
         for group in micro_batches([len(text) for text in texts], self.token_budget):
             batch = [texts[place] for place in group]
             rows = self.encoder.with_tokens(batch, max(map(len, batch)))

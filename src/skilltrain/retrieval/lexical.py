@@ -37,7 +37,9 @@ class LexicalConfig(Config):
 
     kind: Literal["lexical"] = "lexical"
     fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
-    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
+    keep: int | None = Field(
+        default=None, ge=1, description="skills kept per query; null: as many as needed"
+    )
 
     def check(self) -> None:
         """There is nothing to check before the pool is read."""
@@ -64,7 +66,10 @@ def words_and_bigrams(text: str) -> list[str]:
     runs: list[str] = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
         return runs
-    parts = ([run[i : i + 2] for i in range(max(1, len(run) - 1))] if _CJK_RUN.match(run) else [run] for run in runs)
+    parts = (
+        [run[i : i + 2] for i in range(max(1, len(run) - 1))] if _CJK_RUN.match(run) else [run]
+        for run in runs
+    )
     return [term for part in parts for term in part]
 
 
@@ -93,7 +98,9 @@ class Vocabulary:
 
     def find(self, text: str) -> list[tuple[str, int]]:
         """(word, its term's number) of `text`; terms without a number are left out."""
-        return [(word, self.numbers[stem]) for word, stem in self.stems(text) if stem in self.numbers]
+        return [
+            (word, self.numbers[stem]) for word, stem in self.stems(text) if stem in self.numbers
+        ]
 
     def add(self, text: str) -> list[int]:
         """The numbers of the terms of `text`; new terms get the next ones."""
@@ -122,10 +129,16 @@ class BM25Index:
         self.vocabulary = Vocabulary(before.vocabulary.numbers if before else ())
         counts = self._counted(texts, before)
         if not counts.nnz:
-            raise SkilltrainError(f"none of the {len(texts)} texts holds a word to index for lexical search")
+            raise SkilltrainError(
+                f"none of the {len(texts)} texts holds a word to index for lexical search"
+            )
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
         by_term = counts.T.tocsr()
-        self.counts, self.texts, self.starts = by_term.data, by_term.indices, by_term.indptr.astype(np.int64)
+        self.counts, self.texts, self.starts = (
+            by_term.data,
+            by_term.indices,
+            by_term.indptr.astype(np.int64),
+        )
         num_with = np.diff(self.starts)
         saturation = K1 * (1 - B + B * lengths / lengths.mean())
         shares = self.counts / (self.counts + saturation[self.texts])
@@ -136,10 +149,19 @@ class BM25Index:
 
         places = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
         new = np.flatnonzero(places < 0)
-        added = (self.vocabulary.add(texts[int(place)]) for place in track(new, "reading terms", len(new)))
+        added = (
+            self.vocabulary.add(texts[int(place)])
+            for place in track(new, "reading terms", len(new))
+        )
         terms = [np.array(of_text, np.int32) for of_text in added]
-        width, row_starts = len(self.vocabulary.numbers), starts_of([len(of_text) for of_text in terms])
-        ones, columns = np.ones(row_starts[-1], np.int32), np.concatenate([*terms, np.empty(0, np.int32)])
+        width, row_starts = (
+            len(self.vocabulary.numbers),
+            starts_of([len(of_text) for of_text in terms]),
+        )
+        ones, columns = (
+            np.ones(row_starts[-1], np.int32),
+            np.concatenate([*terms, np.empty(0, np.int32)]),
+        )
         counts: Any = csr_array((ones, columns, row_starts), shape=(len(new), width))
         counts.sum_duplicates()
         if before is None:
@@ -218,4 +240,6 @@ def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k
         return np.empty(0, dtype=np.int64)
     bar = np.partition(scores, len(scores) - k)[len(scores) - k]
     above, level = np.flatnonzero(scores > bar), np.flatnonzero(scores == bar)
-    return np.concatenate([above[np.argsort(-scores[above], kind="stable")], level])[:k].astype(np.int64, copy=False)
+    return np.concatenate([above[np.argsort(-scores[above], kind="stable")], level])[:k].astype(
+        np.int64, copy=False
+    )

@@ -49,7 +49,9 @@ class ChunkVectors:
     @classmethod
     def load(cls, folder: Path) -> "ChunkVectors":
         """What `save` wrote into `folder`, memory-mapped."""
-        vectors, starts = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("vectors", "starts"))
+        vectors, starts = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("vectors", "starts")
+        )
         return cls(vectors, starts, read_json(folder / "pool.json"))
 
     @property
@@ -76,7 +78,9 @@ class ChunkVectors:
             cosines[part] = products.sum(axis=1)
         return pooled(cosines[None], starts, self.pool)[0]
 
-    def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int, index: Any = None) -> Found:
+    def nearest(
+        self, queries: Float32[np.ndarray, "query dim"], k: int, index: Any = None
+    ) -> Found:
         """The `k` best skills of each query, exact unless an `index` finds them; ties go to the lower position.
 
         The last bits of single-precision products depend on what else is multiplied. So they only choose k and a few
@@ -91,7 +95,10 @@ class ChunkVectors:
         scores = self.scores(queries, rows, np.maximum(found.ravel(), 0)).reshape(found.shape)
         scores[found < 0] = -np.inf
         order = np.lexsort((found, -scores), axis=1)[:, :k]
-        positions, scores = np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)
+        positions, scores = (
+            np.take_along_axis(found, order, 1),
+            np.take_along_axis(scores, order, 1),
+        )
         scores[positions < 0] = np.nan
         return positions, scores
 
@@ -100,9 +107,16 @@ class ChunkVectors:
         if self.is_one_each:
             import faiss
 
-            pool, metric = np.ascontiguousarray(self.vectors, np.float32), faiss.METRIC_INNER_PRODUCT
-            if faiss.get_num_gpus() and k <= _ON_GPU:  # the CPU build counts GPUs too, and always finds none
-                return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=metric)[1]
+            pool, metric = (
+                np.ascontiguousarray(self.vectors, np.float32),
+                faiss.METRIC_INNER_PRODUCT,
+            )
+            if (
+                faiss.get_num_gpus() and k <= _ON_GPU
+            ):  # the CPU build counts GPUs too, and always finds none
+                return faiss.knn_gpu(faiss.StandardGpuResources(), queries, pool, k, metric=metric)[
+                    1
+                ]
             return faiss.knn(queries, pool, k, metric=metric)[1]
         found = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES):
@@ -112,13 +126,17 @@ class ChunkVectors:
         return found
 
 
-def starts_of(counts: Sequence[int] | Int64[np.ndarray, " part"]) -> Int64[np.ndarray, " part_and_end"]:
+def starts_of(
+    counts: Sequence[int] | Int64[np.ndarray, " part"],
+) -> Int64[np.ndarray, " part_and_end"]:
     """Where parts of these lengths begin that stand one behind the other, and where the last ends."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 def pooled(
-    scores: Float32[np.ndarray, "query chunk"], starts: Int64[np.ndarray, " skill_and_end"], pool: ChunkPool
+    scores: Float32[np.ndarray, "query chunk"],
+    starts: Int64[np.ndarray, " skill_and_end"],
+    pool: ChunkPool,
 ) -> Float32[np.ndarray, "query skill"]:
     """The score of each skill by those of its chunks, of which it has at least one."""
     counts = np.diff(starts)
@@ -148,7 +166,9 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
         index: Any = faiss.index_factory(pool.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
         if isinstance(index, faiss.IndexIVF):
             index.cp.seed = seed
-            index.cp.min_points_per_centroid = 1  # faiss warns where cells are small; the recall says what that costs
+            index.cp.min_points_per_centroid = (
+                1  # faiss warns where cells are small; the recall says what that costs
+            )
         elif isinstance(index, faiss.IndexHNSW):
             index.hnsw.rng = faiss.RandomGenerator(seed)  # pyright: ignore[reportAttributeAccessIssue]
         for setting in settings:
@@ -157,13 +177,17 @@ def build_index(description: str, pool: Float32[np.ndarray, "skill dim"], seed: 
         index.add(pool)
         return index
     except RuntimeError as error:
-        raise SkilltrainError(f"faiss cannot build this index: {error}", where=f"index {description}") from error
+        raise SkilltrainError(
+            f"faiss cannot build this index: {error}", where=f"index {description}"
+        ) from error
     finally:
         faiss.omp_set_num_threads(threads)
 
 
 def recall(found: Int64[np.ndarray, "query k"], exact: Int64[np.ndarray, "query k"]) -> float:
-    return sum(len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)) / max(1, exact.size)
+    return sum(len(np.intersect1d(*pair)) for pair in zip(found, exact, strict=True)) / max(
+        1, exact.size
+    )
 
 
 class PoolIndex(Protocol):
@@ -195,12 +219,18 @@ class PoolRanker:
         if candidates is None:
             found = zip(*self.index.search(texts, keep), strict=True)
         else:
-            rows = ([self.places[skill_id] for skill_id, _ in candidates[query.query_id]] for query in queries)
+            rows = (
+                [self.places[skill_id] for skill_id, _ in candidates[query.query_id]]
+                for query in queries
+            )
             positions = [np.array(row, dtype=np.int64) for row in rows]
             found = zip(positions, self.index.among(texts, positions), strict=True)
         rankings: Rankings = {}
         for query, (some, scores) in zip(queries, found, strict=True):
-            pairs = [(self.skill_ids[int(place)], float(score)) for place, score in zip(some, scores, strict=True)]
+            pairs = [
+                (self.skill_ids[int(place)], float(score))
+                for place, score in zip(some, scores, strict=True)
+            ]
             rankings[query.query_id] = sorted(pairs, key=lambda pair: -pair[1])[:keep]
         return rankings
 
@@ -217,7 +247,10 @@ class VectorIndex:
 
     def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
         vectors = self.encode(texts)
-        return (self.chunks.scores(vectors, np.full(len(some), row), some) for row, some in enumerate(positions))
+        return (
+            self.chunks.scores(vectors, np.full(len(some), row), some)
+            for row, some in enumerate(positions)
+        )
 
     def best_chunk(self, query: str, position: int) -> int | None:
         """The number of the skill's chunk that is nearest to a query; None where it has but one."""

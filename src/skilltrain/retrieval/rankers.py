@@ -53,16 +53,28 @@ class FuseConfig(Config):
     """Rankings of several rankers as one: by their scores, made comparable, or by their ranks alone (see `fuse`)."""
 
     kind: Literal["fuse"] = "fuse"
-    of: tuple[LegConfig, ...] = Field(min_length=2, description=f"the rankers; without keep one finds {LEG_KEEP}")
-    method: Method = Field(default="z", description="z: add scores, normalised per query; rrf: add 1/(rrf_k + rank)")
-    rrf_k: int = Field(default=RRF_K, ge=0, description="the larger, the less the first ranks stand out")
-    weights: tuple[float, ...] | InputPath | None = Field(default=None, description="one each, or a fusion's folder")
-    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
+    of: tuple[LegConfig, ...] = Field(
+        min_length=2, description=f"the rankers; without keep one finds {LEG_KEEP}"
+    )
+    method: Method = Field(
+        default="z", description="z: add scores, normalised per query; rrf: add 1/(rrf_k + rank)"
+    )
+    rrf_k: int = Field(
+        default=RRF_K, ge=0, description="the larger, the less the first ranks stand out"
+    )
+    weights: tuple[float, ...] | InputPath | None = Field(
+        default=None, description="one each, or a fusion's folder"
+    )
+    keep: int | None = Field(
+        default=None, ge=1, description="skills kept per query; null: as many as needed"
+    )
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":
         if isinstance(self.weights, tuple) and len(self.weights) != len(self.of):
-            raise ValueError(f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights")
+            raise ValueError(
+                f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights"
+            )
         if isinstance(self.weights, Path) and self.method != "z":
             raise ValueError(f"fitted weights are for the method z, not {self.method}")
         return self
@@ -74,7 +86,9 @@ class FuseConfig(Config):
         """One weight a ranker. Raises SkilltrainError as `check` does."""
         if self.weights is None:
             return (1 / len(self.of),) * len(self.of)
-        return read_weights(self.weights, self.of) if isinstance(self.weights, Path) else self.weights
+        return (
+            read_weights(self.weights, self.of) if isinstance(self.weights, Path) else self.weights
+        )
 
 
 AskingConfig = SelectConfig | AdmitConfig | ExpandConfig
@@ -102,7 +116,11 @@ def read_weights(path: Path, legs: Sequence[LegConfig]) -> tuple[float, ...]:
 
 def leg_name(leg: RankerConfig) -> str:
     """What a ranker is, in a word or two: `lexical name`, `dense`."""
-    return f"{leg.kind} {leg.fields}" if isinstance(leg, LexicalConfig) and leg.fields != "full" else leg.kind
+    return (
+        f"{leg.kind} {leg.fields}"
+        if isinstance(leg, LexicalConfig) and leg.fields != "full"
+        else leg.kind
+    )
 
 
 def parts_of(rankers: Sequence[RankerConfig]) -> Iterator[RankerConfig]:
@@ -115,7 +133,10 @@ def parts_of(rankers: Sequence[RankerConfig]) -> Iterator[RankerConfig]:
 
 def needs_candidates(ranker: RankerConfig) -> bool:
     """Whether it cannot rank a whole pool."""
-    return any(isinstance(part, RerankConfig | LateConfig | SelectConfig | AdmitConfig) for part in parts_of([ranker]))
+    return any(
+        isinstance(part, RerankConfig | LateConfig | SelectConfig | AdmitConfig)
+        for part in parts_of([ranker])
+    )
 
 
 def num_read(ranker: RankerConfig) -> int | None:
@@ -140,7 +161,10 @@ class Fuse:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` best of all skills that the legs find (or of the candidates, in their order)."""
         found = self.find(queries, candidates)
-        return {query.query_id: self.join([leg[query.query_id] for leg in found])[:keep] for query in queries}
+        return {
+            query.query_id: self.join([leg[query.query_id] for leg in found])[:keep]
+            for query in queries
+        }
 
     def join(self, legs: Sequence[Ranking]) -> Ranking:
         return fuse(legs, self.weights, self.config.method, self.config.rrf_k)
@@ -149,13 +173,18 @@ class Fuse:
         """What each leg finds, or makes of the candidates."""
         most = LEG_KEEP if candidates is None else max(map(len, candidates.values()), default=0)
         keeps = [leg.keep or most for leg in self.config.of]
-        return [leg.rank(queries, candidates, count) for leg, count in zip(self.legs, keeps, strict=True)]
+        return [
+            leg.rank(queries, candidates, count)
+            for leg, count in zip(self.legs, keeps, strict=True)
+        ]
 
 
 def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
     """The ranker over the pool; `opened` keeps it for any `keep` and weight, the model in training as `OWN`."""
     if isinstance(config, FuseConfig):
-        return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights())
+        return Fuse(
+            config, [open_ranker(leg, skills, opened) for leg in config.of], config.leg_weights()
+        )
     if isinstance(config, ExpandConfig):
         return Expand(config, open_ranker(config.of, skills, opened))
     key = key_of(config)

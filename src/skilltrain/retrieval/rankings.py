@@ -21,7 +21,9 @@ RRF_K = 60
 """Of reciprocal rank fusion where a recipe says nothing (Cormack et al., 2009)."""
 
 
-def fuse(legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K) -> Ranking:
+def fuse(
+    legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
+) -> Ranking:
     """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
 
     `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
@@ -40,7 +42,10 @@ def comparable_scores(
     for row, leg in zip(comparable if skill_ids else (), legs, strict=False):
         scores, lowest = dict(leg), min((score for _, score in leg), default=0.0)
         if method == "rrf":
-            scores, lowest = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}, 0.0
+            scores, lowest = (
+                {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)},
+                0.0,
+            )
         row[:] = [scores.get(skill_id, lowest) for skill_id in skill_ids]
         if method == "z" and np.ptp(row) <= 1e-12 * np.abs(row).max():
             row[:] = 0.0  # all are alike: they tell nothing apart
@@ -49,10 +54,14 @@ def comparable_scores(
     return skill_ids, comparable
 
 
-def weighted(skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]) -> Ranking:
+def weighted(
+    skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]
+) -> Ranking:
     """The skills by the weighted sum of what the legs say, best first; equal sums keep their order."""
     total = np.zeros(len(skill_ids))
-    for row, weight in zip(comparable, weights, strict=True):  # a matrix product may round equal columns unequally
+    for row, weight in zip(
+        comparable, weights, strict=True
+    ):  # a matrix product may round equal columns unequally
         total += weight * row
     order = np.argsort(-total, kind="stable")
     return [(skill_ids[place], float(total[place])) for place in order]
@@ -62,9 +71,15 @@ class SavedConfig(Config):
     """Rankings that a stage has written (mine, filter, candidates, evaluate)."""
 
     kind: Literal["saved"] = "saved"
-    rankings: InputPaths = Field(min_length=1, description="tables or folders, each of its own queries")
-    stage: str | None = Field(default=None, description="which of a table's rankings; null where it holds one")
-    keep: int | None = Field(default=None, ge=1, description="skills kept per query; null: as many as needed")
+    rankings: InputPaths = Field(
+        min_length=1, description="tables or folders, each of its own queries"
+    )
+    stage: str | None = Field(
+        default=None, description="which of a table's rankings; null where it holds one"
+    )
+    keep: int | None = Field(
+        default=None, ge=1, description="skills kept per query; null: as many as needed"
+    )
 
     def check(self) -> None:
         for path in self.rankings:
@@ -77,7 +92,9 @@ class SavedConfig(Config):
         for path in self.rankings:
             found = read_rankings(path, self.stage)
             if twice := rankings.keys() & found.keys():
-                raise SkilltrainError(f"query '{min(twice)}' is ranked in an earlier table as well", where=path)
+                raise SkilltrainError(
+                    f"query '{min(twice)}' is ranked in an earlier table as well", where=path
+                )
             rankings |= found
         return Saved(self.rankings[0], rankings, ())
 
@@ -101,7 +118,9 @@ class Saved:
         query_ids = [query.query_id for query in queries]
         if missing := [query_id for query_id in query_ids if query_id not in self.rankings]:
             count = f"{len(missing)} of {len(query_ids)}"
-            say(f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0")
+            say(
+                f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0"
+            )
         found: Rankings = {}
         for query_id in query_ids:
             ranking = self.rankings.get(query_id, [])
@@ -118,8 +137,14 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
     table = read_table(path, RANKINGS)
     stages = sorted(set(table.column("stage").to_pylist()))
     if stage not in (stages if len(stages) != 1 else [*stages, None]):
-        what = f"holds no rankings of stage '{stage}'" if stage else f"holds rankings of {len(stages)} stages"
-        raise SkilltrainError(what, where=path, fix=f"give stage=… as one of {', '.join(stages[:8])}")
+        what = (
+            f"holds no rankings of stage '{stage}'"
+            if stage
+            else f"holds rankings of {len(stages)} stages"
+        )
+        raise SkilltrainError(
+            what, where=path, fix=f"give stage=… as one of {', '.join(stages[:8])}"
+        )
     rankings: Rankings = {}
     for row in sorted(table.to_pylist(), key=lambda row: row["rank"]):
         if stage in (None, row["stage"]):

@@ -23,10 +23,18 @@ class RerankConfig(RerankerConfig):
     """A reranker that orders the candidates of the ranker before it."""
 
     kind: Literal["rerank"] = "rerank"
-    precision: Precision = Field(default="auto", description="auto: bfloat16 where the hardware has it")
-    token_budget: int = Field(default=4096, ge=64, description="tokens per micro-batch, padding included")
-    keep: int = Field(default=20, ge=1, description="candidates that it orders; the others stay behind these")
-    first_weight: float = Field(default=0.0, ge=0, description="of the score before, which is added; SkillRouter: 0")
+    precision: Precision = Field(
+        default="auto", description="auto: bfloat16 where the hardware has it"
+    )
+    token_budget: int = Field(
+        default=4096, ge=64, description="tokens per micro-batch, padding included"
+    )
+    keep: int = Field(
+        default=20, ge=1, description="candidates that it orders; the others stay behind these"
+    )
+    first_weight: float = Field(
+        default=0.0, ge=0, description="of the score before, which is added; SkillRouter: 0"
+    )
 
     def check(self) -> None:
         stored_settings(resolve_model(self.source, weights=False), "reranker")
@@ -69,22 +77,33 @@ class Rerank:
         scores, texts = self._scores.setdefault(query, {}), self.reranker.pairs
         if asked := [skill_id for skill_id in skill_ids if skill_id not in scores]:
             new = [skill_id for skill_id in asked if skill_id not in self._tokens]
-            ids = [np.array(of_skill, np.int32) for of_skill in texts.skills([self.skills[s] for s in new])]
+            ids = [
+                np.array(of_skill, np.int32)
+                for of_skill in texts.skills([self.skills[s] for s in new])
+            ]
             self._tokens.update(zip(new, ids, strict=True))
             query_ids = texts.query(query.text)
             pairs = [texts.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
             groups = self.reranker.micro_batches([pairs], self.token_budget)
-            scores.update(zip(asked, run_micro_batches(self.reranker, pairs, groups).tolist(), strict=True))
+            scores.update(
+                zip(asked, run_micro_batches(self.reranker, pairs, groups).tolist(), strict=True)
+            )
         return scores
 
 
-def reordered(before: Ranking, keep: int, scores: Mapping[str, float], first_weight: float) -> Ranking:
+def reordered(
+    before: Ranking, keep: int, scores: Mapping[str, float], first_weight: float
+) -> Ranking:
     """The first `keep` of a ranking, best first (ties keep their order), and the others behind them in their order.
 
     Best by `scores`, to which the scores before are added, times `first_weight`: with few lists to learn from, two
     models err on different queries. The others score below all these; their size means nothing.
     """
-    scored = [(skill_id, scores[skill_id] + first_weight * score) for skill_id, score in before[:keep]]
+    scored = [
+        (skill_id, scores[skill_id] + first_weight * score) for skill_id, score in before[:keep]
+    ]
     top = sorted(scored, key=lambda pair: -pair[1])
     lowest = top[-1][1] if top else 0.0
-    return top + [(skill_id, lowest - place) for place, (skill_id, _) in enumerate(before[keep:], 1)]
+    return top + [
+        (skill_id, lowest - place) for place, (skill_id, _) in enumerate(before[keep:], 1)
+    ]

@@ -30,7 +30,9 @@ this task solved.
 {UNTRUSTED}
 Compare what the candidates enable an agent to do; a name that sounds right is not enough.
 Reply with the number of that candidate in digits, and with nothing else."""
-_WHICH_ONE = "Which one of the candidates 1 to {count} serves the task best? Reply with its number only."
+_WHICH_ONE = (
+    "Which one of the candidates 1 to {count} serves the task best? Reply with its number only."
+)
 _RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of instructions that the \
 agent reads before it works. You get one task and a numbered list of candidates, and say which of them are relevant: \
 about the domain, the techniques, the files or the tools that this very task needs. Often only a few are, or none.
@@ -46,16 +48,22 @@ model knows or sees from the task's own files. Reply with INJECT or REJECT, and 
 _IS_WORTH_IT = "Is candidate 1 worth it? Reply with INJECT or REJECT only."
 _NUMBER = re.compile(
     r"(?:(?:the )?(?:best |most relevant )?(?:answer|skill|candidate|number|option)(?: is)?:?\s*(?:number |no\. ?)?)?"
-    r"[#\[(]?\s*(\d{1,9})\s*[\])]?\s*[.。]?", re.I)  # fmt: skip
+    r"[#\[(]?\s*(\d{1,9})\s*[\])]?\s*[.。]?",
+    re.I,
+)
 _VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)
 
 
 class AskConfig(Config):
     """A chat model, and how it is asked about a query."""
 
-    llm: LLMConfig = Field(description="the model, kind openai or smollm2; temperature 0 gives its likeliest answer")
+    llm: LLMConfig = Field(
+        description="the model, kind openai or smollm2; temperature 0 gives its likeliest answer"
+    )
     query_chars: int = Field(default=2000, ge=1, description="how much of a query it sees")
-    max_retries: int = Field(default=2, ge=0, description="times it is asked again where its answer is of no use")
+    max_retries: int = Field(
+        default=2, ge=0, description="times it is asked again where its answer is of no use"
+    )
     seed: Seed = Field(default=0, description="decides the model's seeds")
 
     def check(self) -> None:
@@ -90,18 +98,28 @@ class Prompt(NamedTuple):
     description: str
 
 
-def questions_of(config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]) -> Questions[Ask, Any]:
+def questions_of(
+    config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]
+) -> Questions[Ask, Any]:
     """What the model is asked, `{mark}` (what begins lines between parts) and `{count}` (of choices) filled in."""
 
     def messages(ask: Ask) -> tuple[str, str]:
-        mark, parts = framed([("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end")
+        mark, parts = framed(
+            [("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end"
+        )
         question = prompt.question.format(count=len(ask.choices)) + ask.order
         return prompt.system.format(mark=mark), f"{parts}\n{question}"
 
     return Questions(
-        llm, asks, messages, lambda _, attempt: config.seed + attempt, prompt.read, config.max_retries + 1,
-        prompt.answer_tokens, prompt.description,
-    )  # fmt: skip
+        llm,
+        asks,
+        messages,
+        lambda _, attempt: config.seed + attempt,
+        prompt.read,
+        config.max_retries + 1,
+        prompt.answer_tokens,
+        prompt.description,
+    )
 
 
 def read_choice(ask: Ask, answer: str) -> str:
@@ -132,7 +150,9 @@ _SPECIFIC = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity")
 
 
 class _ChooseConfig(AskConfig):
-    fields: Literal["full", "nd"] = Field(default="full", description="what it sees of a skill; nd: no body")
+    fields: Literal["full", "nd"] = Field(
+        default="full", description="what it sees of a skill; nd: no body"
+    )
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
     body_chars: int = Field(default=2000, ge=0, description="how much of a body")
     keep: int
@@ -160,7 +180,9 @@ class SelectConfig(_ChooseConfig):
     """A chat model that puts one of the candidates first."""
 
     kind: Literal["select"] = "select"
-    keep: int = Field(default=20, ge=1, description="candidates that it sees; the others stay behind these")
+    keep: int = Field(
+        default=20, ge=1, description="candidates that it sees; the others stay behind these"
+    )
     first, least = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing"), 2
 
 
@@ -168,9 +190,15 @@ class AdmitConfig(_ChooseConfig):
     """A chat model that admits the relevant candidates, and drops all others."""
 
     kind: Literal["admit"] = "admit"
-    keep: int = Field(default=10, ge=1, description="candidates that it sees; the others are dropped")
-    most: int = Field(default=5, ge=1, description="skills that it admits at most; it may admit none")
-    specificity: bool = Field(default=False, description="a second filter: relevant skills that tell nothing new go")
+    keep: int = Field(
+        default=10, ge=1, description="candidates that it sees; the others are dropped"
+    )
+    most: int = Field(
+        default=5, ge=1, description="skills that it admits at most; it may admit none"
+    )
+    specificity: bool = Field(
+        default=False, description="a second filter: relevant skills that tell nothing new go"
+    )
     body_chars: int = Field(default=16_000, ge=0, description="how much of a body")
     first, least = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy"), 1
 
@@ -194,18 +222,29 @@ class Select:
         """
         assert candidates is not None, "a chat model needs candidates"
         given = {query.query_id: candidates[query.query_id] for query in queries}
-        shown = [(query, [self.skills[one] for one, _ in given[query.query_id][:keep]]) for query in queries]
-        asks = [self.config.ask(query, row) for query, row in shown if len(row) >= self.config.least]
+        shown = [
+            (query, [self.skills[one] for one, _ in given[query.query_id][:keep]])
+            for query in queries
+        ]
+        asks = [
+            self.config.ask(query, row) for query, row in shown if len(row) >= self.config.least
+        ]
         questions = questions_of(self.config, open_llm(self.config.llm), self.config.first, asks)
         if asks:
             cost_of(questions)
         asked = ask_while_up(questions)
         self.counts = asked.counts()
         if asked.dropped:
-            reasons = ", ".join(f"{count} {kind}" for kind, count in self.counts["unusable"].items())
-            say(f"{questions.description}: no usable answer for {len(asked.dropped)} of {len(asks)}: {reasons}")
+            reasons = ", ".join(
+                f"{count} {kind}" for kind, count in self.counts["unusable"].items()
+            )
+            say(
+                f"{questions.description}: no usable answer for {len(asked.dropped)} of {len(asks)}: {reasons}"
+            )
         if isinstance(self.config, AdmitConfig):
-            return self._admitted(self.config, questions.llm, asked, {one: row[:keep] for one, row in given.items()})
+            return self._admitted(
+                self.config, questions.llm, asked, {one: row[:keep] for one, row in given.items()}
+            )
         chosen = {ask.query_id: [skill_id] for ask, skill_id in asked.values}
         found: Rankings = {}
         for query_id, row in given.items():
@@ -213,12 +252,18 @@ class Select:
             found[query_id] = [(skill_id, -float(rank)) for rank, skill_id in enumerate(ordered, 1)]
         return found
 
-    def _admitted(self, config: AdmitConfig, llm: LLM, relevant: Asked[Ask, Any], given: Rankings) -> Rankings:
+    def _admitted(
+        self, config: AdmitConfig, llm: LLM, relevant: Asked[Ask, Any], given: Rankings
+    ) -> Rankings:
         """The admitted candidates; without a usable list the first `most`, without a verdict the relevant."""
         found = [(one, skill) for one, skills in relevant.values for skill in skills]
         alone = [config.ask(one.query, [skill], skill.skill_id) for one, skill in found]
-        second = ask_while_up(questions_of(config, llm, _SPECIFIC, alone if config.specificity else ()))
-        refused = {(one.query_id, one.skill_id) for one, is_worth_it in second.values if not is_worth_it}
+        second = ask_while_up(
+            questions_of(config, llm, _SPECIFIC, alone if config.specificity else ())
+        )
+        refused = {
+            (one.query_id, one.skill_id) for one, is_worth_it in second.values if not is_worth_it
+        }
         admitted = {(one.query_id, one.skill_id) for one in alone} - refused
         judged = {one.query_id: len(one.choices) for one, _ in relevant.values}
         self.counts |= second.used
@@ -228,6 +273,8 @@ class Select:
         }
         rankings: Rankings = {}
         for query_id, row in given.items():
-            kept = [pair for pair in row if query_id not in judged or (query_id, pair[0]) in admitted]
+            kept = [
+                pair for pair in row if query_id not in judged or (query_id, pair[0]) in admitted
+            ]
             rankings[query_id] = kept[: config.most]
         return rankings

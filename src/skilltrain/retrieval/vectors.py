@@ -40,7 +40,9 @@ class VectorCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SkilltrainError(f"cannot make the vector cache: {error.strerror}", where=self.folder) from error
+            raise SkilltrainError(
+                f"cannot make the vector cache: {error.strerror}", where=self.folder
+            ) from error
 
     def read(self, keys: np.ndarray) -> Parts:
         """Yield (positions among the distinct `keys`, their vectors) of what each file has of them."""
@@ -50,7 +52,9 @@ class VectorCache:
             except FileNotFoundError:
                 continue  # another process has joined it with others
             except _DAMAGED:
-                say(f"warning: {path} is damaged and not used (delete it); its texts are encoded again")
+                say(
+                    f"warning: {path} is damaged and not used (delete it); its texts are encoded again"
+                )
                 continue
             yield part
 
@@ -64,11 +68,21 @@ class VectorCache:
         content = pa.py_buffer(np.asarray(keys, dtype=KEY).tobytes())
         column = pa.Array.from_buffers(pa.binary(KEY.itemsize), len(keys), [None, content])
         flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).ravel())
-        self._write(pa.table({"key": column, "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])}))
-        with suppress(SkilltrainError, *_DAMAGED):  # whoever still reads a file that goes encodes its texts anew
+        self._write(
+            pa.table(
+                {"key": column, "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])}
+            )
+        )
+        with suppress(
+            SkilltrainError, *_DAMAGED
+        ):  # whoever still reads a file that goes encodes its texts anew
             small = [path for path in self._paths() if path.stat().st_size < _SMALL]
             if len(small) >= _MANY:
-                self._write(pa.concat_tables([pq.read_table(one, page_checksum_verification=True) for one in small]))
+                self._write(
+                    pa.concat_tables(
+                        [pq.read_table(one, page_checksum_verification=True) for one in small]
+                    )
+                )
                 for path in small:
                     path.unlink(missing_ok=True)
 
@@ -78,7 +92,13 @@ class VectorCache:
     def _write(self, table: pa.Table) -> None:
         try:
             with atomic_path(self.folder / f"{uuid.uuid4().hex}.parquet") as temporary:
-                pq.write_table(table, temporary, compression="none", use_dictionary=False, write_page_checksum=True)
+                pq.write_table(
+                    table,
+                    temporary,
+                    compression="none",
+                    use_dictionary=False,
+                    write_page_checksum=True,
+                )
         except SkilltrainError as error:
             fix = "what was written before is kept, and is not encoded again"
             raise SkilltrainError(f"vectors: {error.what}", where=self.folder, fix=fix) from error
@@ -91,7 +111,9 @@ def _read_file(path: Path, keys: np.ndarray) -> tuple[Positions, Float32[np.ndar
         dim = file.schema_arrow.field("vector").type.list_size
         if not len(rows):
             return rows, np.empty((0, dim), np.float32)
-        chunks = [chunk.flatten().to_numpy() for chunk in file.read(["vector"]).column("vector").chunks]
+        chunks = [
+            chunk.flatten().to_numpy() for chunk in file.read(["vector"]).column("vector").chunks
+        ]
     return places[rows], np.concatenate(chunks).reshape(len(places), dim)[rows]
 
 
@@ -113,7 +135,9 @@ def cached_vectors(
     `encode` gets distinct texts, longest first, so that memory peaks at the start, and their positions among all.
     Raises SkilltrainError for vectors of another length than those in the cache.
     """
-    distinct, first, which = np.unique(text_keys(texts, max_tokens), return_index=True, return_inverse=True)
+    distinct, first, which = np.unique(
+        text_keys(texts, max_tokens), return_index=True, return_inverse=True
+    )
     parts = [*cache.read(distinct)] if cache else []
     missing = _others(len(distinct), parts)
     missing = missing[longest_first([texts[int(place)] for place in first[missing]])]
@@ -122,8 +146,12 @@ def cached_vectors(
         cache.make()
     for part, vectors in encode(new, first[missing]) if new else ():
         if parts and vectors.shape[1] != parts[0][1].shape[1]:
-            what = f"the model gives vectors of {vectors.shape[1]} numbers, not {parts[0][1].shape[1]}"
-            raise SkilltrainError(what, where=cache and cache.folder, fix="it has changed: name another cache folder")
+            what = (
+                f"the model gives vectors of {vectors.shape[1]} numbers, not {parts[0][1].shape[1]}"
+            )
+            raise SkilltrainError(
+                what, where=cache and cache.folder, fix="it has changed: name another cache folder"
+            )
         if cache:
             cache.add(distinct[missing[part]], vectors)
         parts.append((missing[part], vectors))
@@ -137,7 +165,9 @@ def cached_vectors(
 
 def text_keys(texts: Sequence[str], max_tokens: int) -> np.ndarray:
     """A key of each text's content and its token limit."""
-    digests = [hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest() for text in texts]
+    digests = [
+        hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest() for text in texts
+    ]
     return np.frombuffer(b"".join(digest[: KEY.itemsize] for digest in digests), KEY)
 
 

@@ -32,15 +32,25 @@ from skilltrain.terminal import track
 from skilltrain.texts import words_of
 
 STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
-COVERAGES = ("Hit@1", "Recall@10", "FC@10")  # an agent that takes the first, reads ten, or needs all among ten
+COVERAGES = (
+    "Hit@1",
+    "Recall@10",
+    "FC@10",
+)  # an agent that takes the first, reads ten, or needs all among ten
 AVERAGE = "average"
 _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
 _WHOLE = 10**9  # characters
-_MARKDOWN = MarkdownIt("commonmark").disable(["emphasis", "entity", "newline"])  # these decide nothing here
+_MARKDOWN = MarkdownIt("commonmark").disable(
+    ["emphasis", "entity", "newline"]
+)  # these decide nothing here
 # The bounds keep a text that repeats `scripts/` from costing more than its length.
 _MENTIONS = {
-    "mentions a script": re.compile(r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"),
-    "mentions a reference file": re.compile(r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"),
+    "mentions a script": re.compile(
+        r"(?<![\w-])scripts?/[\w./-]{0,100}\.(?:py|sh|bash|js|mjs|ts|rb|pl|ps1|R)\b"
+    ),
+    "mentions a reference file": re.compile(
+        r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"
+    ),
 }
 
 
@@ -60,17 +70,29 @@ AGENTS = {
 class AnalysisConfig(Config):
     """What an evaluation looks at beside its measures; all of it costs little but what asks models again."""
 
-    num_timed: int = Field(default=0, ge=0, description="queries asked once more, alone, to time what asks no server")
-    num_attention: int = Field(default=0, ge=0, description="queries for which rerankers' attention is measured")
-    unserved: InputPath | None = Field(
-        default=None, description="JSON Lines of queries (key `query`) that no skill serves: does the best score tell?"
+    num_timed: int = Field(
+        default=0, ge=0, description="queries asked once more, alone, to time what asks no server"
     )
-    truncation: bool = Field(default=False, description="how many skills each model sees whole; reads the whole pool")
-    structure: bool = Field(default=False, description="compare the structure of gold skills with the rest of the pool")
+    num_attention: int = Field(
+        default=0, ge=0, description="queries for which rerankers' attention is measured"
+    )
+    unserved: InputPath | None = Field(
+        default=None,
+        description="JSON Lines of queries (key `query`) that no skill serves: does the best score tell?",
+    )
+    truncation: bool = Field(
+        default=False, description="how many skills each model sees whole; reads the whole pool"
+    )
+    structure: bool = Field(
+        default=False, description="compare the structure of gold skills with the rest of the pool"
+    )
 
 
 def analyse_inputs(
-    config: AnalysisConfig, systems: Sequence[SystemConfig], benchmark: Benchmark, skills: Mapping[str, Skill]
+    config: AnalysisConfig,
+    systems: Sequence[SystemConfig],
+    benchmark: Benchmark,
+    skills: Mapping[str, Skill],
 ) -> dict[str, list[Row]]:
     """The analyses that need no ranking, made first, so that what fails, fails early.
 
@@ -80,17 +102,24 @@ def analyse_inputs(
     parts = {key_of(part): part for system in systems for part in parts_of(system.rankers)}
     rerankers = [part for part in parts.values() if isinstance(part, RerankConfig)]
     if config.num_attention and not rerankers:
-        raise SkilltrainError("is measured in rerankers, and no system has one", where="analysis.num_attention")
+        raise SkilltrainError(
+            "is measured in rerankers, and no system has one", where="analysis.num_attention"
+        )
     found: dict[str, list[Row]] = {}
     wanted = [(task.query, wanted_skills(task.relevance, skills)) for task in benchmark.tasks]
     if config.structure:
-        gold = {skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids}
+        gold = {
+            skill_id: skills[skill_id].body for _, skill_ids in wanted for skill_id in skill_ids
+        }
         others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
         found["structure"] = compare_structure(gold.values(), others)
     if config.num_attention:
-        pairs = [(query, skills[skill_ids[0]]) for query, skill_ids in wanted[: config.num_attention]]
+        pairs = [
+            (query, skills[skill_ids[0]]) for query, skill_ids in wanted[: config.num_attention]
+        ]
         found["attention"] = [
-            field_attention(load_reranker(one, default_device()), pairs, one.source) for one in rerankers
+            field_attention(load_reranker(one, default_device()), pairs, one.source)
+            for one in rerankers
         ]
     if config.truncation:
         models = [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
@@ -98,7 +127,9 @@ def analyse_inputs(
     return found
 
 
-def analyse_results(report: Report, stages: Mapping[str, Sequence[RankedStage]]) -> dict[str, list[Row]]:
+def analyse_results(
+    report: Report, stages: Mapping[str, Sequence[RankedStage]]
+) -> dict[str, list[Row]]:
     """What the results tell. Outcomes compare each system with the one before it: a pair that the recipe puts side by
     side. Pass rates are known for the tasks of SkillRouter's benchmark alone.
     """
@@ -121,8 +152,18 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     query_ids = same_queries([baseline, system])
     before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
     net, _ = cluster_sums((after - before)[:, np.newaxis], baseline.clusters_of(query_ids))
-    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure, "p": mcnemar(net[:, 0])}
-    for cell, was_right, is_right in (("both", 1, 1), ("fixed", 0, 1), ("broken", 1, 0), ("neither", 0, 0)):
+    row: Row = {
+        "baseline": baseline.name,
+        "system": system.name,
+        "measure": measure,
+        "p": mcnemar(net[:, 0]),
+    }
+    for cell, was_right, is_right in (
+        ("both", 1, 1),
+        ("fixed", 0, 1),
+        ("broken", 1, 0),
+        ("neither", 0, 0),
+    ):
         row[cell] = np.array(query_ids)[(before == was_right) & (after == is_right)].tolist()
     return row
 
@@ -138,7 +179,9 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
         for agent, (without, with_gold) in (AGENTS | average).items() if coverages else ():
             gain = with_gold - without
             estimates = {
-                name: Interval(without + c.mean * gain, without + c.low * gain, without + c.high * gain, c.n)
+                name: Interval(
+                    without + c.mean * gain, without + c.low * gain, without + c.high * gain, c.n
+                )
                 for name, c in coverages.items()
             }
             rates = {"without_skills": without, "with_gold": with_gold}
@@ -158,7 +201,9 @@ def tell_unserved(
         return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
 
     others = [query.query_id for query in unserved]
-    return {name: separation(tops(row, query_ids), tops(row, others)) for name, row in ranked.items()}
+    return {
+        name: separation(tops(row, query_ids), tops(row, others)) for name, row in ranked.items()
+    }
 
 
 def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark) -> list[Row]:
@@ -167,7 +212,10 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
 
     Recall at this cutoff is what later rankers cannot exceed, Hit at it the Hit@1 of a perfect next ranker.
     """
-    relevances, clusters = benchmark.relevances, [task.cluster or task.query.query_id for task in benchmark.tasks]
+    relevances, clusters = (
+        benchmark.relevances,
+        [task.cluster or task.query.query_id for task in benchmark.tasks],
+    )
     found: list[Row] = []
     for system, ranked in stages.items():
         for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):
@@ -179,7 +227,14 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
             rows = per_query(stage.skill_ids(), relevances, measures).values()
             columns = np.array([[row[str(measure)] for measure in measures] for row in rows])
             means = dict(zip(map(str, measures), intervals(columns, clusters), strict=True))
-            found.append({"system": system, "stage": f"{number} {stage.kind}", "num_passed": passed, "means": means})
+            found.append(
+                {
+                    "system": system,
+                    "stage": f"{number} {stage.kind}",
+                    "num_passed": passed,
+                    "means": means,
+                }
+            )
     return found
 
 
@@ -191,7 +246,11 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
     """
     found: list[Row] = []
     for system, ranked in stages.items():
-        rows = {f"{number} {stage.kind}": [stage] for number, stage in enumerate(ranked, 1) if stage.alone}
+        rows = {
+            f"{number} {stage.kind}": [stage]
+            for number, stage in enumerate(ranked, 1)
+            if stage.alone
+        }
         if len(rows) == len(ranked):
             rows["total"] = [*ranked]
         for name, own in rows.items():
@@ -211,7 +270,11 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
     """
     if isinstance(config, RerankConfig):
         pairs = load_reranker(config, default_device()).pairs
-        template, text, room = pairs.template.skill, pairs.text, pairs.settings.max_tokens - pairs.num_fixed
+        template, text, room = (
+            pairs.template.skill,
+            pairs.text,
+            pairs.settings.max_tokens - pairs.num_fixed,
+        )
     else:
         encoder = load_encoder(config, default_device())
         template, text = encoder.settings.template.skill, encoder.text_tokenizer
@@ -221,7 +284,12 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
     for skill in track(skills, f"lengths for {config.source}", len(skills)):
         shown = template.render(skill)
         num += shown == uncapped.render(skill) and len(text.ids([shown])[0]) <= room
-    return {"model": config.source, "max_tokens": room, "whole": num / len(skills), "num_skills": len(skills)}
+    return {
+        "model": config.source,
+        "max_tokens": room,
+        "whole": num / len(skills),
+        "num_skills": len(skills),
+    }
 
 
 def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> list[Row]:
@@ -234,18 +302,31 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     from scipy.stats import mannwhitneyu
 
     rows = {"gold": [structure_features(body) for body in gold_bodies]}
-    rows["other"] = [structure_features(body) for body in track(other_bodies, "structure of skills", None)]
+    rows["other"] = [
+        structure_features(body) for body in track(other_bodies, "structure of skills", None)
+    ]
     for side, own in rows.items():
         if not own:
-            raise SkilltrainError(f"no {side} skills, whose structure could be compared", where="analysis.structure")
+            raise SkilltrainError(
+                f"no {side} skills, whose structure could be compared", where="analysis.structure"
+            )
     compared: list[Row] = []
     for name in rows["gold"][0]:
-        gold, others = (np.array([row[name] for row in own], dtype=np.float64) for own in rows.values())
+        gold, others = (
+            np.array([row[name] for row in own], dtype=np.float64) for own in rows.values()
+        )
         middle = np.mean if name in _MENTIONS else np.median
         test = mannwhitneyu(gold, others, alternative="two-sided")
-        found = {"feature": name, "gold": float(middle(gold)), "others": float(middle(others)), "p": float(test.pvalue)}
+        found = {
+            "feature": name,
+            "gold": float(middle(gold)),
+            "others": float(middle(others)),
+            "p": float(test.pvalue),
+        }
         effect = float(test.statistic) / (len(gold) * len(others))
-        compared.append(found | {"effect": effect, "num_gold": len(gold), "num_others": len(others)})
+        compared.append(
+            found | {"effect": effect, "num_gold": len(gold), "num_others": len(others)}
+        )
     adjusted = holm([row["p"] for row in compared])
     return [row | {"p": p} for row, p in zip(compared, adjusted, strict=True)]
 

@@ -84,12 +84,20 @@ class Traced:
 
     def placed(self, skill_id: str) -> tuple[Placed, ...]:
         """Where the rankers put a skill."""
-        rows = ((name, n, *pair) for name, ranking in self.found.items() for n, pair in enumerate(ranking, 1))
-        return tuple(Placed(name, rank, score) for name, rank, other, score in rows if other == skill_id)
+        rows = (
+            (name, n, *pair)
+            for name, ranking in self.found.items()
+            for n, pair in enumerate(ranking, 1)
+        )
+        return tuple(
+            Placed(name, rank, score) for name, rank, other, score in rows if other == skill_id
+        )
 
     def tops(self, rankers: Sequence[str]) -> list[float]:
         """The best score that each of `rankers` gave, as a share of its most."""
-        best = {name: max((score for _, score in self.found[name]), default=0.0) for name in rankers}
+        best = {
+            name: max((score for _, score in self.found[name]), default=0.0) for name in rankers
+        }
         return [best[name] / (self.most.get(name, 1.0) or 1.0) for name in rankers]
 
     def rows(self, rankers: Sequence[str]) -> Float64[np.ndarray, "skill feature"]:
@@ -122,7 +130,9 @@ class Calibrator(Config):
 
     def fits(self, traced: Traced) -> bool:
         """Whether any skill serves the task."""
-        is_like = all(top >= least for top, least in zip(traced.tops(self.rankers), self.least, strict=True))
+        is_like = all(
+            top >= least for top, least in zip(traced.tops(self.rankers), self.least, strict=True)
+        )
         return is_like and bool(max(self.probabilities(traced), default=-1.0) >= self.threshold)
 
     def num_likely(self, traced: Traced) -> int:

@@ -38,15 +38,29 @@ class CalibrateConfig(Config):
 
     stage: Literal["calibrate"]
     router: InputPath = Field(description="folder of the router")
-    queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark")
-    split: str | None = Field(default="dev", description="queries that no model was trained on; null for all")
-    clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool: copies of gold count as right")
-    unserved: InputPath | None = Field(default=None, description="JSON Lines of queries that no skill serves (`query`)")
-    answered: float = Field(default=0.9, gt=0, lt=1, description="share of served tasks to answer: sets the threshold")
-    contained: float = Field(default=0.9, gt=0, lt=1, description="share whose likely set is to hold a right skill")
+    queries: InputPath = Field(
+        description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark"
+    )
+    split: str | None = Field(
+        default="dev", description="queries that no model was trained on; null for all"
+    )
+    clusters: InputPath | None = Field(
+        default=None, description="CLUSTERS of the pool: copies of gold count as right"
+    )
+    unserved: InputPath | None = Field(
+        default=None, description="JSON Lines of queries that no skill serves (`query`)"
+    )
+    answered: float = Field(
+        default=0.9, gt=0, lt=1, description="share of served tasks to answer: sets the threshold"
+    )
+    contained: float = Field(
+        default=0.9, gt=0, lt=1, description="share whose likely set is to hold a right skill"
+    )
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
     seed: Seed = Field(default=0, description="seed of the folds")
-    out: Path = Field(description=f"folder to write: {CALIBRATION_FILE}, which the stage index takes in")
+    out: Path = Field(
+        description=f"folder to write: {CALIBRATION_FILE}, which the stage index takes in"
+    )
 
 
 class Case(NamedTuple):
@@ -78,13 +92,24 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
         right = frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
         for without in ((), right):
             traced = router.trace(task.query.text, without)
-            cases.append(Case(traced, tuple(skill_id in right for skill_id, _ in traced.ranking), not without))
+            cases.append(
+                Case(
+                    traced, tuple(skill_id in right for skill_id, _ in traced.ranking), not without
+                )
+            )
     calibrator = fit_calibrator(cases, config.answered, config.contained)
     figures = _figures(cases, np.repeat(folds, 2), config)
     if config.unserved is not None:
         unserved = read_unserved(config.unserved)
-        figures["unserved"] = share([calibrator.fits(router.trace(query.text)) for query in unserved])
-    found = {"system": record.rankers, "models": record.models, "calibrator": calibrator, "figures": figures}
+        figures["unserved"] = share(
+            [calibrator.fits(router.trace(query.text)) for query in unserved]
+        )
+    found = {
+        "system": record.rankers,
+        "models": record.models,
+        "calibrator": calibrator,
+        "figures": figures,
+    }
     calibration = Calibration(**found, num_queries=len(benchmark.tasks)).model_dump(mode="json")
     write_json(out / CALIBRATION_FILE, calibration)
     return {"num_queries": len(benchmark.tasks), **calibration["figures"]}
@@ -96,19 +121,30 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
     Raises SkilltrainError where the first skill is never right.
     """
     if not any(case.right[:1] == (True,) for case in cases):
-        raise SkilltrainError("the router's first skill is never right, so there is nothing to calibrate")
+        raise SkilltrainError(
+            "the router's first skill is never right, so there is nothing to calibrate"
+        )
     rankers = tuple(cases[0].traced.found)
     rows = np.concatenate([case.traced.rows(rankers)[:_FITTED] for case in cases])
-    weights, intercept = fit_logistic(rows, np.concatenate([case.right[:_FITTED] for case in cases]))
+    weights, intercept = fit_logistic(
+        rows, np.concatenate([case.right[:_FITTED] for case in cases])
+    )
     start = {"threshold": 0.0, "least": (), "miss": 1.0}
-    found = Calibrator(rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, **start)
+    found = Calibrator(
+        rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, **start
+    )
     served = [case for case in cases if case.is_served]
-    level = 1 - (1 - answered) / (1 + len(rankers))  # each bound may turn away as many: together, 1 - answered at most
+    level = 1 - (1 - answered) / (
+        1 + len(rankers)
+    )  # each bound may turn away as many: together, 1 - answered at most
     sure = [found.probabilities(case.traced) for case in served]
     best = [max(one[[*case.right]], default=0.0) for one, case in zip(sure, served, strict=True)]
     limits = {
         "threshold": bound(np.array([max(one, default=0.0) for one in sure]), level),
-        "least": tuple(bound(of, level, _ANY) for of in np.array([case.traced.tops(rankers) for case in served]).T),
+        "least": tuple(
+            bound(of, level, _ANY)
+            for of in np.array([case.traced.tops(rankers) for case in served]).T
+        ),
         "miss": 1 - bound(np.array(best), contained),
     }
     return found.model_copy(update=limits)
@@ -124,7 +160,9 @@ def fit_logistic(
     spread[spread == 0] = 1
     scaled = np.column_stack([(rows - mean) / spread, np.ones(len(rows))])
 
-    def loss(values: Float64[np.ndarray, " feature"]) -> tuple[float, Float64[np.ndarray, " feature"]]:
+    def loss(
+        values: Float64[np.ndarray, " feature"],
+    ) -> tuple[float, Float64[np.ndarray, " feature"]]:
         logits, free = scaled @ values, np.append(values[:-1], 0.0)
         odds = 1 / (1 + np.exp(-logits))
         entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
@@ -145,16 +183,25 @@ def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0
     return float(np.sort(values)[place - 1]) if place else lowest
 
 
-def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: CalibrateConfig) -> dict[str, Any]:
+def _figures(
+    cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: CalibrateConfig
+) -> dict[str, Any]:
     """What calibrators are worth that were fitted on the cases of other folds.
 
     Calibration error, risk and coverage are over the queries with and without their skills, in equal parts.
     """
     fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
     rows: list[list[float]] = []
-    for (traced, right, is_served), calibrator in zip(cases, fitted_elsewhere(fit, cases, folds), strict=True):
-        top, size = max(calibrator.probabilities(traced), default=0.0), calibrator.num_likely(traced)
-        rows.append([top, size, any(right[:1]), calibrator.fits(traced), any(right[:size]), is_served])
+    for (traced, right, is_served), calibrator in zip(
+        cases, fitted_elsewhere(fit, cases, folds), strict=True
+    ):
+        top, size = (
+            max(calibrator.probabilities(traced), default=0.0),
+            calibrator.num_likely(traced),
+        )
+        rows.append(
+            [top, size, any(right[:1]), calibrator.fits(traced), any(right[:size]), is_served]
+        )
     tops, sizes, *facts = np.array(rows, dtype=np.float64).T
     right, fits, contains, served = (fact > 0 for fact in facts)
     return {
@@ -169,7 +216,9 @@ def _figures(cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: C
     }
 
 
-def calibration_error(probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]) -> float:
+def calibration_error(
+    probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]
+) -> float:
     """The expected calibration error: the mean gap of confidence and accuracy over ten bins of equally many answers.
 
     Source: Naeini et al. 2015, with bins of equal mass (Nixon et al. 2019).
@@ -188,4 +237,8 @@ def risk_coverage(
     """
     wrong = np.cumsum(~is_right[np.argsort(-probabilities, kind="stable")])
     counts = [round(len(wrong) * share / _BINS) for share in range(1, _BINS + 1)]
-    return [(round(count / len(wrong), 4), round(float(wrong[count - 1]) / count, 4)) for count in counts if count]
+    return [
+        (round(count / len(wrong), 4), round(float(wrong[count - 1]) / count, 4))
+        for count in counts
+        if count
+    ]

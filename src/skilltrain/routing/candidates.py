@@ -16,7 +16,14 @@ from skilltrain.llm.ask import cost_of
 from skilltrain.records import Query, Ranker, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig, plan_encoding
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
-from skilltrain.retrieval.rankers import AskingConfig, FuseConfig, RankerConfig, key_of, open_ranker, parts_of
+from skilltrain.retrieval.rankers import (
+    AskingConfig,
+    FuseConfig,
+    RankerConfig,
+    key_of,
+    open_ranker,
+    parts_of,
+)
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.retrieval.select import AdmitConfig, SelectConfig
 from skilltrain.tables import (
@@ -37,8 +44,12 @@ class CandidatesConfig(Config):
     stage: Literal["candidates"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     queries: InputPath = Field(description="folder with the QUERIES table")
-    split: str | None = Field(default="train", description="rank for the queries of this split only; null for all")
-    system: SystemConfig = Field(description="what ranks: a name, and a list of rankers; its last ranking is written")
+    split: str | None = Field(
+        default="train", description="rank for the queries of this split only; null for all"
+    )
+    system: SystemConfig = Field(
+        description="what ranks: a name, and a list of rankers; its last ranking is written"
+    )
     depth: int = Field(default=50, ge=1, description="candidates per query")
     out: Path = Field(description="folder to write: RANKINGS")
 
@@ -46,17 +57,23 @@ class CandidatesConfig(Config):
 def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
     """Write RANKINGS; the counts of queries and rows."""
     queries = select_queries(config.queries, config.split)
-    stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)[config.system.name]
+    stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)[
+        config.system.name
+    ]
     table = rankings_table({stages[-1].name: stages[-1].rankings})
     write_table(table, RANKINGS, out)
     return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
 
 def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
-    return plan_ranking([config.system], select_queries(config.queries, config.split), read_pool(config.pool))
+    return plan_ranking(
+        [config.system], select_queries(config.queries, config.split), read_pool(config.pool)
+    )
 
 
-def plan_ranking(systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
+def plan_ranking(
+    systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]
+) -> dict[str, Any]:
     """How much would be ranked, and about what chat models and embeddings servers would take, by system (`--dry-run`).
 
     Asks nobody. `dollars` are those of all together, None where a price is not known. Raises SkilltrainError for
@@ -72,7 +89,9 @@ def plan_ranking(systems: Sequence[SystemConfig], queries: Sequence[Query], skil
                 costs = asked.setdefault(system.name, {})
                 name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
                 costs[name] = cost_of(part.asks(queries, skills))
-            elif isinstance(part, ApiConfig) and key_of(part) not in seen:  # what two systems share is asked once
+            elif (
+                isinstance(part, ApiConfig) and key_of(part) not in seen
+            ):  # what two systems share is asked once
                 seen.add(key_of(part))
                 asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, queries)
     if not asked:
@@ -88,14 +107,19 @@ class TeacherConfig(Config):
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
     rankers: tuple[RankerConfig, ...] = Field(
-        min_length=1, description="as in a system, but each orders whole lists; the last one's scores are written"
+        min_length=1,
+        description="as in a system, but each orders whole lists; the last one's scores are written",
     )
-    out: Path = Field(description="folder to write: the same LISTS with teacher_scores, their QUERIES and JUDGEMENTS")
+    out: Path = Field(
+        description="folder to write: the same LISTS with teacher_scores, their QUERIES and JUDGEMENTS"
+    )
 
     @field_validator("rankers")
     @classmethod
     def _give_scores(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
-        if kinds := [ranker.kind for ranker in rankers if isinstance(ranker, SelectConfig | AdmitConfig)]:
+        if kinds := [
+            ranker.kind for ranker in rankers if isinstance(ranker, SelectConfig | AdmitConfig)
+        ]:
             raise ValueError(f"{kinds[0]} chooses skills and gives no scores to learn from")
         return rankers
 
@@ -108,16 +132,28 @@ def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
     for part in parts_of(config.rankers):
         part.check()
     lists, skills = read_table(config.lists, LISTS), read_pool(config.pool)
-    members = {row["query_id"]: row["skill_ids"] for row in lists.select(["query_id", "skill_ids"]).to_pylist()}
+    members = {
+        row["query_id"]: row["skill_ids"]
+        for row in lists.select(["query_id", "skill_ids"]).to_pylist()
+    }
     queries = {query.query_id: query for query in read_queries(config.lists)}
     if not members:
         raise SkilltrainError("holds no list to score", where=config.lists)
     if missing := [query_id for query_id in members if query_id not in queries]:
-        raise SkilltrainError(f"the list of query {missing[0]!r} has no query text", where=config.lists)
-    if lost := sorted({skill_id for row in members.values() for skill_id in row} - {one.skill_id for one in skills}):
+        raise SkilltrainError(
+            f"the list of query {missing[0]!r} has no query text", where=config.lists
+        )
+    if lost := sorted(
+        {skill_id for row in members.values() for skill_id in row}
+        - {one.skill_id for one in skills}
+    ):
         what = f"{len(lost)} skill(s) of the lists are not in this pool, {lost[0]!r} among them"
-        raise SkilltrainError(what, where=config.pool, fix="give the pool that the lists were made from")
-    scores = member_scores(config.rankers, [queries[query_id] for query_id in members], members, skills)
+        raise SkilltrainError(
+            what, where=config.pool, fix="give the pool that the lists were made from"
+        )
+    scores = member_scores(
+        config.rankers, [queries[query_id] for query_id in members], members, skills
+    )
     field = LISTS.schema.field("teacher_scores")
     place = LISTS.schema.get_field_index(field.name)
     write_table(lists.set_column(place, field, pa.array(scores, field.type)), LISTS, out)
@@ -130,15 +166,19 @@ def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
 
 
 def member_scores(
-    rankers: Sequence[RankerConfig], queries: Sequence[Query], members: Mapping[str, Sequence[str]],
+    rankers: Sequence[RankerConfig],
+    queries: Sequence[Query],
+    members: Mapping[str, Sequence[str]],
     skills: Sequence[Skill],
-) -> list[list[float]]:  # fmt: skip
+) -> list[list[float]]:
     """What the last of `rankers` makes of each query's `members`, in their order.
 
     Raises SkilltrainError where it gives one no score, or one that is no number.
     """
     most, opened = max(map(len, members.values())), dict[str, Ranker]()
-    found: Rankings = {query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()}
+    found: Rankings = {
+        query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
+    }
     for ranker in rankers:
         if isinstance(ranker, FuseConfig):
             legs = tuple(leg.model_copy(update={"keep": most}) for leg in ranker.of)
@@ -147,8 +187,12 @@ def member_scores(
     scores: list[list[float]] = []
     for query_id, row in members.items():
         given = dict(found[query_id])
-        if bad := [skill_id for skill_id in row if not math.isfinite(given.get(skill_id, math.nan))]:
+        if bad := [
+            skill_id for skill_id in row if not math.isfinite(given.get(skill_id, math.nan))
+        ]:
             what = f"gave skill {bad[0]!r} {given.get(bad[0], 'no score')}, and a teacher must give a number"
-            raise SkilltrainError(what, where=f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}")
+            raise SkilltrainError(
+                what, where=f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
+            )
         scores.append([given[skill_id] for skill_id in row])
     return scores

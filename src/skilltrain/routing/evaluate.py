@@ -32,7 +32,12 @@ from skilltrain.report.write import terminal_table, write_report
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import AskingConfig, parts_of
 from skilltrain.retrieval.rankings import rankings_table
-from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs, analyse_results, tell_unserved
+from skilltrain.routing.analyse import (
+    AnalysisConfig,
+    analyse_inputs,
+    analyse_results,
+    tell_unserved,
+)
 from skilltrain.routing.candidates import plan_ranking
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console, say
@@ -48,28 +53,45 @@ class EvaluateConfig(Config):
 
     stage: Literal["evaluate"]
     pool: InputPath | None = Field(
-        default=None, description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any"
+        default=None,
+        description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any",
     )
     benchmark: InputPaths = Field(
-        min_length=1, description="folder of a benchmark, published or ours; several are tiers: [data/easy, data/hard]"
+        min_length=1,
+        description="folder of a benchmark, published or ours; several are tiers: [data/easy, data/hard]",
     )
-    split: str | None = Field(default=None, description="score the queries of this split only; null for all")
+    split: str | None = Field(
+        default=None, description="score the queries of this split only; null for all"
+    )
     systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
-    predictions: InputPaths = Field(default=(), description="JSON files {query_id: [skill_id, …]} to score")
+    predictions: InputPaths = Field(
+        default=(), description="JSON files {query_id: [skill_id, …]} to score"
+    )
     clusters: InputPath | None = Field(
-        default=None, description="CLUSTERS of the pool: adds `Hit@1 (copies)` …, where near-duplicates count as gold"
+        default=None,
+        description="CLUSTERS of the pool: adds `Hit@1 (copies)` …, where near-duplicates count as gold",
     )
     measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
-    depth: int = Field(default=50, ge=1, description="length of the rankings, unless a measure looks further")
-    analysis: AnalysisConfig = Field(default=AnalysisConfig(), description="what to look at beside the measures")
-    out: Path = Field(description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS")
+    depth: int = Field(
+        default=50, ge=1, description="length of the rankings, unless a measure looks further"
+    )
+    analysis: AnalysisConfig = Field(
+        default=AnalysisConfig(), description="what to look at beside the measures"
+    )
+    out: Path = Field(
+        description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS"
+    )
 
     @model_validator(mode="after")
     def _knows_copies(self) -> "EvaluateConfig":
-        if self.clusters is None and (asked := [name for name in self.measures if name.endswith(COPIES)]):
-            raise ValueError(f"measures: {asked[0]} counts near-duplicates of gold skills: give clusters=…")
+        if self.clusters is None and (
+            asked := [name for name in self.measures if name.endswith(COPIES)]
+        ):
+            raise ValueError(
+                f"measures: {asked[0]} counts near-duplicates of gold skills: give clusters=…"
+            )
         return self
 
     @property
@@ -114,8 +136,13 @@ def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
     means = report.every.means.items()
     return {
         "num_queries": len(benchmark.tasks),
-        "systems": {name: {measure: round(one.mean, 4) for measure, one in row.items()} for name, row in means},
-        "seconds_a_query": {stage.name: round(stage.seconds, 6) for ranked in stages.values() for stage in ranked},
+        "systems": {
+            name: {measure: round(one.mean, 4) for measure, one in row.items()}
+            for name, row in means
+        },
+        "seconds_a_query": {
+            stage.name: round(stage.seconds, 6) for ranked in stages.values() for stage in ranked
+        },
         "asked": asked,
     }
 
@@ -158,11 +185,15 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[dict[str, Skill]], 
     predicted: Predicted = {}
     for file in config.predictions:
         if file.stem in [*predicted, *(system.name for system in config.systems)]:
-            raise SkilltrainError(f"another system is called '{file.stem}' as well", where=file, fix="rename it")
+            raise SkilltrainError(
+                f"another system is called '{file.stem}' as well", where=file, fix="rename it"
+            )
         predicted[file.stem] = _predictions(file, benchmark, by_id)
     if config.clusters is not None:
         if not by_id:
-            raise SkilltrainError("copies are found by the skills' texts", where="clusters", fix="give pool=…")
+            raise SkilltrainError(
+                "copies are found by the skills' texts", where="clusters", fix="give pool=…"
+            )
         relevances = [task.relevance for task in benchmark.tasks]
         wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
         benchmark = knowing_copies(benchmark, copies_of(wanted, by_id, config.clusters))
@@ -170,7 +201,10 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[dict[str, Skill]], 
 
 
 def _ranked(
-    config: EvaluateConfig, benchmark: Benchmark, pools: Sequence[Mapping[str, Skill]], unserved: Sequence[Query]
+    config: EvaluateConfig,
+    benchmark: Benchmark,
+    pools: Sequence[Mapping[str, Skill]],
+    unserved: Sequence[Query],
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
     """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked).
 
@@ -181,12 +215,16 @@ def _ranked(
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
     for part, pool in zip(benchmark.parts, pools, strict=True):
         queries = part.queries if found else [*part.queries, *unserved]
-        ranked = run_systems(config.systems, queries, [*pool.values()], depth, config.analysis.num_timed)
+        ranked = run_systems(
+            config.systems, queries, [*pool.values()], depth, config.analysis.num_timed
+        )
         for system, stages in ranked.items():
             tier = f", {part.name}" if benchmark.tiers else ""
             asked |= {f"{stage.name}{tier}": stage.counts for stage in stages if stage.counts}
             before = found.get(system)
-            found[system] = [*stages] if before is None else [*map(RankedStage.joined, before, stages)]
+            found[system] = (
+                [*stages] if before is None else [*map(RankedStage.joined, before, stages)]
+            )
     return found, asked
 
 
@@ -199,25 +237,39 @@ def _predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> dict
     """
     values = read_json(file)
     if not isinstance(values, dict) or not values:
-        raise SkilltrainError("predictions are an object {query_id: [skill_id, …]}, with a query at least", where=file)
+        raise SkilltrainError(
+            "predictions are an object {query_id: [skill_id, …]}, with a query at least", where=file
+        )
     for query_id, ranking in values.items():
         where = f"{file}, query {query_id}"
-        if not isinstance(ranking, list) or not all(isinstance(skill_id, str) and skill_id for skill_id in ranking):
+        if not isinstance(ranking, list) or not all(
+            isinstance(skill_id, str) and skill_id for skill_id in ranking
+        ):
             raise SkilltrainError("a prediction is a list of skill ids", where=where)
         if len(set(ranking)) < len(ranking):
-            raise SkilltrainError(f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice", where=where)
+            raise SkilltrainError(
+                f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice", where=where
+            )
         if pool and (strange := [skill_id for skill_id in ranking if skill_id not in pool]):
             what = f"{len(strange)} of {len(ranking)} predicted skills are not in the pool, first '{strange[0]}'"
-            raise SkilltrainError(what, where=where, fix="predict ids of this pool, or score without pool=…")
+            raise SkilltrainError(
+                what, where=where, fix="predict ids of this pool, or score without pool=…"
+            )
     known = [*benchmark.relevances]
-    if unknown := [query_id for query_id in values if query_id not in benchmark.unscored.union(known)]:
+    if unknown := [
+        query_id for query_id in values if query_id not in benchmark.unscored.union(known)
+    ]:
         what = f"{len(unknown)} of {len(values)} predicted queries are not in the benchmark, first '{unknown[0]}'"
         raise SkilltrainError(what, where=file, fix=f"its query ids look like '{known[0]}'")
     if not (scored := {query_id: values[query_id] for query_id in known if query_id in values}):
-        raise SkilltrainError("all its predictions are for queries that are not scored here", where=file)
+        raise SkilltrainError(
+            "all its predictions are for queries that are not scored here", where=file
+        )
     if missing := [query_id for query_id in known if query_id not in scored]:
         count = f"{len(missing)} of {len(known)}"
-        say(f"warning: {file}: no prediction for {count} queries, first '{missing[0]}'; they score 0")
+        say(
+            f"warning: {file}: no prediction for {count} queries, first '{missing[0]}'; they score 0"
+        )
     return scored
 
 
@@ -229,8 +281,14 @@ def _report(
     notes: Sequence[str],
     provenance: Mapping[str, str],
 ) -> Report:
-    rows = {name: per_query(found, benchmark.relevances, config.scored) for name, found in rankings.items()}
-    results = [SystemResult(name, rows[name], found, benchmark.clusters) for name, found in rankings.items()]
+    rows = {
+        name: per_query(found, benchmark.relevances, config.scored)
+        for name, found in rankings.items()
+    }
+    results = [
+        SystemResult(name, rows[name], found, benchmark.clusters)
+        for name, found in rankings.items()
+    ]
     return build_report(benchmark, results, config.scored, skills, notes, provenance)
 
 
@@ -243,8 +301,13 @@ def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
         "Pool": f"{pool}, {num_skills:,} skills",
     }
     for system in config.systems:
-        parts = [part.llm if isinstance(part, AskingConfig) else part for part in parts_of(system.rankers)]
-        models = filter(None, (getattr(part, key, None) for part in parts for key in ("source", "model")))
+        parts = [
+            part.llm if isinstance(part, AskingConfig) else part
+            for part in parts_of(system.rankers)
+        ]
+        models = filter(
+            None, (getattr(part, key, None) for part in parts for key in ("source", "model"))
+        )
         if named := [Path(name).name if Path(name).exists() else name for name in models]:
             found[f"System {system.name}"] = ", ".join(named)
     return found | {"Made": f"{date.today().isoformat()} with skilltrain {__version__}"}
@@ -262,5 +325,7 @@ def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         for which, (num, num_seen) in counts.get("accepted", {}).items():
             if num_seen:
-                notes.append(f"{name}: {which} accepted {num} of {num_seen} skills ({num / num_seen:.1%}).")
+                notes.append(
+                    f"{name}: {which} accepted {num} of {num_seen} skills ({num / num_seen:.1%})."
+                )
     return notes

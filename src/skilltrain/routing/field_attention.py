@@ -46,17 +46,32 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
             if not fields.any():
                 what = "the reranker sees no token of this skill's name, description or body"
                 raise SkilltrainError(what, where=f"skill {skill.skill_id}")
-            weights = attention_rows(reranker, pair)[:, pair.second_start : pair.second_start + len(fields)] @ fields
+            weights = (
+                attention_rows(reranker, pair)[
+                    :, pair.second_start : pair.second_start + len(fields)
+                ]
+                @ fields
+            )
             if (silent := np.flatnonzero(~(weights.sum(1) > 0))).size:  # nothing, or no number
                 what = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
                 raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
             tokens.append(fields.sum(0) / fields.sum())
             shares.append(weights / weights.sum(1, keepdims=True))
             ids = {"query_id": query.query_id, "skill_id": skill.skill_id}
-            found = {"overall": _named(shares[-1].mean(0)), "tokens": _named(tokens[-1]), "num_cut": pair.num_cut}
+            found = {
+                "overall": _named(shares[-1].mean(0)),
+                "tokens": _named(tokens[-1]),
+                "num_cut": pair.num_cut,
+            }
             rows.append(ids | found)
     layers, quarter = np.mean(shares, axis=0), reranker.network.config.num_hidden_layers // 4
-    parts = dict(zip(("early", "middle", "late"), np.split(layers, [quarter, len(layers) - quarter]), strict=True))
+    parts = dict(
+        zip(
+            ("early", "middle", "late"),
+            np.split(layers, [quarter, len(layers) - quarter]),
+            strict=True,
+        )
+    )
     return {
         "model": model,
         "layers": [_named(layer) for layer in layers],
@@ -111,7 +126,9 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
             hook.remove()
     if len(rows) != network.config.num_hidden_layers:
         name, num_layers = type(network).__name__, network.config.num_hidden_layers
-        raise SkilltrainError(f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only")
+        raise SkilltrainError(
+            f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only"
+        )
     return np.stack(rows)
 
 
@@ -124,14 +141,18 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     """
     template = reranker.settings.template
     prompt = template.skill_prompt()
-    lead = f"\n{prompt}" if prompt else ""  # what PairTokenizer gives the tokenizer to read before the skill
+    lead = (
+        f"\n{prompt}" if prompt else ""
+    )  # what PairTokenizer gives the tokenizer to read before the skill
     (own,) = reranker.pairs.skills([skill])
     ids, spans = reranker.pairs.text.ids_and_spans(lead + template.render_skill(skill))
     num_before = len(ids) - len(own)
     if ids[num_before:] != own:
         raise RuntimeError("a skill's tokens and its characters do not match")
     starts, ends = (np.array(spans[num_before:], dtype=np.int64).reshape(-1, 2) - len(lead)).T
-    starts = np.minimum(starts, ends - 1)  # a run of spaces may be told as the empty span at its end
+    starts = np.minimum(
+        starts, ends - 1
+    )  # a run of spaces may be told as the empty span at its end
     shared, first = np.zeros((len(own), len(FIELDS)), dtype=np.int64), 0
     for field, text in template.skill.parts(skill).items():
         last = first + len(text)

@@ -56,18 +56,28 @@ class FusionConfig(Config):
 
     stage: Literal["fusion"]
     pool: InputPath = Field(description="SKILLS table, or whatever the stage pool reads")
-    queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark")
-    split: str | None = Field(description="fit on the queries of this split, which no leg was trained on; null for all")
-    system: SystemConfig = Field(description="what ranks; its last ranker is the fuse whose weights are fitted")
+    queries: InputPath = Field(
+        description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark"
+    )
+    split: str | None = Field(
+        description="fit on the queries of this split, which no leg was trained on; null for all"
+    )
+    system: SystemConfig = Field(
+        description="what ranks; its last ranker is the fuse whose weights are fitted"
+    )
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
     seed: Seed = Field(default=0, description="seed of the folds")
-    out: Path = Field(description=f"folder to write: {WEIGHTS_FILE}, which `weights` of a fuse ranker reads")
+    out: Path = Field(
+        description=f"folder to write: {WEIGHTS_FILE}, which `weights` of a fuse ranker reads"
+    )
 
     @model_validator(mode="after")
     def _ends_with_a_fuse(self) -> "FusionConfig":
         last = self.system.rankers[-1]
         if not isinstance(last, FuseConfig) or last.method != "z" or last.weights is not None:
-            raise ValueError("the last ranker of the system must be a fuse of method z, without weights")
+            raise ValueError(
+                "the last ranker of the system must be a fuse of method z, without weights"
+            )
         return self
 
 
@@ -91,7 +101,9 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     `scored_queries` or `fit_weights` refuse.
     """
     skills = read_pool(config.pool)
-    benchmark = check_pool(load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills})
+    benchmark = check_pool(
+        load_benchmark(config.queries, config.split), {skill.skill_id for skill in skills}
+    )
     tasks = benchmark.tasks
     clusters, folds = folds_of(tasks, config.folds, config.seed)
     legs, found = found_by_legs(config.system, benchmark.queries, skills)
@@ -100,9 +112,13 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
     weights = fit_weights(scored)
     num_without = sum(not query.gold.any() for query in scored)
     if num_without:
-        say(f"{num_without} of {len(scored)} queries have no gold skill among what the legs found: not fitted on")
+        say(
+            f"{num_without} of {len(scored)} queries have no gold skill among what the legs found: not fitted on"
+        )
     rankings = dict(zip(names, found, strict=True)) | {FITTED: {}, EQUAL: {}}
-    for task, query, elsewhere in zip(tasks, scored, fitted_elsewhere(fit_weights, scored, folds), strict=True):
+    for task, query, elsewhere in zip(
+        tasks, scored, fitted_elsewhere(fit_weights, scored, folds), strict=True
+    ):
         rankings[FITTED][task.query.query_id] = query.ranked(elsewhere)
         rankings[EQUAL][task.query.query_id] = query.ranked(np.full(len(legs), 1 / len(legs)))
     figures = compare(rankings, benchmark.relevances, clusters)
@@ -115,7 +131,10 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
         seed=config.seed,
         figures=to_jsonable_python(figures),
         skilltrain=__version__,
-        fingerprints={"pool": input_fingerprint(config.pool), "queries": input_fingerprint(config.queries)},
+        fingerprints={
+            "pool": input_fingerprint(config.pool),
+            "queries": input_fingerprint(config.queries),
+        },
     )
     write_json(out / WEIGHTS_FILE, fitted.model_dump(mode="json"))
     return {
@@ -123,7 +142,9 @@ def run_fusion(config: FusionConfig, out: Path) -> dict[str, Any]:
         "num_queries": len(scored),
         "num_groups": len(set(clusters)),
         "num_without_gold": num_without,
-        "cross_validated": {name: {one: str(value) for one, value in row.items()} for name, row in figures.items()},
+        "cross_validated": {
+            name: {one: str(value) for one, value in row.items()} for name, row in figures.items()
+        },
     }
 
 
@@ -146,7 +167,9 @@ def found_by_legs(
     return fuse.config.of, fuse.find(queries, candidates)
 
 
-def scored_queries(tasks: Sequence[Task], names: Sequence[str], found: Sequence[Rankings]) -> list[Scored]:
+def scored_queries(
+    tasks: Sequence[Task], names: Sequence[str], found: Sequence[Rankings]
+) -> list[Scored]:
     """Each query's candidates, scored as `fuse` scores them.
 
     Raises SkilltrainError for a leg that lacks queries, or whose scores are no numbers or tell no candidates apart.
@@ -157,11 +180,15 @@ def scored_queries(tasks: Sequence[Task], names: Sequence[str], found: Sequence[
             raise SkilltrainError(what, where=f"leg {name}", fix="all legs rank the same queries")
         for query_id, ranking in rankings.items():
             if not np.isfinite([score for _, score in ranking]).all():
-                raise SkilltrainError(f"gives query '{query_id}' scores that are no numbers", where=f"leg {name}")
+                raise SkilltrainError(
+                    f"gives query '{query_id}' scores that are no numbers", where=f"leg {name}"
+                )
     scored: list[Scored] = []
     for task in tasks:
         skill_ids, scores = comparable_scores([leg[task.query.query_id] for leg in found], "z")
-        scored.append(Scored(skill_ids, scores, np.array([one in task.relevance.gold for one in skill_ids])))
+        scored.append(
+            Scored(skill_ids, scores, np.array([one in task.relevance.gold for one in skill_ids]))
+        )
     for number, name in enumerate(names):
         if not any(query.scores[number].any() for query in scored):
             what = "gives all candidates of a query the same score, so that no weight can be found for it"
@@ -179,7 +206,9 @@ def fit_weights(queries: Sequence[Scored]) -> Float64[np.ndarray, " leg"]:
     """
     told = [query for query in queries if query.gold.any()]
     if not told:
-        raise SkilltrainError(f"the legs find no gold skill of {len(queries)} queries, so there is nothing to fit on")
+        raise SkilltrainError(
+            f"the legs find no gold skill of {len(queries)} queries, so there is nothing to fit on"
+        )
     scores = np.concatenate([query.scores for query in told], axis=1)
     target = np.concatenate([query.gold / query.gold.sum() for query in told])
     sizes = np.array([len(query.gold) for query in told])
@@ -192,19 +221,25 @@ def fit_weights(queries: Sequence[Scored]) -> Float64[np.ndarray, " leg"]:
         sums = np.add.reduceat(odds, starts)
         entropy = (np.log(sums) + largest).sum() - target @ logits
         gradient = scores @ (odds / np.repeat(sums, sizes) - target)
-        return entropy / len(told) + _L2 / 2 * weights @ weights, gradient / len(told) + _L2 * weights
+        return entropy / len(told) + _L2 / 2 * weights @ weights, gradient / len(
+            told
+        ) + _L2 * weights
 
     from scipy.optimize import minimize
 
     start = np.full(len(scores), 1 / len(scores))
     options = {"ftol": 1e-12, "gtol": 1e-8}
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=[(0, None)] * len(scores), options=options)
+    found = minimize(
+        loss, start, jac=True, method="L-BFGS-B", bounds=[(0, None)] * len(scores), options=options
+    )
     if not found.x.any():
         raise SkilltrainError("no leg ranks gold skills above others, so every weight would be 0")
     return found.x
 
 
-def folds_of(tasks: Sequence[Task], num_folds: int, seed: int) -> tuple[list[str], Int64[np.ndarray, " query"]]:
+def folds_of(
+    tasks: Sequence[Task], num_folds: int, seed: int
+) -> tuple[list[str], Int64[np.ndarray, " query"]]:
     """For each query what names its group, and its fold; queries that share a gold skill are of one group, and fold.
 
     Groups go, in an order drawn by `seed`, to the fold with the fewest queries. Raises SkilltrainError for fewer groups
@@ -231,10 +266,15 @@ def folds_of(tasks: Sequence[Task], num_folds: int, seed: int) -> tuple[list[str
 
 
 def fitted_elsewhere(
-    fit: Callable[[Sequence[CaseT]], FittedT], cases: Sequence[CaseT], folds: Int64[np.ndarray, " case"]
+    fit: Callable[[Sequence[CaseT]], FittedT],
+    cases: Sequence[CaseT],
+    folds: Int64[np.ndarray, " case"],
 ) -> list[FittedT]:
     """For each case what `fit` makes of the cases of other folds."""
-    others = ([case for case, own in zip(cases, folds, strict=True) if own != fold] for fold in range(folds.max() + 1))
+    others = (
+        [case for case, own in zip(cases, folds, strict=True) if own != fold]
+        for fold in range(folds.max() + 1)
+    )
     fitted = [fit(cases) for cases in others]
     return [fitted[fold] for fold in folds]
 
@@ -248,10 +288,17 @@ def compare(
     """
     values: dict[str, Float64[np.ndarray, "query measure"]] = {}
     for name, ranked in rankings.items():
-        ids = {query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in ranked.items()}
+        ids = {
+            query_id: [skill_id for skill_id, _ in ranking] for query_id, ranking in ranked.items()
+        }
         rows = per_query(ids, relevances, MEASURES).values()
         values[name] = np.array([[row[str(measure)] for measure in MEASURES] for row in rows])
-    values |= {f"{FITTED} - {name}": values[FITTED] - table for name, table in values.items() if name != FITTED}
+    values |= {
+        f"{FITTED} - {name}": values[FITTED] - table
+        for name, table in values.items()
+        if name != FITTED
+    }
     return {
-        name: dict(zip(map(str, MEASURES), intervals(table, clusters), strict=True)) for name, table in values.items()
+        name: dict(zip(map(str, MEASURES), intervals(table, clusters), strict=True))
+        for name, table in values.items()
     }

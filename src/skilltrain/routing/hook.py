@@ -28,7 +28,11 @@ def main() -> None:
     if sys.platform != "win32":  # whatever hangs, the agent does not wait
         signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
         signal.setitimer(signal.ITIMER_REAL, _SECONDS)
-    address = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SKILLTRAIN_ROUTER", "http://127.0.0.1:8765")
+    address = (
+        sys.argv[1]
+        if len(sys.argv) > 1
+        else os.environ.get("SKILLTRAIN_ROUTER", "http://127.0.0.1:8765")
+    )
     try:
         text = sys.stdin.buffer.read().decode("utf-8", "replace")
         sys.stdout.write("".join(f"{line}\n" for line in lines_for(_prompt(text), address)))
@@ -43,13 +47,21 @@ def lines_for(prompt: str, address: str) -> list[str]:
         return []
     place = urlsplit(address)
     body = json.dumps({"query": prompt[:_MAX_CHARS], "k": _TOP}).encode()
-    lines = [f"POST {place.path.rstrip('/')}/route HTTP/1.0", f"Host: {place.netloc}", f"Content-Length: {len(body)}"]
+    lines = [
+        f"POST {place.path.rstrip('/')}/route HTTP/1.0",
+        f"Host: {place.netloc}",
+        f"Content-Length: {len(body)}",
+    ]
     with socket.create_connection((place.hostname or "", place.port or 80), _SECONDS) as server:
         server.sendall("".join(f"{line}\r\n" for line in (*lines, "")).encode() + body)
         answer = b"".join(iter(lambda: server.recv(65536), b""))
     head, _, text = answer.partition(b"\r\n\r\n")
     found: Any = json.loads(text)
-    return [_HEAD, *map(_line, found["skills"]), _TAIL] if head.split()[1] == b"200" and found["fits"] else []
+    return (
+        [_HEAD, *map(_line, found["skills"]), _TAIL]
+        if head.split()[1] == b"200" and found["fits"]
+        else []
+    )
 
 
 def _line(skill: dict[str, Any]) -> str:

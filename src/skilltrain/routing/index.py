@@ -50,19 +50,33 @@ class IndexRecord(Config):
 
     @classmethod
     def of(
-        cls, router: Path, system: SystemConfig, num_skills: int, pool: Path, calibration: Calibration | None
+        cls,
+        router: Path,
+        system: SystemConfig,
+        num_skills: int,
+        pool: Path,
+        calibration: Calibration | None,
     ) -> "IndexRecord":
         """What the next generation says of itself, but for its files; with the calibration if that applies."""
         stored = partial(_stored, router)
         rankers: list[dict[str, Any]] = []
         for ranker in system.rankers:
-            weights = {"weights": list(ranker.leg_weights())} if isinstance(ranker, FuseConfig) else {}
+            weights = (
+                {"weights": list(ranker.leg_weights())} if isinstance(ranker, FuseConfig) else {}
+            )
             rankers.append(_with_paths(ranker.model_dump(mode="json"), stored) | weights)
-        sources = {source for part in parts_of(system.rankers) if (source := getattr(part, "source", None))}
+        sources = {
+            source for part in parts_of(system.rankers) if (source := getattr(part, "source", None))
+        }
         models = {stored(source): model_fingerprint(source) for source in sorted(sources)}
         if calibration and (calibration.system, calibration.models) != (rankers, models):
             calibration = None
-        values = {"pool": stored(str(pool)), "rankers": rankers, "models": models, "calibration": calibration}
+        values = {
+            "pool": stored(str(pool)),
+            "rankers": rankers,
+            "models": models,
+            "calibration": calibration,
+        }
         return cls(**values, num_skills=num_skills, files={}, skilltrain=__version__)
 
     def system(self, router: Path) -> SystemConfig:
@@ -76,7 +90,9 @@ class StoredSkills(Mapping[str, Skill]):
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        self._rows = {skill_id: row for row, skill_id in enumerate(table.column("skill_id").to_pylist())}
+        self._rows = {
+            skill_id: row for row, skill_id in enumerate(table.column("skill_id").to_pylist())
+        }
 
     def __getitem__(self, skill_id: str) -> Skill:
         return Skill(**self._table.slice(self._rows[skill_id], 1).to_pylist()[0])
@@ -129,13 +145,17 @@ class Index(Held):
         """Raise SkilltrainError where a model is not the one that the index was made with."""
         for source, known in self.record.models.items():
             if model_fingerprint(_placed(self.folder.parent, source)) != known:
-                raise SkilltrainError(f"is of another model: {source} has changed", where=self.folder, fix=_AGAIN)
+                raise SkilltrainError(
+                    f"is of another model: {source} has changed", where=self.folder, fix=_AGAIN
+                )
 
 
 def generation(router: Path) -> Path:
     """The folder of the generation that is in use. Raises SkilltrainError where there is no router."""
     if not (router / POINTER).is_file():
-        raise SkilltrainError("holds no router", where=router, fix="make one with skilltrain fit or skilltrain index")
+        raise SkilltrainError(
+            "holds no router", where=router, fix="make one with skilltrain fit or skilltrain index"
+        )
     pointer = read_json(router / POINTER)
     name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
     if not _NAME.fullmatch(name):
@@ -145,7 +165,11 @@ def generation(router: Path) -> Path:
 
 def sweep(router: Path) -> Path:
     """Remove generations that are not in use; the folder of the next one. What is still held open goes next time."""
-    found = {folder: int(name[1]) for folder in router.iterdir() if (name := _NAME.fullmatch(folder.name))}
+    found = {
+        folder: int(name[1])
+        for folder in router.iterdir()
+        if (name := _NAME.fullmatch(folder.name))
+    }
     with suppress(SkilltrainError):
         for folder in found.keys() - {generation(router)}:
             shutil.rmtree(folder, ignore_errors=True)
@@ -165,10 +189,17 @@ def _open(folder: Path) -> Index:
     system = record.system(folder.parent)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=True))
     keys = np.load(folder / KEYS_FILE, mmap_mode="r")
-    parts = {key_of(part): _PARTS[part.kind].load(folder / name) for name, part in kept_parts(system).items()}
-    if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {record.num_skills}:
+    parts = {
+        key_of(part): _PARTS[part.kind].load(folder / name)
+        for name, part in kept_parts(system).items()
+    }
+    if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {
+        record.num_skills
+    }:
         raise ValueError("its parts are of different pools")
-    return Index(system, skills, Path(_placed(folder.parent, record.pool)), folder, record, keys, parts)
+    return Index(
+        system, skills, Path(_placed(folder.parent, record.pool)), folder, record, keys, parts
+    )
 
 
 def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
@@ -184,7 +215,9 @@ def _with_paths(value: Any, change: Callable[[str], str]) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        key: change(item) if key in ("source", "cache") and isinstance(item, str) else _with_paths(item, change)
+        key: change(item)
+        if key in ("source", "cache") and isinstance(item, str)
+        else _with_paths(item, change)
         for key, item in value.items()
     }
 

@@ -20,7 +20,16 @@ from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rankers import RankerConfig, key_of, parts_of
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.routing.answer import Calibration
-from skilltrain.routing.index import KEYS_FILE, POINTER, RECORD, SKILLS_FILE, Index, IndexRecord, kept_parts, sweep
+from skilltrain.routing.index import (
+    KEYS_FILE,
+    POINTER,
+    RECORD,
+    SKILLS_FILE,
+    Index,
+    IndexRecord,
+    kept_parts,
+    sweep,
+)
 from skilltrain.tables import SKILLS, table_from_rows
 
 CALIBRATION_FILE = "calibration.json"
@@ -30,9 +39,15 @@ class IndexConfig(Config):
     """Make a router, or bring one up to date: only skills that are new or changed are encoded."""
 
     stage: Literal["index"]
-    pool: InputPath | None = Field(default=None, description="whatever the stage pool reads; null: the router's own")
-    rankers: tuple[RankerConfig, ...] | None = Field(None, min_length=1, description="null: as the router has them")
-    calibration: InputPath | None = Field(default=None, description="folder of the stage calibrate; null: as it has it")
+    pool: InputPath | None = Field(
+        default=None, description="whatever the stage pool reads; null: the router's own"
+    )
+    rankers: tuple[RankerConfig, ...] | None = Field(
+        None, min_length=1, description="null: as the router has them"
+    )
+    calibration: InputPath | None = Field(
+        default=None, description="folder of the stage calibrate; null: as it has it"
+    )
     out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
 
 
@@ -62,7 +77,9 @@ def _wanted(config: IndexConfig) -> tuple[SystemConfig, Path, list[Skill]]:
         try:
             before = Index.open(config.out)
         except SkilltrainError as error:
-            raise SkilltrainError(error.what, where=error.where, fix="give pool=… and rankers=…") from error
+            raise SkilltrainError(
+                error.what, where=error.where, fix="give pool=… and rankers=…"
+            ) from error
         pool, rankers = pool or before.pool, rankers or before.system.rankers
     system = SystemConfig(name="router", rankers=rankers)
     check_rankers(system)
@@ -80,14 +97,20 @@ def _before(router: Path) -> Index | None:
 def check_rankers(system: SystemConfig) -> None:
     """Raise SkilltrainError for rankers that cannot answer a new task, and as `check_systems` does."""
     if any(part.kind == "saved" for part in parts_of(system.rankers)):
-        raise SkilltrainError("rankings that were made before answer no new task", where="rankers, kind saved")
+        raise SkilltrainError(
+            "rankings that were made before answer no new task", where="rankers, kind saved"
+        )
     check_systems([system])
 
 
 def write_index(
-    router: Path, system: SystemConfig, skills: Sequence[Skill], models: dict[str, Any], pool: Path,
+    router: Path,
+    system: SystemConfig,
+    skills: Sequence[Skill],
+    models: dict[str, Any],
+    pool: Path,
     calibration: Calibration | None = None,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Make the folder `router` answer with `skills` from now on; how many of them are new, changed and gone.
 
     `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
@@ -104,7 +127,11 @@ def write_index(
         if calibration and record.calibration is None:
             what = "the calibration is of other rankers or models"
             raise SkilltrainError(what, where=router, fix="run skilltrain calibrate on this router")
-        if before and before.record.model_copy(update={"files": {}}) == record and np.array_equal(before.keys, keys):
+        if (
+            before
+            and before.record.model_copy(update={"files": {}}) == record
+            and np.array_equal(before.keys, keys)
+        ):
             return counts
         with staged_folder(folder) as staged:
             old = before if before and before.record.models == record.models else None
@@ -122,8 +149,12 @@ def write_index(
             np.save(staged / KEYS_FILE, keys)
             table = table_from_rows(skills, SKILLS)
             feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
-            files = {str(file.relative_to(staged)): file.stat().st_size for file in staged.rglob("*.*")}
-            write_json(staged / RECORD, record.model_copy(update={"files": files}).model_dump(mode="json"))
+            files = {
+                str(file.relative_to(staged)): file.stat().st_size for file in staged.rglob("*.*")
+            }
+            write_json(
+                staged / RECORD, record.model_copy(update={"files": files}).model_dump(mode="json")
+            )
         write_json(router / POINTER, {"index": folder.name})
         sweep(router)
     return counts
@@ -151,6 +182,10 @@ def open_model(config: Any, models: dict[str, Any], router: Path | None) -> Any:
     key = key_of(config)
     if key not in models:
         if isinstance(config, DenseConfig):
-            config = config.model_copy(update={"cache": config.cache or (router and router / "vectors")})
-        models[key] = config.open(models) if isinstance(config, DenseConfig | LateConfig) else config.open()
+            config = config.model_copy(
+                update={"cache": config.cache or (router and router / "vectors")}
+            )
+        models[key] = (
+            config.open(models) if isinstance(config, DenseConfig | LateConfig) else config.open()
+        )
     return models[key]

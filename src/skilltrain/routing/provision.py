@@ -12,7 +12,13 @@ import yaml
 
 from skilltrain.data.pool.read import read_pool, skill_file
 from skilltrain.data.screening import screen_texts
-from skilltrain.data.screening.bundled import MAX_BYTES, MAX_FILES, SKILL_FILE, BundledFile, bundled_files
+from skilltrain.data.screening.bundled import (
+    MAX_BYTES,
+    MAX_FILES,
+    SKILL_FILE,
+    BundledFile,
+    bundled_files,
+)
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import staged_folder, write_json
 from skilltrain.records import Rankings, Skill
@@ -25,7 +31,9 @@ _MAX_NAME = 64  # characters of a skill's name that agents take
 Flagged = Literal["leave_out", "use"]
 
 
-def provision(rankings: Rankings, pool: Path, top: int, out: Path, flagged: Flagged = "leave_out") -> dict[str, int]:
+def provision(
+    rankings: Rankings, pool: Path, top: int, out: Path, flagged: Flagged = "leave_out"
+) -> dict[str, int]:
     """Write the first `top` skills of each query into `out`/QUERY/SKILL; how many were written and left out.
 
     Every skill is screened with the files that go with it, as they are now, and left out where something is found,
@@ -34,10 +42,17 @@ def provision(rankings: Rankings, pool: Path, top: int, out: Path, flagged: Flag
     Raises SkilltrainError for a skill that the pool lacks, and where `out` is not free.
     """
     skills = {skill.skill_id: skill for skill in read_pool(pool)}
-    chosen = {query_id: [skill_id for skill_id, _ in ranking[:top]] for query_id, ranking in rankings.items()}
-    wanted = [(skill_id, query_id) for query_id, skill_ids in chosen.items() for skill_id in skill_ids]
+    chosen = {
+        query_id: [skill_id for skill_id, _ in ranking[:top]]
+        for query_id, ranking in rankings.items()
+    }
+    wanted = [
+        (skill_id, query_id) for query_id, skill_ids in chosen.items() for skill_id in skill_ids
+    ]
     if missing := [pair for pair in wanted if pair[0] not in skills]:
-        raise SkilltrainError(f"skill '{missing[0][0]}' is not in the pool", where=f"query {missing[0][1]}")
+        raise SkilltrainError(
+            f"skill '{missing[0][0]}' is not in the pool", where=f"query {missing[0][1]}"
+        )
     files = {skill_id: _files_of(skills[skill_id], pool, flagged) for skill_id in dict(wanted)}
     names: dict[str, dict[str, str]] = {}
     with staged_folder(out) as folder:
@@ -51,7 +66,10 @@ def provision(rankings: Rankings, pool: Path, top: int, out: Path, flagged: Flag
                     write_skill(skills[skill_id], place, own)
                     written[f"{task.name}/{place.name}"] = skill_id
         write_json(folder / NAMES_FILE, names)
-    return {"num_skills": sum(map(len, names.values())), "num_flagged": [*files.values()].count(None)}
+    return {
+        "num_skills": sum(map(len, names.values())),
+        "num_flagged": [*files.values()].count(None),
+    }
 
 
 def _files_of(skill: Skill, pool: Path, flagged: Flagged) -> list[BundledFile] | None:
@@ -61,11 +79,15 @@ def _files_of(skill: Skill, pool: Path, flagged: Flagged) -> list[BundledFile] |
     shown = printable(skill.skill_id, 90)
     if flagged == "leave_out" and (flags := screen_texts(skill, files)):
         found = f"{flags[0].rule} in its {flags[0].field}: {printable(flags[0].span, 80)}"
-        say(f"left out: {shown}, which the safety screening flags ({found}); `--flagged use` writes it")
+        say(
+            f"left out: {shown}, which the safety screening flags ({found}); `--flagged use` writes it"
+        )
         return None
     if num_left_out:
         most = f"{MAX_FILES} files and {MAX_BYTES // 2**20} MiB"
-        say(f"warning: {shown} comes without {num_left_out} of its files: more than {most} are not screened")
+        say(
+            f"warning: {shown} comes without {num_left_out} of its files: more than {most} are not screened"
+        )
     return files
 
 
@@ -73,7 +95,11 @@ def free_name(text: str, folder: Path) -> str:
     """A name made of `text` that is free in `folder`: `read-pdf`, `read-pdf-2`, …"""
     plain = unicodedata.normalize("NFKC", text).lower()
     name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME].strip("-") or "skill"
-    return next(one for one in chain([name], (f"{name}-{n}" for n in count(2))) if not (folder / one).exists())
+    return next(
+        one
+        for one in chain([name], (f"{name}-{n}" for n in count(2)))
+        if not (folder / one).exists()
+    )
 
 
 def write_skill(skill: Skill, folder: Path, files: Sequence[BundledFile]) -> None:

@@ -25,7 +25,10 @@ from skilltrain.texts import clean_text
 
 _MAX_CHARS = 10_000  # of a task that are read
 _DEPTH = 20  # skills that are ranked at least, so that a probability does not depend on how many are asked for
-_SCREENED, _ASKED = 4096, 64  # skills and tasks that are remembered: flags of the one, vectors of the other
+_SCREENED, _ASKED = (
+    4096,
+    64,
+)  # skills and tasks that are remembered: flags of the one, vectors of the other
 _MAX_TERMS = 8
 
 
@@ -54,20 +57,36 @@ class _Opened:
         keeps = keeps_of(self.held.system, max(k, _DEPTH))
         for config, ranker, keep in zip(self.held.system.rankers, self.rankers, keeps, strict=True):
             if isinstance(ranker, Fuse):
-                legs = [_without(leg[query.query_id], without) for leg in ranker.find([query], found)]
+                legs = [
+                    _without(leg[query.query_id], without) for leg in ranker.find([query], found)
+                ]
                 ranking, keys = ranker.join(legs)[:keep], [key_of(leg) for leg in ranker.config.of]
             else:
                 more = len(without) if found is None else 0
-                ranking = _without(ranker.rank([query], found, keep + more)[query.query_id], without)[:keep]
+                ranking = _without(
+                    ranker.rank([query], found, keep + more)[query.query_id], without
+                )[:keep]
                 legs, keys = [ranking], [key_of(config)]
             for key, leg in zip(keys, legs, strict=True):
-                places.setdefault(self.names[key], leg)  # places in the pool say more than those among a few candidates
+                places.setdefault(
+                    self.names[key], leg
+                )  # places in the pool say more than those among a few candidates
             found = {query.query_id: ranking}
-        indexes = {self.names[key]: part.index for key, part in self.parts.items() if isinstance(part, PoolRanker)}
-        most = {name: index.most(query.text) for name, index in indexes.items() if isinstance(index, BM25Index)}
+        indexes = {
+            self.names[key]: part.index
+            for key, part in self.parts.items()
+            if isinstance(part, PoolRanker)
+        }
+        most = {
+            name: index.most(query.text)
+            for name, index in indexes.items()
+            if isinstance(index, BM25Index)
+        }
         return Traced(places, most, ranking)
 
-    def routed(self, query: Query, traced: Traced, rank: int, probability: float | None) -> RoutedSkill:
+    def routed(
+        self, query: Query, traced: Traced, rank: int, probability: float | None
+    ) -> RoutedSkill:
         """The skill that came out at a rank, and why."""
         skill_id, score = traced.ranking[rank - 1]
         skill = self.held.skills[skill_id]
@@ -80,10 +99,16 @@ class _Opened:
                 terms = index.matched(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
                 number = index.best_chunk(query.text, position)
-                window = None if number is None else self.models[key].model.settings.window(skill, number)
+                window = (
+                    None
+                    if number is None
+                    else self.models[key].model.settings.window(skill, number)
+                )
         why = Why(traced.placed(skill_id), tuple(terms), window)
         path, flags = self.screened(skill)
-        return RoutedSkill(rank, skill_id, skill.name, skill.description, path, score, probability, why, flags)
+        return RoutedSkill(
+            rank, skill_id, skill.name, skill.description, path, score, probability, why, flags
+        )
 
     def screened(self, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
         """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
@@ -94,7 +119,9 @@ class _Opened:
 class Router:
     """Answers tasks over one pool; its models stay open, and any number of threads may ask it."""
 
-    def __init__(self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None) -> None:
+    def __init__(
+        self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None
+    ) -> None:
         """Open the rankers of `system` over `skills`, whose files are looked for in the folder `pool`.
 
         Raises SkilltrainError for an empty pool and for a model that is missing.
@@ -141,8 +168,14 @@ class Router:
         traced = now.trace(query, k)
         calibration = now.index and now.index.record.calibration
         calibrator = calibration and calibration.calibrator
-        found = calibrator.probabilities(traced).tolist() if calibrator else [None] * len(traced.ranking)
-        skills = tuple(now.routed(query, traced, rank, sure) for rank, sure in enumerate(found[:k], 1))
+        found = (
+            calibrator.probabilities(traced).tolist()
+            if calibrator
+            else [None] * len(traced.ranking)
+        )
+        skills = tuple(
+            now.routed(query, traced, rank, sure) for rank, sure in enumerate(found[:k], 1)
+        )
         if calibrator is None:
             return Answer(skills, bool(skills), None)
         return Answer(skills, calibrator.fits(traced), calibrator.num_likely(traced))
@@ -158,8 +191,12 @@ class Router:
         """
         now = self._now
         if now.index is None:
-            raise SkilltrainError("this router is in no folder", fix="make one with skilltrain index")
-        found = write_index(now.index.folder.parent, now.index.system, skills, now.models, now.index.pool)
+            raise SkilltrainError(
+                "this router is in no folder", fix="make one with skilltrain index"
+            )
+        found = write_index(
+            now.index.folder.parent, now.index.system, skills, now.models, now.index.pool
+        )
         self.refresh()
         return found
 
@@ -169,7 +206,9 @@ class Router:
         if now.index is None or generation(now.index.folder.parent) == now.index.folder:
             return False
         newer = Index.open(now.index.folder.parent)
-        self._now = _open(newer, now.models if newer.record.models == now.index.record.models else {})
+        self._now = _open(
+            newer, now.models if newer.record.models == now.index.record.models else {}
+        )
         return True
 
 
@@ -199,7 +238,10 @@ def _remembering(ranker: Any) -> Ranker:
         return ranker
     encode = ranker.index.encode
     one = lru_cache(_ASKED)(lambda text: encode([text])[0])
-    return replace(ranker, index=replace(ranker.index, encode=lambda texts: np.stack([one(text) for text in texts])))
+    return replace(
+        ranker,
+        index=replace(ranker.index, encode=lambda texts: np.stack([one(text) for text in texts])),
+    )
 
 
 def _query(task: str) -> Query:

@@ -48,7 +48,10 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")  # of Agent Skills, up to 64 chara
 _BY_ID = "by-id/"  # begins the address of a skill whose id does not end in its name
 _SHOWN = 400  # characters of a description
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
-_LOOK, _WRITE = 2.0, 60.0  # seconds between looks at what another process has written, and between writes of the log
+_LOOK, _WRITE = (
+    2.0,
+    60.0,
+)  # seconds between looks at what another process has written, and between writes of the log
 ResultT = TypeVar("ResultT")
 
 
@@ -83,7 +86,12 @@ class Service:
     """A router at work for clients. With `withhold`, skills that the screening flags are not there for them."""
 
     def __init__(self, router: Router, flagged: Flagged, log: RouteLog | None) -> None:
-        self.router, self.flagged, self.log, self.registry = router, flagged, log, CollectorRegistry()
+        self.router, self.flagged, self.log, self.registry = (
+            router,
+            flagged,
+            log,
+            CollectorRegistry(),
+        )
         self._faults: dict[str, str] = {}
         skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         skills.set_function(lambda: len(self.router.skills))
@@ -124,7 +132,9 @@ class Service:
     async def watch(self, watched: Path) -> None:
         """Update the router for what has changed below `watched`, at first for what changed while nobody watched."""
         is_current = False
-        async for changes in watchfiles.awatch(watched, yield_on_timeout=True):  # tries again what failed
+        async for changes in watchfiles.awatch(
+            watched, yield_on_timeout=True
+        ):  # tries again what failed
             if changes or not is_current:
                 is_current = await self._try("update", update_from, self.router, watched)
 
@@ -146,7 +156,9 @@ class Service:
         `filters` maps category, lang, source or license to the values that it may have. Raises SkilltrainError for an
         empty task and an unknown filter.
         """
-        answer = self.router.route(query, MAX_SKILLS if filters or self.flagged == "withhold" else k)
+        answer = self.router.route(
+            query, MAX_SKILLS if filters or self.flagged == "withhold" else k
+        )
         pool, found = self.router.skills, list[dict[str, Any]]()
         for routed in answer.skills if answer.fits else ():
             skill = pool.get(routed.skill_id)  # gone where the pool has changed since
@@ -192,8 +204,14 @@ def update_from(router: Router, watched: Path) -> dict[str, int]:
     others = [skill for skill in before.values() if skill.source != source]
     taken = {skill.skill_id for skill in others}
     read = [skill for skill in read_pool(watched) if skill.skill_id not in taken]
-    known = {skill.skill_id: before[skill.skill_id].category for skill in read if skill.skill_id in before}
-    return router.update([*others, *(replace(skill, category=known.get(skill.skill_id)) for skill in read)])
+    known = {
+        skill.skill_id: before[skill.skill_id].category
+        for skill in read
+        if skill.skill_id in before
+    }
+    return router.update(
+        [*others, *(replace(skill, category=known.get(skill.skill_id)) for skill in read)]
+    )
 
 
 def _row(routed: RoutedSkill, skill: Skill) -> dict[str, Any]:
@@ -221,7 +239,9 @@ def uri_of(skill: Skill) -> str:
 def skill_at(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
     """The skill whose address is `uri`."""
     place = unquote(uri.removeprefix(SCHEME).removesuffix(_FILE))
-    found = (skills.get(skill_id) for skill_id in (place, place.removeprefix(_BY_ID).rpartition("/")[0]))
+    found = (
+        skills.get(skill_id) for skill_id in (place, place.removeprefix(_BY_ID).rpartition("/")[0])
+    )
     return next((skill for skill in found if skill is not None and uri_of(skill) == uri), None)
 
 
@@ -230,9 +250,15 @@ def entry_of(skill: Skill) -> dict[str, Any] | None:
     if not _is_agent_skill(skill):
         return None
     uri, file = uri_of(skill), skill_text(skill).encode()
-    manifest = [{"uri": uri, "digest": f"sha256:{hashlib.sha256(file).hexdigest()}", "size": len(file)}]
+    manifest = [
+        {"uri": uri, "digest": f"sha256:{hashlib.sha256(file).hexdigest()}", "size": len(file)}
+    ]
     return {"uri": uri, "frontmatter": front_matter(skill), "resources": manifest}
 
 
 def _is_agent_skill(skill: Skill) -> bool:
-    return bool(_NAME.fullmatch(skill.name)) and len(skill.name) <= 64 and 0 < len(skill.description) <= 1024
+    return (
+        bool(_NAME.fullmatch(skill.name))
+        and len(skill.name) <= 64
+        and 0 < len(skill.description) <= 1024
+    )

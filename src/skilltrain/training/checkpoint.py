@@ -71,7 +71,12 @@ class _State(Config):
 
 
 def save_checkpoint(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path, position: Position, keep: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    folder: Path,
+    position: Position,
+    keep: int,
 ) -> None:
     """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
 
@@ -92,7 +97,9 @@ def save_checkpoint(
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:  # a full disk is either
-        raise SkilltrainError(f"cannot save a checkpoint: {reason_of(error)}", where=partial) from error
+        raise SkilltrainError(
+            f"cannot save a checkpoint: {reason_of(error)}", where=partial
+        ) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for path in partial.rglob("*"):
@@ -120,7 +127,9 @@ def best_checkpoint(folder: Path) -> Path | None:
     return path if path in found else None
 
 
-def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> Position | None:
+def load_checkpoint(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path
+) -> Position | None:
     """Restore the newest checkpoint of `folder` and give its position; None if there is none.
 
     Raises SkilltrainError if another launch wrote it (`launch_of`), and where a part of it is missing, damaged, or
@@ -137,8 +146,12 @@ def load_checkpoint(accelerator: Accelerator, model: nn.Module, optimizer: Any, 
         load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
     try:
         _load_states(accelerator, model, optimizer, newest)
-    except pickle.UnpicklingError as error:  # its text is a page of advice to switch the protection off
-        raise SkilltrainError("the checkpoint is damaged, or holds code", where=newest, fix=_DAMAGED_FIX) from error
+    except (
+        pickle.UnpicklingError
+    ) as error:  # its text is a page of advice to switch the protection off
+        raise SkilltrainError(
+            "the checkpoint is damaged, or holds code", where=newest, fix=_DAMAGED_FIX
+        ) from error
     except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         what = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
         raise SkilltrainError(what, where=newest, fix=_DAMAGED_FIX) from error
@@ -154,29 +167,42 @@ def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
     try:
         whole = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
     except (OSError, SafetensorError) as error:
-        raise SkilltrainError(f"cannot read the checkpoint's weights: {reason_of(error)}", where=file) from error
+        raise SkilltrainError(
+            f"cannot read the checkpoint's weights: {reason_of(error)}", where=file
+        ) from error
     held = step_part.state_dict(keep_vars=True)
-    frozen = {key for key, own in held.items() if isinstance(own, nn.Parameter) and not own.requires_grad}
+    frozen = {
+        key for key, own in held.items() if isinstance(own, nn.Parameter) and not own.requires_grad
+    }
     whole = {key: value for key, value in whole.items() if key not in frozen}
     for key, own in held.items():
         if isinstance(own, DTensor) and key in whole:
             value = whole[key].to(own.device)
-            whole[key] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+            whole[key] = distribute_tensor(
+                value, own.device_mesh, own.placements, src_data_rank=None
+            )
     try:
         missing, unknown = step_part.load_state_dict(whole, strict=False)
         present = {id(value) for key, value in held.items() if key not in missing}
         # Tied weights are held under one name.
-        unfit = [*unknown, *(key for key in missing if key not in frozen and id(held[key]) not in present)]
+        unfit = [
+            *unknown,
+            *(key for key in missing if key not in frozen and id(held[key]) not in present),
+        ]
     except RuntimeError as error:  # a shape that differs
         unfit = [str(error).splitlines()[-1].strip()]
     if unfit:
-        raise SkilltrainError(f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint)
+        raise SkilltrainError(
+            f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint
+        )
 
 
 def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     """What trains, and buffers, whole on the first rank, tied weights once; all ranks must call it."""
     if accelerator.distributed_type == DistributedType.FSDP:  # frozen weights are not even gathered
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
+        )
         weights: Any = get_model_state_dict(model, options=options)
     else:
         weights = accelerator.get_state_dict(model)
@@ -186,7 +212,9 @@ def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     # Gathered shards no longer tell which of them are tied: the model does.
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names |= {name for name, _ in module.named_buffers()}
-    return {name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names}
+    return {
+        name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names
+    }
 
 
 def _read_state(checkpoint: Path) -> _State:
@@ -207,10 +235,14 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
         states[device.type] = torch.get_device_module(device).get_rng_state()
     save_file(states, folder / _file_of(accelerator, "random"))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        model.save_checkpoint(str(folder), _DEEPSPEED, save_latest=False, exclude_frozen_parameters=True)  # type: ignore[operator]
+        model.save_checkpoint(
+            str(folder), _DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
+        )  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
         moments = {
-            f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value).cpu().contiguous()
+            f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value)
+            .cpu()
+            .contiguous()
             for number, state in optimizer.state_dict()["state"].items()
             for name, value in state.items()
         }
@@ -251,11 +283,15 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
             whole = torch.zeros_like(parameters[int(number)])
             own = whole.to_local() if isinstance(whole, DTensor) else whole
             if value.shape != own.shape:
-                raise ValueError(f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}")
+                raise ValueError(
+                    f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}"
+                )
             own.copy_(value)
             value = whole
         states.setdefault(int(number), {})[name] = value
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 @contextmanager

@@ -42,10 +42,13 @@ class OwnEncoder:
         chunks = [settings.chunk_texts(skill) for skill in skills]
         texts = [*chain.from_iterable(chunks)]
         tokens = tokenized(
-            dict(zip(texts, texts, strict=True)), lambda some: encoder.tokenize(some, settings.max_tokens)
+            dict(zip(texts, texts, strict=True)),
+            lambda some: encoder.tokenize(some, settings.max_tokens),
         )
         self.chunk_tokens: list[TokenIds] = [tokens[text] for text in texts]
-        self.query_tokens = tokenized({query.query_id: query.text for query in queries}, encoder.tokenize_queries)
+        self.query_tokens = tokenized(
+            {query.query_id: query.text for query in queries}, encoder.tokenize_queries
+        )
         self.skill_ids = [skill.skill_id for skill in skills]
         self.starts = starts_of([*map(len, chunks)])
         self.pool: ChunkPool = settings.chunks.pool
@@ -73,13 +76,21 @@ class OwnReranker:
         """The first `keep` candidates of each query by score, the others behind them in their order."""
         candidates = of_first_rank(candidates)
         assert candidates is not None, "a reranker needs candidates"
-        firsts = {query: [skill_id for skill_id, _ in candidates[query.query_id][:keep]] for query in queries}
-        lists = [self.reranker.tokenize(query.text, [self.skills[s] for s in firsts[query]]) for query in queries]
+        firsts = {
+            query: [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
+            for query in queries
+        }
+        lists = [
+            self.reranker.tokenize(query.text, [self.skills[s] for s in firsts[query]])
+            for query in queries
+        ]
         found = iter(_finite(self.model(Pairs([pairs for pairs in lists if pairs]))).tolist())
         rankings: Rankings = {}
         for query, skill_ids in firsts.items():
             scores = {skill_id: next(found) for skill_id in skill_ids}
-            rankings[query.query_id] = reordered(candidates[query.query_id], keep, scores, self.first_weight)
+            rankings[query.query_id] = reordered(
+                candidates[query.query_id], keep, scores, self.first_weight
+            )
         return rankings
 
 
@@ -115,7 +126,11 @@ class Dev:
 
     def line(self, figures: Mapping[str, Interval]) -> str:
         """The figures for people: the metric that decides with its interval, then the others."""
-        others = (f"{name} {compact(figure.mean, 3)}" for name, figure in figures.items() if name != self.config.metric)
+        others = (
+            f"{name} {compact(figure.mean, 3)}"
+            for name, figure in figures.items()
+            if name != self.config.metric
+        )
         return "  ".join((f"{self.config.metric} {figures[self.config.metric]}", *others))
 
 
@@ -126,16 +141,24 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     pool = benchmark.with_gold(read_pool(config.pool or training_pool))
     benchmark = check_pool(benchmark, pool.keys())
     tasks, queries = benchmark.tasks, benchmark.queries
-    judged = chain.from_iterable((*task.relevance.gains, *task.relevance.alternatives) for task in tasks)
+    judged = chain.from_iterable(
+        (*task.relevance.gains, *task.relevance.alternatives) for task in tasks
+    )
     kept = pool.keys() & judged
     others = [skill_id for skill_id in pool if skill_id not in kept]
     if config.max_skills is not None:
-        others = random.Random(0).sample(others, min(len(others), max(0, config.max_skills - len(kept))))
+        others = random.Random(0).sample(
+            others, min(len(others), max(0, config.max_skills - len(kept)))
+        )
     kept.update(others)
     skills = {skill_id: skill for skill_id, skill in pool.items() if skill_id in kept}
-    say(f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills")
+    say(
+        f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills"
+    )
     is_encoder = isinstance(model, Encoder)
-    own = OwnEncoder(model, queries, [*skills.values()]) if is_encoder else OwnReranker(model, skills)
+    own = (
+        OwnEncoder(model, queries, [*skills.values()]) if is_encoder else OwnReranker(model, skills)
+    )
     depth = max(measure.cutoff for measure in config.measures)
     depth = max([depth, *(ranker.keep or 0 for ranker in config.rankers)])
     cascade = Cascade(queries, [*skills.values()], depth, {OWN: own})
@@ -148,18 +171,28 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
 
     The cascade remembers what they find, and lets go of their models.
     """
-    number = next(number for number, ranker in enumerate(config.rankers) if any(map(is_own, parts_of([ranker]))))
+    number = next(
+        number
+        for number, ranker in enumerate(config.rankers)
+        if any(map(is_own, parts_of([ranker])))
+    )
     if not number:
         return
     keeps = keeps_of(config.system, cascade.depth)
-    before = [one.model_copy(update={"keep": k}) for one, k in zip(config.rankers[:number], keeps, strict=False)]
+    before = [
+        one.model_copy(update={"keep": k})
+        for one, k in zip(config.rankers[:number], keeps, strict=False)
+    ]
     found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].skill_ids()
     cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
     golds = [(task.query.query_id, skill_id) for task in tasks for skill_id in task.relevance.gold]
     missed = [query_id for query_id, skill_id in golds if skill_id not in found[query_id]]
     place = "among the candidates of the rankers before the model"
     if len(missed) == len(golds):
-        what, fix = f"no gold skill of the {len(tasks)} dev queries is {place}", "choose others, of this benchmark"
+        what, fix = (
+            f"no gold skill of the {len(tasks)} dev queries is {place}",
+            "choose others, of this benchmark",
+        )
         raise SkilltrainError(what, where="dev.rankers", fix=fix)
     if missed:
         what = f"dev: {len(missed):,} of {len(golds):,} gold skills ({len(set(missed)):,} queries) are not {place}"

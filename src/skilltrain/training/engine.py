@@ -10,7 +10,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    gather_object,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from skilltrain.errors import SkilltrainError
@@ -21,7 +26,9 @@ from skilltrain.terminal import launched_ranks
 from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
-_PATIENCE = 60.0  # seconds: a network file system may remember for so long that a file was not there
+_PATIENCE = (
+    60.0  # seconds: a network file system may remember for so long that a file was not there
+)
 
 
 def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
@@ -31,11 +38,17 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     """
     on_cpu, deepspeed = default_device().type == "cpu", _asks_for("DEEPSPEED")
     if _asks_for("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise SkilltrainError("FSDP version 1 is not supported", fix="set fsdp_version: 2, as launch/fsdp2.yaml does")
+        raise SkilltrainError(
+            "FSDP version 1 is not supported", fix="set fsdp_version: 2, as launch/fsdp2.yaml does"
+        )
     if deepspeed and importlib.util.find_spec("deepspeed") is None:
-        raise SkilltrainError("DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'")
+        raise SkilltrainError(
+            "DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'"
+        )
     if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say on stdout that it had to look
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # DeepSpeed would say on stdout that it had to look
     else:
         torch.set_float32_matmul_precision("high")  # TF32
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -43,8 +56,12 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     mixed = config.dtype_on(default_device()) == torch.bfloat16
     # An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo.
-    group = InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=timedelta(hours=1))
-    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else DDP holds every gradient twice
+    group = InitProcessGroupKwargs(
+        backend="gloo" if on_cpu and deepspeed else None, timeout=timedelta(hours=1)
+    )
+    views = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True
+    )  # else DDP holds every gradient twice
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if mixed else "no",
@@ -57,7 +74,9 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
         plugin = accelerator.state.fsdp_plugin
         assert plugin is not None
         # accelerate's own policy would round what the step gives back, the loss, to bfloat16, and reduce in it.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     return accelerator
 
 
@@ -93,7 +112,9 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
         marker.unlink(missing_ok=True)
     if blind:
         what = f"process {blind[0]} does not see what process 0 writes here"
-        raise SkilltrainError(what, where=folder, fix="out must be a folder that all machines share")
+        raise SkilltrainError(
+            what, where=folder, fix="out must be a folder that all machines share"
+        )
 
 
 def shares_state() -> bool:
@@ -115,14 +136,22 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
     kind, world = accelerator.distributed_type, accelerator.num_processes
     what, fix = "", ""
     if kind.value not in _SUPPORTED:
-        what, fix = f"the launcher asks for {kind.value}, which is not supported", "use a file of launch/"
+        what, fix = (
+            f"the launcher asks for {kind.value}, which is not supported",
+            "use a file of launch/",
+        )
     elif _asks_for("FSDP") and kind != DistributedType.FSDP:
         what = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
         fix = "use launch/ddp.yaml or launch/cpu.yaml there"
     elif kind == DistributedType.DEEPSPEED and not _zero_stage(accelerator):
-        what, fix = "DeepSpeed's ZeRO stage 0 shares nothing", "use launch/ddp.yaml, or zero_stage: 2"
+        what, fix = (
+            "DeepSpeed's ZeRO stage 0 shares nothing",
+            "use launch/ddp.yaml, or zero_stage: 2",
+        )
     elif config.batch_size % world:
-        what = f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
+        what = (
+            f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
+        )
         batch = world * math.ceil(config.batch_size / world)
         accumulation = max(1, round(config.batch_size * config.accumulation / batch))
         settings = f"training.batch_size={batch} training.accumulation={accumulation}"
@@ -152,4 +181,6 @@ def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
         "zero_force_ds_cpu_optimizer": False,
     }
     if plugin.zero_stage == 3:
-        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        plugin.deepspeed_config["zero_optimization"][
+            "stage3_gather_16bit_weights_on_model_save"
+        ] = True

@@ -18,7 +18,12 @@ from skilltrain.files import write_text
 from skilltrain.terminal import is_main_process
 
 TrackerName = Literal["wandb", "tensorboard"]
-_SHOWN = ("stage", "loss", "adapter", "training")  # of a recipe, in wandb; paths in the others tell of the machine
+_SHOWN = (
+    "stage",
+    "loss",
+    "adapter",
+    "training",
+)  # of a recipe, in wandb; paths in the others tell of the machine
 
 
 def note_of(figures: Mapping[str, float]) -> str:
@@ -51,14 +56,24 @@ class TrainingLog:
             tracker.finish()
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._keep(step, _rounded(figures), {f"train/{name}": value for name, value in figures.items()})
+        self._keep(
+            step, _rounded(figures), {f"train/{name}": value for name, value in figures.items()}
+        )
 
     def write_dev(self, step: int, figures: Mapping[str, Interval]) -> None:
         """Keep the figures of a dev evaluation after `step`, each with its interval."""
         shown: dict[str, float] = {}
         for name, one in figures.items():
-            shown |= {f"dev/{name}": one.mean, f"dev/{name}/low": one.low, f"dev/{name}/high": one.high}
-        self._keep(step, {"dev": {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}}, shown)
+            shown |= {
+                f"dev/{name}": one.mean,
+                f"dev/{name}/low": one.low,
+                f"dev/{name}/high": one.high,
+            }
+        self._keep(
+            step,
+            {"dev": {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}},
+            shown,
+        )
 
     def _keep(self, step: int, row: Mapping[str, Any], shown: dict[str, float]) -> None:
         if not self.active:
@@ -71,7 +86,9 @@ class TrainingLog:
             tracker.log(shown, step=step)
 
 
-def open_trackers(names: Sequence[TrackerName], folder: Path, recipe: Mapping[str, Any]) -> list[GeneralTracker]:
+def open_trackers(
+    names: Sequence[TrackerName], folder: Path, recipe: Mapping[str, Any]
+) -> list[GeneralTracker]:
     """accelerate's trackers of a run, whose files lie in its `folder`; none on processes but the first.
 
     wandb is told the figures and how it is trained, but no console output, source code, git state, packages or host
@@ -79,8 +96,12 @@ def open_trackers(names: Sequence[TrackerName], folder: Path, recipe: Mapping[st
     """
     for name in names:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder `wandb` that runs have left is no package
-            raise SkilltrainError(f"{name} is not installed", fix="pip install 'skilltrain[trackers]'")
+        if (
+            found is None or found.origin is None
+        ):  # a folder `wandb` that runs have left is no package
+            raise SkilltrainError(
+                f"{name} is not installed", fix="pip install 'skilltrain[trackers]'"
+            )
     trackers = list[GeneralTracker]()
     if not is_main_process():
         return trackers
@@ -88,12 +109,19 @@ def open_trackers(names: Sequence[TrackerName], folder: Path, recipe: Mapping[st
         import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
         settings = wandb.Settings(
-            console="off", host="", disable_git=True, disable_code=True, save_code=False, x_disable_meta=True,
+            console="off",
+            host="",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_disable_meta=True,
             x_save_requirements=False,
-        )  # fmt: skip
+        )
         shown = {key: recipe[key] for key in _SHOWN if key in recipe}
         project, name = os.environ.get("WANDB_PROJECT", "skilltrain"), folder.resolve().name
-        trackers.append(WandBTracker(project, name=name, dir=str(folder), config=shown, settings=settings))
+        trackers.append(
+            WandBTracker(project, name=name, dir=str(folder), config=shown, settings=settings)
+        )
     if "tensorboard" in names:
         trackers.append(TensorBoardTracker("tensorboard", folder))
     for tracker in trackers:
@@ -112,4 +140,7 @@ def _kept_lines(path: Path, resumed_step: int) -> Iterator[str]:
 
 def _rounded(figures: Mapping[str, float]) -> dict[str, float | None]:
     """Seven digits of each figure, all that float32 holds; null for what is no number, which JSON lacks."""
-    return {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in figures.items()}
+    return {
+        name: float(f"{value:.7g}") if math.isfinite(value) else None
+        for name, value in figures.items()
+    }

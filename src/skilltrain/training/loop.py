@@ -25,7 +25,13 @@ from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.runs import CHECKPOINTS
 from skilltrain.terminal import progress, say
-from skilltrain.training.checkpoint import Position, best_checkpoint, checkpoints, load_checkpoint, save_checkpoint
+from skilltrain.training.checkpoint import (
+    Position,
+    best_checkpoint,
+    checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_shared, shards_weights, shares_state
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
@@ -63,7 +69,9 @@ def drawn(lists: Sequence[TrainingList], generator: np.random.Generator) -> list
     return found
 
 
-def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[list[TrainingList]]]:
+def step_batches(
+    lists: Sequence[TrainingList], config: TrainingConfig
+) -> Iterator[list[list[TrainingList]]]:
     """For each optimiser step its batches, in an order that depends on the seed and the epoch alone."""
     per_step = config.batch_size * config.accumulation
     for epoch in range(config.epochs):
@@ -72,14 +80,19 @@ def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Itera
         order = generator.permutation(len(seen)).tolist()
         for start in range(0, len(order), per_step):
             chosen = [seen[position] for position in order[start : start + per_step]]
-            yield [chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)]
+            yield [
+                chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)
+            ]
 
 
 def new_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> Optimizer:
     """AdamW over the parameters that train; biases and norms do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
 
 
@@ -91,7 +104,9 @@ def schedule(step: int, total: int, warmup_share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-def train(accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run) -> tuple[Position, Path]:
+def train(
+    accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run
+) -> tuple[Position, Path]:
     """Train the model inside `step_module` on its lists; checkpoints and train_log.jsonl go to the run's folder.
 
     Returns where the training ended, and the checkpoint that counts: the best on the dev benchmark, or the last. Raises
@@ -106,7 +121,9 @@ def train(accelerator: Accelerator, step_module: StepModule, config: TrainingCon
 class Training:
     """What a training works with: the step module, wrapped by the launcher as `model`, its optimiser, its position."""
 
-    def __init__(self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run) -> None:
+    def __init__(
+        self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
+    ) -> None:
         """Put everything in place, and as the newest checkpoint left it if the run is resumed."""
         set_seed(config.seed)
         check_shared(accelerator, run.checkpoints)
@@ -118,7 +135,11 @@ class Training:
         self.accelerator, self.step, self.config, self.run = accelerator, step, config, run
         optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
-        left = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints) if run.resume else None
+        left = (
+            load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
+            if run.resume
+            else None
+        )
         self.position = left or Position()
 
     def go_on(self) -> None:
@@ -139,8 +160,12 @@ class Training:
             for batches in steps[position.step :]:
                 if position.best.num_bad >= patience:
                     break
-                for group in self.optimizer.param_groups:  # a rate that follows from the step alone needs no state
-                    group["lr"] = config.learning_rate * schedule(position.step, total, config.warmup_share)
+                for group in (
+                    self.optimizer.param_groups
+                ):  # a rate that follows from the step alone needs no state
+                    group["lr"] = config.learning_rate * schedule(
+                        position.step, total, config.warmup_share
+                    )
                 figures = self._update(batches)
                 position.seconds = time.monotonic() - started
                 figures = {"epoch": position.step / per_epoch} | figures
@@ -159,9 +184,13 @@ class Training:
                 if stopping or ending or improved or position.step % config.save_every == 0:
                     self._save()
                 if stopping and not ending:
-                    what = f"interrupted after step {position.step} of {total}; a checkpoint is saved"
+                    what = (
+                        f"interrupted after step {position.step} of {total}; a checkpoint is saved"
+                    )
                     fix = "run the same command with --resume to go on"
-                    raise StoppedError(what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM)
+                    raise StoppedError(
+                        what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM
+                    )
 
     def _update(self, batches: list[list[TrainingList]]) -> dict[str, float]:
         """One step, in which every query weighs the same: its figures, its gradient's norm before clipping too."""
@@ -171,13 +200,17 @@ class Training:
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            accelerator.sync_gradients = is_last  # DeepSpeed steps in the backward pass that it is told is the last
+            accelerator.sync_gradients = (
+                is_last  # DeepSpeed steps in the backward pass that it is told is the last
+            )
             with nullcontext() if is_last or keeps_part else accelerator.no_sync(self.model):
                 loss = self.model(batch) * (accelerator.num_processes / count)
                 accelerator.backward(loss)
             total += loss.detach().float()
         mean = float(self._summed(total)) / accelerator.num_processes
-        clipped: Any = accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        clipped: Any = accelerator.clip_grad_norm_(
+            self.model.parameters(), self.config.max_grad_norm
+        )
         norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
         _check_step(mean, norm, batches, self.config.stop_grad_norm)
         self.optimizer.step()
@@ -224,18 +257,27 @@ class Training:
         """
         device = self.accelerator.device
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        moments = [] if self.optimizer.state else [torch.empty_like(each) for each in trained for _ in range(2)]
+        moments = (
+            []
+            if self.optimizer.state
+            else [torch.empty_like(each) for each in trained for _ in range(2)]
+        )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.accelerator.backward(self.model(batch))
         self.optimizer.zero_grad(set_to_none=True)
         self.step.count.clear()
         del moments
         if device.type == "cuda":
-            peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+            peak, total = (
+                torch.cuda.max_memory_allocated(device),
+                torch.cuda.get_device_properties(device).total_memory,
+            )
             say(f"the largest batch takes {peak / GIB:.1f} of the GPU's {total / GIB:.1f} GiB")
 
 
-def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float) -> None:
+def _check_step(
+    loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float
+) -> None:
     """Raises SkilltrainError, naming the step's queries, before a bad gradient reaches the weights."""
     if not math.isfinite(loss + norm):
         what = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not a finite number"
@@ -246,7 +288,9 @@ def _check_step(loss: float, norm: float, batches: list[list[TrainingList]], hig
     queries = [one.query_id for batch in batches for one in batch]
     more = f", … ({len(queries)} in all)" if len(queries) > 8 else ""
     what = f"{what} in a step with queries {', '.join(queries[:8])}{more}"
-    raise SkilltrainError(what, fix="look at these lists; a lower learning_rate or precision=float32 may help")
+    raise SkilltrainError(
+        what, fix="look at these lists; a lower learning_rate or precision=float32 may help"
+    )
 
 
 def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
@@ -256,7 +300,10 @@ def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
 
 def can_probe(accelerator: Accelerator) -> bool:
     """Whether memory can be probed, and run out: not on a CPU; DeepSpeed would step in the backward pass."""
-    return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.DEEPSPEED
+    return (
+        accelerator.device.type == "cuda"
+        and accelerator.distributed_type != DistributedType.DEEPSPEED
+    )
 
 
 def return_free_memory(step: int, device: torch.device) -> None:
@@ -294,7 +341,9 @@ class Stop:
         self.asked = 0  # the signal's number, as soon as there was one
 
     def __enter__(self) -> "Stop":
-        asks = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        asks = {
+            number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         self._before: dict[int, Any] = {**asks}
         return self
 

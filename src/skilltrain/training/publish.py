@@ -27,7 +27,12 @@ from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.terminal import say
 from skilltrain.texts import printable
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
-from skilltrain.training.settings import TrainConfig, TrainEncoderConfig, TrainRerankerConfig, load_model
+from skilltrain.training.settings import (
+    TrainConfig,
+    TrainEncoderConfig,
+    TrainRerankerConfig,
+    load_model,
+)
 
 _CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
     "train_encoder": TrainEncoderConfig,
@@ -35,14 +40,23 @@ _CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
 }
 _QUERIES = ("fill in the tax form and sign it", "deploy the web shop", "PDF 合并")
 _SKILLS = (
-    Skill("1", "pdf-forms", "Fill in PDF forms", "Read the form's fields, then write the values. " * 200),
+    Skill(
+        "1",
+        "pdf-forms",
+        "Fill in PDF forms",
+        "Read the form's fields, then write the values. " * 200,
+    ),
     Skill("2", "deploy", "Deploy to Kubernetes", "Build the image, then roll it out."),
 )
 _TEXT = {".json", ".jinja", ".md", ".txt", ".xml"}
 
 
 def save_trained(
-    config: TrainConfig, checkpoint: Path, out: Path, summary: Mapping[str, Any], interpolate: float | None = None
+    config: TrainConfig,
+    checkpoint: Path,
+    out: Path,
+    summary: Mapping[str, Any],
+    interpolate: float | None = None,
 ) -> None:
     """Save the model of a checkpoint with its card, its adapter merged. On the CPU: the GPU may still hold the model.
 
@@ -53,7 +67,9 @@ def save_trained(
         _mix_with_base(model, config, interpolate)
     if config.adapter is not None:
         merge_adapter(model.network)
-    card = model_card(RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out))
+    card = model_card(
+        RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out)
+    )
     save_model(model.eval(), out, config.model.source, card)
 
 
@@ -68,17 +84,25 @@ def _mix_with_base(model: Encoder | Reranker, config: TrainConfig, share: float)
     try:
         base = load_model(config, torch.device("cpu"), new_head=False).state_dict()
     except SkilltrainError as error:
-        what = f"its base has another architecture, and cannot be interpolated with it: {error.what}"
-        raise SkilltrainError(what, where=config.model.source, fix="export without --interpolate") from error
+        what = (
+            f"its base has another architecture, and cannot be interpolated with it: {error.what}"
+        )
+        raise SkilltrainError(
+            what, where=config.model.source, fix="export without --interpolate"
+        ) from error
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.copy_(torch.lerp(base[name].float(), value.float(), share))
 
 
 def export_run(
-    run: Path, out: Path, checkpoint: str | None = None, interpolate: float | None = None,
-    published: Published = Published(), form: Form | None = None,  # noqa: B008
-) -> dict[str, Any]:  # fmt: skip
+    run: Path,
+    out: Path,
+    checkpoint: str | None = None,
+    interpolate: float | None = None,
+    published: Published = Published(),  # noqa: B008
+    form: Form | None = None,
+) -> dict[str, Any]:
     """Write the model of the training in the folder `run` to the folder `out`; says which one that was.
 
     `checkpoint` is step-N or best; without it a finished run's own model is copied, and an unfinished run's newest
@@ -88,14 +112,20 @@ def export_run(
     config, summary = _read(run)
     if published.reports and not (summary and checkpoint is None and interpolate is None):
         what = "a report is of the model that the run ended with"
-        raise SkilltrainError(what, where="--report", fix="leave out --report, or --checkpoint and --interpolate")
+        raise SkilltrainError(
+            what, where="--report", fix="leave out --report, or --checkpoint and --interpolate"
+        )
     if interpolate is not None:
         if not 0 <= interpolate <= 1:
-            what = f"must be a share from 0 (the base) to 1 (the trained model), found {interpolate}"
+            what = (
+                f"must be a share from 0 (the base) to 1 (the trained model), found {interpolate}"
+            )
             raise SkilltrainError(what, where="--interpolate")
         if config.adapter is not None:
             what = "trained an adapter (LoRA), and only runs that trained all weights can be interpolated"
-            raise SkilltrainError(what, where=run, fix="train without adapter, or export without --interpolate")
+            raise SkilltrainError(
+                what, where=run, fix="train without adapter, or export without --interpolate"
+            )
         checkpoint = checkpoint or summary.get("checkpoint")
     found = None if summary and checkpoint is None else _checkpoint(run, checkpoint)
     with staged_folder(out) as staged:
@@ -109,16 +139,24 @@ def export_run(
         if form is not None:
             write_form(staged, form)
         settings = open_model(staged, "meta").settings
-        facts = RunRecord(settings, config.model_dump(mode="json"), summary, exported, interpolate, form, run)
+        facts = RunRecord(
+            settings, config.model_dump(mode="json"), summary, exported, interpolate, form, run
+        )
         write_text(staged / "README.md", model_card(facts, published))
-    return {"out": str(out), "stage": config.stage, "checkpoint": found.name if found else summary.get("checkpoint")}
+    return {
+        "out": str(out),
+        "stage": config.stage,
+        "checkpoint": found.name if found else summary.get("checkpoint"),
+    }
 
 
 def export_adapter(run: Path, out: Path, checkpoint: str | None = None) -> dict[str, Any]:
     """Write the adapter (LoRA) of a checkpoint, by default the run's own, not merged, to the folder `out`."""
     config, summary = _read(run)
     if config.adapter is None:
-        raise SkilltrainError("trained all weights, no adapter", where=run, fix="export without --adapter")
+        raise SkilltrainError(
+            "trained all weights, no adapter", where=run, fix="export without --adapter"
+        )
     found = _checkpoint(run, checkpoint or summary.get("checkpoint"))
     with staged_folder(out) as staged:
         save_adapter(_model_at(config, found), staged, config.model.source)
@@ -129,11 +167,15 @@ def _read(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
     """(settings, summary) of a run; the summary is empty while the run is not finished."""
     if not (record := record_of(run)):
         what = f"holds no run: it has no {RUN_FILE}" if run.is_dir() else "no such folder"
-        raise SkilltrainError(what, where=run, fix="give the folder that a training wrote to (its out=…)")
+        raise SkilltrainError(
+            what, where=run, fix="give the folder that a training wrote to (its out=…)"
+        )
     recipe = load_recipe(run / RECIPE_FILE)
     if (stage := recipe.get("stage")) not in _CONFIGS:
         raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
-    return validate(_CONFIGS[stage], recipe, run / RECIPE_FILE), record["summary"] if record["finished"] else {}
+    return validate(_CONFIGS[stage], recipe, run / RECIPE_FILE), record["summary"] if record[
+        "finished"
+    ] else {}
 
 
 def _checkpoint(run: Path, name: str | None) -> Path:
@@ -141,7 +183,11 @@ def _checkpoint(run: Path, name: str | None) -> Path:
     folder = run / CHECKPOINTS
     found = {path.name: path for path in checkpoints(folder)}
     if not found:
-        raise SkilltrainError("holds no checkpoint", where=folder, fix="train for longer, or lower training.save_every")
+        raise SkilltrainError(
+            "holds no checkpoint",
+            where=folder,
+            fix="train for longer, or lower training.save_every",
+        )
     chosen = best_checkpoint(folder) if name == "best" else found.get(name or [*found][-1])
     if chosen is None:
         what = "no checkpoint was marked as best" if name == "best" else f"no checkpoint '{name}'"
@@ -150,7 +196,11 @@ def _checkpoint(run: Path, name: str | None) -> Path:
 
 
 def push_model(
-    run: Path, published: Published, form: Form | None = None, public: bool = False, only_plan: bool = False
+    run: Path,
+    published: Published,
+    form: Form | None = None,
+    public: bool = False,
+    only_plan: bool = False,
 ) -> dict[str, Any]:
     """Upload the model of `run`, or of a folder that `export_run` wrote, to the repository `published.repo`.
 
@@ -172,7 +222,11 @@ def push_model(
         else:
             copy_model(run, folder)
         check_round_trip(folder)
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(folder).as_posix(): path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         _check_no_secret(files)
         sizes = {name: path.stat().st_size for name, path in files.items()}
         card = files["README.md"].read_text(encoding="utf-8")
@@ -182,8 +236,13 @@ def push_model(
 
 def check_round_trip(folder: Path) -> None:
     """Raise SkilltrainError unless plain sentence-transformers gives the model's scores: on cut texts, too."""
-    model, is_late = open_model(folder), read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
-    tolerance = 0.1 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 1e-4  # of logits of some tens
+    model, is_late = (
+        open_model(folder),
+        read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector",
+    )
+    tolerance = (
+        0.1 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 1e-4
+    )  # of logits of some tens
     try:
         plain = _plain_scores(model, str(folder), is_late)
     except Exception as error:  # its readers raise anything
@@ -202,17 +261,25 @@ def _scores(model: Encoder | Reranker, is_late: bool) -> Float[Tensor, "query sk
     asked, shown = model.tokenize_queries(_QUERIES), model.tokenize_skills(_SKILLS)
     if not is_late:
         return model(asked) @ model(shown).T
-    queries, skills = ([model.with_tokens([text], len(text))[0, 1:] for text in some] for some in (asked, shown))
+    queries, skills = (
+        [model.with_tokens([text], len(text))[0, 1:] for text in some] for some in (asked, shown)
+    )
     return max_sim(queries, skills)
 
 
-def _plain_scores(model: Encoder | Reranker, place: str, is_late: bool) -> Float[Tensor, "query skill"]:
+def _plain_scores(
+    model: Encoder | Reranker, place: str, is_late: bool
+) -> Float[Tensor, "query skill"]:
     from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
     texts = [model.settings.template.skill.render(skill) for skill in _SKILLS]
     if isinstance(model, Reranker):
         pairs = [(query, text) for query in _QUERIES for text in texts]
-        return CrossEncoder(place, device="cpu").predict(pairs, convert_to_tensor=True).reshape(-1, len(texts))
+        return (
+            CrossEncoder(place, device="cpu")
+            .predict(pairs, convert_to_tensor=True)
+            .reshape(-1, len(texts))
+        )
     plain = (MultiVectorEncoder if is_late else SentenceTransformer)(place, device="cpu")
     return plain.similarity(plain.encode_query([*_QUERIES]), plain.encode_document(texts))
 
@@ -223,7 +290,9 @@ def _check_no_secret(files: Mapping[str, Path]) -> None:
         text = path.read_text(encoding="utf-8") if path.suffix in _TEXT else ""
         for start, end in secrets_in(text):
             what = f"holds what looks like a secret: {show_beginning(text[start:end])}"
-            raise SkilltrainError(what, where=name, fix="take it out of the recipe, and revoke it; nothing was sent")
+            raise SkilltrainError(
+                what, where=name, fix="take it out of the recipe, and revoke it; nothing was sent"
+            )
 
 
 def _upload(folder: Path, names: Collection[str], repo: str, public: bool) -> str:
@@ -252,6 +321,12 @@ def _upload(folder: Path, names: Collection[str], repo: str, public: bool) -> st
     except (OSError, ValueError, httpx2.HTTPError) as error:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         is_refusal = isinstance(error, LocalTokenNotFoundError) or status in (401, 403)
-        fix = "set HF_TOKEN to a token that may write there" if is_refusal else "try again: nothing is half-written"
-        raise SkilltrainError(f"cannot upload: {printable(str(error), 200)}", where=repo, fix=fix) from error
+        fix = (
+            "set HF_TOKEN to a token that may write there"
+            if is_refusal
+            else "try again: nothing is half-written"
+        )
+        raise SkilltrainError(
+            f"cannot upload: {printable(str(error), 200)}", where=repo, fix=fix
+        ) from error
     return str(url)

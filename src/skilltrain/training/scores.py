@@ -41,20 +41,35 @@ class ScoreContext:
             skill = data.skills.get(key)
             skill_id, name = (skill.skill_id, name_key(skill.name)) if skill else (key, "")
             own = f"name {name}" if name else f"id {skill_id}"
-            return (own, f"cluster {data.clusters[skill_id]}") if skill_id in data.clusters else (own,)
+            return (
+                (own, f"cluster {data.clusters[skill_id]}") if skill_id in data.clusters else (own,)
+            )
 
         answers: dict[str, set[str]] = {}
         for one in data.lists:
-            answers.setdefault(one.query, set()).update(g for skill_id in one.positives for g in groups_of(skill_id))
+            answers.setdefault(one.query, set()).update(
+                g for skill_id in one.positives for g in groups_of(skill_id)
+            )
         groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
-        return cls(in_batch, infonce_in(loss).needs_sides, loss.needs_teacher_scores, groups, answers, data.lexical)
+        return cls(
+            in_batch,
+            infonce_in(loss).needs_sides,
+            loss.needs_teacher_scores,
+            groups,
+            answers,
+            data.lexical,
+        )
 
 
 def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) -> None:
     """Raises SkilltrainError, naming a query, where `loss` learns from a teacher that has not scored a list."""
     if not loss.needs_teacher_scores:
         return
-    without = [one.query_id for one in data.lists if all(math.isnan(score) for score in one.teacher_scores or ())]
+    without = [
+        one.query_id
+        for one in data.lists
+        if all(math.isnan(score) for score in one.teacher_scores or ())
+    ]
     if without:
         what = f"loss {loss.name} needs teacher scores, and {len(without)} of {len(data.lists)} lists have none"
         fix = "fill teacher_scores, or choose another loss"
@@ -74,9 +89,13 @@ class _Cells:
     def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_Cells":
         """The lists' candidates among all skills of a batch."""
         place = {skill_id: number for number, skill_id in enumerate(skill_ids)}
-        return cls([[place[skill_id] for skill_id in one.skill_ids] for one in lists], len(skill_ids))
+        return cls(
+            [[place[skill_id] for skill_id in one.skill_ids] for one in lists], len(skill_ids)
+        )
 
-    def table(self, values: Iterable[Iterable[float]], empty: float | bool) -> Shaped[np.ndarray, "query skill"]:
+    def table(
+        self, values: Iterable[Iterable[float]], empty: float | bool
+    ) -> Shaped[np.ndarray, "query skill"]:
         """The lists' values in their cells, `empty` elsewhere; booleans where that is one."""
         table = np.full(self.mask.shape, empty, bool if isinstance(empty, bool) else np.float32)
         table[self.own] = [*chain.from_iterable(values)]
@@ -107,14 +126,18 @@ def encoder_scores(
     learns from a teacher only the candidates that the teacher scored are valid: no in-batch negatives.
     """
     device, cells = skill_vectors.device, _Cells.among(own, skill_ids)
-    valid = cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
+    valid = (
+        cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
+    )
     lexical, negatives = None, []
     if context.lexical:  # 0 for what BM25 did not find
         of_queries, ids = [context.lexical[one.query] for one in own], [*map(skill_of, skill_ids)]
         rows = [[of_query.get(skill_id, 0.0) for skill_id in ids] for of_query in of_queries]
         lexical = on_device(np.array(rows, np.float32).reshape(len(own), len(ids)), device)
     if all_queries is not None:
-        negatives = [on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)]
+        negatives = [
+            on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)
+        ]
 
     def scored(dim: int | None = None) -> ScoredBatch:
         """By the cosines of the whole vectors, or of their first `dim` coordinates, made unit vectors again."""
@@ -124,14 +147,18 @@ def encoder_scores(
             asked, (column, *masks) = _first(all_queries, dim), negatives
             positives = skills[column]
             pairs = (queries, asked), (positives, asked), (positives, skills)
-            sides = SideScores(*(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)))
+            sides = SideScores(
+                *(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True))
+            )
         found = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
         return replace(found, sides=sides, lexical_scores=lexical, truncated=scored)
 
     return scored()
 
 
-def list_scores(lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool) -> ScoredBatch:
+def list_scores(
+    lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool
+) -> ScoredBatch:
     """What the reranker's loss sees: the scores of the lists' pairs, one list after the other, as one table."""
     sizes = [len(one.gains) for one in lists]
     scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
@@ -147,7 +174,9 @@ def _labelled(
     needs_teacher: bool,
 ) -> ScoredBatch:
     """The scores with what the lists say: gains, positives by their verdicts, and the teacher's scores."""
-    gains = on_device(cells.table((one.gains for one in lists), 0.0), scores.device).to(scores.dtype)
+    gains = on_device(cells.table((one.gains for one in lists), 0.0), scores.device).to(
+        scores.dtype
+    )
     positive = on_device(cells.table((one.is_positive for one in lists), False), scores.device)
     if not needs_teacher:
         return ScoredBatch(scores, gains, on_device(valid, scores.device), positive=positive)
@@ -157,7 +186,10 @@ def _labelled(
 
 
 def _side_negatives(
-    own: Sequence[TrainingList], batch: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
+    own: Sequence[TrainingList],
+    batch: Sequence[TrainingList],
+    skill_ids: Sequence[str],
+    context: ScoreContext,
 ) -> tuple[
     Int[np.ndarray, "positive"],
     Bool[np.ndarray, "own all"],
@@ -170,7 +202,10 @@ def _side_negatives(
     """
     cells, of_all = _Cells.among(own, skill_ids), _Cells.among(batch, skill_ids)
     row, column = cells.table((one.is_positive for one in own), False).nonzero()
-    gains, all_gains = (part.table((one.gains for one in some), 0.0) for part, some in ((cells, own), (of_all, batch)))
+    gains, all_gains = (
+        part.table((one.gains for one in some), 0.0)
+        for part, some in ((cells, own), (of_all, batch))
+    )
     counts = in_batch_negatives(batch, skill_ids, context) | of_all.mask
     is_lower = gains[row, column][:, None] > all_gains[:, column].T
     answers, all_answers = ([context.answers[one.query] for one in lists] for lists in (own, batch))
@@ -178,7 +213,9 @@ def _side_negatives(
     return column, ~_share_a_group(answers, all_answers), counts[:, column].T & is_lower, to_skills
 
 
-def _cosines(left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]) -> Float[Tensor, "left right"]:
+def _cosines(
+    left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]
+) -> Float[Tensor, "left right"]:
     with torch.autocast(left.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
         return at_least_float32(left) @ at_least_float32(right).T
 

@@ -51,16 +51,30 @@ _MeasureName = Annotated[str, AfterValidator(_known_measure)]
 class DevConfig(Config):
     """Rank a pool for the queries of a benchmark while the model trains."""
 
-    benchmark: InputPath = Field(description="folder of a benchmark, in a published format or in our tables")
-    split: str | None = Field(default=None, description="use the queries of this split only; null for all")
-    pool: InputPath | None = Field(default=None, description="skills to rank; null for the pool of the training data")
-    rankers: tuple[RankerConfig, ...] = Field(
-        default=(DenseConfig(source=OWN),), min_length=1, description="as in `evaluate`; source: self is this model"
+    benchmark: InputPath = Field(
+        description="folder of a benchmark, in a published format or in our tables"
     )
-    max_skills: int | None = Field(default=None, ge=1, description="rank so many: the judged and a sample; null: all")
+    split: str | None = Field(
+        default=None, description="use the queries of this split only; null for all"
+    )
+    pool: InputPath | None = Field(
+        default=None, description="skills to rank; null for the pool of the training data"
+    )
+    rankers: tuple[RankerConfig, ...] = Field(
+        default=(DenseConfig(source=OWN),),
+        min_length=1,
+        description="as in `evaluate`; source: self is this model",
+    )
+    max_skills: int | None = Field(
+        default=None, ge=1, description="rank so many: the judged and a sample; null: all"
+    )
     every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
-    metric: _MeasureName = Field(default="MRR@10", description="what decides which step is best, e.g. nDCG@10")
-    patience: int | None = Field(default=None, ge=1, description="evaluations without a new best until it stops")
+    metric: _MeasureName = Field(
+        default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="evaluations without a new best until it stops"
+    )
 
     @property
     def system(self) -> SystemConfig:
@@ -76,33 +90,59 @@ class DevConfig(Config):
         measure, last = parse_measure(self.metric), self.rankers[-1]
         own = [part for part in parts_of(self.rankers) if getattr(part, "source", None) == OWN]
         if needs_candidates(self.rankers[0]):
-            raise ValueError("dev.rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}")
+            raise ValueError(
+                "dev.rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}"
+            )
         if not own:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
         if not all(isinstance(part, kind) for part in own):
             raise ValueError(f"dev.rankers: {example}")
-        if isinstance(last, RerankConfig) and measure.name not in _ORDER_COUNTS and measure.cutoff >= last.keep:
-            raise ValueError(f"dev.metric: {self.metric} is the same for every order of {last.keep} candidates")
+        if (
+            isinstance(last, RerankConfig)
+            and measure.name not in _ORDER_COUNTS
+            and measure.cutoff >= last.keep
+        ):
+            raise ValueError(
+                f"dev.metric: {self.metric} is the same for every order of {last.keep} candidates"
+            )
 
 
 class TrainingConfig(Config):
     """How to train; the defaults are SkillRouter's where the paper gives a value."""
 
     epochs: int = Field(default=1, ge=1, description="passes over the lists")
-    batch_size: int = Field(default=8, ge=1, description="queries per forward pass, over all ranks together")
+    batch_size: int = Field(
+        default=8, ge=1, description="queries per forward pass, over all ranks together"
+    )
     accumulation: int = Field(default=4, ge=1, description="forward passes per optimiser step")
     learning_rate: float = Field(default=2e-5, gt=0, description="peak of the cosine schedule")
-    warmup_share: float = Field(default=0.05, ge=0, lt=1, description="share of the steps that warm up")
+    warmup_share: float = Field(
+        default=0.05, ge=0, lt=1, description="share of the steps that warm up"
+    )
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
-    stop_grad_norm: float = Field(default=1e4, gt=0, description="a larger norm, before clipping, stops the run")
-    token_budget: int | None = Field(default=None, ge=64, description="per micro-batch; null: 16,384 (CPU: 4,096)")
-    recompute: bool = Field(default=False, description="compute layers twice: less memory, more time")
-    varlen: bool = Field(default=False, description="flash attention without padding: a causal encoder on a GPU")
-    precision: Precision | None = Field(default=None, description="null: auto on a GPU, float32 on a CPU")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="gradients are clipped to this norm"
+    )
+    stop_grad_norm: float = Field(
+        default=1e4, gt=0, description="a larger norm, before clipping, stops the run"
+    )
+    token_budget: int | None = Field(
+        default=None, ge=64, description="per micro-batch; null: 16,384 (CPU: 4,096)"
+    )
+    recompute: bool = Field(
+        default=False, description="compute layers twice: less memory, more time"
+    )
+    varlen: bool = Field(
+        default=False, description="flash attention without padding: a causal encoder on a GPU"
+    )
+    precision: Precision | None = Field(
+        default=None, description="null: auto on a GPU, float32 on a CPU"
+    )
     seed: Seed = Field(default=42, description="order of the lists, dropout, new layers")
     save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best")
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="newest checkpoints kept, in addition to the best"
+    )
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
 
     def token_budget_on(self, device: torch.device) -> int:
@@ -111,7 +151,9 @@ class TrainingConfig(Config):
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The number format to compute in on `device`."""
-        return resolve_dtype(self.precision or ("auto" if device.type == "cuda" else "float32"), device)
+        return resolve_dtype(
+            self.precision or ("auto" if device.type == "cuda" else "float32"), device
+        )
 
 
 class TrainEncoderConfig(Config):
@@ -119,13 +161,22 @@ class TrainEncoderConfig(Config):
 
     stage: Literal["train_encoder"]
     model: EncoderConfig = Field(description="the encoder to start from")
-    adapter: AdapterConfig | None = Field(default=None, description="train low-rank adapters (LoRA) instead of all")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="train low-rank adapters (LoRA) instead of all"
+    )
     data: ListsSource = Field(description="what to train on")
     loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
-    late_interaction: LateInteraction | None = Field(default=None, description="train tokens' vectors too (kind late)")
-    in_batch_negatives: bool = Field(default=True, description="the other queries' skills are negatives too")
+    late_interaction: LateInteraction | None = Field(
+        default=None, description="train tokens' vectors too (kind late)"
+    )
+    in_batch_negatives: bool = Field(
+        default=True, description="the other queries' skills are negatives too"
+    )
     near_duplicates: float | None = Field(
-        default=0.6, gt=0, le=1, description="Jaccard of bodies from which skills are no in-batch negatives"
+        default=0.6,
+        gt=0,
+        le=1,
+        description="Jaccard of bodies from which skills are no in-batch negatives",
     )
     training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
@@ -136,10 +187,15 @@ class TrainEncoderConfig(Config):
         gains = self.data.gains
         if self.dev is not None:
             self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
-        if infonce_in(self.loss).push_share and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
+        if (
+            infonce_in(self.loss).push_share
+            and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]
+        ):
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
         if self.late_interaction is not None and self.training.varlen:
-            raise ValueError("late_interaction needs all tokens' vectors, and training.varlen computes the last alone")
+            raise ValueError(
+                "late_interaction needs all tokens' vectors, and training.varlen computes the last alone"
+            )
         return self
 
 
@@ -148,11 +204,14 @@ class TrainRerankerConfig(Config):
 
     stage: Literal["train_reranker"]
     model: RerankerConfig = Field(description="the reranker, or the plain model, to start from")
-    adapter: AdapterConfig | None = Field(default=None, description="train low-rank adapters (LoRA) instead of all")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="train low-rank adapters (LoRA) instead of all"
+    )
     data: ListsSource = Field(description="what to train on")
     loss: RerankerLoss = Field(default=ListwiseCE(), description="what to minimise")
     training: TrainingConfig = Field(
-        default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5), description="how to train"
+        default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5),
+        description="how to train",
     )
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
     out: Path = Field(description="folder to write the model to")
@@ -160,14 +219,20 @@ class TrainRerankerConfig(Config):
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainRerankerConfig":
         if infonce_in(self.loss).needs_sides:
-            raise ValueError("loss: a reranker compares skills with its own query only: directions: [query_to_skill]")
+            raise ValueError(
+                "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
+            )
         if infonce_in(self.loss).lexical_weight:
-            raise ValueError("loss: lexical_weight is for an encoder; a reranker can be fused with BM25")
+            raise ValueError(
+                "loss: lexical_weight is for an encoder; a reranker can be fused with BM25"
+            )
         if self.training.varlen:
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            self.dev.check(RerankConfig, f"a reranker in training orders the candidates of others: {example}")
+            self.dev.check(
+                RerankConfig, f"a reranker in training orders the candidates of others: {example}"
+            )
         return self
 
 
@@ -179,13 +244,17 @@ def is_quantized(config: TrainConfig) -> bool:
     return config.adapter is not None and config.adapter.quantize != "none"
 
 
-def load_model(config: TrainConfig, device: torch.device, new_head: bool = True) -> Encoder | Reranker:
+def load_model(
+    config: TrainConfig, device: torch.device, new_head: bool = True
+) -> Encoder | Reranker:
     """The model that training starts from, with its adapter; new layers depend on the seed alone.
 
     Raises SkilltrainError for a reranker that lacks its head, unless that may be `new_head`.
     """
     set_seed(config.training.seed)
-    if config.adapter is None:  # float32: most of AdamW's steps are too small to change a number in bfloat16
+    if (
+        config.adapter is None
+    ):  # float32: most of AdamW's steps are too small to change a number in bfloat16
         source = config.model.model_copy(update={"precision": "float32"})
         config = config.model_copy(update={"model": source})
     if isinstance(config, TrainEncoderConfig):

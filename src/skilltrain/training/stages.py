@@ -14,7 +14,13 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from skilltrain.data.contamination import GROUNDS, BenchmarkIndex, ContaminationLimits, HeldOut, open_benchmarks
+from skilltrain.data.contamination import (
+    GROUNDS,
+    BenchmarkIndex,
+    ContaminationLimits,
+    HeldOut,
+    open_benchmarks,
+)
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.files import cache_folder
@@ -40,7 +46,12 @@ from skilltrain.training.settings import (
     load_model,
 )
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
-from skilltrain.training.training_set import ListsSource, TrainingSet, load_training_set, on_best_windows
+from skilltrain.training.training_set import (
+    ListsSource,
+    TrainingSet,
+    load_training_set,
+    on_best_windows,
+)
 
 _ADAMW_BYTES = 8  # two float32 moments a trained parameter
 _SAMPLED = 100  # batches whose tokens are counted with their padding
@@ -49,16 +60,24 @@ _TOKENS_ON_CPU = 1024  # of the timed micro-batch at most: a large layer takes s
 
 def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
     """Train and save the model; the summary counts what was trained on."""
-    accelerator = new_accelerator(config.training, is_quantized(config))  # first: it refuses what cannot work
+    accelerator = new_accelerator(
+        config.training, is_quantized(config)
+    )  # first: it refuses what cannot work
     check_fits(config)
     data = load_data(config)
     contaminated = check_held_out(config, data)
-    step = open_step(config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator))
+    step = open_step(
+        config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator)
+    )
     if share := cut_share(step):
         limit = step.model.settings.max_tokens
-        say(f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there")
+        say(
+            f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there"
+        )
     dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
-    summary: dict[str, Any] = counts_of(step) | contaminated  # before the launcher shards the weights
+    summary: dict[str, Any] = (
+        counts_of(step) | contaminated
+    )  # before the launcher shards the weights
     run = Run(out, resume, config.model_dump(mode="json"), dev)
     position, checkpoint = train(accelerator, step, config.training, run)
     summary |= {
@@ -83,7 +102,9 @@ def plan_training(config: TrainConfig) -> dict[str, Any]:
     data = load_data(config)
     check_held_out(config, data)
     # 4-bit layers are made as they load
-    step = open_step(config, data, default_device() if is_quantized(config) else torch.device("meta"))
+    step = open_step(
+        config, data, default_device() if is_quantized(config) else torch.device("meta")
+    )
     return plan_of(step, config.training)
 
 
@@ -97,17 +118,27 @@ def load_data(config: TrainConfig) -> TrainingSet:
 
 
 def open_step(
-    config: TrainConfig, data: TrainingSet, device: torch.device, token_cache: Path | None = None, sharded: bool = False
+    config: TrainConfig,
+    data: TrainingSet,
+    device: torch.device,
+    token_cache: Path | None = None,
+    sharded: bool = False,
 ) -> StepModule:
     """The model that training starts from, in the module that computes its loss on the lists of `data`."""
     model, training = load_model(config, device), config.training
     budget = training.token_budget_on(default_device())
     settings = StepSettings(
-        budget, training.recompute, token_cache=token_cache, varlen=training.varlen, is_sharded=sharded
+        budget,
+        training.recompute,
+        token_cache=token_cache,
+        varlen=training.varlen,
+        is_sharded=sharded,
     )
     if isinstance(config, TrainEncoderConfig) and isinstance(model, Encoder):
         own = {"in_batch": config.in_batch_negatives, "late_interaction": config.late_interaction}
-        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), replace(settings, **own))
+        return EncoderStep(
+            model, config.loss, on_best_windows(data, model.settings), replace(settings, **own)
+        )
     assert isinstance(config, TrainRerankerConfig) and isinstance(model, Reranker)
     return RerankerStep(model, config.loss, data, settings)
 
@@ -127,7 +158,10 @@ def check_held_out(config: TrainConfig, data: TrainingSet) -> dict[str, int]:
     if dev is not None:
         benchmark = load_benchmark(dev.benchmark, dev.split)
         fix = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
-        asked, fix = HeldOut(benchmark.name, benchmark.tasks, ()), f"choose another dev.split, or {fix}"
+        asked, fix = (
+            HeldOut(benchmark.name, benchmark.tasks, ()),
+            f"choose another dev.split, or {fix}",
+        )
         counts["num_lists_of_dev_queries"] = _num_contaminated([asked], data, source, fix)
     return counts
 
@@ -139,14 +173,22 @@ def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str 
     return f"run `{command} 'benchmarks=[{', '.join(map(str, benchmarks))}]' {limits}out=…` and train on what it writes"
 
 
-def _num_contaminated(benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str) -> int:
+def _num_contaminated(
+    benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str
+) -> int:
     """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     found = list[Dropped]()
     for one in data.lists:
-        positives = [skill_id for skill_id, counts in zip(one.skill_ids, one.is_positive, strict=True) if counts]
-        found += index.contaminations(one.query_id, one.query, chain.from_iterable(map(matches, positives)))
+        positives = [
+            skill_id
+            for skill_id, counts in zip(one.skill_ids, one.is_positive, strict=True)
+            if counts
+        ]
+        found += index.contaminations(
+            one.query_id, one.query, chain.from_iterable(map(matches, positives))
+        )
     if not found:
         return 0
     num_lists, first = len({one.query_id for one in found}), found[0]
@@ -192,14 +234,18 @@ def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
 def counts_of(step: StepModule) -> dict[str, int]:
     """How much there is to train on, and how many parameters train; before a launcher shards them."""
     lists = step.data.lists
-    sizes = {p: p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in step.parameters()}  # two 4-bit weights a byte
+    sizes = {
+        p: p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in step.parameters()
+    }  # two 4-bit weights a byte
     return {
         "num_lists": len(lists),
         "num_skills": len({skill.skill_id for skill in step.data.skills.values()}),
         "num_pairs": sum(len(one.skill_ids) for one in lists),
         "num_positives": sum(sum(one.is_positive) for one in lists),
         "num_parameters": sum(sizes.values()),
-        "num_trained_parameters": sum(size for parameter, size in sizes.items() if parameter.requires_grad),
+        "num_trained_parameters": sum(
+            size for parameter, size in sizes.items() if parameter.requires_grad
+        ),
     }
 
 
@@ -208,7 +254,9 @@ def cut_share(step: StepModule) -> float:
     most = step.model.settings.max_tokens
     longest = most - 1 if isinstance(step, EncoderStep) else most
     rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in step.data.lists]
-    return round(fmean(length > longest for row in rows for is_positive, length in row if is_positive), 4)
+    return round(
+        fmean(length > longest for row in rows for is_positive, length in row if is_positive), 4
+    )
 
 
 def planned_activations(step: StepModule, batches: Iterable[Batch], dtype: torch.dtype) -> int:
@@ -227,7 +275,10 @@ def planned_activations(step: StepModule, batches: Iterable[Batch], dtype: torch
 def held_bytes(module: nn.Module) -> float:
     """Bytes on each rank of all weights, and of the gradients and AdamW's two moments of those that train."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in [*module.parameters(), *trained])
+    weights = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in [*module.parameters(), *trained]
+    )
     held = weights + _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
     return held / (launched_ranks() if shares_state() else 1)
 
@@ -244,32 +295,54 @@ def check_fits(config: TrainConfig) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     if held > total:
         what = f"its weights, gradients and AdamW's moments take {held / GIB:.1f} GiB on each GPU"
-        lighter = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
+        lighter = (
+            "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
+        )
         fix = f"{lighter}, or share it by launch/fsdp2.yaml"
-        raise SkilltrainError(f"{what}, which has {total / GIB:.1f}", where=config.model.source, fix=fix)
+        raise SkilltrainError(
+            f"{what}, which has {total / GIB:.1f}", where=config.model.source, fix=fix
+        )
 
 
-def planned_seconds(step: StepModule, batches: Sequence[Batch], dtype: torch.dtype, device: torch.device) -> float:
+def planned_seconds(
+    step: StepModule, batches: Sequence[Batch], dtype: torch.dtype, device: torch.device
+) -> float:
     """About how long all forward and backward passes take on one process: a layer's time, times layers and tokens."""
     sample = batches[:: max(1, len(batches) // _SAMPLED)]
     slots = len(batches) * fmean(sum(step.slots(batch)) for batch in sample)
     most, budget = step.model.settings.max_tokens, step.settings.token_budget
-    length = round(fmean(min(tokens, most) for batch in sample for one in batch for tokens in step.lengths(one)))
+    length = round(
+        fmean(
+            min(tokens, most) for batch in sample for one in batch for tokens in step.lengths(one)
+        )
+    )
     num_rows = max(1, (budget if device.type == "cuda" else min(budget, _TOKENS_ON_CPU)) // length)
-    network, ids = step.model.network, torch.zeros(num_rows, length, dtype=torch.long, device=device)
-    return slots / ids.numel() * network.config.num_hidden_layers * _layer_seconds(network, ids, dtype)
+    network, ids = (
+        step.model.network,
+        torch.zeros(num_rows, length, dtype=torch.long, device=device),
+    )
+    return (
+        slots / ids.numel() * network.config.num_hidden_layers * _layer_seconds(network, ids, dtype)
+    )
 
 
 def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
     """Seconds of the network's first layer with random weights, forward and backward, on token ids [text, token]."""
-    body, count, device = copy.deepcopy(network.base_model), network.config.num_hidden_layers, ids.device.type
+    body, count, device = (
+        copy.deepcopy(network.base_model),
+        network.config.num_hidden_layers,
+        ids.device.type,
+    )
     for part in body.modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
             del part[1:]
     table = network.get_input_embeddings().weight
     body.set_input_embeddings(nn.Embedding(1, table.shape[1], dtype=table.dtype))
     body.to_empty(device=ids.device).train()
-    for tensor in (*body.parameters(), *body.buffers()):  # what memory held before may be slow to compute with
+    for tensor in (
+        *body.parameters(),
+        *body.buffers(),
+    ):  # what memory held before may be slow to compute with
         tensor.data.normal_(std=0.02) if tensor.is_floating_point() else tensor.data.zero_()
     if device == "cpu":
         train_with_onednn(body)

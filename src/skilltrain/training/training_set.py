@@ -34,16 +34,30 @@ class ListsSource(Config):
     """What to train on, and what a verdict is worth."""
 
     pool: InputPath = Field(description="folder with skills.parquet")
-    lists: InputPath | dict[InputPath, float] = Field(description="folder of lists, or {FOLDER: times an epoch}")
+    lists: InputPath | dict[InputPath, float] = Field(
+        description="folder of lists, or {FOLDER: times an epoch}"
+    )
     gains: dict[Verdict, FiniteFloat] = Field(
-        default={Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5, Verdict.IRRELEVANT: 0.0, Verdict.REJECTED: 0.0},
+        default={
+            Verdict.REQUIRED: 1.0,
+            Verdict.USEFUL: 0.5,
+            Verdict.IRRELEVANT: 0.0,
+            Verdict.REJECTED: 0.0,
+        },
         description="gain of each verdict: how far it lies from that of irrelevant counts",
     )
-    max_lists: int | None = Field(default=None, ge=1, description="use only so many first lists of each folder")
-    clusters: InputPath | None = Field(default=None, description="CLUSTERS of the pool; null: by near_duplicates")
-    held_out: InputPaths = Field(default=(), description="benchmarks whose queries and gold no list may hold")
+    max_lists: int | None = Field(
+        default=None, ge=1, description="use only so many first lists of each folder"
+    )
+    clusters: InputPath | None = Field(
+        default=None, description="CLUSTERS of the pool; null: by near_duplicates"
+    )
+    held_out: InputPaths = Field(
+        default=(), description="benchmarks whose queries and gold no list may hold"
+    )
     contamination: Literal["refuse", "allow"] = Field(
-        default="refuse", description="what to do with lists that held_out, or the queries of dev, contaminate"
+        default="refuse",
+        description="what to do with lists that held_out, or the queries of dev, contaminate",
     )
 
     @property
@@ -122,7 +136,9 @@ def load_training_set(
     clusters = made_by_first_rank(lambda: _clusters(source, skills, near_duplicates))
     lexical: dict[str, dict[str, float]] = {}
     if with_lexical:
-        lexical = made_by_first_rank(lambda: lexical_scores((one.query for one in lists), [*pool.values()]))
+        lexical = made_by_first_rank(
+            lambda: lexical_scores((one.query for one in lists), [*pool.values()])
+        )
     return TrainingSet(tuple(lists), skills, clusters, lexical)
 
 
@@ -135,7 +151,9 @@ def _check_rejections(lists: Sequence[TrainingList]) -> None:
         for skill_id, verdict in zip(one.skill_ids, one.verdicts, strict=True):
             if verdict is Verdict.REJECTED and skill_id in answers[one.query]:
                 what = f"rejects skill {skill_id!r}, which answers the same text in another list"
-                raise SkilltrainError(what, where=f"the list of query {one.query_id!r}", fix="judge the text once")
+                raise SkilltrainError(
+                    what, where=f"the list of query {one.query_id!r}", fix="judge the text once"
+                )
 
 
 def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dict[str, float]]:
@@ -147,7 +165,9 @@ def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dic
     scores: dict[str, dict[str, float]] = {}
     for text, best in open_ranker(LexicalConfig(), pool, {}).rank(queries, None, LEG_KEEP).items():
         ranking = fuse([best], [1.0], "z")
-        scores[text] = {skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]}
+        scores[text] = {
+            skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]
+        }
     return scores
 
 
@@ -159,9 +179,14 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
     if settings.chunks.windows == 1:
         return data
     shown = settings.template.skill
-    windows = {skill_id: shown.windows(skill, settings.chunks) for skill_id, skill in data.skills.items()}
+    windows = {
+        skill_id: shown.windows(skill, settings.chunks) for skill_id, skill in data.skills.items()
+    }
     texts = [shown.render(window) for of_skill in windows.values() for window in of_skill]
-    index, starts = BM25Index(texts), dict(zip(windows, starts_of([*map(len, windows.values())]), strict=False))
+    index, starts = (
+        BM25Index(texts),
+        dict(zip(windows, starts_of([*map(len, windows.values())]), strict=False)),
+    )
     skills, lists = dict(data.skills), list[TrainingList]()
     for one in track(data.lists, "choosing windows", len(data.lists)):
         scores, keys = index.scores(one.query), list[str]()
@@ -174,7 +199,9 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
     return replace(data, lists=tuple(lists), skills=skills)
 
 
-def _clusters(source: ListsSource, skills: Mapping[str, Skill], near_duplicates: float | None) -> dict[str, int]:
+def _clusters(
+    source: ListsSource, skills: Mapping[str, Skill], near_duplicates: float | None
+) -> dict[str, int]:
     """skill_id → cluster of the skills that have near-duplicates among `skills`."""
     if near_duplicates is None:
         return {}
@@ -186,25 +213,44 @@ def _clusters(source: ListsSource, skills: Mapping[str, Skill], near_duplicates:
     return {skill_id: clusters[skill_id] for skill_id in skills if sizes[clusters[skill_id]] > 1}
 
 
-def _lists_in(folder: Path, source: ListsSource, weight: float, pool: Mapping[str, Skill]) -> list[TrainingList]:
+def _lists_in(
+    folder: Path, source: ListsSource, weight: float, pool: Mapping[str, Skill]
+) -> list[TrainingList]:
     texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
     known = read_verdicts(folder)
-    worth = {verdict: gain - source.gains[Verdict.IRRELEVANT] for verdict, gain in source.gains.items()}
+    worth = {
+        verdict: gain - source.gains[Verdict.IRRELEVANT] for verdict, gain in source.gains.items()
+    }
     found = list[TrainingList]()
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
         if fault := next(_faults(row, texts, worth), None):
             raise SkilltrainError(f"the list of query {row['query_id']!r} {fault}", where=folder)
-        query_id, skill_ids, scores = row["query_id"], tuple(row["skill_ids"]), row["teacher_scores"]
+        query_id, skill_ids, scores = (
+            row["query_id"],
+            tuple(row["skill_ids"]),
+            row["teacher_scores"],
+        )
         verdicts = tuple(map(Verdict, row["verdicts"]))
         judged = [*known.get(query_id, {}).items(), *zip(skill_ids, verdicts, strict=True)]
-        positives = frozenset(skill_id for skill_id, verdict in judged if verdict in POSITIVE and worth[verdict] > 0)
-        gains, taught = tuple(worth[verdict] for verdict in verdicts), None if scores is None else tuple(scores)
-        found.append(TrainingList(query_id, texts[query_id], skill_ids, gains, positives, taught, weight, verdicts))
+        positives = frozenset(
+            skill_id for skill_id, verdict in judged if verdict in POSITIVE and worth[verdict] > 0
+        )
+        gains, taught = (
+            tuple(worth[verdict] for verdict in verdicts),
+            None if scores is None else tuple(scores),
+        )
+        found.append(
+            TrainingList(
+                query_id, texts[query_id], skill_ids, gains, positives, taught, weight, verdicts
+            )
+        )
     if not found:
         raise SkilltrainError("holds no list to train on", where=folder)
     if missing := sorted({skill_id for one in found for skill_id in one.skill_ids} - pool.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SkilltrainError(f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool)
+        raise SkilltrainError(
+            f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool
+        )
     return found
 
 
@@ -220,7 +266,9 @@ def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float])
         yield f"holds skill {Counter(skill_ids).most_common(1)[0][0]!r} twice"
     if unknown := sorted(set(verdicts) - set(Verdict)):
         yield f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
-    if any(map(math.isinf, scores or ())):  # NaN stands for a candidate that the teacher has not scored
+    if any(
+        map(math.isinf, scores or ())
+    ):  # NaN stands for a candidate that the teacher has not scored
         yield "holds an infinite teacher score"
     if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
         yield "holds no positive"

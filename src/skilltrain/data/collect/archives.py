@@ -23,9 +23,16 @@ MAX_SKILL_BYTES = 50_000_000  # a larger SKILL.md is not read
 MAX_HEADER_BYTES = 2**18  # of a tar header, which tarfile takes into memory as a whole
 _CHUNK = 2**16
 _BROKEN = (
-    zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, RuntimeError,
-    ValueError, OverflowError, OSError,
-)  # fmt: skip
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    struct.error,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+    OSError,
+)
 Member = tuple[str, int, Callable[[], Any] | None]
 """Name and declared bytes of an entry, and what opens it; None where it is no plain file."""
 
@@ -54,9 +61,13 @@ def read_skill_files(content: bytes) -> dict[str, bytes]:
                     with open_file() as file:
                         found[parts[:-1]] = file.read()
     except _BROKEN as error:
-        raise ValueError(f"cannot be unpacked: {str(error) or type(error).__name__!a:.200}") from error
+        raise ValueError(
+            f"cannot be unpacked: {str(error) or type(error).__name__!a:.200}"
+        ) from error
     if not found:
-        raise RefusalError("no_skill_file", f"holds no SKILL.md of at most {MAX_SKILL_BYTES:,} bytes")
+        raise RefusalError(
+            "no_skill_file", f"holds no SKILL.md of at most {MAX_SKILL_BYTES:,} bytes"
+        )
     depth = int(len(tops) == 1 and "" not in tops)
     return {"/".join(folder[depth:]): text for folder, text in sorted(found.items())}
 
@@ -88,10 +99,20 @@ def _members(content: bytes) -> Iterator[Member]:
 def _zip_members(content: bytes) -> Iterator[Member]:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for info in archive.infolist():
-            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                what = "encrypted" if info.flag_bits & 1 else f"compressed by method {info.compress_type}"
+            if info.flag_bits & 1 or info.compress_type not in (
+                zipfile.ZIP_STORED,
+                zipfile.ZIP_DEFLATED,
+            ):
+                what = (
+                    "encrypted"
+                    if info.flag_bits & 1
+                    else f"compressed by method {info.compress_type}"
+                )
                 raise RefusalError("unknown_format", f"{info.filename[:120]!a} is {what}")
-            is_file = not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
+            is_file = not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (
+                0,
+                stat.S_IFREG,
+            )
             yield info.filename, info.file_size, partial(archive.open, info) if is_file else None
 
 
@@ -125,5 +146,7 @@ def path_parts(name: str) -> tuple[str, ...]:
     """The folders and the file that a member's name leads through. Raises RefusalError where it leads out of them."""
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or re.match(r"[A-Za-z]:", name) or "\\" in name or ".." in parts:
-        raise RefusalError("unsafe_name", f"holds the name {name[:120]!a}, which leads out of its folder")
+        raise RefusalError(
+            "unsafe_name", f"holds the name {name[:120]!a}, which leads out of its folder"
+        )
     return parts

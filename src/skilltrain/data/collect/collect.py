@@ -35,7 +35,11 @@ from skilltrain.texts import clean_text, decode_text, one_line
 
 MAX_FAILURES_IN_ROW = 20  # before the run gives up for now
 _MAX_REASON_CHARS = 500
-_PASSING = ("failed", "forbidden", "host_not_allowed")  # refusals of which the next run may hear something else
+_PASSING = (
+    "failed",
+    "forbidden",
+    "host_not_allowed",
+)  # refusals of which the next run may hear something else
 
 
 class CollectConfig(Config):
@@ -43,7 +47,9 @@ class CollectConfig(Config):
 
     stage: Literal["collect"] = "collect"
     registry: RegistryConfig = Field(description="what is collected from")
-    state: Path = Field(description="folder that keeps all progress from run to run; one per registry")
+    state: Path = Field(
+        description="folder that keeps all progress from run to run; one per registry"
+    )
     out: Path = Field(description="folder to write skills.parquet and dropped.parquet to")
 
     @model_validator(mode="after")
@@ -63,7 +69,11 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
     token = _token(registry.token_env)
     with (
         open_state(config.state, registry.base_url) as state,
-        closing(RegistryClient(registry.base_url, registry.allow_hosts, token, registry.requests_per_second)) as client,
+        closing(
+            RegistryClient(
+                registry.base_url, registry.allow_hosts, token, registry.requests_per_second
+            )
+        ) as client,
     ):
         listed, dropped = read_listing(registry, state, client)
         num_fetched, refused = _fetch_all(listed, state, client, registry.base_url)
@@ -71,19 +81,27 @@ def run_collect(config: CollectConfig, out: Path) -> dict[str, Any]:
         gone = sorted(state.outcomes.keys() - {skill.skill_id for skill in listed})
         why = "was collected before and is no longer listed"
         dropped += [*refused, *left_out]
-        dropped += [Dropped("", one, "unlisted", why) for one in gone if not state.outcomes[one].refusal]
+        dropped += [
+            Dropped("", one, "unlisted", why) for one in gone if not state.outcomes[one].refusal
+        ]
         if not skills:
             what = f"no skill is left of {len(listed):,} listed"
             raise SkilltrainError(what, where=registry.base_url, fix=first_reason(dropped))
         write_table(skills, SKILLS, out)
         # A reason may quote a stranger: it stands on one line, without what no table can hold.
-        short = (replace(drop, reason=one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS]) for drop in dropped)
+        short = (
+            replace(drop, reason=one_line(clean_text(drop.reason))[:_MAX_REASON_CHARS])
+            for drop in dropped
+        )
         write_table(short, DROPPED, out)
         state.finish_sync()
     return {
-        "num_listed": len(listed), "num_fetched": num_fetched, "num_requests": client.num_requests,
-        "num_skills": len(skills), "num_dropped": counted(drop.filter for drop in dropped),
-    }  # fmt: skip
+        "num_listed": len(listed),
+        "num_fetched": num_fetched,
+        "num_requests": client.num_requests,
+        "num_skills": len(skills),
+        "num_dropped": counted(drop.filter for drop in dropped),
+    }
 
 
 def _token(variable: str | None) -> str:
@@ -102,7 +120,9 @@ def _fetch_all(
 
     Raises SkilltrainError after too many failures in a row: it is the registry then, not the skills.
     """
-    due = [skill for skill in listed if _is_due(skill, state.outcomes.get(skill.skill_id), state.sync)]
+    due = [
+        skill for skill in listed if _is_due(skill, state.outcomes.get(skill.skill_id), state.sync)
+    ]
     dropped: list[Dropped] = []
     num_fetched = num_failures = 0
     for skill in track(due, "collecting", len(due)):
@@ -114,7 +134,9 @@ def _fetch_all(
             dropped.append(Dropped("", skill.skill_id, error.filter, error.reason + kept))
             num_failures += error.filter == "failed"
             if num_failures == MAX_FAILURES_IN_ROW:
-                what = f"{num_failures} skills in a row could not be fetched; the last: {error.reason}"
+                what = (
+                    f"{num_failures} skills in a row could not be fetched; the last: {error.reason}"
+                )
                 fix = "what was collected is kept: run again later"
                 raise SkilltrainError(what, where=where, fix=fix) from error
             continue
@@ -138,7 +160,9 @@ def _fetch(skill: Listed, known: Outcome | None, sync: int, client: RegistryClie
     if known and known.version == skill.version:
         headers["If-None-Match"] = known.etag
     try:
-        files, given = client.fetch(skill.url, headers, partial(_read_download, digest=skill.digest))
+        files, given = client.fetch(
+            skill.url, headers, partial(_read_download, digest=skill.digest)
+        )
     except RefusalError as error:
         if error.filter in _PASSING:
             raise
@@ -159,13 +183,19 @@ def _read_download(content: bytes, digest: str) -> dict[str, str | None]:
     return {folder: decode_text(file) for folder, file in read_skill_files(content).items()}
 
 
-def _read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tuple[list[Skill], list[Dropped]]:
+def _read_skills(
+    listed: Sequence[Listed], source: str, state: SyncState
+) -> tuple[list[Skill], list[Dropped]]:
     """(the skills in order of id, what was left out).
 
     The only SKILL.md of an archive is the listed skill, wherever it lies; of several each has its path behind the id.
     """
     own, inner, dropped = list[Skill](), list[Skill](), list[Dropped]()
-    known = {one.skill_id: state.outcomes[one.skill_id] for one in listed if one.skill_id in state.outcomes}
+    known = {
+        one.skill_id: state.outcomes[one.skill_id]
+        for one in listed
+        if one.skill_id in state.outcomes
+    }
     for skill_id, outcome in known.items():
         if outcome.refusal:
             dropped.append(Dropped("", skill_id, outcome.refusal, outcome.reason))
@@ -176,6 +206,8 @@ def _read_skills(listed: Sequence[Listed], source: str, state: SyncState) -> tup
                 dropped.append(Dropped("", own_id, "not_text", "its SKILL.md is not text"))
                 continue
             name = (path or skill_id).rpartition("/")[2]
-            (own if own_id == skill_id else inner).append(parse_skill_file(text, own_id, name, source))
+            (own if own_id == skill_id else inner).append(
+                parse_skill_file(text, own_id, name, source)
+            )
     skills, repeated = merge_sources([own, inner], drop_duplicates=False)
     return sorted(skills, key=lambda skill: skill.skill_id), dropped + repeated

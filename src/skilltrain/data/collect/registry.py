@@ -50,43 +50,73 @@ Host = Annotated[str, _form(_HOST, "give a host or host:port, without scheme, pa
 class ListingKeys(Config):
     """Where a page of the listing says what; `a.b` is the key b of the object under the key a."""
 
-    items: str = Field(default="items", description="the list of skills; empty if the page is the list itself")
-    id: str = Field(default="id", min_length=1, description="what the registry calls the skill; becomes its skill_id")
-    url: str = Field(default="download_url", description="where the skill is downloaded; not read if download is set")
-    updated: str = Field(default="updated_at", description="date or version; the same one is not fetched again")
-    digest: str = Field(default="digest", description="SHA-256 of the download, checked; counts as version")
+    items: str = Field(
+        default="items", description="the list of skills; empty if the page is the list itself"
+    )
+    id: str = Field(
+        default="id",
+        min_length=1,
+        description="what the registry calls the skill; becomes its skill_id",
+    )
+    url: str = Field(
+        default="download_url",
+        description="where the skill is downloaded; not read if download is set",
+    )
+    updated: str = Field(
+        default="updated_at", description="date or version; the same one is not fetched again"
+    )
+    digest: str = Field(
+        default="digest", description="SHA-256 of the download, checked; counts as version"
+    )
 
 
 class Pages(Config):
     """?page=1, ?page=2, … until one is empty; ?offset=0, ?offset=100, … with first: 0, step: 100; or by a cursor."""
 
-    param: str = Field(default="page", min_length=1, description="the parameter that holds the number or the cursor")
+    param: str = Field(
+        default="page",
+        min_length=1,
+        description="the parameter that holds the number or the cursor",
+    )
     first: int = Field(default=1, ge=0, description="number of the first page")
     step: int = Field(default=1, ge=1, description="from one page to the next")
     cursor: str | None = Field(
-        default=None, min_length=1, description="key of the next page's cursor, empty on the last; null: numbers"
+        default=None,
+        min_length=1,
+        description="key of the next page's cursor, empty on the last; null: numbers",
     )
 
 
 class RegistryConfig(Config):
     """A registry with an HTTP listing in JSON."""
 
-    base_url: BaseUrl = Field(description="e.g. https://registry.example.org/api/v1; what follows stands below it")
+    base_url: BaseUrl = Field(
+        description="e.g. https://registry.example.org/api/v1; what follows stands below it"
+    )
     listing: str = Field(default="skills", description="path of the listing")
-    params: dict[str, str] = Field(default_factory=dict, description="parameters of each page, e.g. limit: '100'")
+    params: dict[str, str] = Field(
+        default_factory=dict, description="parameters of each page, e.g. limit: '100'"
+    )
     pages: Pages = Field(default=Pages(), description="how the next page is asked for")
     keys: ListingKeys = Field(default=ListingKeys(), description="where a page says what")
     download: str | None = Field(
-        default=None, description="path of a download with keys of the item: skills/{slug}/zip; null: keys.url"
+        default=None,
+        description="path of a download with keys of the item: skills/{slug}/zip; null: keys.url",
     )
     token_env: Variable | None = Field(
-        default=None, description="environment variable with a Bearer token, sent to the registry alone"
+        default=None,
+        description="environment variable with a Bearer token, sent to the registry alone",
     )
     allow_hosts: list[Host] = Field(
-        default_factory=list, description="host or host:port: where else downloads and redirects may lead"
+        default_factory=list,
+        description="host or host:port: where else downloads and redirects may lead",
     )
-    requests_per_second: float = Field(default=1.0, gt=0, description="retries and redirects count as requests")
-    max_skills: int = Field(default=1_000_000, ge=1, description="stop listing here; to try a registry, say 100")
+    requests_per_second: float = Field(
+        default=1.0, gt=0, description="retries and redirects count as requests"
+    )
+    max_skills: int = Field(
+        default=1_000_000, ge=1, description="stop listing here; to try a registry, say 100"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +164,24 @@ def read_listing(
         num_stale = 0 if len(skills) > num_before else num_stale + 1
         if num_stale == MAX_STALE_PAGES:
             what = f"the last {num_stale} pages list nothing new: the listing repeats itself"
-            raise SkilltrainError(what, where=place, fix="set registry.pages to what the registry speaks")
+            raise SkilltrainError(
+                what, where=place, fix="set registry.pages to what the registry speaks"
+            )
         if len(skills) >= registry.max_skills:
             break
     return [skills[skill_id] for skill_id in sorted(skills)], dropped
 
 
-def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -> Iterator[tuple[str, list[Any]]]:
+def _pages(
+    registry: RegistryConfig, state: SyncState, client: RegistryClient
+) -> Iterator[tuple[str, list[Any]]]:
     """(where it stands, its entries) for each page; a page is kept in `state` as soon as the next one is wanted."""
     pages, start = registry.pages, join_url(registry.base_url, registry.listing)
     position: int | str | None = pages.first if pages.cursor is None else None
     for number in itertools.count(1):
-        params = registry.params if position is None else {**registry.params, pages.param: str(position)}
+        params = (
+            registry.params if position is None else {**registry.params, pages.param: str(position)}
+        )
         url, place = str(httpx2.URL(start).copy_merge_params(params)), f"page {number} of {start}"
         page = state.pages.get(url)
         if is_new := page is None:
@@ -154,14 +190,24 @@ def _pages(registry: RegistryConfig, state: SyncState, client: RegistryClient) -
             except RefusalError as error:
                 if number > 1 and pages.cursor is None and error.status == 404:
                     return  # some registries have no page behind the last
-                fix = "check registry.base_url and listing" if number == 1 else "the pages before are kept: run again"
+                fix = (
+                    "check registry.base_url and listing"
+                    if number == 1
+                    else "the pages before are kept: run again"
+                )
                 if number > 1 and pages.cursor and error.status is not None:
                     state.forget_pages()  # a registry may have forgotten a cursor
                     fix = "run again to read the listing anew"
-                raise SkilltrainError(f"cannot be fetched: {error.reason}", where=place, fix=fix) from error
+                raise SkilltrainError(
+                    f"cannot be fetched: {error.reason}", where=place, fix=fix
+                ) from error
         items = value_at(page, registry.keys.items)
         if not isinstance(items, list):
-            kind = f"an object with the keys {_names(page)}" if isinstance(page, dict) else f"a {type(page).__name__}"
+            kind = (
+                f"an object with the keys {_names(page)}"
+                if isinstance(page, dict)
+                else f"a {type(page).__name__}"
+            )
             what = f"the answer holds no list under {registry.keys.items!r}; it is {kind}"
             raise SkilltrainError(what, where=place, fix="set registry.keys.items")
         yield place, items
@@ -199,12 +245,20 @@ def _read_item(registry: RegistryConfig, item: Any, place: str) -> Listed | Drop
     keys = registry.keys
     if not isinstance(item, dict):
         return Dropped("", "", "not_json", f"{place} is a {type(item).__name__}, not an object")
-    skill_id, updated, digest = (one_line(_text(value_at(item, key))) for key in (keys.id, keys.updated, keys.digest))
-    if not skill_id or skill_id != str(value_at(item, keys.id)):  # with line breaks, say, or control characters
-        return Dropped("", "", "no_id", f"{place} has no usable {keys.id} among its keys {_names(item)}")
+    skill_id, updated, digest = (
+        one_line(_text(value_at(item, key))) for key in (keys.id, keys.updated, keys.digest)
+    )
+    if not skill_id or skill_id != str(
+        value_at(item, keys.id)
+    ):  # with line breaks, say, or control characters
+        return Dropped(
+            "", "", "no_id", f"{place} has no usable {keys.id} among its keys {_names(item)}"
+        )
     if not (url := _download_url(registry, item)):
         need = registry.download or keys.url
-        return Dropped("", skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}")
+        return Dropped(
+            "", skill_id, "no_url", f"{place} has no usable {need} among its keys {_names(item)}"
+        )
     return Listed(skill_id, f"{updated} {digest}".strip(), digest, url)
 
 
@@ -216,7 +270,10 @@ def _download_url(registry: RegistryConfig, item: Mapping[str, Any]) -> str:
     values = {key: _text(value_at(item, key)) for key in _BRACED.findall(registry.download)}
     if any(value in ("", ".", "..") for value in values.values()):
         return ""
-    return join_url(registry.base_url, _BRACED.sub(lambda key: quote(values[key[1]], safe=""), registry.download))
+    return join_url(
+        registry.base_url,
+        _BRACED.sub(lambda key: quote(values[key[1]], safe=""), registry.download),
+    )
 
 
 def value_at(value: Any, key: str) -> Any:

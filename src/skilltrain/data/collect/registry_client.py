@@ -20,7 +20,10 @@ from skilltrain.version import __version__
 
 # Pace, patience and size are SkillFlow's (appendix A.1).
 ATTEMPTS = 3  # of a request, on timeouts, 408, 429 and 5xx
-MIN_BACKOFF, MAX_BACKOFF = 1.0, 10.0  # seconds before the second try, doubled before each next, up to this
+MIN_BACKOFF, MAX_BACKOFF = (
+    1.0,
+    10.0,
+)  # seconds before the second try, doubled before each next, up to this
 TIMEOUT = 30.0  # seconds without a byte
 MAX_BYTES = 50_000_000  # of a download or a page, which is held in memory
 MAX_REDIRECTS = 5
@@ -36,9 +39,15 @@ Answer = tuple[Any, httpx2.Headers]
 class RegistryClient:
     """One registry, asked one request at a time; close it in the end."""
 
-    def __init__(self, base_url: str, allow_hosts: Sequence[str], token: str, requests_per_second: float) -> None:
+    def __init__(
+        self, base_url: str, allow_hosts: Sequence[str], token: str, requests_per_second: float
+    ) -> None:
         self._home = scheme, host, port = _origin(httpx2.URL(base_url))
-        named = {_origin(httpx2.URL(f"{scheme}://{host}")) for host in allow_hosts for scheme in _DEFAULT_PORTS}
+        named = {
+            _origin(httpx2.URL(f"{scheme}://{host}"))
+            for host in allow_hosts
+            for scheme in _DEFAULT_PORTS
+        }
         upgrade = {("https", host, 443)} if (scheme, port) == ("http", 80) else set()
         self._allowed = {self._home, *named, *upgrade}
         self._token, self._seconds_apart = token, 1 / requests_per_second
@@ -65,7 +74,9 @@ class RegistryClient:
         try:
             return retrying(self._ask, url, headers, read)
         except (ValueError, httpx2.HTTPError) as error:
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            what = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
             raise RefusalError("failed", f"{what} (tried {ATTEMPTS} times)") from error
 
     def _checked(self, url: str) -> httpx2.URL:
@@ -110,7 +121,9 @@ class RegistryClient:
         if status == 304 and "if-none-match" in response.request.headers:
             return None, response.headers
         retry_after = response.headers.get("retry-after", "").strip()
-        if status in _PASSING or status >= 500 or (status == 403 and retry_after):  # GitHub's 403 may pass, too
+        if (
+            status in _PASSING or status >= 500 or (status == 403 and retry_after)
+        ):  # GitHub's 403 may pass, too
             seconds = _seconds(retry_after)
             if seconds > MAX_WAIT:
                 what = f"the registry asks to wait {seconds:,.0f} seconds (HTTP {status})"

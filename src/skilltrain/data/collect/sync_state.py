@@ -38,16 +38,22 @@ class SyncState:
     def __init__(self, folder: Path, database: sqlite3.Connection, base_url: str) -> None:
         self._run = database.execute
         self._run("PRAGMA journal_mode = WAL")
-        self._run("CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, value TEXT, PRIMARY KEY (kind, name))")
+        self._run(
+            "CREATE TABLE IF NOT EXISTS facts (kind TEXT, name TEXT, value TEXT, PRIMARY KEY (kind, name))"
+        )
         kept = self._read("sync") or {base_url: 1}
         [(self._home, self.sync)] = kept.items()
         if self._home != base_url:
             raise SkilltrainError(
-                f"holds what was collected from {self._home}", where=folder, fix="set another state=…"
+                f"holds what was collected from {self._home}",
+                where=folder,
+                fix="set another state=…",
             )
         self._keep("sync", base_url, self.sync)
         self.pages = self._read("page")
-        self.outcomes = {skill_id: Outcome(**value) for skill_id, value in self._read("skill").items()}
+        self.outcomes = {
+            skill_id: Outcome(**value) for skill_id, value in self._read("skill").items()
+        }
 
     def _read(self, kind: str) -> dict[str, Any]:
         rows = self._run("SELECT name, value FROM facts WHERE kind = ?", [kind])
@@ -86,4 +92,6 @@ def open_state(folder: Path, base_url: str) -> Iterator[SyncState]:
                 yield SyncState(folder, database, base_url)
         except sqlite3.Error as error:  # no database, one of another program, or a full disk
             what = f"cannot be read or written as the state of a collector: {error}"
-            raise SkilltrainError(what, where=folder / DATABASE, fix="free some space, or delete it") from error
+            raise SkilltrainError(
+                what, where=folder / DATABASE, fix="free some space, or delete it"
+            ) from error

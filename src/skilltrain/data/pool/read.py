@@ -11,7 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skilltrain.data.pool.skill_file import BODY_COLUMNS, COLUMNS, ID_COLUMNS, parse_skill_file, skill_from_row
+from skilltrain.data.pool.skill_file import (
+    BODY_COLUMNS,
+    COLUMNS,
+    ID_COLUMNS,
+    parse_skill_file,
+    skill_from_row,
+)
 from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import BROKEN_LINES, json_object, numbered_lines
@@ -39,16 +45,22 @@ def read_pool(path: Path | str) -> list[Skill]:
     sources, dropped = read_sources([path])
     skills, repeated = merge_sources(sources, drop_duplicates=False)
     if dropped := [drop for drop in dropped + repeated if drop.filter != CUT]:
-        why = ", ".join(f"{name} {num}" for name, num in counted(drop.filter for drop in dropped).items())
+        why = ", ".join(
+            f"{name} {num}" for name, num in counted(drop.filter for drop in dropped).items()
+        )
         num_all = len(skills) + len(dropped)
-        say(f"{path}: {len(dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them")
+        say(
+            f"{path}: {len(dropped)} of {num_all} left out ({why}); `skilltrain pool sources={path}` lists them"
+        )
     return skills
 
 
 def skill_file(pool: Path, skill_id: str) -> Path | None:
     """The SKILL.md of a skill, below `pool` or a source that the run in `pool` read; None if it is gone."""
     sources = record_of(pool).get("recipe", {}).get("sources", ())
-    return find_skill_file([pool, *(Path(source) for source in sources if isinstance(source, str))], skill_id)
+    return find_skill_file(
+        [pool, *(Path(source) for source in sources if isinstance(source, str))], skill_id
+    )
 
 
 def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
@@ -68,7 +80,9 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
     faults = [one.reason for one in found if isinstance(one, Dropped)]
     if faults or not found:
         raise SkilltrainError(faults[0] if faults else "there is no skill", where="pool")
-    return merge_sources([[_with_lang(one) for one in found if isinstance(one, Skill)]], drop_duplicates=False)[0]
+    return merge_sources(
+        [[_with_lang(one) for one in found if isinstance(one, Skill)]], drop_duplicates=False
+    )[0]
 
 
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
@@ -88,7 +102,9 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
         read.append(skills)
         dropped += [replace(drop, source=clean_text(str(source))) for drop in refused]
         if not skills and len(sources) > 1:
-            say(f"warning: the source {source} gives no skill ({first_reason(refused) or 'it is empty'})")
+            say(
+                f"warning: the source {source} gives no skill ({first_reason(refused) or 'it is empty'})"
+            )
     if not any(read):
         what = f"no skill is left of {len(sources)} source(s)"
         raise SkilltrainError(what, where=sources[0], fix=first_reason(dropped))
@@ -105,7 +121,9 @@ def first_reason(dropped: Sequence[Dropped]) -> str:
     return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
 
 
-def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> tuple[list[Skill], list[Dropped]]:
+def merge_sources(
+    sources: Sequence[Sequence[Skill]], drop_duplicates: bool
+) -> tuple[list[Skill], list[Dropped]]:
     """(the skills of all sources under unique ids, duplicates), source after source, those of one in order of id.
 
     The same id with the same name and body is one skill. With another content the later skill is called `~2`, `~3`,
@@ -114,7 +132,9 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
     given = {skill.skill_id for skills in sources for skill in skills}
     first_with, seen, last_suffix = dict[bytes, str](), set[tuple[str, bytes]](), Counter[str]()
     kept, dropped = dict[str, Skill](), list[Dropped]()
-    for skill in (skill for skills in sources for skill in sorted(skills, key=lambda skill: skill.skill_id)):
+    for skill in (
+        skill for skills in sources for skill in sorted(skills, key=lambda skill: skill.skill_id)
+    ):
         own_id, content = skill.skill_id, _content_digest(skill)
         first = first_with.get(content)
         if first is not None and (drop_duplicates or (own_id, content) in seen):
@@ -133,7 +153,9 @@ def merge_sources(sources: Sequence[Sequence[Skill]], drop_duplicates: bool) -> 
 
 def _content_digest(skill: Skill) -> bytes:
     """16 bytes, equal for skills whose name and body (of a tool: description) differ in case and white space only."""
-    parts = (" ".join(part.casefold().split()) for part in (skill.name, skill.body or skill.description))
+    parts = (
+        " ".join(part.casefold().split()) for part in (skill.name, skill.body or skill.description)
+    )
     return hashlib.blake2b("\x00".join(parts).encode(), digest_size=16).digest()
 
 
@@ -163,11 +185,15 @@ def read_source(source: Path | str) -> Found:
 def _read_folder(root: Path) -> Found:
     """A SKILLS table, else all SKILL.md files, else all shards of a folder; it is said what else is there."""
     table = table_path(root, SKILLS)
-    if table.is_file() and (root / RUN_FILE).is_file():  # written by a stage: all else there was made beside the table
+    if (
+        table.is_file() and (root / RUN_FILE).is_file()
+    ):  # written by a stage: all else there was made beside the table
         yield from _read_parquet(table)
         return
     skill_files, shards, refused = _walk(root)
-    own_folders = {file.parent for file in skill_files} - {root}  # what lies in one is part of that skill
+    own_folders = {file.parent for file in skill_files} - {
+        root
+    }  # what lies in one is part of that skill
     unread = [file for file in shards if file != table and own_folders.isdisjoint(file.parents)]
     if table.is_file():
         yield from _read_parquet(table)
@@ -183,12 +209,19 @@ def _read_folder(root: Path) -> Found:
         raise SkilltrainError("holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file", where=root)
     if unread:
         first = _place(unread[0], root)
-        say(f"{root}: {len(unread)} other files with skills are not read, the first {first}; name them as sources")
+        say(
+            f"{root}: {len(unread)} other files with skills are not read, the first {first}; name them as sources"
+        )
 
 
 def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
     """(SKILL.md files, shards, what could not be entered) below `root`; links that lead out are not followed."""
-    skill_files, shards, refused, errors = list[Path](), list[Path](), list[Dropped](), list[OSError]()
+    skill_files, shards, refused, errors = (
+        list[Path](),
+        list[Path](),
+        list[Dropped](),
+        list[OSError](),
+    )
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
         for path in sorted(Path(folder, name) for name in (*folder_names, *file_names)):
             is_folder, name = path.name in folder_names, path.name.lower()
@@ -200,7 +233,9 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
                 refused.append(Dropped("", "", "link", reason))
             elif not is_folder:
                 (skill_files if name == "skill.md" else shards).append(path)
-    refused += [Dropped("", "", "unreadable", clean_text(f"{e.filename}: {e.strerror}")) for e in errors]
+    refused += [
+        Dropped("", "", "unreadable", clean_text(f"{e.filename}: {e.strerror}")) for e in errors
+    ]
     return sorted(skill_files), sorted(shards), refused
 
 
@@ -250,7 +285,9 @@ def _read_jsonl(path: Path) -> Found:
     except BROKEN_LINES as error:
         if not number:
             raise SkilltrainError(f"cannot be read: {reason_of(error)}", where=path) from error
-        yield Dropped("", "", "unreadable", f"{name} breaks off after line {number}: {reason_of(error)}")
+        yield Dropped(
+            "", "", "unreadable", f"{name} breaks off after line {number}: {reason_of(error)}"
+        )
 
 
 def _read_parquet(path: Path) -> Found:
@@ -260,7 +297,9 @@ def _read_parquet(path: Path) -> Found:
             columns = _known_columns(file.schema_arrow.names, path)
             batches = file.iter_batches(batch_size=_ROWS, columns=columns)
             rows = enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-            yield from (skill_from_row(row, f"{place}, row {number}", source) for number, row in rows)
+            yield from (
+                skill_from_row(row, f"{place}, row {number}", source) for number, row in rows
+            )
     except (pa.ArrowException, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=path) from error
 
@@ -269,7 +308,9 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     """Those of `names` that tell of a skill. Raises SkilltrainError without a body or description, or an id or name."""
     if {*ID_COLUMNS, "name"}.isdisjoint(names) or {*BODY_COLUMNS, "description"}.isdisjoint(names):
         need = "skill_id or name, and body, content or skill_md (or description alone: tools)"
-        raise SkilltrainError(f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}", where=where)
+        raise SkilltrainError(
+            f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}", where=where
+        )
     return [name for name in COLUMNS if name in names]
 
 
@@ -290,4 +331,6 @@ def _read_dataset(reference: str) -> Found:
         raise SkilltrainError(what, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT")
     rows = splits[chosen].select_columns(_known_columns(splits[chosen].column_names, where))
     source = Path(name).name if Path(name).exists() else name
-    return (skill_from_row(row, f"{where}, row {number}", source) for number, row in enumerate(rows, 1))
+    return (
+        skill_from_row(row, f"{where}, row {number}", source) for number, row in enumerate(rows, 1)
+    )

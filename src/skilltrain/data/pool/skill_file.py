@@ -16,7 +16,16 @@ MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 MAX_ITEMS = 256  # of a list that becomes a text: by YAML aliases a small file says a long text thousands of times
 ID_COLUMNS = ("skill_id", "id")
 BODY_COLUMNS = ("body", "content", "skill_md")
-COLUMNS = (*ID_COLUMNS, "name", "description", *BODY_COLUMNS, "category", "lang", "source", "license")
+COLUMNS = (
+    *ID_COLUMNS,
+    "name",
+    "description",
+    *BODY_COLUMNS,
+    "category",
+    "lang",
+    "source",
+    "license",
+)
 
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
@@ -33,7 +42,10 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
     """The skill in a SKILL.md; `fallback_name` and the first paragraph stand in for a missing name and description."""
     fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
-    said = {key: one_line(as_text(fields.get(key))) for key in ("name", "description", "category", "lang", "license")}
+    said = {
+        key: one_line(as_text(fields.get(key)))
+        for key in ("name", "description", "category", "lang", "license")
+    }
     lang = said["lang"].lower()[:2]
     return Skill(
         skill_id,
@@ -87,7 +99,9 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
-        items = (item[:MAX_HEADER_CHARS] if isinstance(item, str) else item for item in value[:MAX_ITEMS])
+        items = (
+            item[:MAX_HEADER_CHARS] if isinstance(item, str) else item for item in value[:MAX_ITEMS]
+        )
         parts = (as_text(item) for item in items if not isinstance(item, list))
         return ", ".join(part for part in parts if part)[:MAX_HEADER_CHARS]
     is_no_number = isinstance(value, float) and not math.isfinite(value)
@@ -106,7 +120,9 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     closing = _CLOSING.search(text, opening.end()) if opening else None
     if not opening or not closing:
         return {}, text
-    header = _CONTROL.sub("", text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2))
+    header = _CONTROL.sub(
+        "", text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
+    )
     fields = _read_yaml(header)
     if fields is None:
         fields = {} if _SECTION.search(header) else _read_lines(header.split("\n"))
@@ -121,7 +137,9 @@ def _read_yaml(header: str) -> dict[str, Any] | None:
         value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
-    return {str(key).lower(): item for key, item in value.items()} if isinstance(value, dict) else None
+    return (
+        {str(key).lower(): item for key, item in value.items()} if isinstance(value, dict) else None
+    )
 
 
 def _read_lines(lines: list[str]) -> dict[str, Any]:
@@ -150,16 +168,24 @@ def _join(values: list[str]) -> str:
     if values[0] in _NO_PLAIN_VALUE:
         values = values[1:]
     text = " ".join(value.removeprefix("- ") for value in values).strip()
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
+    quoted = (
+        len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
+    )
     return text[1:-1] if quoted else text
 
 
 def first_paragraph(body: str) -> str:
     """The first paragraph of prose in Markdown on one line, cut to 1,000 characters; empty if there is none."""
-    without_code = re.sub(r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", "", body, flags=re.MULTILINE | re.DOTALL)
+    without_code = re.sub(
+        r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", "", body, flags=re.MULTILINE | re.DOTALL
+    )
     for block in re.split(r"\n[ \t]*\n", without_code):
         lines = [line.strip().removeprefix("> ").removeprefix("- ") for line in block.split("\n")]
-        prose = [line for line in lines if line and not line.startswith(("#", "<", "|", "---", "===", "![", "[!["))]
+        prose = [
+            line
+            for line in lines
+            if line and not line.startswith(("#", "<", "|", "---", "===", "![", "[!["))
+        ]
         if prose:
             return one_line(" ".join(prose))[:MAX_DESCRIPTION_CHARS]
     return ""

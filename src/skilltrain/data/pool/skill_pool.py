@@ -29,23 +29,36 @@ class PoolConfig(Config):
 
     stage: Literal["pool"] = "pool"
     sources: list[InputPath | str] = Field(
-        min_length=1, description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, hf:NAME[:split]"
+        min_length=1,
+        description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, hf:NAME[:split]",
     )
-    drop_duplicates: bool = Field(default=True, description="keep one of the skills with the same name and body")
+    drop_duplicates: bool = Field(
+        default=True, description="keep one of the skills with the same name and body"
+    )
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
-        default="keep", description="of skills without one: none, or the nearest of the taxonomy or of other skills"
+        default="keep",
+        description="of skills without one: none, or the nearest of the taxonomy or of other skills",
     )
-    taxonomy: InputPath | None = Field(default=None, description="YAML list of name and description; else our own")
-    encoder: EncoderSource | None = Field(default=None, description="the encoder that finds the nearest category")
+    taxonomy: InputPath | None = Field(
+        default=None, description="YAML list of name and description; else our own"
+    )
+    encoder: EncoderSource | None = Field(
+        default=None, description="the encoder that finds the nearest category"
+    )
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who screens the skills")
-    out: Path = Field(description="folder to write skills.parquet, dropped.parquet and flags.parquet to")
+    out: Path = Field(
+        description="folder to write skills.parquet, dropped.parquet and flags.parquet to"
+    )
 
     @field_validator("sources", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A single source as a list of one; what does not start with `hf:` as a path."""
         sources = value if isinstance(value, list | tuple) else [value]
-        return [Path(one) if isinstance(one, str) and not one.startswith(HF_PREFIX) else one for one in sources]
+        return [
+            Path(one) if isinstance(one, str) and not one.startswith(HF_PREFIX) else one
+            for one in sources
+        ]
 
     @model_validator(mode="before")
     @classmethod
@@ -57,9 +70,13 @@ class PoolConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> "PoolConfig":
         if (self.categories == "keep") != (self.encoder is None):
-            raise ValueError("categories: taxonomy and from_pool need a section encoder, which keep does not use")
+            raise ValueError(
+                "categories: taxonomy and from_pool need a section encoder, which keep does not use"
+            )
         if self.categories != "taxonomy" and self.taxonomy is not None:
-            raise ValueError(f"taxonomy has no effect with categories: {self.categories}; set categories: taxonomy")
+            raise ValueError(
+                f"taxonomy has no effect with categories: {self.categories}; set categories: taxonomy"
+            )
         return self
 
 
@@ -73,13 +90,19 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     merged, repeated = merge_sources(sources, config.drop_duplicates)
     dropped += repeated
     skills = _fill_categories(merged, config)
-    num_own, num_known = (sum(skill.category is not None for skill in some) for some in (merged, skills))
+    num_own, num_known = (
+        sum(skill.category is not None for skill in some) for some in (merged, skills)
+    )
     if not num_known:
-        say("warning: no skill has a category, so mining will find no taxonomy negatives; "
-            "give an encoder: encoder.source=…")  # fmt: skip
+        say(
+            "warning: no skill has a category, so mining will find no taxonomy negatives; "
+            "give an encoder: encoder.source=…"
+        )
     places = [source for source in config.sources if isinstance(source, Path) and source.is_dir()]
     files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
-    flags = screen_pool(skills, config.workers, {own: file.parent for own, file in files.items() if file})
+    flags = screen_pool(
+        skills, config.workers, {own: file.parent for own, file in files.items() if file}
+    )
     write_table(skills, SKILLS, out)
     write_flags(flags, out)
     write_table(dropped, DROPPED, out)
@@ -97,7 +120,9 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         "num_categories": len({skill.category for skill in skills} - {None}),
         "description_words": audit([skill.description for skill in skills]),
         "num_flagged_skills": len(flags),
-        "num_flagged": counted(rule for found in flags.values() for rule in {flag.rule for flag in found}),
+        "num_flagged": counted(
+            rule for found in flags.values() for rule in {flag.rule for flag in found}
+        ),
     }
 
 
@@ -122,12 +147,20 @@ def _fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Sk
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
-        vectors = encoder.encode_skills([Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy])
+        vectors = encoder.encode_skills(
+            [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy]
+        )
     else:
-        names, vectors = mean_vectors(encoder.encode_skills(members), [skill.category or "" for skill in members])
-    nearest = (encoder.encode_skills(without) @ vectors.T).argmax(axis=1)  # ties go to the earlier category
+        names, vectors = mean_vectors(
+            encoder.encode_skills(members), [skill.category or "" for skill in members]
+        )
+    nearest = (encoder.encode_skills(without) @ vectors.T).argmax(
+        axis=1
+    )  # ties go to the earlier category
     given = iter(nearest.tolist())
-    return [replace(one, category=names[next(given)]) if one.category is None else one for one in skills]
+    return [
+        replace(one, category=names[next(given)]) if one.category is None else one for one in skills
+    ]
 
 
 Line = Annotated[str, AfterValidator(one_line), Field(pattern=r"\S")]
@@ -148,7 +181,9 @@ class Taxonomy(Config):
 
 def load_taxonomy(path: Path) -> list[Category]:
     """The categories of a YAML file, in order. Raises SkilltrainError for a wrong entry or a name that stands twice."""
-    taxonomy = validate(Taxonomy, {"entries": parse_yaml(path.read_text(encoding="utf-8-sig"), path)}, path).entries
+    taxonomy = validate(
+        Taxonomy, {"entries": parse_yaml(path.read_text(encoding="utf-8-sig"), path)}, path
+    ).entries
     names = [category.name for category in taxonomy]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise SkilltrainError(f"category '{repeated}' appears twice", where=path)

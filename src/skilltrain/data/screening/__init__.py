@@ -39,7 +39,9 @@ def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
 
 def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
     """As `screen`, of files that are read already."""
-    texts = [(field, getattr(skill, field)) for field in FIELDS] + [(file.field, file.text) for file in files]
+    texts = [(field, getattr(skill, field)) for field in FIELDS] + [
+        (file.field, file.text) for file in files
+    ]
     readings = (read_text(text, field, skill) for field, text in texts)
     found = (flag for reading in readings for rule in RULES for flag in _find(rule, reading))
     # Names of files that are shown alike may hold the same.
@@ -48,7 +50,11 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
 
 def _find(rule: Rule, reading: Reading) -> Iterable[Flag]:
     """The first finds of a rule in a text; they do not overlap."""
-    places = {span for find in rule.tried_in(reading.kind) for span in islice(find.places(reading), 10 * MAX_FLAGS)}
+    places = {
+        span
+        for find in rule.tried_in(reading.kind)
+        for span in islice(find.places(reading), 10 * MAX_FLAGS)
+    }
     done = 0
     for start, end in islice(sorted(places, key=lambda span: (span[0], -span[1])), MAX_FLAGS):
         if start >= done:
@@ -74,7 +80,11 @@ def _screen_block(pairs: Sequence[tuple[Skill, Path | None]]) -> list[list[Flag]
 
 def write_flags(flags: Mapping[str, Sequence[Flag]], path: Path) -> Path:
     """Write a FLAGS table, empty where nothing was found: the table says that the pool was screened."""
-    rows = ({"skill_id": skill_id, **asdict(flag)} for skill_id, found in flags.items() for flag in found)
+    rows = (
+        {"skill_id": skill_id, **asdict(flag)}
+        for skill_id, found in flags.items()
+        for flag in found
+    )
     return write_table(rows, FLAGS, path)
 
 
@@ -93,5 +103,7 @@ def flags_to_leave_out(pool_path: Path) -> dict[str, list[Flag]]:
     """As `read_flags`, for who leaves flagged skills out: a pool that was never screened has none, and it is said."""
     flags = read_flags(pool_path)
     if flags is None:
-        say(f"warning: {pool_path} was never screened, so no skill is left out; `skilltrain pool` screens")
+        say(
+            f"warning: {pool_path} was never screened, so no skill is left out; `skilltrain pool` screens"
+        )
     return flags or {}

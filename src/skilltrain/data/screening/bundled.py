@@ -9,7 +9,10 @@ from pathlib import Path
 from skilltrain.texts import clean_text, decode_text, printable
 
 SKILL_FILE = "SKILL.md"
-MAX_FILES, MAX_BYTES = 500, 4 * 2**20  # of one skill; what lies beyond is neither screened nor handed on
+MAX_FILES, MAX_BYTES = (
+    500,
+    4 * 2**20,
+)  # of one skill; what lies beyond is neither screened nor handed on
 _NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
 _NO_TEXT = re.compile(rb"[^\t\n -~]+")
 
@@ -31,7 +34,9 @@ class BundledFile:
     def text(self) -> str:
         """The text of the file; where it is no text, the letters in it: a shell would run them all the same."""
         text = decode_text(self.content)
-        return clean_text(text if text is not None else _NO_TEXT.sub(b"\n", self.content).decode("ascii"))
+        return clean_text(
+            text if text is not None else _NO_TEXT.sub(b"\n", self.content).decode("ascii")
+        )
 
 
 def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
@@ -65,7 +70,13 @@ def _paths(folder: Path, hidden: bool) -> Iterator[Path]:
         inside = Path(place).relative_to(folder).parts
         is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
         # Of a folder that nobody may enter `exists` would raise.
-        kept = (name for name in folders if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE)))
+        kept = (
+            name
+            for name in folders
+            if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE))
+        )
         folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
-        wanted = (name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git)
+        wanted = (
+            name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git
+        )
         yield from (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)

@@ -26,7 +26,9 @@ def stuffed(reading: Reading) -> Spans:
     foreign = [found for found in items if found["item"].isascii() and found["item"] not in body]
     is_list = len(items) >= 30 and len(foreign) >= _MOST_FOREIGN * len(items)
     words = re.findall(r"[a-z]{4,20}", plain if plain.isascii() else "")
-    word, count = Counter(word.rstrip("s") for word in words).most_common(1)[0] if words else ("", 0)
+    word, count = (
+        Counter(word.rstrip("s") for word in words).most_common(1)[0] if words else ("", 0)
+    )
     is_repeated = count >= 8 and count > 0.5 * len(words)
     if not (is_list or is_repeated) or language_of(plain) != language_of(body):
         return
@@ -58,7 +60,10 @@ def _is_hidden(text: str, found: re.Match[str]) -> bool:
     """Whether a run of such characters is none of the legitimate uses."""
     run, start, end = found[0], found.start(), found.end()
     if found.lastgroup == "joiner":
-        plain = all(_is_plain_letter(letter) for letter in (text[max(0, start - 1) : start], text[end : end + 1]))
+        plain = all(
+            _is_plain_letter(letter)
+            for letter in (text[max(0, start - 1) : start], text[end : end + 1])
+        )
         return len(run) > _MOST_JOINERS or plain
     if found.lastgroup == "direction":
         line_start = max(text.rfind("\n", max(0, start - 400), start), start - 400, 0)
@@ -72,7 +77,9 @@ def _is_plain_letter(letter: str) -> bool:
     """Whether a letter belongs to a script that writes its words without joiners."""
     if not letter or not letter.isalnum():
         return False
-    return letter.isascii() or unicodedata.name(letter, "").startswith(("LATIN", "GREEK", "CYRILLIC"))
+    return letter.isascii() or unicodedata.name(letter, "").startswith(
+        ("LATIN", "GREEK", "CYRILLIC")
+    )
 
 
 def disguised_words(reading: Reading) -> Spans:

@@ -15,10 +15,14 @@ from skilltrain.data.screening.rules import Spans, expand
 from skilltrain.data.screening.unfold import from_base64
 
 _DECODED_TO_SHELL = re.compile(
-    expand(r"<DECODER>(?P<rest>[^\n|;&]{0,160}(?:\|(?!\s{0,4}<SHELL>)[^\n|;&]{0,80}){0,3}<PIPE><SHELL>)?"), re.ASCII
+    expand(
+        r"<DECODER>(?P<rest>[^\n|;&]{0,160}(?:\|(?!\s{0,4}<SHELL>)[^\n|;&]{0,80}){0,3}<PIPE><SHELL>)?"
+    ),
+    re.ASCII,
 )
 _SUBSTITUTION = re.compile(
-    r"\b(?:eval\(?|exec\(?|source|(?:ba|z|da|k)?sh)\s{0,3}(?:-\w{1,3}\s{1,3}){0,2}[\"'<\s]{0,4}(?:\$\(|`|<\()", re.ASCII
+    r"\b(?:eval\(?|exec\(?|source|(?:ba|z|da|k)?sh)\s{0,3}(?:-\w{1,3}\s{1,3}){0,2}[\"'<\s]{0,4}(?:\$\(|`|<\()",
+    re.ASCII,
 )
 _PAYLOAD = re.compile(expand("<PAYLOAD>"), re.ASCII)
 _OPERAND = re.compile(r"\s{0,3}<{0,3}\s{0,3}[\"'$]?[\w./~{-]{0,80}[\w}]")
@@ -30,11 +34,15 @@ def piped_through_decoder(reading: Reading) -> Spans:
     """Commands whose decoded output goes to a shell, from where the payload comes from."""
     plain, done = reading.plain, 0
     for found in _DECODED_TO_SHELL.finditer(plain):
-        begin = max(done, plain.rfind("\n", done, found.start()) + 1, found.start() - _LONGEST_PAYLOAD)
+        begin = max(
+            done, plain.rfind("\n", done, found.start()) + 1, found.start() - _LONGEST_PAYLOAD
+        )
         before = plain[begin : found.start()]
         done = found.end()
         substituted = _SUBSTITUTION.search(before)
-        if found["rest"] is None and (substituted is None or re.match(r"\s{0,3}>", plain[done : done + 4])):
+        if found["rest"] is None and (
+            substituted is None or re.match(r"\s{0,3}>", plain[done : done + 4])
+        ):
             continue
         rest = plain[found.start() : found.end() + (0 if found["rest"] else 100)]
         source = before.rstrip(" \\|")
@@ -64,7 +72,10 @@ def encoded_commands(reading: Reading) -> Spans:
     if _SHIFTED.search(reading.plain):
         yield from (one.span() for one in _COMMAND.finditer(codecs.encode(text, "rot13")))
     if _TURNED.search(reading.plain):
-        yield from ((len(text) - one.end(), len(text) - one.start()) for one in _COMMAND.finditer(text[::-1]))
+        yield from (
+            (len(text) - one.end(), len(text) - one.start())
+            for one in _COMMAND.finditer(text[::-1])
+        )
 
 
 def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
@@ -87,7 +98,9 @@ def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
 
 
 _TORN = re.compile(expand("<TORN>"))
-_NAMED = re.compile(r"[\s\"'`]{0,3}[$#%]?[({]?[\w.]{0,40}[)}%]?[\"'`]{0,3}$")  # a variable that holds the word as it is
+_NAMED = re.compile(
+    r"[\s\"'`]{0,3}[$#%]?[({]?[\w.]{0,40}[)}%]?[\"'`]{0,3}$"
+)  # a variable that holds the word as it is
 
 
 def torn_words(reading: Reading) -> Spans:
@@ -107,7 +120,16 @@ def _has_operand(command: str) -> bool:
 
 
 _ADDRESS = re.compile(expand("<ADDRESS>"), re.ASCII)
-_EXAMPLES = ("1.2.3.4", "4.3.2.1", "5.6.7.8", "11.22.33.44", "12.34.56.78", "123.45.67.89", "1.0.0.1", "8.8.4.4")
+_EXAMPLES = (
+    "1.2.3.4",
+    "4.3.2.1",
+    "5.6.7.8",
+    "11.22.33.44",
+    "12.34.56.78",
+    "123.45.67.89",
+    "1.0.0.1",
+    "8.8.4.4",
+)
 _DEMOS = ("20.102.90.50:2017/wiki17",)  # the index that DSPy's own manual shows
 
 
@@ -133,7 +155,9 @@ def outside_addresses(reading: Reading) -> Spans:
 
 _PASTE_URL = re.compile(expand(r"(?<![\w.-])(?:https?://)?(?:www\.)?<PASTE_URL>"), re.ASCII)
 _RUN_IT = re.compile(expand("<RUN_IT>"))
-_PIPED = re.compile(expand(r"[^\n|]{0,40}<PIPE><SHELL>|[\"')]{0,3}\s{0,2}\)?\s{0,3}\|\s{0,3}<SHELL>"))
+_PIPED = re.compile(
+    expand(r"[^\n|]{0,40}<PIPE><SHELL>|[\"')]{0,3}\s{0,2}\)?\s{0,3}\|\s{0,3}<SHELL>")
+)
 _SUBSTITUTED = re.compile(r"(?:\beval|\bsource|\bsh|\bbash|\biex)\b[^\n|;]{0,60}$")
 _VISIT = re.compile(r"\b(?:visit|open|go to|copy|get|from|see)\b|访问|打开|复制|前往|\]\($|\($|\[")
 
@@ -149,9 +173,15 @@ def paste_links(reading: Reading) -> Spans:
 
 _NEEDED = re.compile(expand("<NEEDED>"), re.ASCII)
 _BEFORE_USE = re.compile(expand("<BEFORE_USE>"))
-_LINK = re.compile(r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?")
-_TO_FETCH = re.compile(r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from|at))|下载|访问")
-_PROGRAM_FILE = re.compile(r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$")
+_LINK = re.compile(
+    r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?"
+)
+_TO_FETCH = re.compile(
+    r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from|at))|下载|访问"
+)
+_PROGRAM_FILE = re.compile(
+    r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$"
+)
 _KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
@@ -160,9 +190,16 @@ def outside_programs(reading: Reading) -> Spans:
     for found in _NEEDED.finditer(plain):
         if found.start() < done:
             continue
-        near, rest = plain[max(0, found.start() - 60) : found.end() + 60], plain[found.end() : found.end() + 300]
+        near, rest = (
+            plain[max(0, found.start() - 60) : found.end() + 60],
+            plain[found.end() : found.end() + 300],
+        )
         link = next((link for link in _LINK.finditer(rest) if _is_from_nowhere(link)), None)
-        if link and _TO_FETCH.search(rest[: link.end() + 80]) and _BEFORE_USE.search(near + rest[link.end() :]):
+        if (
+            link
+            and _TO_FETCH.search(rest[: link.end() + 80])
+            and _BEFORE_USE.search(near + rest[link.end() :])
+        ):
             done = found.end() + link.end()
             yield found.start(), done
 

@@ -73,7 +73,9 @@ class Reading:
 
     def line_before(self, start: int, width: int) -> str:
         """What stands before `start` in its line, at most `width` characters."""
-        return self.plain[max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start]
+        return self.plain[
+            max(self.plain.rfind("\n", max(0, start - width), start) + 1, start - width, 0) : start
+        ]
 
     def line_after(self, end: int, width: int) -> str:
         """What stands after `end` in its line, at most `width` characters."""
@@ -89,12 +91,18 @@ class Reading:
         before = self.line_before(start, 300)
         if self.kind == "program" and not self.on_security and _PRINTED.search(before):
             return False
-        if before.rstrip(" *_-❌✗>")[-1:] in tuple(_OPENING_QUOTES) or before.count('"') % 2 or before.count("`") % 2:
+        if (
+            before.rstrip(" *_-❌✗>")[-1:] in tuple(_OPENING_QUOTES)
+            or before.count('"') % 2
+            or before.count("`") % 2
+        ):
             return True
         parts = self.plain[max(0, start - 500) : start].split("```")
         in_sample = len(parts) % 2 == 0 and bool(_OF_ATTACKS.search(parts[-2][-200:]))
         in_pair = any(before.count(left) > before.count(right) for left, right in _PAIRS)
-        is_title = self.on_security and not before.strip(" *_-#") and bool(_TITLE.match(self.plain, start))
+        is_title = (
+            self.on_security and not before.strip(" *_-#") and bool(_TITLE.match(self.plain, start))
+        )
         return in_sample or in_pair or is_title or bool(_REPORTED.search(before))
 
     def is_warned_of(self, start: int, end: int) -> bool:
@@ -118,7 +126,9 @@ class Reading:
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
         if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
             return True
-        return self.on_security and bool(_WARNING.search(self.plain[section:end] + self.line_after(end, 120)))
+        return self.on_security and bool(
+            _WARNING.search(self.plain[section:end] + self.line_after(end, 120))
+        )
 
     @cached_property
     def on_security(self) -> bool:
@@ -146,11 +156,15 @@ def read_text(text: str, field: str = "body", skill: Skill | None = None) -> Rea
     """`text` with its plain form, in time linear in its length."""
     kind = _kind_of(field)
     written, origins = unfold(text) if kind == "program" else (text, None)
-    plain = "İ".join(part.lower() for part in written.split("İ"))  # its lower case would be two letters
+    plain = "İ".join(
+        part.lower() for part in written.split("İ")
+    )  # its lower case would be two letters
     plain = _STYLED.sub(lambda found: unicodedata.normalize("NFKC", found[0]).lower(), plain)
     plain, origins = rewrite(plain, origins, _DISGUISE, _undisguised)
     # What is called by another name under its own; twice, for names of names.
-    aliases = {b or c: a or d for a, b, c, d in _ALIAS.findall(plain)[:50]} if kind == "program" else {}
+    aliases = (
+        {b or c: a or d for a, b, c, d in _ALIAS.findall(plain)[:50]} if kind == "program" else {}
+    )
     names = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(aliases)})(?=\.\w|[(),])")
     for _ in range(2 if aliases else 0):
         plain, origins = rewrite(plain, origins, names, lambda found: aliases[found[0]])
@@ -175,8 +189,12 @@ def _in_one_script(plain: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     mixed: list[tuple[int, int]] = []
 
     def shown(found: re.Match[str]) -> str:
-        outside = plain[max(0, found.start() - 1) : found.start()] + plain[found.end() : found.end() + 1]
-        if not re.search("[a-z]{2}|[a-z].+[a-z]", found[0]) or any(letter.isalpha() for letter in outside):
+        outside = (
+            plain[max(0, found.start() - 1) : found.start()] + plain[found.end() : found.end() + 1]
+        )
+        if not re.search("[a-z]{2}|[a-z].+[a-z]", found[0]) or any(
+            letter.isalpha() for letter in outside
+        ):
             return found[0]
         mixed.append(found.span())
         return found[0].translate(_LOOK_ALIKE)

@@ -25,18 +25,24 @@ Spans = Iterator[tuple[int, int]]  # (start, end) in the plain text
 @cache
 def table() -> dict[str, Any]:
     """What rules.yaml holds: `rules`, `steps` of `unfold`, and `fragments` of their expressions by name."""
-    return yaml.safe_load((files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(
+        (files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8")
+    )
 
 
 def expand(regex: str) -> str:
     """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
     fragments = table()["fragments"]
-    return re.sub("<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines()))
+    return re.sub(
+        "<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines())
+    )
 
 
 Kind = Literal["name", "description", "body", "program"]
 Expression = Annotated[
-    str, BeforeValidator(lambda regex: regex if isinstance(regex, str) else "|".join(regex)), AfterValidator(expand)
+    str,
+    BeforeValidator(lambda regex: regex if isinstance(regex, str) else "|".join(regex)),
+    AfterValidator(expand),
 ]
 
 
@@ -44,15 +50,23 @@ class Find(Config, validate_default=False):
     """One way to break a rule, as places in the plain text (of a `written` check in the text as written)."""
 
     # Texts in lower case: it is tried within `reach` of one, without any everywhere.
-    anchors: Annotated[tuple[str, ...], BeforeValidator(lambda texts: expand(texts).split("|"))] = ()
+    anchors: Annotated[
+        tuple[str, ...], BeforeValidator(lambda texts: expand(texts).split("|"))
+    ] = ()
     regex: Expression = ""
-    custom: ImportString[Callable[..., Spans]] | None = None  # a check in Python instead, which takes the Reading
+    custom: ImportString[Callable[..., Spans]] | None = (
+        None  # a check in Python instead, which takes the Reading
+    )
     written: bool = False
     needs: tuple[Expression, ...] = ()  # all must stand within `near` letters of a find
-    score: dict[Expression, int] = Field(default={})  # points of what may stand there, of which `least` come together
+    score: dict[Expression, int] = Field(
+        default={}
+    )  # points of what may stand there, of which `least` come together
     least: int = 0
     unless: Expression = ""  # must not stand there
-    cited: Literal["warned", "quoted"] | None = "warned"  # no find: a command warned of, an order quoted, or neither
+    cited: Literal["warned", "quoted"] | None = (
+        "warned"  # no find: a command warned of, an order quoted, or neither
+    )
     near: int = 160
     reach: int = 400
     fields: tuple[Kind, ...] = ("name", "description", "body", "program")
@@ -81,7 +95,14 @@ class Find(Config, validate_default=False):
         around = start - self.near, end + self.near
         if not all(reading.stands_between(need, *around) for need in self.needs):
             return False
-        if sum(points for notion, points in self.score.items() if reading.stands_between(notion, *around)) < self.least:
+        if (
+            sum(
+                points
+                for notion, points in self.score.items()
+                if reading.stands_between(notion, *around)
+            )
+            < self.least
+        ):
             return False
         if self.unless and reading.stands_between(self.unless, *around):
             return False
@@ -107,7 +128,9 @@ class Rule(Config):
 def _windows(anchors: Sequence[str], plain: str, reach: int) -> list[list[int]]:
     """[start, end] of the stretches of `plain` within `reach` characters of an anchor, in order, without overlap."""
     windows: list[list[int]] = []
-    for at in sorted(found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)):
+    for at in sorted(
+        found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)
+    ):
         if windows and at - reach <= windows[-1][1]:
             windows[-1][1] = at + reach
         else:

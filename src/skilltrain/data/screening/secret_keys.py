@@ -14,7 +14,9 @@ _KEY = re.compile(expand(f"{_START}(?:<KEY>)"))
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z]{2,9} ){0,2}PRIVATE KEY-----(?:\s|\\n){0,4}(?P<key>[A-Za-z0-9+/=\s\\]{64,4000})"
 )
-_WEB_TOKEN = re.compile(_START + r"eyJ[\w-]{10,300}\.(?P<claims>eyJ[\w-]{10,2000})\.[\w-]{20,700}(?![\w-])")
+_WEB_TOKEN = re.compile(
+    _START + r"eyJ[\w-]{10,300}\.(?P<claims>eyJ[\w-]{10,2000})\.[\w-]{20,700}(?![\w-])"
+)
 _PLACEHOLDER = re.compile(expand("<PLACEHOLDER>"), re.IGNORECASE)
 _KNOWN_CLAIMS = re.compile(
     rb"1234567890|\"role\"\s{0,4}:\s{0,4}\"anon\"|john|example|test|demo|\bfoo|user_?id\W{1,4}1\b|alice|bob",
@@ -22,13 +24,17 @@ _KNOWN_CLAIMS = re.compile(
 )
 _EXPIRY = re.compile(rb'"exp"\s{0,4}:\s{0,4}(\d{1,12})')
 _LONG_AGO = 1_735_689_600  # 2025-01-01; not today: the same text is to have the same flags tomorrow
-_LEAST_BITS = 3.0  # a letter; random keys of 16 to 40 letters have 3.4 to 5, words and patterns less
+_LEAST_BITS = (
+    3.0  # a letter; random keys of 16 to 40 letters have 3.4 to 5, words and patterns less
+)
 _SHOWN = 8
 _ADDRESS = re.compile(
     r"(?:postgres(?:ql)?|mysql|mariadb|mongodb(?:\+srv)?|rediss?|amqps?|mssql|clickhouse)(?:\+\w{1,12})?://[\w.%-]{0,40}:"
     r"(?P<password>[^\s@/:\"'`<>{}$\[\]]{8,64})@(?P<host>[\w-]{1,60}(?:\.[\w-]{1,60}){1,6})"
 )
-_LOCAL = re.compile(r"(?:^|\.)(?:local|localhost|internal|docker|example)(?:\.|$)|^127\.|example|^host\.|^your")
+_LOCAL = re.compile(
+    r"(?:^|\.)(?:local|localhost|internal|docker|example)(?:\.|$)|^127\.|example|^host\.|^your"
+)
 
 
 def secrets(reading: Reading) -> Spans:

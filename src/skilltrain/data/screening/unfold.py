@@ -45,7 +45,10 @@ def unfold(text: str) -> tuple[str, array | None]:
 
 
 def rewrite(
-    plain: str, origins: array | None, regex: re.Pattern[str], shown: Callable[[re.Match[str]], str | None]
+    plain: str,
+    origins: array | None,
+    regex: re.Pattern[str],
+    shown: Callable[[re.Match[str]], str | None],
 ) -> tuple[str, array | None]:
     """`plain` with what `shown` says in place of each match (None: as it is), and where its letters stand."""
     old = range(len(plain)) if origins is None else origins
@@ -56,12 +59,17 @@ def rewrite(
             continue
         same = min(_num_same(found[0], instead), len(found[0]) - 1)
         start, end, instead = found.start() + same, found.end(), instead[same:]
-        same = min(_num_same(plain[start:end][::-1], instead[::-1]), end - start - 1, len(instead) - 1)
+        same = min(
+            _num_same(plain[start:end][::-1], instead[::-1]), end - start - 1, len(instead) - 1
+        )
         if same > 0:
             end, instead = end - same, instead[:-same]
         parts += (plain[done:start], instead)
         new.extend(old[done:start])
-        new.extend(old[start + (end - start - 1) * at // max(1, len(instead) - 1)] for at in range(len(instead)))
+        new.extend(
+            old[start + (end - start - 1) * at // max(1, len(instead) - 1)]
+            for at in range(len(instead))
+        )
         done = end
     if not parts:
         return plain, origins
@@ -91,7 +99,9 @@ def _inners(literals: str | None) -> list[str]:
 
 _TELLING = re.compile(rf"[./]\w|{expand('<TORN>')}", re.I)
 _EACH_TEXT, _EACH_NUMBER = (re.compile(expand(name), re.I) for name in ("<TEXT>", "<NUMBER>"))
-_ASSIGNMENT, _USE, _OPERAND = (re.compile(expand(name), re.I) for name in ("<ASSIGN>", "<USES>", "<TEXT>|<OPERAND>"))
+_ASSIGNMENT, _USE, _OPERAND = (
+    re.compile(expand(name), re.I) for name in ("<ASSIGN>", "<USES>", "<TEXT>|<OPERAND>")
+)
 _EACH_PART = re.compile(expand(r"<TEXT>|\$?[\w.]{1,40}(?:\{\w{1,12}\})?"), re.I)
 
 
@@ -111,7 +121,9 @@ def _codes(found: re.Match[str], _: Values) -> str | None:
 
 def _number(written: str) -> int:
     [(first, sign, second)] = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", written)
-    left, right = (int(one or "0", 16 if one[:2].lower() == "0x" else 10) for one in (first, second))
+    left, right = (
+        int(one or "0", 16 if one[:2].lower() == "0x" else 10) for one in (first, second)
+    )
     return left ^ right if sign == "^" else left - right if sign == "-" else left + right
 
 
@@ -172,8 +184,14 @@ def _cut(found: re.Match[str], _: Values) -> str | None:
 
 def _joined(found: re.Match[str], _: Values) -> str | None:
     texts = found["list"] or found["args"] or found["last"]
-    glue = next((_inner(found[name]) for name in ("glue", "before", "between", "after") if found[name]), "")
-    return _quote(glue.join(found["words"].split() if found["words"] else _inners(texts))) if len(glue) < 5 else None
+    glue = next(
+        (_inner(found[name]) for name in ("glue", "before", "between", "after") if found[name]), ""
+    )
+    return (
+        _quote(glue.join(found["words"].split() if found["words"] else _inners(texts)))
+        if len(glue) < 5
+        else None
+    )
 
 
 def _formatted(found: re.Match[str], _: Values) -> str | None:
@@ -185,7 +203,9 @@ def _formatted(found: re.Match[str], _: Values) -> str | None:
 
     def filled(one: re.Match[str]) -> str:
         value = values[int(one[1])] if one[1] and int(one[1]) < len(values) else next(ordered, "?")
-        return chr(int(value)) if one[0] == "%c" and value.isdecimal() and int(value) < 127 else value
+        return (
+            chr(int(value)) if one[0] == "%c" and value.isdecimal() and int(value) < 127 else value
+        )
 
     shown = re.sub(r"\{(\d?)\}|%[sdc]", filled, _inner(found["form"]))
     return _quote(shown) if shown != _inner(found["form"]) else None
@@ -194,7 +214,9 @@ def _formatted(found: re.Match[str], _: Values) -> str | None:
 def _chained(found: re.Match[str], values: Values) -> str | None:
     """Literals and variables with a plus between, as far as they are known."""
     operands = [one[0] for one in _OPERAND.finditer(found[0])]
-    texts = [_inner(one) if one[-1] in "\"'" else values.get(one.lower().lstrip("$")) for one in operands]
+    texts = [
+        _inner(one) if one[-1] in "\"'" else values.get(one.lower().lstrip("$")) for one in operands
+    ]
     shown: list[str] = []
     for is_known, places in groupby(range(len(texts)), lambda place: texts[place] is not None):
         if is_known:
@@ -220,7 +242,9 @@ def _variable(found: re.Match[str], values: Values) -> str | None:
 
 
 def _used(found: re.Match[str], values: Values) -> str | None:
-    name = next((found[one] for one in ("braced", "plain", "ruby", "format", "batch") if found[one]), "").lower()
+    name = next(
+        (found[one] for one in ("braced", "plain", "ruby", "format", "batch") if found[one]), ""
+    ).lower()
     value = values.get(name)
     if name.startswith("ifs") and found[0][0] == "$":
         return " "
@@ -248,9 +272,17 @@ def _word(found: re.Match[str], _: Values) -> str:
 
 def _accessed(found: re.Match[str], values: Values) -> str | None:
     """What is looked up by its name, as it is usually written."""
-    of, name = next((found[f"of{i}"] or "", found[f"name{i}"]) for i in range(1, 6) if found[f"name{i}"])
+    of, name = next(
+        (found[f"of{i}"] or "", found[f"name{i}"]) for i in range(1, 6) if found[f"name{i}"]
+    )
     of = "" if found["name4"] else of
-    name = _inner(name) if name[-1] in "\"'" else values.get(name.lower(), "") if found["name1"] else name
+    name = (
+        _inner(name)
+        if name[-1] in "\"'"
+        else values.get(name.lower(), "")
+        if found["name1"]
+        else name
+    )
     return f"{of}.{name}".lstrip(".") if re.fullmatch(r"[\w.:/-]{1,40}", name) else None
 
 
@@ -268,4 +300,6 @@ _STEP_OF: dict[str, Step] = {
     "variable": _variable,
     "accessed": _accessed,
 }
-_STEPS = [(re.compile(expand(regex), re.I), _STEP_OF[name]) for name, regex in table()["steps"].items()]
+_STEPS = [
+    (re.compile(expand(regex), re.I), _STEP_OF[name]) for name, regex in table()["steps"].items()
+]

@@ -74,11 +74,17 @@ class Benchmark:
     def with_gold(self, skills: Iterable[Skill]) -> dict[str, Skill]:
         """`skills` by id, and the gold skills that came with the tasks: these stand last, and replace no skill."""
         pool = {skill.skill_id: skill for skill in skills}
-        return pool | {skill.skill_id: skill for skill in self.gold_skills if skill.skill_id not in pool}
+        return pool | {
+            skill.skill_id: skill for skill in self.gold_skills if skill.skill_id not in pool
+        }
 
 
 def task_of(
-    query: Query, relevance: Relevance, labels: Labels, where: object = None, steps: Iterable[GoldStep] = ()
+    query: Query,
+    relevance: Relevance,
+    labels: Labels,
+    where: object = None,
+    steps: Iterable[GoldStep] = (),
 ) -> Task:
     """A task with `labels` (empty values are left out) beside those that every task has: kind, origin and split.
 
@@ -87,7 +93,9 @@ def task_of(
     kind = "single" if len(relevance.gold) == 1 else "multi"
     every = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
     known = {name: value for name, value in every.items() if value}
-    return Task(replace(query, kind=query.kind or kind), relevance, known, steps=tuple(steps), where=where)
+    return Task(
+        replace(query, kind=query.kind or kind), relevance, known, steps=tuple(steps), where=where
+    )
 
 
 def make_benchmark(
@@ -115,25 +123,40 @@ def make_benchmark(
     for task in (task for task in tasks if split in (None, task.query.split)):
         query_id = task.query.query_id
         if scored.setdefault(query_id, task) is not task:
-            raise SkilltrainError(f"query '{query_id}' has two splits", where=folder, fix="give the split to score")
+            raise SkilltrainError(
+                f"query '{query_id}' has two splits", where=folder, fix="give the split to score"
+            )
         try:
             check_relevance(task.relevance)
         except SkilltrainError as error:
             raise SkilltrainError(f"query '{query_id}': {error.what}", where=task.where) from error
     if gold_skills is None:
-        wanted = {one for task in scored.values() for one in (*task.relevance.gold, *task.relevance.alternatives)}
+        wanted = {
+            one
+            for task in scored.values()
+            for one in (*task.relevance.gold, *task.relevance.alternatives)
+        }
         gold_skills = [skill for skill in pool if skill.skill_id in wanted]
     if num_own := sum(task.query.origin == OWN_TEXT for task in scored.values()):
         what = f"{num_own} of {len(scored)} queries are passages of the skills' own texts"
         notes = [*notes, f"{what}: they favour BM25, which finds the same words"]
     unscored = frozenset({*query_ids, *(task.query.query_id for task in tasks)} - scored.keys())
-    return Benchmark(name_of(folder), tuple(scored.values()), tuple(gold_skills), tuple(pool), tuple(notes), unscored)
+    return Benchmark(
+        name_of(folder),
+        tuple(scored.values()),
+        tuple(gold_skills),
+        tuple(pool),
+        tuple(notes),
+        unscored,
+    )
 
 
 def name_of(folder: Path) -> str:
     """The folder's name; its parent's where it is called `data`, as in a clone of a published repository."""
     resolved = folder.resolve()
-    return resolved.parent.name if resolved.name == "data" and resolved.parent.name else resolved.name
+    return (
+        resolved.parent.name if resolved.name == "data" and resolved.parent.name else resolved.name
+    )
 
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
@@ -141,7 +164,10 @@ def as_tier(benchmark: Benchmark) -> Benchmark:
     tier, tasks = benchmark.name, list[Task]()
     for task in benchmark.tasks:
         query_id = task.query.query_id
-        query, labels = replace(task.query, query_id=f"{query_id}@{tier}"), {**task.labels, "tier": tier}
+        query, labels = (
+            replace(task.query, query_id=f"{query_id}@{tier}"),
+            {**task.labels, "tier": tier},
+        )
         tasks.append(replace(task, query=query, labels=labels, cluster=query_id))
     unscored = frozenset(f"{query_id}@{tier}" for query_id in benchmark.unscored)
     return replace(benchmark, tasks=tuple(tasks), unscored=unscored)
@@ -168,7 +194,9 @@ def wanted_skills(relevance: Relevance, skill_ids: Container[str]) -> list[str]:
     """The gold skills that the pool `skill_ids` holds, and what stands in for those that it lacks, by id."""
     gold = {skill_id for skill_id in relevance.gold if skill_id in skill_ids}
     alternatives = relevance.alternatives.items()
-    return sorted(gold | {other for other, need in alternatives if need not in gold and other in skill_ids})
+    return sorted(
+        gold | {other for other, need in alternatives if need not in gold and other in skill_ids}
+    )
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
@@ -180,9 +208,15 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     """
     pool, missing, tasks = frozenset(skill_ids), list[str](), list[Task]()
     for task in benchmark.tasks:
-        gold, gains, alternatives = task.relevance.gold, task.relevance.gains, task.relevance.alternatives
+        gold, gains, alternatives = (
+            task.relevance.gold,
+            task.relevance.gains,
+            task.relevance.alternatives,
+        )
         met = pool.union(need for skill_id, need in alternatives.items() if skill_id in pool)
-        missing += [f"gold skill '{lost}' of query '{task.query.query_id}'" for lost in sorted(gold - met)]
+        missing += [
+            f"gold skill '{lost}' of query '{task.query.query_id}'" for lost in sorted(gold - met)
+        ]
         gains = {one: gain for one, gain in gains.items() if one in pool or one in gold}
         tasks.append(replace(task, relevance=replace(task.relevance, gains=gains)))
     if missing:
@@ -200,10 +234,18 @@ def knowing_copies(benchmark: Benchmark, copies: Mapping[str, Collection[str]]) 
     """
     tasks: list[Task] = []
     for task in benchmark.tasks:
-        gold, gains, alternatives = task.relevance.gold, task.relevance.gains, task.relevance.alternatives
+        gold, gains, alternatives = (
+            task.relevance.gold,
+            task.relevance.gains,
+            task.relevance.alternatives,
+        )
         needs = sorted({**{one: one for one in gold}, **alternatives}.items(), reverse=True)
         found = {copy: need for skill_id, need in needs for copy in copies.get(skill_id, ())}
-        found = {copy: need for copy, need in found.items() if copy not in gains and copy not in alternatives}
+        found = {
+            copy: need
+            for copy, need in found.items()
+            if copy not in gains and copy not in alternatives
+        }
         tasks.append(replace(task, relevance=replace(task.relevance, copies=found)))
     num = sum(bool(task.relevance.copies) for task in tasks)
     note = f"(copies): near-duplicates of a gold skill count as gold too; {num} of {len(tasks)} queries have any."

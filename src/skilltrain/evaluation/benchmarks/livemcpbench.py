@@ -12,8 +12,21 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, GoldStep, Task, make_benchmark, task_of
-from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Text, parse_row, read_rows, unique
+from skilltrain.evaluation.benchmarks.benchmark import (
+    Benchmark,
+    GoldStep,
+    Task,
+    make_benchmark,
+    task_of,
+)
+from skilltrain.evaluation.benchmarks.rows import (
+    Label,
+    NamedRow,
+    Text,
+    parse_row,
+    read_rows,
+    unique,
+)
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
 from skilltrain.records import Query, Skill
@@ -36,7 +49,11 @@ def _listed(value: Any) -> Any:
 
 def _in_steps(value: Any) -> Any:
     """The steps of an annotator's numbered list; a text without numbers is one step."""
-    return (_LISTED.findall(value) or value.split("\n")[:1]) if isinstance(value, str) and value else value or []
+    return (
+        (_LISTED.findall(value) or value.split("\n")[:1])
+        if isinstance(value, str) and value
+        else value or []
+    )
 
 
 class _ToolRow(NamedRow):
@@ -50,8 +67,16 @@ class _ToolRow(NamedRow):
 
     def skill(self) -> Skill:
         """What the tool does and what its server is for, and the names of its parameters as the body."""
-        server = f"({self.server}: {self.server_description})" if self.server_description else f"({self.server})"
-        body = f"Parameters: {', '.join(self.parameters)}" if self.parameters else "Takes no parameters."
+        server = (
+            f"({self.server}: {self.server_description})"
+            if self.server_description
+            else f"({self.server})"
+        )
+        body = (
+            f"Parameters: {', '.join(self.parameters)}"
+            if self.parameters
+            else "Takes no parameters."
+        )
         about = f"{self.description} {server}".strip()
         return Skill(self.row_id, self.name, about, body, category=self.category, source=_ORIGIN)
 
@@ -71,11 +96,19 @@ class _TaskRow(NamedRow):
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     """The benchmark of a folder with tasks.jsonl and tools.jsonl, or of a clone of the published repository."""
     if (folder / "tools.jsonl").exists():
-        tools, asked = read_rows(_ToolRow, folder / "tools.jsonl"), read_rows(_TaskRow, folder / "tasks.jsonl")
+        tools, asked = (
+            read_rows(_ToolRow, folder / "tools.jsonl"),
+            read_rows(_TaskRow, folder / "tasks.jsonl"),
+        )
     else:
         servers, file = folder / SERVERS, folder / ANNOTATIONS
-        tools = ((f"{servers}", parse_row(_ToolRow, values, f"{servers}")) for values in _tools_of(read_json(servers)))
-        entries = {f"{file}, entry {number}": values for number, values in enumerate(read_json(file), 1)}
+        tools = (
+            (f"{servers}", parse_row(_ToolRow, values, f"{servers}"))
+            for values in _tools_of(read_json(servers))
+        )
+        entries = {
+            f"{file}, entry {number}": values for number, values in enumerate(read_json(file), 1)
+        }
         asked = ((where, parse_row(_TaskRow, values, where)) for where, values in entries.items())
     pool, rows = unique("skill", tools), unique("task", asked)
     by_name: dict[str, list[str]] = {}
@@ -90,7 +123,11 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
         if gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
             relevance = Relevance(frozenset(gold), gold, alternatives)
-            tasks.append(task_of(query, relevance, {"category": row.category}, folder, map(GoldStep, row.steps)))
+            tasks.append(
+                task_of(
+                    query, relevance, {"category": row.category}, folder, map(GoldStep, row.steps)
+                )
+            )
     notes: list[str] = []
     needed = [(task_id, name in by_name) for task_id, row in rows.items() for name in row.tools]
     if without := [task_id for task_id, is_known in needed if not is_known]:
@@ -98,8 +135,12 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
         notes.append(f"{missing} have no candidate and are no gold")
     scored = {task.query.query_id for task in tasks}
     if left_out := [task_id for task_id in rows if task_id not in scored]:
-        notes.append(f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}")
-    return make_benchmark(folder, tasks, split, rows, [tool.skill() for tool in pool.values()], notes=notes)
+        notes.append(
+            f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}"
+        )
+    return make_benchmark(
+        folder, tasks, split, rows, [tool.skill() for tool in pool.values()], notes=notes
+    )
 
 
 def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,15 @@ from skilltrain.evaluation.benchmarks.skillrouter import read_skillrouter, read_
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import check_regular
 from skilltrain.records import Query, Verdict
-from skilltrain.tables import JUDGEMENTS, PLANS, QUERIES, read_queries, read_table, table_path, verdicts_by_query
+from skilltrain.tables import (
+    JUDGEMENTS,
+    PLANS,
+    QUERIES,
+    read_queries,
+    read_table,
+    table_path,
+    verdicts_by_query,
+)
 
 # A fact of the benchmark, not a preference of a training recipe: both must mean the same to every reader of a report.
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
@@ -38,7 +46,9 @@ class _UnservedRow(Row):
 def read_unserved(file: Path) -> list[Query]:
     """The queries of a JSON Lines file (key `query`) that no skill serves. Raises SkilltrainError for none."""
     rows = enumerate(read_rows(_UnservedRow, file), 1)
-    queries = [Query(f"{UNSERVED}{number}", row.query, "single", "", "") for number, (_, row) in rows]
+    queries = [
+        Query(f"{UNSERVED}{number}", row.query, "single", "", "") for number, (_, row) in rows
+    ]
     if not queries:
         raise SkilltrainError("holds no query", where=file)
     return queries
@@ -52,7 +62,11 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     """
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
-    queries, judgements, file = read_queries(folder), read_table(folder, JUDGEMENTS), table_path(folder, JUDGEMENTS)
+    queries, judgements, file = (
+        read_queries(folder),
+        read_table(folder, JUDGEMENTS),
+        table_path(folder, JUDGEMENTS),
+    )
     verdicts = verdicts_by_query(judgements)
     rows_of = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
     steps_of = _by_query(read_table(folder, PLANS)) if table_path(folder, PLANS).exists() else {}
@@ -64,12 +78,30 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         judged, rows = verdicts.get(query.query_id, {}), rows_of.get(query.query_id, [])
         required = {skill_id for skill_id, verdict in judged.items() if verdict is Verdict.REQUIRED}
         groups = {row["skill_id"]: row["group"] for row in rows if row["skill_id"] in required}
-        others = {skill_id: group for skill_id, group in groups.items() if group in required - {skill_id}}
-        counted = {skill_id: verdict for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS}
-        gains = {skill_id: VERDICT_GAINS[verdict] for skill_id, verdict in counted.items() if skill_id not in others}
+        others = {
+            skill_id: group for skill_id, group in groups.items() if group in required - {skill_id}
+        }
+        counted = {
+            skill_id: verdict for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS
+        }
+        gains = {
+            skill_id: VERDICT_GAINS[verdict]
+            for skill_id, verdict in counted.items()
+            if skill_id not in others
+        }
         labels = {"reason": tuple(dict.fromkeys(row["reason"] for row in rows if row["reason"]))}
-        steps = [GoldStep(row["text"], row["skill_id"] or "") for row in steps_of.get(query.query_id, [])]
-        tasks.append(task_of(query, Relevance(frozenset(required - others.keys()), gains, others), labels, file, steps))
+        steps = [
+            GoldStep(row["text"], row["skill_id"] or "") for row in steps_of.get(query.query_id, [])
+        ]
+        tasks.append(
+            task_of(
+                query,
+                Relevance(frozenset(required - others.keys()), gains, others),
+                labels,
+                file,
+                steps,
+            )
+        )
     return make_benchmark(folder, tasks, split)
 
 
@@ -89,7 +121,11 @@ _FORMS: tuple[tuple[str, Callable[[Path, str | None], Benchmark], str], ...] = (
     ("queries.jsonl", read_beir, "queries.jsonl and qrels/*.tsv (BEIR)"),
     ("queries.parquet", read_tables, "queries.parquet and judgements.parquet (ours)"),
     ("queries", read_skillret, "queries/, skills/ and qrels/*.jsonl (SkillRet's data)"),
-    ("../relevance.json", read_skillrouter_tier, "the pool of a tier beside relevance.json (SkillRouter)"),
+    (
+        "../relevance.json",
+        read_skillrouter_tier,
+        "the pool of a tier beside relevance.json (SkillRouter)",
+    ),
 )
 
 

@@ -16,8 +16,22 @@ from typing import Any
 from pydantic import AliasChoices, Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, name_of, task_of
-from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, unique
+from skilltrain.evaluation.benchmarks.benchmark import (
+    Benchmark,
+    Task,
+    make_benchmark,
+    name_of,
+    task_of,
+)
+from skilltrain.evaluation.benchmarks.rows import (
+    Label,
+    NamedRow,
+    Row,
+    Text,
+    parse_row,
+    read_rows,
+    unique,
+)
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import check_regular
 from skilltrain.records import Query, Skill
@@ -53,9 +67,18 @@ class _SkillRow(NamedRow):
 
     def skill(self) -> Skill:
         """The released evaluation embeds name, description and the whole SKILL.md (the description where none is)."""
-        body = next((text for text in (self.skill_md, self.body, self.description) if text and text.strip()), "")
+        body = next(
+            (
+                text
+                for text in (self.skill_md, self.body, self.description)
+                if text and text.strip()
+            ),
+            "",
+        )
         name, about, source = self.name or "", self.description or "", self.repo or "skillret"
-        return Skill(self.row_id, name, about, body, category=self.major, source=source, license=self.license)
+        return Skill(
+            self.row_id, name, about, body, category=self.major, source=source, license=self.license
+        )
 
 
 class _Qrel(Row):
@@ -72,7 +95,10 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
     tasks: list[Task] = []
     for file in _split_files(folder / "qrels", ".tsv", split):
         tasks += _tasks(file, _tsv_rows(file), queries, origin)
-    pool = [Skill(row.row_id, row.title or "", description="", body=row.text) for row in documents.values()]
+    pool = [
+        Skill(row.row_id, row.title or "", description="", body=row.text)
+        for row in documents.values()
+    ]
     return make_benchmark(folder, tasks, split, queries, pool)
 
 
@@ -86,14 +112,18 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
     of_all_splits = read_rows(_QueryRow, *sorted((folder / "queries").glob("*.jsonl")))
-    return make_benchmark(folder, tasks, split, [row.row_id for _, row in of_all_splits], list(pool.values()))
+    return make_benchmark(
+        folder, tasks, split, [row.row_id for _, row in of_all_splits], list(pool.values())
+    )
 
 
 def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
     """The file of a split in `folder`, or of each."""
     files = {file.stem: file for file in sorted(folder.glob(f"*{suffix}"))}
     if split not in (None, *files):
-        raise SkilltrainError(f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}")
+        raise SkilltrainError(
+            f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}"
+        )
     return [file for name, file in files.items() if split in (None, name)]
 
 

@@ -28,7 +28,9 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
     skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
     for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
-        query = Query(f"test-{where.rpartition(' ')[2]}", row.query, kind="", origin="r3", split="test")
+        query = Query(
+            f"test-{where.rpartition(' ')[2]}", row.query, kind="", origin="r3", split="test"
+        )
         relevance = Relevance(frozenset(row.skill_ids), dict.fromkeys(row.skill_ids, 1.0))
         tasks.append(task_of(query, relevance, {"direction": row.lang}, where))
     return make_benchmark(folder, tasks, split, pool=[row.skill() for row in skills.values()])

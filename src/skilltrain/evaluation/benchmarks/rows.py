@@ -10,7 +10,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 
 Text = Annotated[str, Field(min_length=1)]
-Label = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, str | int) else "")]
+Label = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, str | int) else "")
+]
 """What a row says of a query; anything but a text or a whole number says nothing, and is no fault."""
 
 
@@ -37,7 +39,9 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
-        raise SkilltrainError(f"{key}: {fault['msg']}" if key else fault["msg"], where=where) from error
+        raise SkilltrainError(
+            f"{key}: {fault['msg']}" if key else fault["msg"], where=where
+        ) from error
 
 
 def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]:

@@ -13,7 +13,15 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
-from skilltrain.evaluation.benchmarks.rows import Label, NamedRow, Row, Text, parse_row, read_rows, unique
+from skilltrain.evaluation.benchmarks.rows import (
+    Label,
+    NamedRow,
+    Row,
+    Text,
+    parse_row,
+    read_rows,
+    unique,
+)
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import read_json
 from skilltrain.records import Query, Skill
@@ -55,27 +63,42 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     rows = unique("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
     if without := sorted(entries.keys() ^ rows.keys()):
         lacking = "relevance.json" if without[0] in rows else "tasks.jsonl"
-        raise SkilltrainError(f"{lacking} lacks task '{without[0]}' ({len(without)} on one side only)", where=folder)
+        raise SkilltrainError(
+            f"{lacking} lacks task '{without[0]}' ({len(without)} on one side only)", where=folder
+        )
     tasks: list[Task] = []
     for task_id, row in rows.items():
         entry = parse_row(_RelevanceRow, entries[task_id], f"{file}, task {task_id}")
         if entry.task_type != "generic_only":
             gold = entry.gt_skill_ids if entry.core_gt_ids is None else entry.core_gt_ids
-            labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
+            labels = {
+                "difficulty": row.difficulty,
+                "domain": row.domain,
+                "task type": entry.task_type,
+            }
             query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
             tasks.append(task_of(query, Relevance(frozenset(gold), entry.relevance), labels, file))
     gold_file = folder / "gold_skills.jsonl"
     gold_skills = _read_skills(gold_file) if gold_file.exists() else ()
     num_left_out = len(rows) - len(tasks)
     left_out = f"{num_left_out} of {len(rows)} tasks want generic skills alone and are not scored"
-    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=[left_out] if num_left_out else ())
+    return make_benchmark(
+        folder,
+        tasks,
+        split,
+        rows,
+        gold_skills=gold_skills,
+        notes=[left_out] if num_left_out else (),
+    )
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
     """The tasks of the folder above, with the skills of this folder's JSON Lines files as their pool."""
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
     if not files:
-        raise SkilltrainError("holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder)
+        raise SkilltrainError(
+            "holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder
+        )
     above = read_skillrouter(folder.resolve().parent, split)
     return replace(above, name=folder.resolve().name, pool=_read_skills(*files))
 
@@ -83,4 +106,6 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
 def _read_skills(*files: Path) -> tuple[Skill, ...]:
     """The skills of JSON Lines files; an id stands in one of them once."""
     found = unique("skill", read_rows(_PoolRow, *files))
-    return tuple(Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items())
+    return tuple(
+        Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items()
+    )

@@ -21,16 +21,24 @@ from skilltrain.report.page import counted
 from skilltrain.routing.planning.rules import GIVES, TAKES, Round, dependencies, kinds_in
 from skilltrain.texts import printable, words_of
 
-_NOT_PLAIN = re.compile(r"[^\w .,:/()'’，。：-]")  # what Mermaid could read as its own: written as a number
+_NOT_PLAIN = re.compile(
+    r"[^\w .,:/()'’，。：-]"
+)  # what Mermaid could read as its own: written as a number
 _LABEL_CHARS = 80
 
 
 class ComposeConfig(Config):
     """How one skill is chosen for each step."""
 
-    alpha: float = Field(default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count")
-    candidates: int = Field(default=10, ge=1, description="skills found for a step, of which one is chosen")
-    min_score: float | None = Field(default=None, description="the least score of a skill that fits; null: any but 0")
+    alpha: float = Field(
+        default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count"
+    )
+    candidates: int = Field(
+        default=10, ge=1, description="skills found for a step, of which one is chosen"
+    )
+    min_score: float | None = Field(
+        default=None, description="the least score of a skill that fits; null: any but 0"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +71,25 @@ class Plan:
         level: list[int] = []
         for step in self.steps:
             level.append(max((level[earlier] + 1 for earlier in step.after), default=0))
-        return [[place for place, own in enumerate(level) if own == number] for number in range(max(level) + 1)]
+        return [
+            [place for place, own in enumerate(level) if own == number]
+            for number in range(max(level) + 1)
+        ]
 
 
 def compose(
-    task: str, texts: Sequence[str], found: Sequence[Ranking], skills: Mapping[str, Skill], config: ComposeConfig
+    task: str,
+    texts: Sequence[str],
+    found: Sequence[Ranking],
+    skills: Mapping[str, Skill],
+    config: ComposeConfig,
 ) -> tuple[Step, ...]:
     """A step for each text, with one of the skills that were `found` for it."""
     steps: list[Step] = []
     for text, waits, ranking in zip(texts, dependencies(task, texts), found, strict=True):
-        fitting = [pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score]
+        fitting = [
+            pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score
+        ]
         if not any(score for _, score in fitting):  # BM25 scores 0 where it knows no word of a text
             fitting = []
         before = [step.skill for step in steps if step.skill]
@@ -81,7 +98,9 @@ def compose(
     return tuple(steps)
 
 
-def _best(ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill], alpha: float) -> str:
+def _best(
+    ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
+) -> str:
     """The skill with the highest score, of equal ones the first."""
     scores = [score for _, score in ranking]
     low, width = min(scores), max(scores) - min(scores)
@@ -108,7 +127,9 @@ def compatibility(earlier: Skill, later: Skill) -> float:
 def _traits(skill: Skill) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
     """(categories, words, kinds of data that it gives, those that it takes) as its name and description tell."""
     said = f"{skill.name}. {skill.description}"
-    categories = frozenset(part.strip().lower() for part in (skill.category or "").split(",") if part.strip())
+    categories = frozenset(
+        part.strip().lower() for part in (skill.category or "").split(",") if part.strip()
+    )
     words = frozenset(word for word in words_of(said) if len(word) > 3 or not word.isascii())
     return categories, words, kinds_in(said, GIVES), kinds_in(said, TAKES)
 
@@ -116,28 +137,51 @@ def _traits(skill: Skill) -> tuple[frozenset[str], frozenset[str], frozenset[str
 def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
     """The plan as a graph in lines: each step below its level, what it waits for, and its skill."""
     levels = plan.levels
-    lines = [f"{counted(len(plan.steps), 'step')} in {counted(len(levels), 'level')}, made by {plan.made_by}"]
+    lines = [
+        f"{counted(len(plan.steps), 'step')} in {counted(len(levels), 'level')}, made by {plan.made_by}"
+    ]
     lines += [f"note: {printable(note)}" for note in plan.notes]
     for number, level in enumerate(levels, 1):
         lines.append(f"level {number}{', side by side' if len(level) > 1 else ''}")
         for place in level:
             step, skill = plan.steps[place], plan.steps[place].skill
-            waits = f"  (after {', '.join(str(other + 1) for other in step.after)})" if step.after else ""
-            named = f"{printable(skill.name, 60)}  ({printable(skill.skill_id)})" if skill else "no skill fits"
+            waits = (
+                f"  (after {', '.join(str(other + 1) for other in step.after)})"
+                if step.after
+                else ""
+            )
+            named = (
+                f"{printable(skill.name, 60)}  ({printable(skill.skill_id)})"
+                if skill
+                else "no skill fits"
+            )
             lines += [f"  {place + 1}. {printable(step.text, 100)}{waits}", f"     → {named}"]
-            lines += [f"     !! FLAGGED {flag.rule}: {flag.reason}" for flag in flags.get(step.skill_id or "", ())]
+            lines += [
+                f"     !! FLAGGED {flag.rule}: {flag.reason}"
+                for flag in flags.get(step.skill_id or "", ())
+            ]
     return lines
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values; steps count from 1."""
     steps = [
-        {"step": number, "text": step.text, "depends_on": [place + 1 for place in step.after],
-         "skill_id": step.skill_id, "name": step.skill and step.skill.name,
-         "candidates": [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]}
+        {
+            "step": number,
+            "text": step.text,
+            "depends_on": [place + 1 for place in step.after],
+            "skill_id": step.skill_id,
+            "name": step.skill and step.skill.name,
+            "candidates": [
+                {"skill_id": skill_id, "score": score} for skill_id, score in step.candidates
+            ],
+        }
         for number, step in enumerate(plan.steps, 1)
-    ]  # fmt: skip
-    rounds = [{"steps": list(one.texts), "hints": list(one.hints), "jaccard": one.jaccard} for one in plan.rounds]
+    ]
+    rounds = [
+        {"steps": list(one.texts), "hints": list(one.hints), "jaccard": one.jaccard}
+        for one in plan.rounds
+    ]
     levels = [[place + 1 for place in level] for level in plan.levels]
     told = {"task": plan.task.text, "made_by": plan.made_by, "notes": list(plan.notes)}
     return told | {"steps": steps, "levels": levels, "rounds": rounds}

@@ -79,7 +79,9 @@ class StepsConfig(ModelConfig):
     """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
 
     kind: Literal["llm"] = "llm"
-    true_count: bool = Field(default=False, description="tell it how many steps the gold plan has (an upper bound)")
+    true_count: bool = Field(
+        default=False, description="tell it how many steps the gold plan has (an upper bound)"
+    )
     prompt = Prompt(_STEPS + _RULE, "", read_steps, 120, "planning")
 
 
@@ -87,7 +89,9 @@ class DirectConfig(ModelConfig):
     """LLM-Direct: a chat model that chooses skills from a list, without steps."""
 
     kind: Literal["direct"] = "direct"
-    shown: int = Field(default=100, ge=1, description="skills it sees: those nearest to the task, gold ones always")
+    shown: int = Field(
+        default=100, ge=1, description="skills it sees: those nearest to the task, gold ones always"
+    )
     prompt = Prompt(_DIRECT + _RULE, "", read_choices, 120, "planning")
 
 

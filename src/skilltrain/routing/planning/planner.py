@@ -21,7 +21,12 @@ from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask, questions_of
 from skilltrain.routing.planning.compose import ComposeConfig, Plan, compose
-from skilltrain.routing.planning.decompose import DirectConfig, ModelConfig, ReactConfig, StepsConfig
+from skilltrain.routing.planning.decompose import (
+    DirectConfig,
+    ModelConfig,
+    ReactConfig,
+    StepsConfig,
+)
 from skilltrain.routing.planning.rules import MAX_STEPS, Round, steps_by_rules
 from skilltrain.routing.router import Router
 from skilltrain.texts import one_line
@@ -49,9 +54,15 @@ class HintsConfig(Config):
     """Hints for a chat model that writes steps; other decomposers take none."""
 
     count: int = Field(default=15, ge=1, description="skills named to the model (H)")
-    rounds: int = Field(default=1, ge=0, description="how often it plans anew at most (T); 0: without hints")
-    stop_above: float = Field(default=0.6, ge=0, le=1, description="Jaccard of two rounds' hints that ends it (tau)")
-    show: Literal["names", "described"] = Field(default="names", description="what the model sees of a hint")
+    rounds: int = Field(
+        default=1, ge=0, description="how often it plans anew at most (T); 0: without hints"
+    )
+    stop_above: float = Field(
+        default=0.6, ge=0, le=1, description="Jaccard of two rounds' hints that ends it (tau)"
+    )
+    show: Literal["names", "described"] = Field(
+        default="names", description="what the model sees of a hint"
+    )
 
 
 class PlannerConfig(Config):
@@ -59,10 +70,15 @@ class PlannerConfig(Config):
 
     name: str = Field(default="plan", min_length=1, description="what tables call it")
     decomposer: Annotated[
-        RulesConfig | WholeConfig | StepsConfig | DirectConfig | ReactConfig, Field(discriminator="kind")
+        RulesConfig | WholeConfig | StepsConfig | DirectConfig | ReactConfig,
+        Field(discriminator="kind"),
     ] = Field(default=RulesConfig(), description="what cuts a task into steps")
-    hints: HintsConfig = Field(default=HintsConfig(), description="what is found goes back to the model (kind llm)")
-    compose: ComposeConfig = Field(default=ComposeConfig(), description="how a skill is chosen for each step")
+    hints: HintsConfig = Field(
+        default=HintsConfig(), description="what is found goes back to the model (kind llm)"
+    )
+    compose: ComposeConfig = Field(
+        default=ComposeConfig(), description="how a skill is chosen for each step"
+    )
 
 
 @dataclass(frozen=True)
@@ -82,14 +98,20 @@ class Planner:
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
         """One plan for each task, in order; where a model's answers are of no use, by rules, with a note."""
         decomposer = self.config.decomposer
-        rounds, faults = self._asked(decomposer, tasks) if isinstance(decomposer, ModelConfig) else ({}, {})
+        rounds, faults = (
+            self._asked(decomposer, tasks) if isinstance(decomposer, ModelConfig) else ({}, {})
+        )
         for task in tasks:
             if task.query_id not in rounds:
                 is_whole = isinstance(decomposer, WholeConfig)
-                rounds[task.query_id] = [Round((one_line(task.text),) if is_whole else steps_by_rules(task.text))]
+                rounds[task.query_id] = [
+                    Round((one_line(task.text),) if is_whole else steps_by_rules(task.text))
+                ]
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         plans: list[Plan] = []
-        for task, rankings in zip(tasks, find_each(self.find, texts, self.config.compose.candidates), strict=True):
+        for task, rankings in zip(
+            tasks, find_each(self.find, texts, self.config.compose.candidates), strict=True
+        ):
             own, fault = tuple(rounds[task.query_id]), faults.get(task.query_id)
             rankings = [[(skill_id, 1.0)] for skill_id in own[-1].chosen] or rankings
             steps = compose(task.text, own[-1].texts, rankings, self.skills, self.config.compose)
@@ -104,7 +126,9 @@ class Planner:
         llm = open_llm(config.llm)  # once, for it keeps to one budget
 
         def ask(asks: Sequence[Ask]) -> Asked[Ask, Any]:
-            return (ask_while_up if self.lenient else ask_until)(questions_of(config, llm, config.prompt, asks))
+            return (ask_while_up if self.lenient else ask_until)(
+                questions_of(config, llm, config.prompt, asks)
+            )
 
         if isinstance(config, StepsConfig):
             asked = ask([self._steps(config, task) for task in tasks])
@@ -115,22 +139,38 @@ class Planner:
         rounds: dict[str, list[Round]] = {one.query_id: [found] for one, found in asked.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(config, ask, [one.query for one, _ in asked.values], rounds)
-        why = {fault.query_id: f"no answer of the model was usable: {fault.reason}" for fault in asked.dropped}
+        why = {
+            fault.query_id: f"no answer of the model was usable: {fault.reason}"
+            for fault in asked.dropped
+        }
         without = (task.query_id for task in tasks if task.query_id not in rounds)
-        return rounds, {query_id: why.get(query_id, "the model looked for nothing") for query_id in without}
+        return rounds, {
+            query_id: why.get(query_id, "the model looked for nothing") for query_id in without
+        }
 
     def _refine(
-        self, config: StepsConfig, ask: AskAll, active: Sequence[Query], rounds: dict[str, list[Round]]
+        self,
+        config: StepsConfig,
+        ask: AskAll,
+        active: Sequence[Query],
+        rounds: dict[str, list[Round]],
     ) -> None:
         """Add to `rounds` all further ones; a task for which the model fails keeps the steps it has."""
         settings = self.config.hints
         for number in range(settings.rounds + 1):
             asks: list[Ask] = []
-            found = find_each(self.find, [rounds[task.query_id][-1].texts for task in active], settings.count)
+            found = find_each(
+                self.find, [rounds[task.query_id][-1].texts for task in active], settings.count
+            )
             for task, rankings in zip(active, found, strict=True):
                 own = rounds[task.query_id]
                 # Every step's first skill comes before any step's second.
-                by_rank = [row[place][0] for place in range(settings.count) for row in rankings if place < len(row)]
+                by_rank = [
+                    row[place][0]
+                    for place in range(settings.count)
+                    for row in rankings
+                    if place < len(row)
+                ]
                 hints = tuple(dict.fromkeys(by_rank))[: settings.count]
                 before = {*own[-2].hints} if number else set[str]()
                 alike = len({*hints} & before) / len({*hints} | before) if number else None
@@ -146,22 +186,36 @@ class Planner:
 
     def _steps(self, config: StepsConfig, task: Query, hints: Sequence[str] = ()) -> Ask:
         """What the model sees that writes steps."""
-        parts = ((_MAY_HELP, self._told(hints, self.config.hints.show == "described")),) if hints else ()
-        num = len(self.known[task.query_id].steps) if config.true_count and task.query_id in self.known else 0
+        parts = (
+            ((_MAY_HELP, self._told(hints, self.config.hints.show == "described")),)
+            if hints
+            else ()
+        )
+        num = (
+            len(self.known[task.query_id].steps)
+            if config.true_count and task.query_id in self.known
+            else 0
+        )
         return Ask(task, parts, order=f"Write exactly {num} steps." if num else "")
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
         """What LLM-Direct sees: a list of skills in order of id, so that no place tells the gold ones among them."""
         asks: list[Ask] = []
-        for task, ranking in zip(tasks, self.find([task.text for task in tasks], config.shown), strict=True):
+        for task, ranking in zip(
+            tasks, self.find([task.text for task in tasks], config.shown), strict=True
+        ):
             gold = self.known[task.query_id].relevance.gold if task.query_id in self.known else ()
             both = [*dict.fromkeys([*sorted(gold), *(skill_id for skill_id, _ in ranking)])]
             skills = tuple(self.skills[skill_id] for skill_id in sorted(both[: config.shown]))
-            lines = "\n".join(f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1))
+            lines = "\n".join(
+                f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
+            )
             asks.append(Ask(task, ((_MAY_HELP, lines),), choices=skills))
         return asks
 
-    def _searched(self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]) -> Asked[Ask, Any]:
+    def _searched(
+        self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
+    ) -> Asked[Ask, Any]:
         """What ReAct searches for, one step a search."""
         searches: dict[str, tuple[str, ...]] = {}
         faults: list[Dropped] = []
@@ -177,7 +231,11 @@ class Planner:
                 searches[one.query_id] = (*searches.get(one.query_id, ()), search)
                 turn = f"search: {untrusted_line(search)}\n{self._told([one for one, _ in ranking], described=True)}"
                 asks.append(replace(one, parts=(*one.parts, ("so far", turn.strip()))))
-        found = [(Ask(task), Round(searches[task.query_id])) for task in tasks if task.query_id in searches]
+        found = [
+            (Ask(task), Round(searches[task.query_id]))
+            for task in tasks
+            if task.query_id in searches
+        ]
         return Asked(found, faults, {})
 
     def _told(self, skill_ids: Sequence[str], described: bool) -> str:
@@ -185,7 +243,10 @@ class Planner:
         skills = [self.skills[skill_id] for skill_id in skill_ids]
         if not described:
             return ", ".join(untrusted_line(skill.name) for skill in skills)
-        told = (f"{untrusted_line(s.name)}: {untrusted_line(s.description, _DESCRIPTION_CHARS)}" for s in skills)
+        told = (
+            f"{untrusted_line(s.name)}: {untrusted_line(s.description, _DESCRIPTION_CHARS)}"
+            for s in skills
+        )
         return "\n".join(told)
 
 
@@ -196,7 +257,9 @@ def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[lis
     return [[next(found) for _ in steps] for steps in tasks]
 
 
-def plan_task(config: PlannerConfig, text: str, router: Router) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
+def plan_task(
+    config: PlannerConfig, text: str, router: Router
+) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
     """(the plan for one task, what the safety screening found in the skills that are chosen).
 
     Where the chat model is down, rules plan, and a note says so. A step that the router's calibration finds no skill
@@ -208,9 +271,21 @@ def plan_task(config: PlannerConfig, text: str, router: Router) -> tuple[Plan, d
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
         answers = [router.route(one, keep) for one in texts]
-        flags.update({routed.skill_id: routed.flags for answer in answers for routed in answer.skills if routed.flags})
-        return [[(one.skill_id, one.score) for one in answer.skills if answer.fits] for answer in answers]
+        flags.update(
+            {
+                routed.skill_id: routed.flags
+                for answer in answers
+                for routed in answer.skills
+                if routed.flags
+            }
+        )
+        return [
+            [(one.skill_id, one.score) for one in answer.skills if answer.fits]
+            for answer in answers
+        ]
 
     task = Query("task", text, kind="multi", origin="", split="")
     (plan,) = Planner(config, router.skills, find, lenient=True).plan([task])
-    return plan, {step.skill_id: flags[step.skill_id] for step in plan.steps if step.skill_id in flags}
+    return plan, {
+        step.skill_id: flags[step.skill_id] for step in plan.steps if step.skill_id in flags
+    }

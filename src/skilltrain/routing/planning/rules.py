@@ -36,7 +36,8 @@ _VERB = rf"(?:re-?)?(?:{_VERBS})\b"
 _ZH_VERB = f"(?:{_ZH_VERBS}|[把将用给])"
 _START = rf"(?=(?:(?:also|please|finally|lastly|then|next|automatically)\s+)*{_VERB})"
 _SENTENCE = re.compile(
-    r"(?:(?<=[.!?;:])\s+|[。！？；]|\n)+(?:(?:[-*•]|\d+[.)、])\s*)?|^\s*(?:[-*•]|\d+[.)、])\s+", re.M
+    r"(?:(?<=[.!?;:])\s+|[。！？；]|\n)+(?:(?:[-*•]|\d+[.)、])\s*)?|^\s*(?:[-*•]|\d+[.)、])\s+",
+    re.M,
 )
 _ORDER = re.compile(
     r"[,;]?\s*\b(?:and\s+then|and\s+finally|after\s+(?:that|which)|afterwards|followed\s+by|once\s+done|"
@@ -46,14 +47,15 @@ _ORDER = re.compile(
 )
 # after X, Y | before X, Y | Y after doing X | Y before doing X
 _TWO = re.compile(
-    r"^(?:after|once|when|(before))\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+(?:after|(before))\s+(\w+ing\b.{4,})$", re.I
+    r"^(?:after|once|when|(before))\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+(?:after|(before))\s+(\w+ing\b.{4,})$",
+    re.I,
 )
 _OPENING = re.compile(
     r"^(?:(?:first(?:ly)?|second(?:ly)?|third(?:ly)?|then|next|finally|lastly|also|and|now|please|so|start\s+by|"
     r"(?:can|could|would)\s+you(?:\s+please)?|i\s+(?:want|need|would\s+like|'d\s+like)\s+(?:you\s+)?to|help\s+me(?:\s+to)?|"
     r"let's|we\s+need\s+to)\b[,:]?\s*|(?:请|帮我|首先|先|我想要?|我要|需要|然后|并|再|最后)[，,]?\s*)+",
     re.I,
-)  # fmt: skip
+)
 _ASKS = r"^(?:what|how|which|who|where|why|\w{3,}ing)\b|\bI\s+(?:need|want)\b|[什怎如哪]\w"
 _ACTS = re.compile(rf"\b{_VERB}|{_ZH_VERB}|{_ASKS}", re.I)
 _KINDS = (
@@ -80,7 +82,8 @@ _BACK = re.compile(
     re.I,
 )
 _APART = re.compile(
-    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|并行", re.I
+    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|并行",
+    re.I,
 )
 _FETCHES = re.compile(
     r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|scrap|load|open|monitor|"
@@ -108,7 +111,12 @@ class Round:
 
 def steps_by_rules(task: str) -> tuple[str, ...]:
     """The first 20 steps of `task` in order; a task that no rule cuts is one step."""
-    clauses = [clause for sentence in _SENTENCE.split(task) if sentence for clause in _clauses(one_line(sentence))]
+    clauses = [
+        clause
+        for sentence in _SENTENCE.split(task)
+        if sentence
+        for clause in _clauses(one_line(sentence))
+    ]
     steps = [clause for clause in clauses if _ACTS.search(clause)] or [one_line(task)]
     return tuple(dict.fromkeys(steps))[:MAX_STEPS]
 
@@ -147,7 +155,9 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
         elif place and (_BACK.search(f"{between} {text}") or not _FETCHES.match(text)):
             waits |= {*range(place)} - {other for one in after for other in one}
         for kind in kinds_in(text):
-            makers = [earlier for earlier in range(place) if kind in kinds_in(texts[earlier], GIVES)]
+            makers = [
+                earlier for earlier in range(place) if kind in kinds_in(texts[earlier], GIVES)
+            ]
             waits |= {*makers[-1:]}
         after.append(tuple(sorted(waits)))
     return tuple(after)

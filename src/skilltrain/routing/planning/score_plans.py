@@ -37,25 +37,42 @@ class PlansConfig(Config):
     """Plan compound tasks and score the plans against the gold steps and skills."""
 
     stage: Literal["plans"]
-    benchmark: InputPath = Field(description="folder of a benchmark whose tasks have steps: ours, LiveMCPBench")
-    split: str | None = Field(default=None, description="score the queries of this split only; null for all")
-    pool: InputPath | None = Field(default=None, description="the skills to find; null: the benchmark's own")
-    held_out: InputPath | None = Field(default=None, description="skills not to be found, only their categories count")
-    system: SystemConfig = Field(description="what finds skills for a step, which is asked like a query")
+    benchmark: InputPath = Field(
+        description="folder of a benchmark whose tasks have steps: ours, LiveMCPBench"
+    )
+    split: str | None = Field(
+        default=None, description="score the queries of this split only; null for all"
+    )
+    pool: InputPath | None = Field(
+        default=None, description="the skills to find; null: the benchmark's own"
+    )
+    held_out: InputPath | None = Field(
+        default=None, description="skills not to be found, only their categories count"
+    )
+    system: SystemConfig = Field(
+        description="what finds skills for a step, which is asked like a query"
+    )
     planners: tuple[PlannerConfig, ...] = Field(
-        default=(PlannerConfig(name="rules"),), min_length=1, description="ways to plan; the first is the baseline"
+        default=(PlannerConfig(name="rules"),),
+        min_length=1,
+        description="ways to plan; the first is the baseline",
     )
     compare: tuple[str, ...] = Field(
-        default=("DA", "DA±1", "CatR@1", "Skill R@10"), description="measures by which the others are compared to it"
+        default=("DA", "DA±1", "CatR@1", "Skill R@10"),
+        description="measures by which the others are compared to it",
     )
-    out: Path = Field(description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl")
+    out: Path = Field(
+        description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl"
+    )
 
     @model_validator(mode="after")
     def _names_differ(self) -> "PlansConfig":
         if len({planner.name for planner in self.planners}) < len(self.planners):
             raise ValueError("two planners have the same name")
         if unknown := sorted({*self.compare} - {*self.scored}):
-            raise ValueError(f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}")
+            raise ValueError(
+                f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}"
+            )
         return self
 
     @property
@@ -74,29 +91,65 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     benchmark, skills, pool = _opened(config)
     tasks, find = benchmark.tasks, finder(config.system, pool)
     known = {task.query.query_id: task for task in tasks}
-    plans = {one.name: Planner(one, skills, find, known).plan(benchmark.queries) for one in config.planners}
+    plans = {
+        one.name: Planner(one, skills, find, known).plan(benchmark.queries)
+        for one in config.planners
+    }
     results = _results(config, tasks, plans, find, skills)
     slices: dict[str, tuple[SliceMeans, ...]] = {}
     for one in results:
         labels = _labels(tasks, one, skills)
-        slices[one.name] = shown(means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES))
+        slices[one.name] = shown(
+            means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES)
+        )
     rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
     compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
-    about = {"benchmark": benchmark.name, "num_tasks": len(tasks), "num_skills": len(pool), "notes": notes}
-    values = {"slices": slices, "rounds": rounds, "comparisons": compared, "measures": config.scored}
-    write_text(out / "report.md", markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED))
+    about = {
+        "benchmark": benchmark.name,
+        "num_tasks": len(tasks),
+        "num_skills": len(pool),
+        "notes": notes,
+    }
+    values = {
+        "slices": slices,
+        "rounds": rounds,
+        "comparisons": compared,
+        "measures": config.scored,
+    }
+    write_text(
+        out / "report.md", markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED)
+    )
     by_slice = {
-        name: [{"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.to_json(name)} for s in own]
+        name: [
+            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.to_json(name)}
+            for s in own
+        ]
         for name, own in slices.items()
     }
     differences = [asdict(one) | {"wilcoxon_p_above": p} for one, p in compared]
-    found = {"skilltrain": __version__, **about, "planners": by_slice, "rounds": rounds, "comparisons": differences}
+    found = {
+        "skilltrain": __version__,
+        **about,
+        "planners": by_slice,
+        "rounds": rounds,
+        "comparisons": differences,
+    }
     write_json(out / "metrics.json", found)
-    scores = ((one.name, query_id, row) for one in results for query_id, row in one.per_query.items())
-    made = ((name, plan.task.query_id, plan_json(plan)) for name, own in plans.items() for plan in own)
+    scores = (
+        (one.name, query_id, row) for one in results for query_id, row in one.per_query.items()
+    )
+    made = (
+        (name, plan.task.query_id, plan_json(plan)) for name, own in plans.items() for plan in own
+    )
     for file, rows in {"per_query.jsonl": scores, "plans.jsonl": made}.items():
-        write_jsonl(out / file, ({"system": name, "query_id": query_id, **row} for name, query_id, row in rows))
-    means = {name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()} for name, own in slices.items()}
+        write_jsonl(
+            out / file,
+            ({"system": name, "query_id": query_id, **row} for name, query_id, row in rows),
+        )
+    means = {
+        name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()}
+        for name, own in slices.items()
+    }
     return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
 
@@ -107,7 +160,9 @@ def plan_plans(config: PlansConfig) -> dict[str, Any]:
     costs: dict[str, Any] = {}
     for planner in config.planners:
         if isinstance(model := planner.decomposer, ModelConfig):
-            costs[planner.name] = cost_of(questions_of(model, open_llm(model.llm), model.prompt, asks))
+            costs[planner.name] = cost_of(
+                questions_of(model, open_llm(model.llm), model.prompt, asks)
+            )
     return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
@@ -116,7 +171,9 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
     opened: dict[str, Ranker] = {}
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
-        queries = [Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)]
+        queries = [
+            Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)
+        ]
         rankings = Cascade(queries, skills, keep, opened).run(system)[-1].rankings
         return [rankings[query.query_id] for query in queries]
 
@@ -134,10 +191,18 @@ def _opened(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skil
     if not pool:
         raise SkilltrainError("plans need a pool to find skills in", fix="give pool=…")
     if not any(task.steps for task in benchmark.tasks):
-        raise SkilltrainError("its tasks have no steps", where=config.benchmark, fix="it needs plans.parquet")
-    away = {skill.skill_id: skill for skill in (read_pool(config.held_out) if config.held_out else ())}
+        raise SkilltrainError(
+            "its tasks have no steps", where=config.benchmark, fix="it needs plans.parquet"
+        )
+    away = {
+        skill.skill_id: skill for skill in (read_pool(config.held_out) if config.held_out else ())
+    }
     every = {skill.skill_id: skill for skill in pool} | away
-    return check_pool(benchmark, every), every, [skill for skill in pool if skill.skill_id not in away]
+    return (
+        check_pool(benchmark, every),
+        every,
+        [skill for skill in pool if skill.skill_id not in away],
+    )
 
 
 def _results(
@@ -150,7 +215,9 @@ def _results(
     """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
     depth = max(planner.compose.candidates for planner in config.planners)
     own_words = find_each(find, [[step.text for step in task.steps] for task in tasks], depth)
-    tokens = {one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()}
+    tokens = {
+        one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()
+    }
     results: list[SystemResult] = []
     for name, own in plans.items():
         values: dict[str, dict[str, float]] = {}
@@ -163,7 +230,9 @@ def _results(
     return results
 
 
-def _labels(tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]) -> dict[str, Labels]:
+def _labels(
+    tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
+) -> dict[str, Labels]:
     """query_id → difficulty, categories, and whether the number of steps is right (the DA-conditioned table)."""
     labels: dict[str, Labels] = {}
     for task in tasks:
@@ -171,9 +240,16 @@ def _labels(tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Sk
         over = result.per_query[query_id]["steps"] - num
         count = "as many as gold" if not over else "too many" if over > 0 else "too few"
         difficulty = "easy" if num <= 2 else "medium" if num == 3 else "hard"
-        categories = tuple(dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id))
+        categories = tuple(
+            dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id)
+        )
         of_gold = {"category": categories} if categories else {}
-        labels[query_id] = {**task.labels, "difficulty": difficulty, "steps planned": count, **of_gold}
+        labels[query_id] = {
+            **task.labels,
+            "difficulty": difficulty,
+            "steps planned": count,
+            **of_gold,
+        }
     return labels
 
 
@@ -187,17 +263,23 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
         own = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
         counts = [len(one.texts) for one in own]
         alike = [one.jaccard for one in own if one.jaccard is not None] if number else []
-        rows.append({
-            "round": number,
-            "reached": sum(len(plan.rounds) > number for plan in plans),
-            "steps": fmean(counts),
-            "DA": fmean(num == len(task.steps) for num, task in zip(counts, tasks, strict=True)),
-            "jaccard": fmean(alike) if alike else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "round": number,
+                "reached": sum(len(plan.rounds) > number for plan in plans),
+                "steps": fmean(counts),
+                "DA": fmean(
+                    num == len(task.steps) for num, task in zip(counts, tasks, strict=True)
+                ),
+                "jaccard": fmean(alike) if alike else None,
+            }
+        )
     return rows
 
 
-def _comparisons(config: PlansConfig, results: Sequence[SystemResult]) -> list[tuple[Comparison, float]]:
+def _comparisons(
+    config: PlansConfig, results: Sequence[SystemResult]
+) -> list[tuple[Comparison, float]]:
     """Each planner beside the first by each measure that is defined, with Wilcoxon's one-sided p."""
     rows = results[0].per_query
     measures = [name for name in config.compare if any(name in row for row in rows.values())]
