@@ -17,19 +17,28 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from skilltrain.ablation import run as ablation_run
-from skilltrain.ablation.grid import Plan, fill, make_plan
-from skilltrain.ablation.run import collect_results, plan_ablation, run_ablation
+from skilltrain import ablation
+from skilltrain.ablation import (
+    AblationConfig,
+    Cell,
+    make_results,
+    plan_ablation,
+    read_grid,
+    results_page,
+    run_ablation,
+)
 from skilltrain.config import apply_overrides
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.comparison import holm
 from skilltrain.files import read_json, write_json
+from skilltrain.report.page import markdown
 from small_library import contents, succeeds, write_library
 
 ROOT = Path(__file__).parents[1]
 GRIDS = sorted(
     file for file in (ROOT / "recipes" / "ablations").glob("*.yaml") if file.stem != "chain"
 )
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*/[0-9]_*.yaml"))
 
 
 def grid(folder: Path, library: Path | None = None) -> dict[str, Any]:
@@ -90,8 +99,12 @@ def grid(folder: Path, library: Path | None = None) -> dict[str, Any]:
     }
 
 
-def plan_of(folder: Path, *overrides: str, **changes: Any) -> Plan:
-    return make_plan(write_grid(folder, grid(folder) | changes), overrides)
+Grid = tuple[AblationConfig, list[Cell]]
+
+
+def read(folder: Path, *overrides: str, **changes: Any) -> Grid:
+    """The grid with `changes`, and its cells."""
+    return read_grid(write_grid(folder, grid(folder) | changes), overrides)
 
 
 def write_grid(folder: Path, values: dict[str, Any]) -> Path:
@@ -100,133 +113,116 @@ def write_grid(folder: Path, values: dict[str, Any]) -> Path:
     return file
 
 
-def steps_of(plan: Plan) -> dict[str, int]:
-    """Step → how many runs of it there are."""
-    names = [run.step for run in plan.runs.values()]
-    return {name: names.count(name) for name in names}
+def runs_of(cells: list[Cell]) -> dict[Path, str]:
+    """Folder → step of all runs."""
+    return {run.out: step for cell in cells for step, run in cell.runs.items()}
 
 
 # What a grid means ---------------------------------------------------------------------------------------------------
 
 
-def test_cells_share_what_they_have_in_common(tmp_path, capsys):
+def test_cells_share_equal_runs(tmp_path):
+    _, cells = read(tmp_path)
+
+    counts = Counter(runs_of(cells).values())
+    shared = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
+    assert counts == {**shared, "lists": 2, "train": 4, "evaluate": 4}
+    names = ["clean, seed 1", "raw, seed 1", "clean, seed 2", "raw, seed 2"]
+    assert [str(cell) for cell in cells] == names
+
+
+def test_a_run_follows_those_that_it_reads(tmp_path):
+    _, cells = read(tmp_path)
+
+    clean, raw, *_ = cells
+    after_mining = ["lists", "train", "evaluate"]
+    assert [*clean.runs] == ["pool", "queries", "mine", "filter", *after_mining]
+    assert [*raw.runs] == ["pool", "queries", "mine", *after_mining]
+    assert raw.runs["train"].training.seed == 1
+    assert raw.runs["train"].data.lists == raw.runs["lists"].out
+    assert raw.runs["lists"].rankings == raw.runs["mine"].out
+
+
+def test_a_dry_run_lists_the_runs(tmp_path, capsys):
     file = write_grid(tmp_path, grid(tmp_path))
-    before, plan = contents(tmp_path), make_plan(file, [])
-    assert steps_of(plan) == {
-        "pool": 1,
-        "queries": 1,
-        "mine": 1,
-        "filter": 1,
-        "lists": 2,
-        "train": 4,
-        "evaluate": 4,
-    }
-    assert [str(cell) for cell in plan.cells] == [
-        "clean, seed 1",
-        "raw, seed 1",
-        "clean, seed 2",
-        "raw, seed 2",
-    ]
-    clean, raw, *_ = plan.cells
-    assert [run.step for run in clean.runs] == [
-        "pool",
-        "queries",
-        "mine",
-        "filter",
-        "lists",
-        "train",
-        "evaluate",
-    ]
-    *_, lists, train, _ = raw.runs
-    assert [run.step for run in raw.runs] == [
-        "pool",
-        "queries",
-        "mine",
-        "lists",
-        "train",
-        "evaluate",
-    ]
-    assert train.config.training.seed == 1 and train.config.out == train.folder
-    assert train.config.data.lists == lists.folder and lists.config.rankings.name.startswith(
-        "mine-"
-    )
-    assert plan_ablation(file, []) == {"num_cells": 4, "num_runs": 14, "num_runs_missing": 14}
+    before = contents(tmp_path)
+
+    answer = plan_ablation(file, [])
+
     said = capsys.readouterr().err
-    assert re.search(
-        r"raw, seed 2: pool-\w{12} \(to run\) → .* → train-\w{12} \(to run\) → evaluate-", said
-    )
+    assert answer == {"num_cells": 4, "num_runs_missing": 14}
+    assert re.search(r"raw, seed 2: pool-\w{12} \(to run\) → .* → evaluate-\w{12} \(to run\)", said)
     assert contents(tmp_path) == before
 
 
-def test_a_change_of_any_setting_or_input_makes_another_run(tmp_path):
-    def folders(*overrides: str) -> set[str]:
-        return {folder.name for folder in plan_of(tmp_path, *overrides).runs}
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("claim=another", set()),
+        ("steps.filter.workers.num=2", set()),
+        ("steps.train.training.save_every=7", set()),
+        ("steps.train.training.epochs=2", {"train", "evaluate"}),
+        ("steps.lists.quotas={random: 3}", {"lists", "train", "evaluate"}),
+    ],
+)
+def test_changed_settings_make_other_runs(override: str, changed: set[str], tmp_path):
+    before = runs_of(read(tmp_path)[1])
 
-    before = folders()
-    for override in (
-        "claim=another",
-        "steps.filter.workers.num=2",
-        "steps.train.training.save_every=7",
-    ):
-        assert folders(override) == before, "who computes is no part of a result"
-    assert {name.split("-")[0] for name in before - folders("steps.train.training.epochs=2")} == {
-        "train",
-        "evaluate",
-    }
-    file = tmp_path / "library" / "queries" / "all.jsonl"
-    file.write_text(file.read_text().replace("my video", "my film"))
-    assert {name.split("-")[0] for name in before & folders()} == {"pool"}
-    # A pool of one's own may stand where the runs do: only the grid's own runs go without a fingerprint.
-    (own := tmp_path / "out" / "steps" / "pool").mkdir(parents=True)
-    (own / "a.jsonl").write_text('{"name": "a", "body": "one"}')
-    before = folders(f"steps.pool.sources={own}")
-    (own / "a.jsonl").write_text('{"name": "a", "body": "two"}')
-    assert not before & folders(f"steps.pool.sources={own}")
+    after = runs_of(read(tmp_path, override)[1])
+
+    assert {after[folder] for folder in after.keys() - before.keys()} == changed
 
 
-def test_what_a_variant_changes(tmp_path):
+def test_a_variant_changes_settings_by_key(tmp_path):
     sharper = {"filter.layers.1.above": 0.4, "lists.quotas": {"random": 1}}
-    plan = plan_of(tmp_path, "seeds=[5]", variants={"clean": None, "sharper": sharper})
-    configs = {run.step: run.config for run in plan.cells[1].runs}
-    assert [layer.above for layer in configs["filter"].layers[1:]] == [0.4]
-    assert configs["lists"].quotas == {"random": 1} and steps_of(plan)["lists"] == 2
-    untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}  # which does not use the seed
-    plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})
-    assert [str(cell) for cell in plan.cells] == [
-        "clean, seed 1",
-        "untrained, seed 1",
-        "clean, seed 2",
-    ]
+
+    _, cells = read(tmp_path, "seeds=[5]", variants={"clean": None, "sharper": sharper})
+
+    runs = cells[1].runs
+    assert [layer.above for layer in runs["filter"].layers[1:]] == [0.4]
+    assert runs["lists"].quotas == {"random": 1}
+    assert runs["lists"].out != cells[0].runs["lists"].out
 
 
-def test_texts_are_filled():
-    filled = fill(
-        {"a": ["{mine}/x", "s{seed}"], "b": [1, None], "c": "{{d}}"},
-        {"mine": "m-1", "seed": 7}.__getitem__,
-    )
-    assert filled == {"a": ["m-1/x", "s7"], "b": [1, None], "c": "{d}"}
+UNTRAINED = {"evaluate.systems.0.rankers.0.source": "some/model"}  # does not use the seed
+
+
+def test_a_variant_without_the_seed_has_one_cell(tmp_path):
+    _, cells = read(tmp_path, variants={"clean": {}, "untrained": UNTRAINED})
+
+    assert [str(cell) for cell in cells] == ["clean, seed 1", "untrained, seed 1", "clean, seed 2"]
+
+
+def test_doubled_braces_are_plain(tmp_path):
+    source = {"evaluate.systems.0.rankers.0.source": "a/{{seed}}-{seed}"}
+
+    _, cells = read(tmp_path, variants={"clean": {}, "other": source})
+
+    assert cells[1].runs["evaluate"].systems[0].rankers[0].source == "a/{seed}-1"
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
 
+NO_RECIPE = "must be a recipe with the key stage and without the key out (steps: pool, queries, mi"
 FAULTS = {
-    "baseline=cleen": "baseline: no variant is called 'cleen'; variants: clean, raw",
+    "baseline=cleen": "baseline: no variant 'cleen'; variants: clean, raw",
     "compare=[Hit@3]": "step 'evaluate' of variant 'clean': measures: Hit@3, which `compare` names, is missing",
-    "steps.lists.rankings='{fliter}'": "step 'lists' of variant 'clean': '{fliter}' is no step; steps: evaluate, fil",
+    "steps.lists.rankings='{fliter}'": "variant 'clean': '{fliter}' is no step (steps: pool, queries, mine, filter",
     "steps.lists.rankings={filter: }": "step 'lists' of variant 'clean': rankings: must be a path, found {'fil",
-    "steps.pool.sources='{train}'": "steps go in a circle: ",
+    "steps.pool.sources='{train}'": "step 'pool' of variant 'clean': needs a step that needs this one",
     "steps.a/b={stage: pool}": "steps: 'a/b' cannot name a step",
-    "steps.spare={stage: pool, sources: x}": "step 'spare': leads to no evaluation in any variant",
-    "steps.lists.out=x": "step 'lists' of variant 'clean': names its own folder (leave out out; the ablation gives it)",
-    "steps.evaluate.stage=lists": "has no step of stage evaluate",
-    "steps.pool.sources=nowhere": "step 'pool' of variant 'clean': nowhere: no such file or folder",
-    "variants.raw={'fliter.layers': []}": "variant 'raw', fliter.layers: is no 'step.key'; steps: pool, queries",
+    "steps.spare={sources: x}": f"step 'spare' of variant 'clean': {NO_RECIPE}",
+    "steps.lists.out=x": f"step 'lists' of variant 'clean': {NO_RECIPE}",
+    "steps.evaluate.stage=lists": "variant 'clean': has no step of stage evaluate",
+    "steps.pool.sources=nowhere": "nowhere: no such file or folder",
+    "variants.raw={'fliter.layers': []}": f"step 'fliter' of variant 'raw': {NO_RECIPE}",
     "variants.raw={'filter.layers.2.name': x}": "'2' is no item of a list of 2, counted from 0",
     "variants.raw={'mine.pool.x': 1}": "variant 'raw', mine.pool.x: 'pool' is a value, not a section",
     "variants.raw={'lists.seeed': 1}": "step 'lists' of variant 'raw': unknown key 'seeed', did you mean 'seed'?",
-    "variants.raw={'evaluate.split': train}": "step 'evaluate' of variant 'raw': other queries or measures than in "
-    "variant 'clean' cannot be compared (make a step of its own for each set of queries)",
+    "variants.raw={'evaluate.split': train}": "step 'evaluate' of variant 'raw': scores other queries or measures than "
+    "variant 'clean' (make a step of its own for each set of queries)",
     "variants.raw={'evaluate.systems': []}": "an evaluation of an ablation has one system, found 0",
+    "chain=chain.yaml": "unknown key 'chain' (removed: ",
 }
 
 
@@ -243,8 +239,10 @@ def test_a_fault_is_named_before_any_work(override, tmp_path):
     else:
         file = write_grid(tmp_path, apply_overrides(grid(tmp_path), [override]))
     before = contents(tmp_path)
+
     with pytest.raises(SkilltrainError) as raised:
-        make_plan(file, [])
+        read_grid(file, [])
+
     assert FAULTS[override] in str(raised.value)
     assert str(raised.value).startswith(f"{file}: ") and "\n" not in str(raised.value)
     assert contents(tmp_path) == before
@@ -256,61 +254,60 @@ def test_a_fault_is_named_before_any_work(override, tmp_path):
 def with_chain(folder: Path, **steps: Any) -> Path:
     """The grid with its steps in a chain beside it, and `steps` of its own."""
     values = grid(folder)
-    (folder / "chain.yaml").write_text(
-        yaml.safe_dump(values.pop("steps") | {"spare": {"stage": "pool"}})
-    )
-    return write_grid(folder, values | {"chain": "chain.yaml", "steps": steps})
+    chain = {"steps": values.pop("steps") | {"spare": {"stage": "pool"}}}
+    (folder / "chain.yaml").write_text(yaml.safe_dump(chain, sort_keys=False))
+    return write_grid(folder, values | {"based_on": "chain.yaml", "steps": steps})
 
 
-def test_steps_are_laid_over_a_chain_key_by_key(tmp_path):
-    whole, file = plan_of(tmp_path), with_chain(tmp_path)
-    assert make_plan(file, []).runs.keys() == whole.runs.keys()
-    changed = make_plan(
-        with_chain(tmp_path, train={"training": {"batch_size": 4}}),
-        ["steps.lists.quotas={random: 3}"],
-    )
-    configs = {run.step: run.config for run in changed.runs.values()}
-    trained = configs["train"]
-    assert (trained.training.batch_size, trained.training.seed > 0, trained.model.source) == (
-        4,
-        True,
-        "some/model",
-    )
-    assert configs["lists"].quotas == {"random": 3}  # an override is the whole value
+def test_steps_are_laid_over_a_chain(tmp_path):
+    file = with_chain(tmp_path, train={"training": {"batch_size": 4}})
+
+    _, cells = read_grid(file, ["steps.lists.quotas={random: 3}"])
+
+    runs = cells[0].runs
+    training = runs["train"].training
+    assert (training.batch_size, training.seed, runs["train"].model.source) == (4, 1, "some/model")
+    assert runs["lists"].quotas == {"random": 3}  # an override is the whole value
 
 
-def test_faults_of_a_chain_are_named(tmp_path):
-    own = {"mein": {"stage": "pool", "sources": "x"}}
-    with pytest.raises(SkilltrainError, match="step 'mein': leads to no evaluation in any variant"):
-        make_plan(with_chain(tmp_path, **own), [])
-    with pytest.raises(SkilltrainError, match=r"none\.yaml: cannot read the recipe: No such file"):
-        make_plan(with_chain(tmp_path), ["chain=none.yaml"])
-    with pytest.raises(SkilltrainError, match="chain: must be a path"):
-        make_plan(with_chain(tmp_path), ["chain=[1]"])
+def test_a_chain_gives_the_same_runs(tmp_path):
+    _, cells = read(tmp_path)
+
+    _, of_chain = read_grid(with_chain(tmp_path), [])
+
+    assert runs_of(of_chain) == runs_of(cells)
 
 
-def test_the_grids_that_ship_can_be_planned_and_share_the_runs_of_their_baselines(monkeypatch):
+def test_grids_that_ship_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    plans = {file.stem: make_plan(file, []) for file in GRIDS}
-    assert {*plans} == {
+
+    grids = {file.stem: read_grid(file, []) for file in GRIDS}
+
+    encoders: dict[str, set[Path]] = {}
+    for name, (config, cells) in grids.items():
+        assert config.runs == Path("runs/ablations/steps")
+        assert config.out == Path("runs/ablations") / name
+        assert {cell.variant for cell in cells} == {*config.variants}
+        encoders[name] = {cell.runs["encoder"].out for cell in cells if "encoder" in cell.runs}
+    assert [*encoders] == [
         "candidates_k",
-        "filter",
-        "inputs",
-        "listwise_pointwise",
+        *["filter", "inputs", "listwise_pointwise"],
         "random_negatives",
-    }
-    trained = {}
-    for name, plan in plans.items():
-        assert (plan.grid.runs_folder, plan.grid.out) == (
-            Path("runs/ablations/steps"),
-            Path("runs/ablations") / name,
-        )
-        assert {cell.variant for cell in plan.cells} == {*plan.grid.variants}
-        trained[name] = {
-            folder for folder, run in plan.runs.items() if run.config.stage == "train_encoder"
-        }
-    assert trained["filter"] & trained["random_negatives"] and trained["filter"] & trained["inputs"]
-    assert trained["candidates_k"] == trained["listwise_pointwise"] <= trained["filter"]
+    ]
+    assert encoders["filter"] & encoders["random_negatives"] & encoders["inputs"]
+    assert encoders["candidates_k"] == encoders["listwise_pointwise"] <= encoders["filter"]
+
+
+@pytest.mark.parametrize("file", BENCHMARKS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_grids_of_benchmarks_can_be_planned(file: Path, tmp_path, monkeypatch):
+    for name in ("pool", "queries", "mined", "tasks", "without"):
+        (tmp_path / "runs" / "claims" / name).mkdir(parents=True)
+        (tmp_path / "runs" / "r3_ablation" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    config, cells = read_grid(file, ["seeds=[1]"])
+
+    assert [cell.variant for cell in cells] == [*config.variants]
 
 
 # Tables of values that are written where evaluations would stand -----------------------------------------------------
@@ -319,131 +316,137 @@ VARIANTS = {"clean": {}, "raw *new*": {"lists.rankings": "{mine}"}}
 QUERIES = "abcdefgh"
 
 
-def write_values(plan: Plan, hits: Mapping[tuple[str, int], str], name: str = "evaluate") -> None:
+def write_values(
+    cells: list[Cell], hits: Mapping[tuple[str, int], str], name: str = "evaluate"
+) -> None:
     """Write Hit@1 as digits, one a query; MRR@10 is half of it, and not defined for the last query."""
-    for cell in plan.cells:
-        if (values := hits.get((cell.variant, cell.seed))) is not None:
-            folder = cell.evaluations[name]
-            folder.mkdir(parents=True, exist_ok=True)
-            rows = [
-                {"system": "encoder", "query_id": query_id, "slice": "single", "Hit@1": int(value)}
-                | {"MRR@10": None if query_id == QUERIES[-1] else int(value) / 2}
-                for query_id, value in zip(QUERIES, values, strict=False)
-            ]
-            (folder / "per_query.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for cell in cells:
+        values = hits.get((cell.variant, cell.seed))
+        if values is None:
+            continue
+        rows: list[dict[str, Any]] = []
+        for query_id, value in zip(QUERIES, values, strict=True):
+            row: dict[str, Any] = {"query_id": query_id, "Hit@1": int(value)}
+            rows.append(row if query_id == QUERIES[-1] else row | {"MRR@10": int(value) / 2})
+        folder = cell.evaluations[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "per_query.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def two_seeds(folder: Path, **changes: Any) -> Plan:
+RAW = "raw *new*"
+ALL_RIGHT = dict.fromkeys([(RAW, 1), (RAW, 2)], "11111111")
+
+
+def two_seeds(folder: Path, **changes: Any) -> Grid:
     """Clean scores 2 and 4 of 8, the other variant all."""
-    plan = plan_of(folder, variants=VARIANTS, **changes)
-    hits = {("clean", 1): "11000000", ("clean", 2): "11110000"}
-    write_values(plan, hits | dict.fromkeys([("raw *new*", 1), ("raw *new*", 2)], "11111111"))
-    return plan
+    config, cells = read(folder, variants=VARIANTS, **changes)
+    write_values(cells, {("clean", 1): "11000000", ("clean", 2): "11110000"} | ALL_RIGHT)
+    return config, cells
 
 
-def test_a_query_is_averaged_over_seeds_before_queries_are(tmp_path):
-    (table,) = collect_results(two_seeds(tmp_path), {}).tables
-    clean, raw = table["variants"]
-    assert (table["evaluation"], table["split"], table["num_queries"]) == ("evaluate", "test", 8)
-    assert clean["metrics"]["Hit@1"].mean == 3 / 8 and clean["metrics"]["Hit@1"].n == 8
-    assert (
-        clean["metrics"]["MRR@10"].mean == pytest.approx(3 / 7 / 2)
-        and clean["metrics"]["MRR@10"].n == 7
-    )
-    assert clean["seed_means"] == {
-        1: {"Hit@1": 0.25, "MRR@10": 1 / 7},
-        2: {"Hit@1": 0.5, "MRR@10": 2 / 7},
-    }
-    assert clean["seed_sd"]["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # the deviation of two values
-    assert (
-        raw["metrics"]["Hit@1"].mean == raw["metrics"]["Hit@1"].low == 1
-        and raw["seed_sd"]["Hit@1"] == 0
-    )
-    hit, mrr = table["differences"]
-    assert (hit.system, hit.baseline, hit.measure) == ("raw *new*", "clean", "Hit@1")
-    assert hit.difference.mean == 5 / 8 and hit.difference.n == 8
-    assert mrr.difference.mean == pytest.approx((1 - 3 / 7) / 2) and mrr.difference.n == 7
-    # Six queries differ, all for the better: the signed ranks fall so with a chance of 2 in 2^6.
-    assert hit.wilcoxon_p == pytest.approx(2 / 2**6)
-    assert hit.mcnemar_p is None, "means over seeds are neither right nor wrong"
+def test_queries_are_averaged_over_seeds(tmp_path):
+    results = make_results(*two_seeds(tmp_path), {})
+
+    (table,) = results["tables"]
+    clean, _ = table["variants"]
+    hit, mrr = clean["metrics"]["Hit@1"], clean["metrics"]["MRR@10"]
+    assert (table["evaluation"], table["num_queries"], clean["num_runs"]) == ("evaluate", 8, 2)
+    assert (hit.mean, hit.n) == (3 / 8, 8)
+    assert (mrr.mean, mrr.n) == (pytest.approx(3 / 7 / 2), 7)
 
 
-def test_one_seed_is_tested_by_mcnemar_too_and_a_variant_without_it_is_one_training(tmp_path):
-    plan = plan_of(tmp_path, variants=VARIANTS, seeds=[1])
-    write_values(plan, {("clean", 1): "11000000", ("raw *new*", 1): "01111111"})
-    (table,) = collect_results(plan, {}).tables
-    assert table["differences"][0].mcnemar_p == pytest.approx(
-        2 * (1 + 7) / 2**7
-    )  # 6 fixed, 1 broken
-    assert table["variants"][0]["seed_sd"]["Hit@1"] is None
-    untrained = {"evaluate.systems.0.rankers.0.source": "some/model"}
-    plan = plan_of(tmp_path, variants={"clean": {}, "untrained": untrained})
-    write_values(
-        plan, {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"}
-    )
-    (table,) = collect_results(plan, {}).tables
-    assert [len(scores["seed_means"]) for scores in table["variants"]] == [2, 1]
-    assert (
-        table["variants"][1]["seed_sd"]["Hit@1"] is None
-        and table["differences"][0].difference.mean == 0
-    )
+def test_seeds_have_a_deviation(tmp_path):
+    results = make_results(*two_seeds(tmp_path), {})
+
+    clean, raw = results["tables"][0]["variants"]
+    assert clean["seed_sd"]["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # of 2/8 and 4/8
+    assert raw["seed_sd"]["Hit@1"] == 0
+
+
+def test_variants_are_compared_with_the_baseline(tmp_path):
+    results = make_results(*two_seeds(tmp_path), {})
+
+    hit, mrr = results["tables"][0]["differences"]
+    assert (hit.system, hit.baseline, hit.measure) == (RAW, "clean", "Hit@1")
+    assert (hit.difference.mean, hit.difference.n) == (5 / 8, 8)
+    assert (hit.num_better, hit.num_worse, hit.p) == (6, 0, pytest.approx(2 / 2**6))
+    assert (mrr.difference.mean, mrr.difference.n) == (pytest.approx((1 - 3 / 7) / 2), 7)
+
+
+def test_a_variant_without_the_seed_has_no_deviation(tmp_path):
+    config, cells = read(tmp_path, variants={"clean": {}, "untrained": UNTRAINED})
+    hits = {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"}
+    write_values(cells, hits)
+
+    (table,) = make_results(config, cells, {})["tables"]
+
+    assert [row["num_runs"] for row in table["variants"]] == [2, 1]
+    assert "seed_sd" not in table["variants"][1]
+    assert table["differences"][0].difference.mean == 0
 
 
 def test_holm_corrects_over_all_tables(tmp_path):
-    values = plan_of(tmp_path).grid.model_dump(mode="json")["steps"]
-    values["tasks"] = values["evaluate"] | {"split": "train"}
-    plan = two_seeds(tmp_path, steps=values)
+    steps = grid(tmp_path)["steps"]
+    steps["tasks"] = steps["evaluate"] | {"split": "train"}
+    config, cells = two_seeds(tmp_path, steps=steps)
     hits = {("clean", 1): "10101010", ("clean", 2): "01010101"}
-    write_values(
-        plan, hits | dict.fromkeys([("raw *new*", 1), ("raw *new*", 2)], "11110000"), "tasks"
-    )
-    results = collect_results(plan, {})
-    assert [table["evaluation"] for table in results.tables] == [
-        "evaluate",
-        "tasks",
-    ] and results.num_tests == 4
-    found = [c for table in results.tables for c in table["differences"]]
+    write_values(cells, hits | dict.fromkeys(ALL_RIGHT, "11110000"), "tasks")
+
+    tables = make_results(config, cells, {})["tables"]
+
+    found = [c for table in tables for c in table["differences"]]
+    assert [table["evaluation"] for table in tables] == ["evaluate", "tasks"]
     assert [c.p_holm for c in found] == holm([c.p for c in found])
-    verdicts = [
-        [row["verdict"] for row in table["differences"]] for table in results.to_json()["tables"]
-    ]
-    assert verdicts == [["above", "above"], ["not told apart", "not told apart"]]
+    assert len(found) == 4
 
 
-def test_what_failed_is_left_out_and_named(tmp_path):
-    plan = two_seeds(tmp_path)
-    results = collect_results(plan, {("raw *new*", 2): "step train: out of memory"})
-    raw = results.to_json()["tables"][0]["variants"][1]
-    assert list(raw["seed_means"]) == ["1"] and raw["seed_sd"] == {"Hit@1": None, "MRR@10": None}
-    assert [cell["error"] for cell in results.to_json()["cells"]] == [
-        None,
-        None,
-        None,
-        "step train: out of memory",
-    ]
-    without = collect_results(plan, {("clean", 1): "x", ("clean", 2): "x"})
-    assert [scores["variant"] for scores in without.tables[0]["variants"]] == ["raw *new*"]
-    assert not without.tables[0]["differences"] and "x" in without.markdown()
-    nothing = collect_results(plan, {(cell.variant, cell.seed): "x" for cell in plan.cells})
-    assert nothing.tables == [] and "## Cells" in nothing.markdown()
+def test_a_failed_cell_is_left_out(tmp_path):
+    config, cells = two_seeds(tmp_path)
+
+    results = make_results(config, cells, {f"{RAW}, seed 2": "step train: out of memory"})
+
+    raw = results["tables"][0]["variants"][1]
+    errors = [cell["error"] for cell in results["cells"]]
+    assert raw["num_runs"] == 1
+    assert errors == [None, None, None, "step train: out of memory"]
 
 
-def test_the_tables_and_the_page_name_variants_verdicts_and_recipes(tmp_path):
-    results = collect_results(two_seeds(tmp_path), {("clean", 2): "<b>out of memory</b>"})
-    text, page = results.markdown(), results.page()
-    assert (
-        "| raw \\*new\\* | 2 | 1.000 [1.00, 1.00] ± .000 |" in text and text.count("▲ above") == 2
-    )
-    assert (
-        "| raw \\*new\\* | Hit@1 | +.750 [" in text
-        and "(n = 8)" in text
-        and "Claim: Filtering helps." in text
-    )
-    for cell in results.plan.cells:
+@pytest.mark.parametrize(("failed", "variants"), [(["clean"], [RAW]), (["clean", RAW], [])])
+def test_without_a_baseline_nothing_is_compared(
+    failed: list[str], variants: list[str], tmp_path: Path
+):
+    config, cells = two_seeds(tmp_path)
+    errors = {str(cell): "broken" for cell in cells if cell.variant in failed}
+
+    results = make_results(config, cells, errors)
+
+    tables = results["tables"]
+    assert [row["variant"] for table in tables for row in table["variants"]] == variants
+    assert not any(table["differences"] for table in tables)
+    assert "broken" in markdown("ablation", **results)
+
+
+def test_markdown_names_variants_and_verdicts(tmp_path):
+    config, cells = two_seeds(tmp_path, compare=["Hit@1"])
+
+    text = markdown("ablation", **make_results(config, cells, {"clean, seed 2": "no memory"}))
+
+    assert "Claim: Filtering helps." in text and "(n = 8)" in text
+    assert "| raw \\*new\\* | 2 | 1.000 [1.00, 1.00] ± .000 |" in text
+    assert "| raw \\*new\\* | Hit@1 | +.750 [" in text and text.count("▲ above") == 1
+    assert "over all 1 comparison" in text
+    for cell in cells:
         assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
-    assert page.count('<td class="word above">above</td>') == 2 and "over all 2 comparisons" in page
+
+
+def test_the_page_escapes_texts(tmp_path):
+    config, cells = two_seeds(tmp_path, compare=["Hit@1"])
+
+    page = results_page(make_results(config, cells, {"clean, seed 2": "<b>no memory</b>"}))
+
+    assert page.count('<td class="word above">above</td>') == 1
     assert "<b>1.000</b><small>[1.00, 1.00] ± .000</small>" in page
-    assert "&lt;b&gt;out of memory" in page and "src=" not in page
+    assert "&lt;b&gt;no memory" in page and "src=" not in page
 
 
 # As it runs ----------------------------------------------------------------------------------------------------------
@@ -495,73 +498,76 @@ def done(library, tmp_path_factory, model_folders):
     return file, folder / "out", run_ablation(file, [])
 
 
-def test_shared_steps_run_once_and_the_tables_hold_every_variant_seed_and_recipe(done):
+def test_shared_steps_run_once(done):
     file, out, answer = done
+
     once = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
     assert folders_of(out) == {**once, "lists": 2, "train": 4, "evaluate": 4}
-    assert answer["num_cells"] == 4 and plan_ablation(file, [])["num_runs_missing"] == 0
-    assert not list(out.glob("steps/train-*/checkpoints")), (
-        "checkpoints are three times the model's size"
-    )
+    assert answer["num_cells"] == 4
+    assert plan_ablation(file, [])["num_runs_missing"] == 0
+
+
+def test_checkpoints_are_removed(done):
+    _, out, _ = done
+
+    assert not list(out.glob("steps/train-*/checkpoints"))
+
+
+def test_results_are_written(done):
+    _, out, _ = done
+
     found = read_json(out / "ablation.json")
     (table,) = found["tables"]
-    assert table["num_queries"] == 4 and [row["variant"] for row in table["variants"]] == [
-        "clean",
-        "raw",
+    assert [row["variant"] for row in table["variants"]] == ["clean", "raw"]
+    assert [(row["measure"], row["reading"]) for row in table["differences"]] == [
+        ("Hit@1", "not told apart"),
+        ("MRR@10", "not told apart"),
     ]
-    assert all(set(row["seed_means"]) == {"1", "2"} for row in table["variants"])
-    assert [row["measure"] for row in table["differences"]] == ["Hit@1", "MRR@10"]
     for cell in found["cells"]:
         assert cell["error"] is None and list(cell["recipes"])[-1] == "evaluate"
         assert all(Path(recipe).is_file() for recipe in cell["recipes"].values())
-    assert "## evaluate: " in (out / "ablation.md").read_text()
-    assert "<h2>evaluate: " in (out / "ablation.html").read_text()
+    assert "## evaluate" in (out / "ablation.md").read_text()
+    assert "<h2>evaluate</h2>" in (out / "ablation.html").read_text()
 
 
 def test_a_cell_is_reproduced_by_its_recipes(done, tmp_path):
     _, out, _ = done
-    recipes = {
-        step: Path(file)
-        for step, file in read_json(out / "ablation.json")["cells"][-1]["recipes"].items()
-    }
-    before = contents(out)
-    assert "already holds this run" in succeeds("train", recipes["train"]).err
+    files = read_json(out / "ablation.json")["cells"][-1]["recipes"]
+    recipes = {step: Path(file) for step, file in files.items()}
+
+    again = succeeds("train", recipes["train"])
     succeeds("train", recipes["train"], f"out={tmp_path}/train")
-    weights, again = (
-        load_file(folder / "model.safetensors")
-        for folder in (recipes["train"].parent, tmp_path / "train")
-    )
-    assert all(weights[name].equal(again[name]) for name in weights)
     succeeds("evaluate", recipes["evaluate"], f"out={tmp_path}/evaluate")
-    values = [
-        folder / "per_query.jsonl" for folder in (recipes["evaluate"].parent, tmp_path / "evaluate")
-    ]
-    assert values[0].read_bytes() == values[1].read_bytes()
-    assert contents(out) == before
+
+    assert "already holds this run" in again.err
+    first = load_file(recipes["train"].parent / "model.safetensors")
+    second = load_file(tmp_path / "train" / "model.safetensors")
+    assert all(first[name].equal(second[name]) for name in first)
+    values = (recipes["evaluate"].parent / "per_query.jsonl").read_bytes()
+    assert (tmp_path / "evaluate" / "per_query.jsonl").read_bytes() == values
 
 
-def test_what_is_lost_is_made_again_and_the_rest_left_alone(done):
+def test_lost_runs_are_made_again(done):
     file, out, answer = done
     table = (out / "ablation.json").read_bytes()
-    plan = make_plan(file, [])
-    clean, raw = plan.cells[0], plan.cells[1]
-    lists = next(run.folder for run in clean.runs if run.step == "lists")
-    trained = next(run.folder for run in raw.runs if run.step == "train")
-    for lost in (lists, clean.evaluations["evaluate"], raw.evaluations["evaluate"]):
-        shutil.rmtree(lost)
-    write_json(
-        trained / "run.json", read_json(trained / "run.json") | {"finished": False}
-    )  # as kill -9 leaves it
+    _, (clean, raw, *_) = read_grid(file, [])
+    trained = raw.runs["train"].out
+    lost = [clean.runs["lists"].out, clean.runs["evaluate"].out, raw.runs["evaluate"].out]
+    before = {path: contents(path) for path in (out / "steps").iterdir()}
+    for folder in lost:
+        shutil.rmtree(folder)
+    record = read_json(trained / "run.json")
+    write_json(trained / "run.json", record | {"finished": False})  # as kill -9 leaves it
     (trained / "model.safetensors").unlink()
-    assert plan_ablation(file, [])["num_runs_missing"] == 3, (
-        "nobody needs the lists: their training is done"
-    )
-    changing = (clean.evaluations["evaluate"], raw.evaluations["evaluate"], trained)
-    kept = [path for path in (out / "steps").iterdir() if path not in changing]
-    before = contents(*kept)
-    assert run_ablation(file, []) == answer
-    assert contents(*kept) == before and not lists.exists()
+
+    num_missing = plan_ablation(file, [])["num_runs_missing"]
+    again = run_ablation(file, [])
+
+    assert num_missing == 4
+    assert again == answer
     assert (out / "ablation.json").read_bytes() == table
+    for path in before.keys() - {trained, *lost}:
+        assert contents(path) == before[path]
 
 
 def test_a_training_that_is_interrupted_goes_on(done, tmp_path, library, model_folders):
@@ -631,7 +637,7 @@ def test_a_fault_of_ours_shows_its_traceback_and_is_tried_once(
         tried.append(config.out)
         raise ValueError("no such axis\nsecond line")
 
-    monkeypatch.setattr(ablation_run, "run_recipe", broken)
+    monkeypatch.setattr(ablation, "run_recipe", broken)
     with pytest.raises(
         SkilltrainError,
         match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(the same",

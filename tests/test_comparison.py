@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -15,19 +15,18 @@ from skilltrain.evaluation.bootstrap import (
     Interval,
     compact,
     intervals,
-    normal_interval,
     paired_differences,
     resampled_means,
     separation,
 )
 from skilltrain.evaluation.comparison import (
+    MAX_EXACT,
     Comparison,
     SystemResult,
-    cohens_h,
+    adjust,
     compare,
     holm,
-    mcnemar,
-    wilcoxon,
+    sign_test,
 )
 
 
@@ -127,88 +126,32 @@ def test_separation_is_the_share_of_pairs_in_the_right_order():
 
 # Two systems -------------------------------------------------------------------------------------------------------
 
-BITS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40)
-STEPS = st.lists(st.integers(-4, 4), min_size=1, max_size=9)
+SIGNS = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=60)
 
 
-def test_table_13_of_skillrouter():
-    """Appendix E rounds the share before it computes (98/150 → .654): the last digit may differ by one."""
-    for hits, low, high in ((84, 0.481, 0.639), (98, 0.578, 0.730), (114, 0.692, 0.828)):
-        found = normal_interval([1.0] * hits + [0.0] * (150 - hits))
-        assert [found.low, found.high] == pytest.approx([low, high], abs=0.0013)
-        assert (found.mean, found.n) == (hits / 150, 150)
+@given(SIGNS)
+def test_the_sign_test_is_mcnemars(signs: list[float]):
+    num_better, num_worse = signs.count(1.0), signs.count(-1.0)
+
+    p = sign_test(np.array(signs))
+
+    num_differing = num_better + num_worse
+    expected = scipy.stats.binomtest(num_better, num_differing).pvalue if num_differing else 1.0
+    assert p == pytest.approx(expected)
 
 
-def test_values_between_0_and_1_use_the_sample_deviation():
-    """0, .5, 1: deviation .5, error .5 / √3; clipped, as the half width of .566 leaves [0, 1]."""
-    assert normal_interval([0, 0.5, 1]) == Interval(0.5, 0.0, 1.0, 3)
-    found = normal_interval([0, 0.5, 1] * 12)
-    error = math.sqrt(12 * 2 * 0.25 / 35) / 6
-    assert [found.low, found.high] == pytest.approx([0.5 - 1.96 * error, 0.5 + 1.96 * error])
+def test_the_sign_test_follows_the_mean():
+    """Four of five queries are a little better, and the fifth is so much worse that the mean falls."""
+    differences = np.array([0.1, 0.1, 0.1, 0.1, -0.9])
+
+    assert sign_test(differences) == 1.0
+    assert sign_test(np.abs(differences)) == pytest.approx(2 / 2**5)
 
 
-def test_cohens_h_worked_by_hand():
-    """asin √1 is π/2, asin √.5 is π/4, asin √.75 is π/3, asin √.25 is π/6."""
-    assert cohens_h(1, 0) == pytest.approx(math.pi)
-    assert cohens_h(0.5, 0.75) == pytest.approx(-math.pi / 6)
-    assert cohens_h(0.75, 0.25) == pytest.approx(math.pi / 3)
+def test_a_rounding_error_is_no_direction():
+    differences = np.array([0.1, 0.2, -0.3])  # their sum is 2.8e-17
 
-
-@settings(deadline=None, max_examples=40)
-@given(STEPS)
-def test_signed_ranks_agree_with_all_choices_of_signs(differences: list[int]):
-    """Ties and zeros of few queries: every choice of signs counted."""
-    amounts = scipy.stats.rankdata([abs(value) for value in differences if value])
-    sums = [np.dot(signs, amounts) for signs in product([0, 1], repeat=len(amounts))]
-    found = sum(
-        rank for rank, value in zip(amounts, filter(None, differences), strict=True) if value > 0
-    )
-    above = np.mean([total >= found for total in sums])
-    below = np.mean([total <= found for total in sums])
-    expected = min(1.0, 2 * min(above, below))
-    assert wilcoxon(np.array(differences)) == pytest.approx(expected)
-    assert wilcoxon(np.array(differences), above=True) == pytest.approx(above)
-
-
-def test_rounding_makes_no_difference():
-    assert wilcoxon(np.array([0.1 + 0.2 - 0.3, 0.0])) == 1.0
-    tied = wilcoxon(
-        np.array([0.3 - 0.2, 0.8 - 0.7, 0.5 - 0.6])
-    )  # .1, .1, −.1, each with its own rounding
-    assert tied == wilcoxon(np.array([1, 1, -1])) == 1.0
-
-
-def test_many_ties_agree_with_scipys_normal_approximation():
-    """Exactly up to 200 differing queries (of 240, about 190 differ), from 201 as scipy has it."""
-    generator = np.random.default_rng(2)
-    for num, tolerance in ((240, 2e-3), (400, 1e-12)):
-        a, b = generator.integers(0, 5, (2, num)) / 4
-        b[: num // 12] = 1.0
-        kept = a != b
-        assert (kept.sum() <= 200) == (num == 240)
-        for side in ("two-sided", "greater"):
-            theirs = scipy.stats.wilcoxon(a[kept] - b[kept], alternative=side, method="asymptotic")[
-                1
-            ]
-            assert wilcoxon(a - b, above=side == "greater") == pytest.approx(theirs, abs=tolerance)
-
-
-@settings(deadline=None, max_examples=30)
-@given(BITS)
-def test_mcnemar_agrees_with_the_binomial_test(pairs: list[tuple[bool, bool]]):
-    differences = np.array([int(after) - int(before) for before, after in pairs])
-    num, p = np.count_nonzero(differences), mcnemar(differences)
-    expected = scipy.stats.binomtest(np.count_nonzero(differences < 0), num).pvalue if num else 1.0
-    assert p == mcnemar(-differences) == pytest.approx(expected)
-    assert p == pytest.approx(
-        wilcoxon(differences)
-    )  # with equal amounts, ranks toss the same coins
-
-
-def test_the_net_of_a_cluster_is_one_coin():
-    """2, 1, −1: of 8 choices of signs three reach a sum of 3 or more, and 3 is the sum of those that are fixed."""
-    assert mcnemar(np.array([2, 1, -1])) == pytest.approx(2 * 3 / 8)
-    assert mcnemar(np.array([2, 2, 0])) == mcnemar(np.array([1, 1])) == 1 / 2
+    assert sign_test(differences) == 1.0
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
@@ -260,84 +203,94 @@ SYSTEMS = (BM25, BASE, TRAINED)
 PAIRS = (("bm25", "trained"), ("base", "trained"))
 
 
-def test_a_comparison_is_what_its_parts_say():
-    found = compare(SYSTEMS, PAIRS, MEASURES, IDS)
-    assert [(c.baseline, c.system, c.measure) for c in found] == [
-        (*pair, measure) for pair in PAIRS for measure in MEASURES
-    ]
-    for comparison, baseline in zip(found, (BM25, BM25, BASE, BASE), strict=True):
-        after, before = column(TRAINED, comparison.measure), column(baseline, comparison.measure)
-        differences = np.subtract(after, before)
-        ((alone, p),) = paired_differences(differences[:, None])
-        assert comparison.difference.mean == pytest.approx(np.mean(after) - np.mean(before))
-        assert comparison.difference.bounds() == alone.bounds()
-        assert comparison.p == p
-        assert comparison.wilcoxon_p == wilcoxon(differences)
-        binary = comparison.measure == "Hit@1"
-        assert comparison.mcnemar_p == (mcnemar(differences) if binary else None)
-        expected = cohens_h(float(np.mean(after)), float(np.mean(before))) if binary else None
-        assert comparison.cohens_h == expected
-    assert [c.p_holm for c in found] == holm(
-        [c.p for c in found]
-    )  # the family is every pair and measure
-    (alone,) = compare(SYSTEMS, PAIRS[:1], MEASURES[:1], IDS)
-    assert alone == replace(found[0], p_holm=found[0].p)
+def test_each_pair_is_compared_by_each_measure():
+    found = compare(SYSTEMS, PAIRS, MEASURES)
+
+    names = [(c.baseline, c.system, c.measure) for c in found]
+    assert names == [(*pair, measure) for pair in PAIRS for measure in MEASURES]
 
 
-def test_equal_systems_differ_in_nothing():
-    """Also where all values are equal: no width, no p below 1."""
-    for values in ([1.0, 0.0, 1.0], [0.25] * 4, [0.0] * 3):
-        (found,) = compare(
-            [one_measure("a", values), one_measure("b", values)],
-            [("a", "b")],
-            ["m"],
-            [f"q{i}" for i in range(len(values))],
-        )
-        binary = values[0] in (0, 1)
-        effect, p = (0.0, 1.0) if binary else (None, None)
-        assert found == Comparison(
-            "b", "a", "m", Interval(0, 0, 0, len(values)), 1, 1, 1, p, effect
-        )
+def test_a_difference_is_the_bootstraps():
+    (found,) = compare(SYSTEMS, [("bm25", "trained")], ["MRR@10"])
+
+    differences = np.subtract(column(TRAINED, "MRR@10"), column(BM25, "MRR@10"))
+    ((interval, p),) = paired_differences(differences[:, None])
+    assert found.difference == interval
+    assert found.num_better + found.num_worse > MAX_EXACT
+    assert (found.p, found.p_holm) == (p, p)
+
+
+def test_holm_corrects_over_all_comparisons():
+    found = compare(SYSTEMS, PAIRS, MEASURES)
+
+    assert [c.p_holm for c in found] == holm([c.p for c in found])
+    assert adjust(found[:1])[0].p_holm == found[0].p
+
+
+@pytest.mark.parametrize(
+    ("num_fixed", "num_same", "verdict"),
+    [(4, 236, "not told apart"), (5, 995, "not told apart"), (6, 0, "above"), (6, 994, "above")],
+)
+def test_few_differing_queries_are_tested_exactly(num_fixed: int, num_same: int, verdict: str):
+    """The bootstrap's p of four fixed and none broken is about 2 / e^4 = .037, whatever n is."""
+    before = one_measure("a", [0.0] * (num_fixed + num_same))
+    after = one_measure("b", [1.0] * num_fixed + [0.0] * num_same)
+
+    (found,) = compare([before, after], [("a", "b")], ["m"])
+
+    assert found.p == pytest.approx(2 / 2**num_fixed)
+    assert (found.num_better, found.num_worse, found.reading) == (num_fixed, 0, verdict)
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0, 1.0], [0.25] * 4, [0.0] * 3])
+def test_equal_systems_differ_in_nothing(values: list[float]):
+    (found,) = compare([one_measure("a", values), one_measure("b", values)], [("a", "b")], ["m"])
+
+    assert found == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 0, 0, 1.0)
 
 
 def test_a_cluster_counts_once():
-    """Fifteen tasks over two pools where both fare alike: the tests are those of fifteen queries, and n is 30."""
+    """Fifteen tasks over two pools where both fare alike are tested as fifteen queries, and n is 30."""
     hits = np.random.default_rng(4).integers(0, 2, (15, 2)).astype(float)
     once = [one_measure(name, hits[:, side].tolist()) for side, name in enumerate("ab")]
-    twice = [
-        one_measure(name, np.repeat(hits[:, side], 2).tolist()) for side, name in enumerate("ab")
-    ]
-    clusters = {f"q{place}": f"task {place // 2}" for place in range(30)}
-    (alone,) = compare(once, [("a", "b")], ["m"], IDS[:15])
-    (found,) = compare([replace(one, clusters=clusters) for one in twice], [("a", "b")], ["m"], IDS)
-    assert found == replace(alone, difference=replace(alone.difference, n=30))
-    (apart,) = compare(twice, [("a", "b")], ["m"], IDS)
-    assert (
-        apart.difference.high - apart.difference.low < found.difference.high - found.difference.low
-    )
+    repeated = np.repeat(hits, 2, axis=0)
+    twice = [one_measure(name, repeated[:, side].tolist()) for side, name in enumerate("ab")]
+    clusters = {f"q{position}": f"task {position // 2}" for position in range(30)}
+
+    (alone,) = compare(once, [("a", "b")], ["m"])
+    (clustered,) = compare([replace(one, clusters=clusters) for one in twice], [("a", "b")], ["m"])
+    (separate,) = compare(twice, [("a", "b")], ["m"])
+
+    assert clustered == replace(alone, difference=replace(alone.difference, n=30))
+    assert separate.num_better == 2 * clustered.num_better
 
 
-def test_runs_over_different_queries_and_what_is_not_there_are_named():
-    fewer = replace(
-        TRAINED, per_query={query_id: TRAINED.per_query[query_id] for query_id in IDS[2:]}
+def test_queries_without_a_value_are_left_out():
+    before = SystemResult("a", {"q0": {"m": 0.0}, "q1": {}, "q2": {"m": 0.5}}, {})
+    after = SystemResult("b", {"q0": {"m": 1.0}, "q1": {}, "q2": {"m": 0.5}}, {})
+
+    found = compare([before, after], [("a", "b")], ["m", "nowhere"])
+
+    assert [(c.measure, c.difference.mean, c.difference.n) for c in found] == [("m", 0.5, 2)]
+
+
+def test_other_queries_are_refused():
+    rows = {query_id: TRAINED.per_query[query_id] for query_id in IDS[2:]}
+    fewer = replace(TRAINED, per_query=rows)
+    message = (
+        r"system trained: runs over different query sets compared: 2 queries .* holds 30, this one "
+        r"28\), first 'q0'"
     )
-    odd = replace(BASE, per_query={**BASE.per_query, "q4": {"Hit@1": math.nan, "MRR@10": 0.0}})
-    for systems, measures, ids, message in (
-        (
-            [BM25, BASE, fewer],
-            MEASURES,
-            IDS[5:],
-            r"system trained: runs over different query sets compared: 2 queries "
-            r".* holds 30, this one 28\), first 'q0'",
-        ),  # also where the asked ones stand in all
-        (SYSTEMS, ["Hit@3"], IDS, "30 values are missing or not finite, first Hit@3 of query 'q0'"),
-        (SYSTEMS, MEASURES, [], "no values"),
-        (
-            [BM25, odd, TRAINED],
-            MEASURES,
-            IDS,
-            r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'",
-        ),
+
+    with pytest.raises(SkilltrainError, match=message):
+        compare([BM25, BASE, fewer], PAIRS, MEASURES)
+
+
+@pytest.mark.parametrize("row", [{"Hit@1": math.nan, "MRR@10": 0.0}, {"MRR@10": 0.0}])
+def test_a_missing_value_is_refused(row: dict[str, float]):
+    odd = replace(BASE, per_query={**BASE.per_query, "q4": row})
+
+    with pytest.raises(
+        SkilltrainError, match=r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'"
     ):
-        with pytest.raises(SkilltrainError, match=message):
-            compare(systems, PAIRS, measures, ids)
+        compare([BM25, odd, TRAINED], PAIRS, MEASURES)

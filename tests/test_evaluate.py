@@ -134,9 +134,9 @@ def test_copies_count_beside_the_strict_measures_everywhere(folder):
     assert means(folder)["first"] == pytest.approx(expected)
     assert means(folder, "multi")["first"] == dict.fromkeys(expected, 0)
     found = json.loads((folder / "out" / "metrics.json").read_text())
-    assert {row["measure"]: row["mean"] for row in found["differences"]} == pytest.approx(
-        {"Hit@1": 1, "Hit@1 (copies)": 1 / 3}
-    )
+    assert {
+        row["measure"]: row["difference"]["mean"] for row in found["differences"]
+    } == pytest.approx({"Hit@1": 1, "Hit@1 (copies)": 1 / 3})
     assert found["notes"] == [
         "(copies): near-duplicates of a gold skill count as gold too; 2 of 3 queries have any."
     ]

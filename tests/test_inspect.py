@@ -1,19 +1,18 @@
 """The page of `skilltrain inspect`: its counts by hand, its checks, what is missing, and hostile texts."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 
 from skilltrain import tables
 from skilltrain.records import Dropped, Query, Skill
-from skilltrain.report.lists import inspect_lists, numbers_of
-from skilltrain.report.material import Material, run_checks
-from skilltrain.report.page import histograms, percent
-from skilltrain.tables import DROPPED, LISTS, QUERIES, RANKINGS, SKILLS, write_table
-from skilltrain.texts import visible
+from skilltrain.report.lists import follow_runs, inspect_lists, page_values
+from skilltrain.report.page import percent
+from skilltrain.tables import DROPPED, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
 from small_library import skilltrain, succeeds
 from test_report import check_safe
 
@@ -127,237 +126,208 @@ def write_runs(
     )
 
 
-def data_of(page: Path) -> dict[str, Any]:
-    return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+def values_of(folder: Path, max_lists: int = 10) -> dict[str, Any]:
+    """What the page of `folder` shows."""
+    rows = read_table(folder, LISTS).to_pylist()
+    return page_values(rows, follow_runs(folder), None, max_lists)
 
 
-def found_by(folder: Path, pool: Path | None = None) -> dict[str, list[tuple[str, str]]]:
-    """check → (query_id, skill_id) of what it found."""
-    m = Material(folder, pool)
-    return {
-        key: [(m.query_ids[m.in_list[e]], m.skills[m.skill[e]].skill_id) for e in entries.tolist()]
-        for key, entries in run_checks(m).items()
+def page_of(folder: Path, max_lists: int = 10) -> str:
+    """The page of `folder`, written beside it."""
+    return Path(inspect_lists(folder, None, None, max_lists)["page"]).read_text()
+
+
+def test_candidates_are_counted_by_source(tmp_path: Path):
+    values = values_of(write_runs(tmp_path))
+
+    assert values["mined"] == {"semantic": 6, "lexical": 5}
+    assert values["dropped"] == {"semantic": 1, "lexical": 2}
+    assert values["kept"] == {"semantic": 5, "lexical": 3}
+    assert values["chosen"] == {"semantic": 4, "lexical": 3}
+
+
+def test_drops_are_counted_by_filter(tmp_path: Path):
+    values = values_of(write_runs(tmp_path))
+
+    counts = {key: len(drops) for key, drops in values["drops"].items()}
+    assert counts == {
+        ("pool", "empty"): 1,
+        ("filter", "name"): 1,
+        ("filter", "jaccard"): 1,
+        ("filter", "rank_window"): 1,
+        ("lists", "no_positive"): 1,
     }
 
 
-def totals(figure: Any) -> dict[str, tuple[int, list[int]]]:
-    """Name → (how many, [5th percentile, median, 95th percentile]) of histograms."""
-    return {row["name"]: (row["total"], row["percentiles"]) for row in figure["rows"]}
+def test_a_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
+    page = page_of(write_runs(tmp_path))
+
+    shown = re.findall(r'<h4 dir="auto">(.*?)</h4>', page)
+    assert shown == [
+        *("k8s", "table-join"),
+        *("Table Join", "table-join"),
+        *("图表", "chart"),  # a drop that names no skill: the positive of its query
+    ]
 
 
-def test_candidates_are_followed_from_mining_to_lists_and_one_that_vanished_is_said(tmp_path: Path):
-    material = Material(write_runs(tmp_path), None)
-    found = numbers_of(material)
-    assert found["sources"] == ["semantic", "lexical", "taxonomy"]
-    assert found["filters"] == ["judged", "name", "jaccard", "cosine", "rank_window"]
-    assert found["dropped"] == {
-        ("semantic", "name"): 1,
-        ("lexical", "jaccard"): 1,
-        ("lexical", "rank_window"): 1,
-    }
-    assert found["chosen"] == {"semantic": 4, "lexical": 3}
-    assert (material.mined, material.kept) == (
-        {"semantic": 6, "lexical": 5},
-        {"semantic": 5, "lexical": 3},
-    )
-    inspect_lists(tmp_path / "lists", None, None, 10)
-    page = (tmp_path / "lists.html").read_text()
-    assert "Candidates of" not in page and "<h3>No negative came from taxonomy</h3>" in page
+def test_a_source_that_gave_nothing_is_named(tmp_path: Path):
+    page = page_of(write_runs(tmp_path))
+
+    assert "<h3>No negative came from taxonomy</h3>" in page
+    assert "Candidates of" not in page
+
+
+def test_candidates_that_vanished_are_counted(tmp_path: Path):
+    lists = write_runs(tmp_path)
     write_table(ranking_rows({"semantic": 3, "lexical": 3}), RANKINGS, tmp_path / "filtered")
-    inspect_lists(tmp_path / "lists", None, None, 10)
-    assert (
-        "<b>2</b><div><h3>Candidates of semantic vanished without a row"
-        in (tmp_path / "lists.html").read_text()
-    )
+
+    page = page_of(lists)
+
+    assert "<b>2</b><div><h3>Candidates of semantic vanished without a row" in page
 
 
-def test_ranks_lengths_shares_and_recurring_negatives(tmp_path: Path):
-    found = numbers_of(Material(write_runs(tmp_path), None))
-    assert totals(found["ranks"]["semantic"]) == {
-        "rank": (4, [1, 2, 4])
-    }  # 1, 1, 2, 4: the median is 1.5
-    assert found["positive_ranks"] is None  # no ranking held a positive
-    assert totals(found["words"]) == {"all queries": (3, [2, 5, 9])}
-    assert {name: row[0] for name, row in totals(found["bodies"]).items()} == {
-        "positives": 3,
-        "negatives": 7,
+def test_checks_point_at_the_skills(tmp_path: Path):
+    findings = values_of(write_runs(tmp_path))["findings"]
+
+    assert findings == {
+        "leak": {"q2": {"s/pods"}},
+        "same_name": {"q1": {"t/join"}},
+        "same_description": {"q2": {"t/pods"}},
+        "same_body": {"q2": {"t/pods"}},
+        "short_positive": {"q2": {"s/pods"}},
     }
-    # shares: data 2/3 + 4/7, cloud 1/3 + 1/7, none 0 + 2/7
-    part = found["shares"]["Categories"]
-    assert part["rows"] == [("data", 2, 4), ("cloud", 1, 1), ("none", 0, 2)]
-    assert (round(part["highest"], 3), part["same"]) == (
-        0.667,
-        4,
-    )  # s/chart of q2: data beside cloud
-    assert [(skill.skill_id, sum(by_source)) for skill, by_source in found["hubs"][:3]] == [
-        ("s/chart", 2),
-        ("z/tu", 2),
-        ("s/join", 1),
-    ]
 
 
-def test_checks_point_at_the_entries_that_break_an_assumption(tmp_path: Path):
+def test_near_duplicates_of_positives_are_found(tmp_path: Path):
     lists = write_runs(tmp_path)
-    assert {key: found for key, found in found_by(lists).items() if found} == {
-        "leak": [("q2", "s/pods")],
-        "same_name": [("q1", "t/join")],
-        "same_text": [("q2", "t/pods")],
-        "short_positive": [("q2", "s/pods")],
-    }
+    rows = [{"skill_id": skill_id, "cluster": 0} for skill_id in ("s/join", "s/chart")]
+    write_table(rows, tables.CLUSTERS, tmp_path / "pool")
+
+    findings = values_of(lists)["findings"]
+
+    assert findings["cluster"] == {"q1": {"s/chart"}, "q3": {"s/join"}}
 
 
-def test_checks_on_clusters_and_language_and_what_is_known_of_skills_and_entries(tmp_path: Path):
-    rows = ROWS | {
-        "q2": [
-            ("z/tu", "required", "gold", 0),
-            *ROWS["q2"][1:3],
-            ("gone", "irrelevant", "lexical", 9),
-        ]
-    }
-    lists = write_runs(tmp_path, texts=TEXTS | {"q2": "please restart the pods for me"}, lists=rows)
-    scored = [
-        row | {"teacher_scores": [0.5, 0.6, *[0.1] * (len(row["skill_ids"]) - 2)]}
-        for row in list_rows(rows)
-    ]
-    write_table(scored, LISTS, lists)
-    write_table(
-        [{"skill_id": s, "cluster": n} for s, n in (("s/join", 0), ("s/chart", 0))],
-        tables.CLUSTERS,
-        tmp_path / "pool",
-    )
-    flag = {
-        "rule": "shell",
-        "field": "body",
-        "start": 0,
-        "end": 4,
-        "span": EVIL,
-        "reason": "pipes into a shell",
-    }
-    write_table(
-        [flag | {"skill_id": "z/tu"}, flag | {"skill_id": "unused"}],
-        tables.FLAGS,
-        tmp_path / "pool",
-    )
-    found = found_by(lists)
-    assert found["cluster"] == [("q1", "s/chart"), ("q3", "s/join")]
-    assert found["other_language"] == [("q2", "z/tu")]
-    inspect_lists(lists, tmp_path / "page.html", None, 10)
-    data = data_of(tmp_path / "page.html")
-    skills = {row["id"]: row for row in data["skills"]}
-    assert skills["z/tu"]["flags"] == ["shell"]
-    assert skills["gone"]["chars"] == -1
-    assert data["lists"][0]["entries"][1][4] == 0.6
+def test_a_positive_in_another_language_is_found(tmp_path: Path):
+    lists = ROWS | {"q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:]]}
+    texts = TEXTS | {"q2": "please restart the pods for me"}
+
+    findings = values_of(write_runs(tmp_path, texts=texts, lists=lists))["findings"]
+
+    assert findings["other_language"] == {"q2": {"z/tu"}}
 
 
-def test_histograms_hold_every_value_and_speak_in_round_numbers():
-    few = histograms({"n": np.array([1, 2, 2, 4])})
-    assert few and [bar[2:] for bar in few["rows"][0]["bars"]] == [
-        (0.5, 1, 1, 1),
-        (1, 2, 2, 2),
-        (0.5, 4, 4, 1),
-    ]
-    assert (few["axis"].ticks, few["axis"].place(2)) == ((1, 2, 3, 4), 37.5)
-    wide = histograms({"n": np.array([200, 5_000, 16_000]), "none": np.array([], dtype=np.int64)})
-    assert wide and (wide["axis"].logarithmic, wide["axis"].ticks) == (True, (1_000, 10_000))
-    assert wide["rows"][1]["bars"] == []
-    for values in ([0], [7], [3, 3], list(range(1, 51)), [0, 0, 1, 90_000]):
-        figure = histograms({"n": np.array(values)})
-        assert figure and sum(bar[-1] for bar in figure["rows"][0]["bars"]) == len(values)
-    assert histograms({"n": np.array([], dtype=np.int64)}) is None
-    assert [percent(*pair) for pair in ((0, 9), (1, 9_999), (17, 1_000), (1, 1), (1, 0))] == [
-        "0%",
-        "<0.1%",
-        "1.7%",
-        "100%",
-        "0%",
-    ]
+def test_skills_outside_the_pool_and_scores_are_shown(tmp_path: Path):
+    lists = write_runs(tmp_path, lists={"q1": [*ROWS["q1"][:2], ("gone", "irrelevant", "x", 9)]})
+    rows = read_table(lists, LISTS).to_pylist()
+    write_table([row | {"teacher_scores": [0.5, 0.625, 0.1]} for row in rows], LISTS, lists)
+
+    page = page_of(lists)
+
+    assert "gone · not in the pool" in page
+    assert "irrelevant, 0.625" in page
 
 
-def test_hostile_text_stays_text_and_the_page_asks_for_nothing(tmp_path: Path):
+def test_hostile_text_stays_text(tmp_path: Path):
     pool = {key: (EVIL, EVIL, EVIL + row[2], EVIL, "en", EVIL) for key, row in POOL.items()}
-    lists = write_runs(
-        tmp_path / EVIL.replace("/", "_"), pool=pool, texts=dict.fromkeys(TEXTS, EVIL)
-    )
+    texts = dict.fromkeys(TEXTS, EVIL)
+    lists = write_runs(tmp_path / EVIL.replace("/", "_"), pool=pool, texts=texts)
+
     inspect_lists(lists, tmp_path / "page.html", None, 10)
-    text = (tmp_path / "page.html").read_text()
-    check_safe(text, num_scripts=2)
-    assert not {"\u202e", "\u2028"} & set(text) and "[U+202E]" in text
-    data = data_of(tmp_path / "page.html")
-    assert data["lists"][0]["query"] == data["skills"][0]["name"] == visible(EVIL)
+
+    page = (tmp_path / "page.html").read_text()
+    check_safe(page, num_scripts=1)
+    assert not {"\u202e", "\u2028"} & set(page)
+    assert "&lt;img src=x onerror=alert(2)&gt;[U+2028][U+202E]" in page
 
 
-def test_what_is_not_found_is_said_and_is_no_error(tmp_path: Path):
+def test_what_is_not_found_is_named(tmp_path: Path):
     lists = write_runs(tmp_path)
-    for gone in ("pool", "filtered"):
-        (tmp_path / gone).rename(tmp_path / f"{gone}-moved")
-    shown = inspect_lists(lists, None, None, 10)
-    assert shown["page"] == str(tmp_path / "lists.html")
-    assert [line.split(":")[0] for line in shown["missing"]] == ["rankings of stage lists", "pool"]
+    for name in ("pool", "filtered"):
+        (tmp_path / name).rename(tmp_path / f"{name}-moved")
+
+    missing = inspect_lists(lists, None, None, 10)["missing"]
+    with_pool = inspect_lists(lists, None, tmp_path / "pool-moved", 10)["missing"]
+
     page = (tmp_path / "lists.html").read_text()
+    assert [line.split(":")[0] for line in missing] == ["rankings of stage lists", "pool"]
+    assert [line.split(":")[0] for line in with_pool] == ["rankings of stage lists"]
     assert 'class="missing"' in page and "<b>?</b>" in page
-    assert data_of(tmp_path / "lists.html")["skills"][0]["chars"] == -1
-    found = inspect_lists(lists, None, tmp_path / "pool-moved", 10)
-    assert [line.split(":")[0] for line in found["missing"]] == ["rankings of stage lists"]
+
+
+def test_lists_without_a_record_are_shown(tmp_path: Path):
+    lists = write_runs(tmp_path)
     (lists / "run.json").unlink()
-    assert "no record of its run" in inspect_lists(lists, None, None, 10)["missing"][0]
+
+    shown = inspect_lists(lists, None, tmp_path / "pool", 10)
+
+    assert "no record of its run" in shown["missing"][0]
+    assert shown["num_lists_shown"] == 3
 
 
-def test_lists_without_a_drop_and_runs_that_moved_together_have_a_page(tmp_path: Path):
+def test_runs_that_moved_together_are_found(tmp_path: Path):
     write_runs(tmp_path / "here", drops=[])
     moved = (tmp_path / "here").rename(tmp_path / "there")
+
     shown = inspect_lists(moved / "lists", None, None, 10)
-    assert (shown["missing"], shown["num_dropped_pairs_shown"]) == ([], 0)
-    assert "Nothing, as far as the trail goes." in (moved / "lists.html").read_text()
+
+    assert (shown["missing"], shown["num_drops_shown"]) == ([], 0)
 
 
-def test_of_many_lists_the_same_sample_is_shown_each_time_and_what_a_check_points_at(
-    tmp_path: Path,
-):
-    pool = {
-        f"s/{n}": (
-            f"skill-{n}",
-            "What it does. " * 20,
-            f"{n} <b>word</b> " * 400,
-            "data",
-            "en",
-            "s",
-        )
-        for n in range(300)
-    }
-    positive = ("s/0", "required", "gold", 0)
-    lists = {
-        f"q{q}": [
-            positive,
-            *((f"s/{(q * 7 + n) % 299 + 1}", "irrelevant", "semantic", n + 1) for n in range(5)),
-        ]
-        for q in range(1_500)
-    }
-    texts = {
-        query_id: f"query {query_id} wants something of about this length" for query_id in lists
-    }
-    folder = write_runs(tmp_path, pool=pool, lists=lists, texts=texts, drops=[])
-    shown = inspect_lists(folder, None, None, 1_000)
-    more = shown["num_lists_shown"] - 1_000  # a check finds that all skills share a description
-    assert shown["num_lists"] == 1_500 and 10 <= more <= 50
-    page = (tmp_path / "lists.html").read_text()
-    inspect_lists(folder, tmp_path / "again.html", None, 1_000)
-    assert (tmp_path / "again.html").read_text() == page
-    assert f"1,000 of 1,500 lists, drawn by seed, and {more} more that a check points at" in page
-    assert len(page.encode()) < 4_000_000  # bodies are cut
+def test_the_sample_is_the_same_each_time(tmp_path: Path):
+    positive = ("s/join", "required", "gold", 0)
+    lists = {f"q{n}": [positive, ("s/chart", "irrelevant", "semantic", 1)] for n in range(300)}
+    lists["q299"].append(("t/join", "irrelevant", "semantic", 2))
+    texts = dict.fromkeys(lists, "a question of some length")
+    folder = write_runs(tmp_path, lists=lists, texts=texts, drops=[])
+
+    first, second = page_of(folder, max_lists=5), page_of(folder, max_lists=5)
+
+    shown = {row["query_id"] for row in values_of(folder, max_lists=5)["shown"]}
+    assert first == second
+    assert "6 of 300 lists" in first
+    assert "q299" in shown  # not drawn, but a check points at it
 
 
-def test_the_command_prints_counts_and_refuses_what_is_no_lists_folder(tmp_path: Path):
+def test_the_command_prints_counts(tmp_path: Path):
     lists = write_runs(tmp_path)
-    printed = json.loads(
-        succeeds("inspect", lists, "--out", tmp_path / "p.html", "--max-lists", 2, "--json").out
-    )
-    assert printed["num_lists"] == 3 and (tmp_path / "p.html").is_file()
-    assert "holds no lists" in skilltrain("inspect", tmp_path / "pool").only_line
-    assert "no such folder" in skilltrain("inspect", tmp_path / "nothing").only_line
-    assert "holds no pool" in skilltrain("inspect", lists, "--pool", tmp_path / "mined").only_line
-    assert (
-        "folder of the lists"
-        in skilltrain("inspect", lists, "--out", lists / "page.html").only_line
-    )
+
+    printed = succeeds("inspect", lists, "--out", tmp_path / "p.html", "--max-lists", 2, "--json")
+
+    assert json.loads(printed.out)["num_lists"] == 3
+    assert (tmp_path / "p.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["pool"], "holds no lists"),
+        (["nothing"], "holds no lists"),
+        (["lists", "--pool", "mined"], "holds no skills"),
+        (["lists", "--out", "lists/page.html"], "folder of the lists"),
+    ],
+)
+def test_other_folders_are_refused(
+    arguments: list[str], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_runs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    refused = skilltrain("inspect", *arguments)
+
+    assert fault in refused.only_line
+
+
+def test_a_broken_table_is_refused(tmp_path: Path):
+    lists = write_runs(tmp_path)
     (lists / "lists.parquet").write_bytes(b"no parquet")
-    assert "lists.parquet: is not parquet" in skilltrain("inspect", lists).only_line
+
+    refused = skilltrain("inspect", lists)
+
+    assert "lists.parquet: is not parquet" in refused.only_line
+
+
+def test_percents_are_short():
+    pairs = [(0, 9), (1, 9_999), (17, 1_000), (1, 1), (1, 0)]
+
+    assert [percent(*pair) for pair in pairs] == ["0%", "<0.1%", "1.7%", "100%", "0%"]

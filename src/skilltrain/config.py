@@ -20,7 +20,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """What every random generator takes."""
 _MAX_NODES = 100_000  # of a YAML text, its aliases written out
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "chain": "write `based_on: chain.yaml`, and the chain's steps under its key `steps`",
+}
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
 Keys are names as a user writes them (`cosine_pair`, `lexical_weight`); values complete the sentence "removed: ...".

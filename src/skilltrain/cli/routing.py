@@ -267,10 +267,10 @@ def inspect_lists(
     ] = None,
     max_lists: Annotated[
         int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")
-    ] = 2000,
+    ] = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page that shows training lists: counts, plots, what filters dropped, every query to search.
+    """Write one HTML page about training lists: counts, checks, and samples of lists and drops to search.
 
     Example: skilltrain inspect runs/encoder_lists --out lists.html
     """

@@ -237,7 +237,7 @@ def ablate(
 
     Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
     """
-    from skilltrain.ablation.run import plan_ablation, run_ablation
+    from skilltrain.ablation import plan_ablation, run_ablation
 
     if only_plan:
         show(quietly(plan_ablation, grid, only_settings(overrides)))

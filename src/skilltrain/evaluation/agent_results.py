@@ -88,7 +88,7 @@ def agent_results(
     pairs = [(results[0].name, result.name) for result in results[1:]]
     best = means[ceiling][CHIEF].mean if ceiling else 0.0
     shares = {name: row[CHIEF].mean / best for name, row in means.items()} if best else {}
-    return AgentResults(means, compare(results, pairs, [CHIEF], tasks), shares)
+    return AgentResults(means, compare(results, pairs, [CHIEF]), shares)
 
 
 def task_values(trials: Sequence[Trial], most: int, gold: Relevance | None) -> dict[str, float]:

@@ -5,7 +5,6 @@ Where one task is ranked over several pools, its queries are a cluster, drawn to
 evidence. Intervals of the same number of queries share their draws, which are the same in every run.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,8 +87,7 @@ def paired_differences(
 
     The two-sided p is twice the share of resampled means on the far side of 0 (or at 0), counted with one extra
     resample on each side so that it is never 0: its least value is .0002. Equal systems have p = 1.
-    With few queries p errs to the small side: where only chance differs, p ≤ .05 comes up in 15% of the draws of 6
-    queries, 7% of 24 and 6% of 75. The exact tests (comparison.py) keep to 5%.
+    With few differing queries p is too small (`comparison.compare` asks an exact test there).
     """
     means = resampled_means(differences, clusters)
     smaller = np.minimum(
@@ -147,24 +145,6 @@ def _intervals(
     return tuple(
         Interval(float(mean), float(low), float(high), len(values)) for mean, low, high in rows.T
     )
-
-
-def normal_interval(values: Sequence[float]) -> Interval:
-    """The mean ± 1.96 standard errors, clipped to [0, 1]: what papers print without resampling.
-
-    For values of 0 and 1 with mean p the standard error is √(p(1 − p) / n), as in SkillRouter, appendix E; for others
-    s / √n (n − 1 in s). Values count as independent: the paper's 150 are 75 queries over two pools.
-    """
-    array = np.asarray(values, dtype=np.float64)
-    mean, num = float(array.mean()), len(array)
-    spread = float(array.std(ddof=min(1, num - 1))) / math.sqrt(num)
-    margin = 1.96 * (math.sqrt(mean * (1 - mean) / num) if is_binary(array) else spread)
-    return Interval(mean, max(mean - margin, 0.0), min(mean + margin, 1.0), num)
-
-
-def is_binary(values: Float[np.ndarray, "*axes"]) -> bool:
-    """Whether every value is exactly 0 or 1, so that the mean is a share of the queries."""
-    return bool(((values == 0) | (values == 1)).all())
 
 
 def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:

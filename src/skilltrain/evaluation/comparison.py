@@ -1,28 +1,20 @@
-"""What systems score, and two of them on the same queries: how far apart, and how certainly among all compared.
-
-The tests take the differences of two systems, one per query; where several queries are one cluster (one task over
-several pools), one per cluster, because tests count independent evidence.
-"""
+"""Scores of systems, and paired comparisons of two systems on the same queries."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import (
-    LEVEL,
-    Interval,
-    cluster_sums,
-    is_binary,
-    paired_differences,
-)
+from skilltrain.evaluation.bootstrap import LEVEL, Interval, cluster_sums, paired_differences
 
 ALPHA = 1 - LEVEL
-_EXACT = 200  # differing queries up to which all choices of signs are counted: some ms
-_PLACES = 12  # differences are rounded to so many decimals, or rounding errors would break ties
+MAX_EXACT = (
+    25  # differing queries up to which the exact test decides; beyond, the bootstrap errs little
+)
+_DECIMALS = 12  # differences are rounded to this, so that a rounding error is no difference
 
 
 @dataclass(frozen=True)
@@ -75,129 +67,121 @@ def values_of(
     return values
 
 
+def defined_queries(
+    results: Sequence[SystemResult], query_ids: Sequence[str], measure: str
+) -> tuple[str, ...]:
+    """Return those of `query_ids` for which any of the systems has a value of `measure`."""
+    return tuple(
+        query_id
+        for query_id in query_ids
+        if any(measure in system.per_query[query_id] for system in results)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How much `system` is above `baseline` in the mean of `measure`, and four answers to whether that is chance.
+    """Paired difference `system` − `baseline` in the mean of a measure.
 
-    `p` is the paired bootstrap's, `p_holm` the same adjusted over all comparisons of one call of `compare`; the others
-    are not adjusted. `mcnemar_p` and `cohens_h` are None unless every value of both systems is 0 or 1.
+    Queries of one cluster (one task over several pools) are one piece of evidence, and count once in `num_better`,
+    `num_worse` and the p-values.
+
+    Attributes:
+        difference: The mean difference with its bootstrap interval.
+        num_better: Number of queries on which `system` scores higher.
+        num_worse: Number of queries on which it scores lower.
+        p: Two-sided p-value: of the sign test where at most `MAX_EXACT` queries differ, else of the bootstrap.
+        p_holm: `p` after Holm's correction over all comparisons made together.
+        reading: The verdict by `p_holm`: above, below or not told apart.
     """
 
     system: str
     baseline: str
     measure: str
     difference: Interval
+    num_better: int
+    num_worse: int
     p: float
-    p_holm: float
-    wilcoxon_p: float
-    mcnemar_p: float | None
-    cohens_h: float | None
-
-    @property
-    def reading(self) -> str:
-        """What it allows to say, by its p after Holm's correction: above, below or not told apart."""
-        if self.p_holm >= ALPHA or not self.difference.mean:
-            return "not told apart"
-        return "above" if self.difference.mean > 0 else "below"
+    p_holm: float = 1.0
+    reading: str = "not told apart"
 
 
 def compare(
-    results: Sequence[SystemResult],
-    pairs: Sequence[tuple[str, str]],
-    measures: Sequence[str],
-    query_ids: Sequence[str],
+    results: Sequence[SystemResult], pairs: Sequence[tuple[str, str]], measures: Sequence[str]
 ) -> tuple[Comparison, ...]:
-    """One comparison for each pair of names (baseline, system) and each measure, in this order, over `query_ids`.
+    """Compare pairs of systems by each measure, over the queries that have a value of it.
 
-    The family of Holm's adjustment is all of them: ask for what you will conclude from, and no more. A bootstrap p is
-    never below .0002, so that in a family of more than 250 none can fall below .05, and of few queries it is too small
-    (`paired_differences`); Wilcoxon's and McNemar's p have neither fault. A cluster counts once in the tests.
+    Args:
+        results: The systems, all of the same queries.
+        pairs: Names (baseline, system).
+        measures: Measures to compare by. One that no query has a value of is left out.
+
+    Returns:
+        The comparisons, pair by pair. Holm's correction is over all of them, so ask only for those that you will
+        conclude from. A bootstrap p is at least .0002: in a family of more than 250 none can fall below .05.
+
+    Raises:
+        SkilltrainError: If the systems do not hold the same queries, or only some have a value for a query.
     """
-    same_queries(results)
-    values = {system.name: values_of(system, query_ids, measures) for system in results}
-    cases = [(baseline, system, at) for baseline, system in pairs for at in range(len(measures))]
-    if not cases:
-        return ()
-    names = results[0].clusters_of(query_ids)
-    differences = np.stack(
-        [values[system][:, at] - values[baseline][:, at] for baseline, system, at in cases], axis=1
-    )
-    found = paired_differences(differences, names)
-    adjusted = holm([p for _, p in found])
-    sums, sizes = cluster_sums(differences, names)
+    all_queries = same_queries(results)
     comparisons: list[Comparison] = []
-    for place, (baseline, system, at) in enumerate(cases):
-        before, after, p_mcnemar, effect = (
-            values[baseline][:, at],
-            values[system][:, at],
-            None,
-            None,
-        )
-        if is_binary(before) and is_binary(after):
-            p_mcnemar, effect = (
-                mcnemar(sums[:, place]),
-                cohens_h(float(after.mean()), float(before.mean())),
-            )
-        about, p_wilcoxon = (system, baseline, measures[at]), wilcoxon(sums[:, place] / sizes)
-        comparisons.append(
-            Comparison(*about, *found[place], adjusted[place], p_wilcoxon, p_mcnemar, effect)
-        )
-    return tuple(comparisons)
+    for measure in measures if pairs else ():
+        query_ids = defined_queries(results, all_queries, measure)
+        if not query_ids:
+            continue
+        clusters = results[0].clusters_of(query_ids)
+        values = {system.name: values_of(system, query_ids, [measure])[:, 0] for system in results}
+        differences = np.stack([values[system] - values[base] for base, system in pairs], axis=1)
+        bootstrapped = paired_differences(differences, clusters)
+        net, _ = cluster_sums(differences, clusters)
+        net = np.round(net, _DECIMALS)
+        for column, (baseline, system) in enumerate(pairs):
+            interval, p = bootstrapped[column]
+            num_better = int((net[:, column] > 0).sum())
+            num_worse = int((net[:, column] < 0).sum())
+            if num_better + num_worse <= MAX_EXACT:
+                p = sign_test(net[:, column])
+            names = (system, baseline, measure)
+            comparisons.append(Comparison(*names, interval, num_better, num_worse, p))
+    comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
+    return adjust(comparisons)
 
 
-def wilcoxon(differences: Float[np.ndarray, " query"], above: bool = False) -> float:
-    """The two-sided p of Wilcoxon's signed-rank test: are the differences symmetric about 0?
+def adjust(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
+    """Return the comparisons with `p_holm` and `reading`, corrected over all of them."""
+    adjusted = holm([comparison.p for comparison in comparisons])
+    results: list[Comparison] = []
+    for comparison, p in zip(comparisons, adjusted, strict=True):
+        verdict = "above" if comparison.difference.mean > 0 else "below"
+        reading = verdict if p < ALPHA else "not told apart"
+        results.append(replace(comparison, p_holm=p, reading=reading))
+    return tuple(results)
 
-    With `above` the one-sided p: could they be as far above 0 by chance? Queries on which both are equal are left out;
-    equal amounts share their mean rank. Up to 200 differing queries p is exact, ties or not (scipy counts ties exactly
-    for 13); beyond, it is the normal approximation corrected for ties. No difference at all gives 1.
+
+def sign_test(differences: Float[np.ndarray, " query"]) -> float:
+    """Return the exact two-sided p of the sign test, in the direction of the mean difference.
+
+    By chance alone a coin decides for each differing query which system is better. Of values 0 and 1 this is McNemar's
+    exact test. Where most queries differ in one direction and the mean in the other, p is 1.
     """
-    from scipy import stats
+    from scipy.stats import binomtest
 
-    differing = np.round(differences, _PLACES)
-    differing = differing[differing != 0]
-    if differing.size <= _EXACT:
-        ranks = np.rint(2 * stats.rankdata(np.abs(differing)))  # doubled, because ties have halves
-        return _sign_flip_p((ranks * np.sign(differing)).astype(np.int64), above)
-    side = "greater" if above else "two-sided"
-    return float(stats.wilcoxon(differing, alternative=side, method="asymptotic")[1])  # type: ignore[arg-type]
-
-
-def mcnemar(differences: Float[np.ndarray, " query"]) -> float:
-    """The exact two-sided p of McNemar's test: could the queries that a system fixed (1) and broke (−1) be as many?
-
-    By chance alone a coin decides for each query on which they differ: p is its two-sided binomial test (McNemar,
-    1947, in its exact form). The difference of a cluster is the fixed less the broken of its queries. None gives 1.
-    """
-    return _sign_flip_p(np.rint(differences).astype(np.int64))
-
-
-def _sign_flip_p(differences: Int[np.ndarray, " query"], above: bool = False) -> float:
-    """The chance of a sum of positive differences as far out (or as far `above`), each sign the toss of a coin."""
-    amounts = np.abs(differences)
-    chances = np.zeros(amounts.sum() + 1)
-    chances[0] = 1.0
-    for amount in amounts[amounts > 0]:
-        with_amount = np.zeros_like(chances)
-        with_amount[amount:] = chances[:-amount]
-        chances = (chances + with_amount) / 2
-    found = differences[differences > 0].sum()
-    high = float(chances[found:].sum())
-    return min(1.0, high if above else 2 * min(high, float(chances[: found + 1].sum())))
+    direction = np.sign(np.round(differences.sum(), _DECIMALS))
+    signs = np.sign(differences)
+    num_differing = np.count_nonzero(signs)
+    if not direction or not num_differing:
+        return 1.0
+    num_agreeing = np.count_nonzero(signs == direction)
+    test = binomtest(num_agreeing, num_differing, alternative="greater")
+    return min(1.0, 2 * float(test.pvalue))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values adjusted for being a family, in their order (Holm, 1979): the i-th smallest of m (from 0) is
-    multiplied by m − i, is at least the one before, and at most 1.
+    """Return p-values corrected for multiple comparisons (Holm, 1979), in their order.
+
+    The i-th smallest of m values (from 0) is multiplied by m − i. It is at least its predecessor and at most 1.
     """
-    adjusted = [0.0] * len(p_values)
-    least = 0.0
-    for step, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, p_values[place] * (len(p_values) - step)))
-        adjusted[place] = least
-    return adjusted
-
-
-def cohens_h(share_a: float, share_b: float) -> float:
-    """How far two shares lie apart: 2 asin √a − 2 asin √b (Cohen, 1988), who calls ±.2 small, ±.5 medium, ±.8 large."""
-    return 2 * math.asin(math.sqrt(share_a)) - 2 * math.asin(math.sqrt(share_b))
+    order = np.argsort(p_values, kind="stable")
+    factors = np.arange(len(order), 0, -1)
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.maximum.accumulate(factors * np.asarray(p_values)[order])
+    return np.minimum(adjusted, 1.0).tolist()

@@ -14,7 +14,12 @@ from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Labels, Task, wanted_skills
 from skilltrain.evaluation.bootstrap import Interval, intervals
-from skilltrain.evaluation.comparison import SystemResult, same_queries, values_of
+from skilltrain.evaluation.comparison import (
+    SystemResult,
+    defined_queries,
+    same_queries,
+    values_of,
+)
 from skilltrain.records import Skill
 from skilltrain.texts import language_of, num_words, words_of
 
@@ -102,9 +107,7 @@ def means_of(
     """System → measure → mean over these queries. Measures of the same queries share draws; one of none is left out."""
     together: dict[tuple[str, ...], list[str]] = {}
     for measure in measures:
-        if having := tuple(
-            q for q in query_ids if any(measure in result.per_query[q] for result in results)
-        ):
+        if having := defined_queries(results, query_ids, measure):
             together.setdefault(having, []).append(measure)
     found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
     for having, of_these in together.items():
@@ -131,12 +134,9 @@ def gaps(
     found: list[Row] = []
     for before, after in pairwise(results):
         for part in (part for part in slices if part.label == DESCRIPTION):
-            if having := [
-                query_id for query_id in part.query_ids if measure in before.per_query[query_id]
-            ]:
-                difference = values_of(after, having, [measure]) - values_of(
-                    before, having, [measure]
-                )
+            if having := defined_queries([before], part.query_ids, measure):
+                scores = values_of(before, having, [measure])
+                difference = values_of(after, having, [measure]) - scores
                 (gap,) = intervals(difference, before.clusters_of(having))
                 names = {"baseline": before.name, "system": after.name, "measure": measure}
                 found.append(names | {"value": part.value, "difference": gap})

@@ -1,7 +1,7 @@
 """The report of an evaluation: everything a reader needs to trust a table, and what is said of it in words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
-from skilltrain.evaluation.bootstrap import RESAMPLES, SEED, normal_interval
+from skilltrain.evaluation.bootstrap import RESAMPLES, SEED
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import (
@@ -144,14 +144,14 @@ class Report:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values, without single queries; `normal` is the normal approximation of an interval."""
+        """Return the report as JSON values, without the values of single queries."""
         analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,
                 "seed": SEED,
                 "resamples": RESAMPLES,
-                "systems": [self._system(result) for result in self.results],
+                "systems": [self._system(name) for name in self.systems],
                 "slices": [
                     {
                         "label": part.label,
@@ -161,27 +161,16 @@ class Report:
                     }
                     for part in self.slices
                 ],
-                "differences": [_difference(c) for c in self.comparisons],
+                "differences": self.comparisons,
                 "gaps": self.gaps,
                 "analysis": analysis,
                 "notes": self.notes,
             }
         )
 
-    def _system(self, result: SystemResult) -> dict[str, Any]:
-        row: dict[str, Any] = {"name": result.name}
-        for part in (part for part in self.slices if part.label in (ALL, KIND)):
-            means = row["metrics" if part.label == ALL else part.value] = part.to_json(result.name)
-            for measure, mean in means.items():
-                rows = (result.per_query[query_id] for query_id in part.query_ids)
-                normal = normal_interval([values[measure] for values in rows if measure in values])
-                mean["normal"] = [normal.low, normal.high]
-        return row
-
-
-def _difference(c: Comparison) -> Row:
-    row: Row = asdict(c)
-    return row | row.pop("difference") | {"reading": c.reading}
+    def _system(self, name: str) -> dict[str, Any]:
+        sections = self.sections(name)
+        return {"name": name, "metrics": sections.pop(ALL), **sections}
 
 
 def build_report(
@@ -206,17 +195,13 @@ def build_report(
         dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)])
     )
     compared = [name for name in names if name in COMPARED] or [names[0]]
-    values = results[0].per_query
-    together = [
-        query_id for query_id in labels if all(name in values[query_id] for name in compared)
-    ]
     return Report(
         benchmark,
         skills,
         names,
         tuple(results),
         slices,
-        comparisons=compare(results, pairs, compared, together) if together else (),
+        comparisons=compare(results, pairs, compared),
         gaps=gaps(results, slices, compared[0]),
         notes=tuple(notes),
         provenance=provenance or {},

@@ -16,8 +16,6 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int64
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -25,17 +23,13 @@ from skilltrain.evaluation.bootstrap import Interval, compact
 from skilltrain.evaluation.comparison import ALPHA
 from skilltrain.texts import one_line, visible
 
-NUM_BINS = 40
 _TEMPLATES = files("skilltrain.report") / "templates"
 
 
 def html_page(name: str, /, **values: Any) -> str:
-    """A whole page: the template `name`, the style sheet and the script that all pages share, and its own script."""
+    """Return a whole page: the template `name` with the style sheet and the script that all pages share."""
     style = (_TEMPLATES / "page.css").read_text("utf-8")
-    scripts = [_TEMPLATES / "page.js", _TEMPLATES / f"{name}.js"]
-    script = "\n".join(
-        file.read_text("utf-8") for file in scripts if file.is_file()
-    )  # most have none of their own
+    script = (_TEMPLATES / "page.js").read_text("utf-8")
     policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
     policy += f"; style-src {_hash(style)}; script-src {_hash(script)}"
     made = _environment(markdown=False).get_template(f"{name}.html.j2")
@@ -72,11 +66,6 @@ def _environment(markdown: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.policies["json.dumps_kwargs"] = {
-        "ensure_ascii": False,
-        "separators": (",", ":"),
-        "allow_nan": False,
-    }
     made.filters |= {"lead": lead, "median": median, "zip": zip}
     made.filters |= {form.__name__: _trusted(form) if markdown else form for form in _FORMATS}
     return made
@@ -103,26 +92,22 @@ def percent(part: float, whole: float) -> str:
     return f"{found:.1f}%" if found < 10 and found != round(found) else f"{found:.0f}%"
 
 
-def p_value(p: float | None) -> str:
-    """A p like `.0321`, `<.0001` where it is smaller, 1 where it rounds to it; a dash where a test does not apply."""
-    if p is None:
-        return "–"
+def p_value(p: float) -> str:
+    """A p like `.0321`, `<.0001` where it is smaller, 1 where it rounds to it."""
     if p >= 0.99995:
         return "1"
     return "<.0001" if p < 0.0001 else compact(p, 4)
 
 
-def p_equals(p: float | None) -> str:
+def p_equals(p: float) -> str:
     """A p in a sentence: `p = .0321`, `p < .0001`."""
     value = p_value(p)
     return f"p < {value[1:]}" if value.startswith("<") else f"p = {value}"
 
 
-def signed(value: float | None, places: int = 3) -> str:
-    """A difference with its sign, like `+.173`; 0 has none; a dash where there is none."""
-    if value is None:
-        return "–"
-    text = compact(value, places)
+def signed(value: float) -> str:
+    """A difference with its sign, like `+.173`; 0 has none."""
+    text = compact(value, 3)
     return text if text.startswith("-") or not text.strip("0.") else f"+{text}"
 
 
@@ -207,65 +192,13 @@ def axis_around(middle: float, values: Sequence[float]) -> Axis:
 
 
 def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
-    """The axis of about six round numbers that holds all values; above 0, if it is logarithmic."""
+    """Return the axis of a few round numbers that holds all values; powers of ten, if it is logarithmic."""
     low, high = min(values), max(values)
     if logarithmic:
-        steps = (1, 2, 5) if high / low < 50 else (1,)
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
-        every = [step * 10.0**power for power in powers for step in steps]
-        first = max(n for n, tick in enumerate(every) if tick <= low)
-        last = next(n for n, tick in enumerate(every) if tick >= high and n > first)
-        return axis_of(every[first : last + 1], logarithmic)
-    power = 10.0 ** math.floor(math.log10(max((high - low) / 6, 0.01)))
-    step = next(size * power for size in (1, 2, 5, 10) if size * power * 6 >= high - low)
+        first = math.floor(math.log10(low))
+        last = max(first + 1, math.ceil(math.log10(high)))
+        return axis_of([10.0**power for power in range(first, last + 1)], logarithmic)
+    step = next((size for size in (0.01, 0.02, 0.05, 0.1) if size * 6 >= high - low), 0.2)
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
     return axis_of([round(n * step, 9) for n in range(first, last + 1)])
-
-
-def histograms(groups: Mapping[str, Int64[np.ndarray, " value"]]) -> dict[str, Any] | None:
-    """Histograms of whole numbers by name, over one axis, logarithmic where some lie far above the usual; None of none.
-
-    A bar is (place and width in percent, height as a share of the highest, first and last number, how many).
-    """
-    values = np.concatenate(list(groups.values()))
-    if not len(values):
-        return None
-    low, high = int(values.min()), int(values.max())
-    logarithmic = high > 5_000 or high > 8 * max(1.0, float(np.median(values)))
-    if logarithmic:
-        low = max(1, low)
-        edges = np.unique(np.geomspace(low, high + 1, NUM_BINS + 1).round()) - 0.5
-    else:
-        step = math.ceil((high - low + 1) / NUM_BINS)
-        edges = np.arange(low, high + step + 1, step) - 0.5
-    ends = (float(edges[0]), float(edges[-1]))
-    ticks = axis_over([low, max(high, low + 1)], logarithmic).ticks
-    axis = Axis(
-        tuple(t for t in ticks if ends[0] <= t <= ends[1] and t == int(t)), *ends, logarithmic
-    )
-    rows: list[dict[str, Any]] = []
-    for name, group in groups.items():
-        each = np.maximum(group, low)
-        counts, _ = np.histogram(each, edges)
-        bars = []
-        for left, right, count in zip(
-            edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True
-        ):
-            if count:
-                place, height = axis.place(left), count / counts.max()
-                bars.append(
-                    (
-                        place,
-                        axis.place(right) - place,
-                        height,
-                        int(left + 0.5),
-                        int(right - 0.5),
-                        count,
-                    )
-                )
-        percentiles = (
-            [round(value) for value in np.percentile(each, [5, 50, 95])] if len(each) else []
-        )
-        rows.append({"name": name, "bars": bars, "total": len(each), "percentiles": percentiles})
-    return {"axis": axis, "rows": rows}

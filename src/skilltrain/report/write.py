@@ -1,5 +1,6 @@
 """The forms of an evaluation's report: JSON, Markdown, one HTML page with its figures, a table for the terminal."""
 
+import itertools
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -9,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from skilltrain.evaluation.bootstrap import LEVEL, RESAMPLES, SEED, compact
-from skilltrain.evaluation.comparison import ALPHA
-from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure
+from skilltrain.evaluation.comparison import ALPHA, MAX_EXACT
+from skilltrain.evaluation.metrics import COPIES, MEANINGS, Measure, per_query
 from skilltrain.evaluation.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.report.evaluation import ANALYSES, Report
@@ -96,6 +97,7 @@ def _values(report: Report) -> dict[str, Any]:
         "resamples": RESAMPLES,
         "seed": SEED,
         "alpha": ALPHA,
+        "max_exact": MAX_EXACT,
     }
 
 
@@ -104,22 +106,19 @@ def _recall_curve(report: Report) -> dict[str, Any] | None:
 
     `lines` maps system → places (percent from the left, percent from the bottom), `last` system → its last value.
     """
-    longest = max(
-        (len(ranking) for result in report.results for ranking in result.rankings.values()),
-        default=0,
-    )
+    rankings = [ranking for result in report.results for ranking in result.rankings.values()]
+    longest = max(map(len, rankings), default=0)
     cutoffs = [k for k in CURVE if k <= longest]
     if len(cutoffs) < 2:
         return None
     axis = axis_of([*(k for k in MARKED if k < cutoffs[-1]), cutoffs[-1]], logarithmic=True)
-    lines, last = dict[str, list[tuple[float, float]]](), dict[str, float]()
+    measures = [Measure("Recall", k) for k in cutoffs]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    last: dict[str, float] = {}
     for result in report.results:
-        rankings = [(result.rankings.get(query_id, ()), query_id) for query_id in report.tasks]
-        found = [(ranking, report.found(query_id, ranking)) for ranking, query_id in rankings]
-        means = [fmean(Measure("Recall", k)(*pair) for pair in found) for k in cutoffs]
-        lines[result.name] = [
-            (axis.place(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)
-        ]
+        rows = list(per_query(result.rankings, report.benchmark.relevances, measures).values())
+        means = [fmean(row[str(measure)] for row in rows) for measure in measures]
+        lines[result.name] = [(axis.place(k), 100 * y) for k, y in zip(cutoffs, means, strict=True)]
         last[result.name] = means[-1]
     return {"axis": axis, "lines": lines, "last": last}
 
@@ -172,31 +171,28 @@ def _layers(model: Row) -> dict[str, Any]:
 
 
 def terminal_table(report: Report, width: int) -> Group:
-    """The means for a terminal of `width` columns: measures are rows, systems columns, block by block, never cut."""
+    """Return the means for a terminal: measures are rows, systems columns, as many as fit its `width`."""
     parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
-    columns = [[(part, name) for name in report.systems] for part in parts]
+    rows = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:
-        columns = [
-            [pair for row in columns for pair in row]
-        ]  # a single system's parts stand side by side
-    num = max(1, (width - _NAME) // _CELL)
-    blocks = [row[start : start + num] for row in columns for start in range(0, len(row), num)]
-    table = Table(pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    for _ in range(max(map(len, blocks))):
-        table.add_column(justify="right", overflow="fold", max_width=_CELL - 3)
-    for block in blocks:
-        heads = [
-            f"{printable(name)}\n{part.value}, n = {len(part.query_ids)}" for part, name in block
-        ]
-        table.add_row("", *(Text(head, style="bold") for head in heads), end_section=True)
-        for measure in report.measures:
-            cells = [_cell(part, name, measure) for part, name in block]
-            table.add_row(
-                measure.replace(" ", "\n"), *cells, end_section=measure == report.measures[-1]
-            )
+        rows = [list(itertools.chain(*rows))]  # the slices of a single system side by side
+    num_columns = max(1, (width - _NAME) // _CELL)
+    tables: list[Table] = []
+    for row in rows:
+        for start in range(0, len(row), num_columns):
+            table = Table(pad_edge=False)
+            table.add_column(no_wrap=True)
+            columns = row[start : start + num_columns]
+            for part, name in columns:
+                head = f"{printable(name)}\n{part.value}, n = {len(part.query_ids)}"
+                table.add_column(head, justify="right", overflow="fold", max_width=_CELL - 3)
+            for measure in report.measures:
+                cells = [_cell(part, name, measure) for part, name in columns]
+                table.add_row(measure.replace(" ", "\n"), *cells)
+            tables.append(table)
     title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
-    return Group(title, table, Text("\n".join(map(printable, (report.headline(), *report.notes)))))
+    notes = Text("\n".join(map(printable, (report.headline(), *report.notes))))
+    return Group(title, *tables, notes)
 
 
 def _cell(part: SliceMeans, system: str, measure: str) -> Text:

@@ -16,7 +16,13 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
 from skilltrain.evaluation.bootstrap import Interval, cluster_sums, intervals, separation
-from skilltrain.evaluation.comparison import SystemResult, holm, mcnemar, same_queries, values_of
+from skilltrain.evaluation.comparison import (
+    SystemResult,
+    holm,
+    same_queries,
+    sign_test,
+    values_of,
+)
 from skilltrain.evaluation.metrics import Measure, per_query
 from skilltrain.evaluation.slices import Row
 from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -147,7 +153,7 @@ def analyse_results(
 
 def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     """What `system` changed (SkillRouter, section 5.5.1): the queries that are right by `measure`, which is 0 or 1, in
-    both, in `system` alone (fixed), in `baseline` alone (broken) and in neither; `p` is McNemar's, exact.
+    both, in `system` alone (fixed), in `baseline` alone (broken) and in neither; `p` is exact (`sign_test`).
     """
     query_ids = same_queries([baseline, system])
     before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
@@ -156,7 +162,7 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
         "baseline": baseline.name,
         "system": system.name,
         "measure": measure,
-        "p": mcnemar(net[:, 0]),
+        "p": sign_test(net[:, 0]),
     }
     for cell, was_right, is_right in (
         ("both", 1, 1),

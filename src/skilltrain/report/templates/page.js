@@ -1,5 +1,5 @@
 "use strict";
-// What all pages share: rows a page at a time, and a hint where a table scrolls. Without it a page keeps all contents.
+// What all pages share: rows a page at a time, search, and a hint where a table scrolls. Without it a page keeps all contents.
 function pager(place, total, size, page, go) {
   const pages = Math.max(1, Math.ceil(total / size));
   const button = (name, to, enabled) => {
@@ -37,6 +37,20 @@ function paged(list, nodes, size) {
 for (const table of document.querySelectorAll("table[data-paged]")) {
   const rows = [...table.tBodies[0].rows];
   if (rows.length > table.dataset.paged) paged(table.parentElement, rows, Number(table.dataset.paged));
+}
+
+// Filters the entries of a list by their whole text.
+for (const section of document.querySelectorAll(".searchable")) {
+  const box = section.querySelector("input[type=search]"), list = section.querySelector(".list");
+  const entries = [...list.children].map((node) => ({ node, text: node.textContent.toLowerCase() }));
+  const show = paged(list, entries.map((entry) => entry.node), Number(list.dataset.paged));
+  box.closest(".search").hidden = false;
+  box.addEventListener("input", () => {
+    const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const matches = entries.filter(({ text }) => words.every((word) => text.includes(word)));
+    show(matches.map((entry) => entry.node));
+    section.querySelector("output").textContent = `${matches.length} found`;
+  });
 }
 
 const scrolls = new ResizeObserver((changes) => {

@@ -13,7 +13,7 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
 from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, values_of, wilcoxon
+from skilltrain.evaluation.comparison import SystemResult, compare
 from skilltrain.evaluation.plan_measures import MEANINGS, measure_names, plan_values
 from skilltrain.evaluation.slices import SliceMeans, means_by_slice, shown
 from skilltrain.files import write_json, write_jsonl, write_text
@@ -103,7 +103,9 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
             means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES)
         )
     rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
-    compared, notes = _comparisons(config, results), [*benchmark.notes, *_notes(plans)]
+    pairs = [(results[0].name, other.name) for other in results[1:]]
+    compared = compare(results, pairs, config.compare)
+    notes = [*benchmark.notes, *_notes(plans)]
     about = {
         "benchmark": benchmark.name,
         "num_tasks": len(tasks),
@@ -126,13 +128,12 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
         ]
         for name, own in slices.items()
     }
-    differences = [asdict(one) | {"wilcoxon_p_above": p} for one, p in compared]
     found = {
         "skilltrain": __version__,
         **about,
         "planners": by_slice,
         "rounds": rounds,
-        "comparisons": differences,
+        "comparisons": [asdict(comparison) for comparison in compared],
     }
     write_json(out / "metrics.json", found)
     scores = (
@@ -275,22 +276,6 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
             }
         )
     return rows
-
-
-def _comparisons(
-    config: PlansConfig, results: Sequence[SystemResult]
-) -> list[tuple[Comparison, float]]:
-    """Each planner beside the first by each measure that is defined, with Wilcoxon's one-sided p."""
-    rows = results[0].per_query
-    measures = [name for name in config.compare if any(name in row for row in rows.values())]
-    query_ids = [one for one, row in rows.items() if all(name in row for name in measures)]
-    values = {result.name: values_of(result, query_ids, measures) for result in results}
-    found: list[tuple[Comparison, float]] = []
-    pairs = [(results[0].name, other.name) for other in results[1:]]
-    for made in compare(results, pairs, measures, query_ids):
-        above = (values[made.system] - values[made.baseline])[:, measures.index(made.measure)]
-        found.append((made, wilcoxon(above, above=True)))
-    return found
 
 
 def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:

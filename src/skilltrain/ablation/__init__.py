@@ -1,1 +1,0 @@
-"""Ablations: a grid of variants and seeds, run to its end and compared with intervals."""
