@@ -290,10 +290,7 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert (
         "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
     )
-    assert (
-        "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)"
-        in shown
-    )
+    assert "  llm.temperature: null: the server's own (default 1.0)" in shown
     assert "Undefined" not in succeeds("collect", "--help-all").out
     assert "{query_id: [skill_id, …]}" in " ".join(
         succeeds("evaluate", "--help").out.replace("│", "").split()

@@ -20,10 +20,16 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """What every random generator takes."""
 _MAX_NODES = 100_000  # of a YAML text, its aliases written out
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "smollm2": "use kind openai with the base_url of a local server: Ollama, llama.cpp or vLLM",
+    "mode": "leave it out, for there is no Batch API any more and all requests are live",
+    "poll_seconds": "leave it out, for there is no Batch API any more",
+    "llm.batch_size": "leave it out, for there is no Batch API any more",
+}
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
-Keys are names as a user writes them (`cosine_pair`, `lexical_weight`); values complete the sentence "removed: ...".
+Keys are names as a user writes them (`cosine_pair`, `lexical_weight`, or `llm.batch_size` where
+other sections keep the name); values complete the sentence "removed: ...".
 """
 
 
@@ -206,8 +212,8 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         f"{key}: " if key else "",
         sorted({name for c in sections for name in c.model_fields}),
     )
-    if kind == "extra_forbidden" and path[-1] in REMOVED:
-        return f"unknown key '{key}'{removed_advice(path[-1])}"
+    if kind == "extra_forbidden" and (path[-1] in REMOVED or key in REMOVED):
+        return f"unknown key '{key}'{removed_advice(key) or removed_advice(path[-1])}"
     if kind == "extra_forbidden":
         return f"unknown key '{key}'{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
     if kind == "missing":
