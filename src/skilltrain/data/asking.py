@@ -1,7 +1,8 @@
 """What stages that ask a chat model share: prompts (prompts.yaml), seeds and attempts.
 
-Such a stage has items with a `query_id` and a `skill_id`, renders one of the prompts for each, and reads the value in
-an answer or raises AnswerError. `questions_of` joins these; `ask` returns the values and the rows of DROPPED.
+Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the prompts
+for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
+joins these; `ask` returns the values and the rows of DROPPED.
 """
 
 import re
@@ -66,7 +67,7 @@ def questions_of(
     answer_tokens: int,
     description: str,
 ) -> Questions[ItemT, ValueT]:
-    """Return the questions of a stage (see `Questions`). Each item and attempt has a seed of its own."""
+    """Return the questions of a stage (see `Questions`). Every item and attempt has its own seed."""
 
     def seed_of(item: ItemT, attempt: int) -> int:
         number = stable_number(seed, item.query_id, item.skill_id, attempt)

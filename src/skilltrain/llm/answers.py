@@ -40,8 +40,9 @@ class Request:
 
     def num_tokens(self) -> int:
         """Estimate how many tokens the server reads."""
-        lengths = [estimate_tokens(message["content"]) for message in self.messages()]
-        return sum(lengths) + _TOKENS_PER_MESSAGE * len(lengths)
+        return sum(
+            estimate_tokens(message["content"]) + _TOKENS_PER_MESSAGE for message in self.messages()
+        )
 
     def key(self, parameters: Mapping[str, Any]) -> str:
         """Return a SHA-256 over the model's parameters, the messages and the seed."""

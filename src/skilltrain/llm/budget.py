@@ -25,7 +25,7 @@ class Budget:
     """Tokens that a run used, over all threads, their prices and limits."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self.section = config.section
+        self._section = config.section
         self.used = Usage()
         self._limits = config.budget
         self._prices = config.prices
@@ -35,8 +35,8 @@ class Budget:
             self._prices = Prices(prompt=prompt, completion=completion)
         if self._prices is None and self._limits.max_dollars is not None:
             raise SkilltrainError(
-                f"{self.section}.budget.max_dollars needs the price of a token",
-                fix=f"set {self.section}.prices, dollars per million tokens",
+                f"{config.section}.budget.max_dollars needs the price of a token",
+                fix=f"set {config.section}.prices, dollars per million tokens",
             )
 
     def count(self, usage: Usage) -> None:
@@ -71,17 +71,14 @@ class Budget:
     def describe(self, usage: Usage) -> str:
         """Describe an estimated usage in words: tokens, price, budget."""
         dollars = self.price(usage)
-        price = f"price unknown ({self.section}.prices)"
-        if dollars is not None:
-            price = f"about ${dollars:,.4g}"
+        section = self._section
+        price = f"price unknown ({section}.prices)" if dollars is None else f"about ${dollars:,.4g}"
         written = f" and {usage.completion:,} written" if usage.completion else ""
-        limit = f"budget {self}" if str(self) else f"no budget is set ({self.section}.budget)"
+        limit = f"budget {self}" if str(self) else f"no budget is set ({section}.budget)"
         return f"about {usage.prompt:,} tokens read{written}, {price}; {limit}"
 
     def __str__(self) -> str:
-        limits: list[str] = []
-        if self._limits.max_tokens is not None:
-            limits.append(f"{self._limits.max_tokens:,} tokens")
-        if self._limits.max_dollars is not None:
-            limits.append(f"${self._limits.max_dollars:,g}")
-        return " and ".join(limits)
+        limits = self._limits
+        tokens = f"{limits.max_tokens:,} tokens" if limits.max_tokens else ""
+        dollars = f"${limits.max_dollars:,g}" if limits.max_dollars else ""
+        return " and ".join(filter(None, (tokens, dollars)))

@@ -1,9 +1,10 @@
 """Clients of OpenAI-compatible servers. The package openai does retries and time limits."""
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import (
-    MALFORMED,
     AnswerCache,
     AnswerError,
     Completion,
@@ -100,12 +100,10 @@ class Server:
 
     def _wait_for_turn(self) -> None:
         """Wait until `requests_per_minute` allows another request."""
-        if self.config.requests_per_minute is None:
-            return
         with self._pace:
-            start = max(time.monotonic(), self._next_start)
-            self._next_start = start + 60 / self.config.requests_per_minute
-        time.sleep(max(0.0, start - time.monotonic()))
+            time.sleep(max(0.0, self._next_start - time.monotonic()))
+            interval = 60 / (self.config.requests_per_minute or math.inf)
+            self._next_start = time.monotonic() + interval
 
     def _explained(self, error: "openai.OpenAIError") -> ServerError | SkilltrainError:
         """Translate an error of openai's client into ours, without the key."""
@@ -168,39 +166,32 @@ class LLM:
         return answer
 
     def _ask(self, request: Request) -> Completion:
-        """Return the server's answer; one that is not JSON is malformed."""
-        body = self._body(request)
+        """Return the server's answer to a request."""
+        config = self.config
+        body: dict[str, Any] = {
+            "model": config.model,
+            "messages": request.messages(),
+            "seed": request.seed,
+            "max_completion_tokens" if config.is_openai else "max_tokens": config.max_tokens,
+        }
+        if config.temperature is not None:
+            body["temperature"] = config.temperature
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))
         except (ValueError, RecursionError):
-            return Completion("", MALFORMED, request.num_tokens())
+            reply = None  # it is not JSON
         answer = read_completion(reply, request)
         return replace(answer, text=self._server.mask_key(answer.text))
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        """Return the body of a chat completions request."""
-        limit = "max_completion_tokens" if self.config.is_openai else "max_tokens"
-        body = {
-            "model": self.config.model,
-            "messages": request.messages(),
-            "seed": request.seed,
-            limit: self.config.max_tokens,
-        }
-        if self.config.temperature is not None:
-            body["temperature"] = self.config.temperature
-        return body
-
 
 def in_threads(
-    work: Callable[[ItemT], ReplyT], items: Sequence[ItemT], num_threads: int
+    work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int
 ) -> Iterator[ReplyT]:
     """Yield `work(item)` of each item as it is done; items are begun in their order.
 
     After an error no item is begun. Items under way are finished and yielded, then the error is
     raised.
     """
-    if not items:
-        return
     errors: list[Exception] = []
 
     def run(item: ItemT) -> list[ReplyT]:
@@ -213,7 +204,7 @@ def in_threads(
             return []
 
     # ThreadPool's threads are daemons, so Ctrl-C does not wait for a silent server.
-    with ThreadPool(min(num_threads, len(items))) as pool:
+    with ThreadPool(num_threads) as pool:
         for replies in pool.imap_unordered(run, items):
             yield from replies
     if errors:
