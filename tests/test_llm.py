@@ -1,6 +1,7 @@
 """The chat-model client against a loopback server: retries, budget, cache, errors without the key."""
 
 import json
+import sqlite3
 import time
 import traceback
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from skilltrain.config import validate
 from skilltrain.data.rewrite import RewriteConfig
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, AnswerError, LLMConfig, Outcome, Questions, ask_all, estimate_cost
-from skilltrain.llm.answers import Completion, Request, Usage, estimate_tokens
+from skilltrain.llm.answers import DATABASE, Completion, Request, Usage, estimate_tokens
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import in_threads
 from skilltrain.llm.settings import BudgetConfig, Prices
@@ -501,6 +502,17 @@ def test_malformed_replies_are_cached_and_failures_not(
 
     assert (second == first) == is_cached
     assert len(server.requests) == 2 - is_cached
+
+
+def test_cache_row_without_text_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
+    ask_numbers(open_client(server, tmp_path), 1)
+    with sqlite3.connect(tmp_path / DATABASE) as database:
+        database.execute("""UPDATE answers SET answer = '{"malformed": "no completion"}'""")
+
+    outcome = ask_numbers(open_client(server, tmp_path), 1)
+
+    assert outcome.values == [(Number(0), "answer 0")]
+    assert len(server.requests) == 2
 
 
 def test_cache_holds_no_key(server: LLMServer, tmp_path: Path) -> None:
