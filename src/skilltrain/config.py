@@ -25,6 +25,8 @@ REMOVED: dict[str, str] = {
     "mode": "leave it out, for there is no Batch API any more and all requests are live",
     "poll_seconds": "leave it out, for there is no Batch API any more",
     "llm.batch_size": "leave it out, for there is no Batch API any more",
+    "--interpolate": "choose a checkpoint with --checkpoint instead",
+    "openvino": "use onnx",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 

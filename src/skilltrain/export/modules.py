@@ -119,30 +119,23 @@ def _limit(max_tokens: int) -> dict[str, Any]:
 
 
 def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
-    """One module for a classification head; for the chat form the network, and two rows of its vocabulary.
-
-    `CrossEncoder` refuses the form cosine_pair: none of its modules computes it, and this names ours.
-    """
-    form, limit = reranker.settings.template.form, _limit(reranker.settings.max_tokens)
-    if form == "cosine_pair":
-        return (Module("skilltrain.models.reranker.load_reranker", "", {}),)
+    """One module for a classification head; for the chat form also one that reads yes and no."""
+    limit = _limit(reranker.settings.max_tokens)
     logits = {"method": "forward", "method_output_name": "logits"}
     classifier = {
         "transformer_task": "sequence-classification",
         "module_output_name": "scores",
         **limit,
     }
-    if form == "pair":
-        # longest_first cuts the skill alone while the query takes at most half of the tokens; only_second always does,
-        # but fails for a query that fills the whole pair.
-        half = (
-            limit["max_seq_length"] - reranker.tokenizer.num_special_tokens_to_add(pair=True)
-        ) // 2
-        truncation = (
-            "longest_first" if reranker.settings.query_max_tokens <= half else "only_second"
-        )
-        cut = {"processing_kwargs": {"text": {"truncation": truncation}}}
-        return (Module(_TRANSFORMER, "", classifier | {"modality_config": {"text": logits}} | cut),)
+    if reranker.settings.template.form == "pair":
+        # longest_first cuts the skill alone while the query takes at most half of the tokens.
+        # only_second always does, but fails for a query that fills the whole pair.
+        num_special = reranker.tokenizer.num_special_tokens_to_add(pair=True)
+        half = (reranker.settings.max_tokens - num_special) // 2
+        is_short = reranker.settings.query_max_tokens <= half
+        cut = {"text": {"truncation": "longest_first" if is_short else "only_second"}}
+        pair = {"modality_config": {"text": logits}, "processing_kwargs": cut}
+        return (Module(_TRANSFORMER, "", classifier | pair),)
     chat = {"modality_config": {"text": logits, "message": logits | {"format": "flat"}}}
     if heads(reranker.network):
         return (Module(_TRANSFORMER, "", classifier | chat),)
@@ -154,11 +147,14 @@ def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
 
 
 def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
-    """The layer that gives the score, if weights are of 16 bits: in float32, as in ours, close candidates differ."""
+    """Keep the scoring layer of 16-bit weights in float32, so that close candidates differ."""
     network = reranker.network
-    if network.dtype.itemsize > 2 or reranker.settings.template.form == "cosine_pair":
+    if network.dtype.itemsize > 2:
         return {}
     layers = heads(network) or [network.get_output_embeddings()]
-    named = [(name, module) for name, module in network.named_modules() if module in layers]
-    found = [name for name, module in named if type(module) is torch.nn.Linear]
-    return {"keep_in_fp32_modules": [f"0.model.{found[-1]}"]} if found else {}
+    names = [
+        name
+        for name, module in network.named_modules()
+        if module in layers and type(module) is torch.nn.Linear
+    ]
+    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]} if names else {}
