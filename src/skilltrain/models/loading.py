@@ -28,7 +28,7 @@ CHECKPOINT_FILE = "skilltrain.json"
 Kind = Literal["encoder", "reranker"]
 Precision = Literal["auto", "float32", "bfloat16"]
 _MAX_MISSING_RATIO = 2  # a new head and a pooler may be missing, or 4-bit weights share a byte
-_NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -214,13 +214,13 @@ def load_model_config(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModel
 
     sizes = _tensor_sizes(folder)
-    limits = {"num_labels": sum(sizes), **dict.fromkeys(_NUM_LAYERS, len(sizes))}
+    limits = dict.fromkeys(_LAYER_COUNTS, len(sizes)) | {"num_labels": sum(sizes)}
     values = read_map(folder / "config.json")
-    for section in (values, *(value for value in values.values() if isinstance(value, dict))):
-        for key, limit in limits.items():
-            value = section.get(key)
-            if isinstance(value, int) and not 0 <= value <= limit:
-                raise _misfit(folder, f"{key} is {value:,}")
+    sections = [values, *(value for value in values.values() if isinstance(value, dict))]
+    for section in sections:
+        for key in limits.keys() & section.keys():
+            if isinstance(section[key], int) and not 0 <= section[key] <= limits[key]:
+                raise _misfit(folder, f"{key} is {section[key]:,}")
     config = load_pretrained(AutoConfig, folder, "model configuration")
     try:
         with torch.device("meta"):
@@ -236,8 +236,8 @@ def load_model_config(folder: Path) -> Any:
 def _tensor_sizes(folder: Path) -> list[int]:
     """Number of elements of each tensor in a model's safetensors files; only their heads are read."""
     sizes = []
-    is_whole = (folder / _WEIGHTS_FILE).is_file()
-    for name in (not is_whole and _shard_names(folder)) or [_WEIGHTS_FILE]:
+    shards = [] if (folder / _WEIGHTS_FILE).is_file() else _shard_names(folder)
+    for name in shards or [_WEIGHTS_FILE]:
         if not (folder / name).is_file():
             what = f"cannot load the weights: there is no file named {name}"
             raise SkilltrainError(what, where=folder, fix="only safetensors files are read")
@@ -306,8 +306,7 @@ def load_network(
         ("unknown", unknown),
     ):
         if keys:
-            what = f"its weights do not fit its config.json: {len(keys)} are {fault}, such as {min(keys)}"
-            raise SkilltrainError(what, where=folder, fix="get the whole model again")
+            raise _misfit(folder, f"{len(keys)} are {fault}, such as {min(keys)}")
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
         what = (

@@ -50,7 +50,7 @@ _PROBE_SKILLS = (
 )
 _TEXT_SUFFIXES = {".json", ".jinja", ".md", ".txt", ".xml"}
 _URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")
-_HUB_SECONDS = 60.0  # without a byte from the Hub; a large commit takes it some seconds
+_HUB_SECONDS = 60.0  # of silence; the Hub needs some time for a large commit
 _CONNECT_SECONDS = 10.0
 
 
@@ -108,7 +108,8 @@ def export_run(
     if adapter_only and config.adapter is None:
         what = "trained all weights, no adapter"
         raise SkilltrainError(what, where=run, fix="export without --adapter")
-    name, exported = summary.get("checkpoint"), None
+    name = summary.get("checkpoint")
+    exported = None
     with staged_folder(out) as staged:
         if summary and checkpoint is None and not adapter_only:
             copy_model(run, staged)
@@ -149,14 +150,12 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     if not paths:
         fix = "train for longer, or lower training.save_every"
         raise SkilltrainError("holds no checkpoint", where=folder, fix=fix)
-    newest = [*paths][-1]
-    best = best_checkpoint(folder)
-    if best is not None:
-        paths["best"] = best
-    if name is not None and name not in paths:
+    name = name or [*paths][-1]
+    path = best_checkpoint(folder) if name == "best" else paths.get(name)
+    if path is None:
         what = f"no checkpoint '{name}'; there are {', '.join(paths)}"
         raise SkilltrainError(what, where=folder)
-    return paths[name or newest]
+    return path
 
 
 def push_model(
@@ -205,8 +204,7 @@ def push_model(
             copy_model(run, folder)
             rename_model(folder / "README.md", published.repo)
         check_round_trip(folder)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        paths = {path.relative_to(folder).as_posix(): path for path in files}
+        paths = {name: folder / name for name in read_json(folder / CHECKPOINT_FILE)["files"]}
         _check_no_secret(paths)
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         card = paths["README.md"].read_text(encoding="utf-8")
@@ -284,14 +282,11 @@ def _upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: b
     url = f"{api.endpoint}/{repo}"
     try:
         with warnings.catch_warnings(action="ignore"):  # as above
-            old_names = _writable_files(api, repo, public, into_existing)
-            if old_names is None:
-                api.create_repo(repo, private=not public)
+            old_names = _open_repository(api, repo, public, into_existing)
             say(f"{url}: uploading")
             # upload_folder would cut many files into several commits.
-            changes: list[Any] = [CommitOperationAdd(name, path) for name, path in paths.items()]
-            for name in sorted((old_names or set()) - {*paths}):
-                changes.append(CommitOperationDelete(name))
+            changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
+            changes += [CommitOperationDelete(name) for name in sorted(old_names - {*paths})]
             api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
     except SkilltrainError:
         raise
@@ -316,8 +311,8 @@ def _limited_client() -> Any:
     return client
 
 
-def _writable_files(api: Any, repo: str, public: bool, into_existing: bool) -> set[str] | None:
-    """Return the names of a repository's files, or None if there is no such repository.
+def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> set[str]:
+    """Create a repository, or check an existing one; return the names of its files.
 
     Raises:
         SkilltrainError: It holds something else than a model of skilltrain, or is not as public as
@@ -330,7 +325,8 @@ def _writable_files(api: Any, repo: str, public: bool, into_existing: bool) -> s
     except GatedRepoError:
         raise
     except RepositoryNotFoundError:
-        return None
+        api.create_repo(repo, private=not public)
+        return set()
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
     if names == {"README.md"} and not into_existing:
         fix = "add --into-existing to replace it, or choose another --repo"
