@@ -52,8 +52,8 @@ class Published:
                 raise HFValidationError("it has no owner")
             validate_repo_id(self.repo)
         except HFValidationError as error:
-            what = f"is no name of a model on the Hub: {error}"
-            raise SkilltrainError(what, where=self.repo, fix="write OWNER/NAME") from error
+            fault = f"is no name of a model on the Hub: {error}"
+            raise SkilltrainError(fault, where=self.repo, fix="write OWNER/NAME") from error
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def _report_results(report: Path, run: Path) -> Iterator[Result]:
         if folder.resolve() == run.resolve():  # the key is systems.NUMBER.…
             names.add(record["recipe"]["systems"][int(key.split(".")[1])]["name"])
     if not names:
-        what = f"no system of this report uses {run}"
-        raise SkilltrainError(what, where=report, fix="evaluate it first")
+        fault = f"no system of this report uses {run}"
+        raise SkilltrainError(fault, where=report, fix="evaluate it first")
     for system in metrics["systems"]:
         uses_model = system["name"] in names
         for metric, figure in system["metrics"].items():

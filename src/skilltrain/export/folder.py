@@ -102,8 +102,8 @@ def write_weights(network: Any, aside: Path, folder: Path) -> None:
         if "lora_" in name or "base_layer" in name:
             raise SkilltrainError(f"the adapter is not merged: {name}", where=folder)
         if value.is_floating_point() and not value.isfinite().all():
-            what = f"the weight {name} holds values that are no numbers"
-            raise SkilltrainError(what, where=folder)
+            fault = f"the weight {name} holds values that are no numbers"
+            raise SkilltrainError(fault, where=folder)
     network.save_pretrained(str(aside), safe_serialization=True)
     config = read_json(aside / "config.json")
     if config.get("pad_token_id") is None:

@@ -58,10 +58,10 @@ def write_form(folder: Path, form: Form) -> None:
     elif is_yes_no:
         _convert_to_classifier(folder)
     elif form == "sequence_classification":
-        what = "only a reranker with template.form=yes_no has this form"
+        fault = "only a reranker with template.form=yes_no has this form"
         if isinstance(model, Reranker):
-            what += "; one of form pair is a classifier already"
-        raise SkilltrainError(what, where=f"--form {form}")
+            fault += "; one of form pair is a classifier already"
+        raise SkilltrainError(fault, where=f"--form {form}")
     if form == "onnx":
         _add_onnx(folder)
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
@@ -101,9 +101,9 @@ def _add_onnx(folder: Path) -> None:
         import onnxscript  # noqa: F401  torch needs it
         from onnxruntime.quantization import QuantType, quantize_dynamic
     except ImportError as error:
-        what = f"this form needs the package {error.name}"
+        fault = f"this form needs the package {error.name}"
         fix = "pip install 'skilltrain[onnx]'"
-        raise SkilltrainError(what, where="--form onnx", fix=fix) from error
+        raise SkilltrainError(fault, where="--form onnx", fix=fix) from error
 
     network = open_model(folder).network
     network.set_attn_implementation("sdpa")  # a graph cannot hold our attention for packed texts

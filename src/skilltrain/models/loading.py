@@ -239,21 +239,21 @@ def _tensor_sizes(folder: Path) -> list[int]:
     shards = [] if (folder / _WEIGHTS_FILE).is_file() else _shard_names(folder)
     for name in shards or [_WEIGHTS_FILE]:
         if not (folder / name).is_file():
-            what = f"cannot load the weights: there is no file named {name}"
-            raise SkilltrainError(what, where=folder, fix="only safetensors files are read")
+            fault = f"cannot load the weights: there is no file named {name}"
+            raise SkilltrainError(fault, where=folder, fix="only safetensors files are read")
         try:
             with safe_open(folder / name, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  it is no dictionary
                     sizes.append(math.prod(tensors.get_slice(key).get_shape()))
         except (OSError, SafetensorError) as error:
-            what = f"cannot load the weights: {printable(str(error), 200)}"
-            raise SkilltrainError(what, where=folder / name) from error
+            fault = f"cannot load the weights: {printable(str(error), 200)}"
+            raise SkilltrainError(fault, where=folder / name) from error
     return sizes
 
 
-def _misfit(folder: Path, what: str) -> SkilltrainError:
-    what = f"its weights do not fit its config.json: {what}"
-    return SkilltrainError(what, where=folder, fix="get the whole model again")
+def _misfit(folder: Path, reason: str) -> SkilltrainError:
+    fault = f"its weights do not fit its config.json: {reason}"
+    return SkilltrainError(fault, where=folder, fix="get the whole model again")
 
 
 def load_tokenizer(folder: Path) -> Any:

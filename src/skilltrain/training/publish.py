@@ -103,11 +103,11 @@ def export_run(
     """
     config, summary = _read_run(run)
     if published.reports and (checkpoint is not None or not summary):
-        what = "a report is about the final model of a finished run"
-        raise SkilltrainError(what, where="--report", fix="leave out --report or --checkpoint")
+        fault = "a report is about the final model of a finished run"
+        raise SkilltrainError(fault, where="--report", fix="leave out --report or --checkpoint")
     if adapter_only and config.adapter is None:
-        what = "trained all weights, no adapter"
-        raise SkilltrainError(what, where=run, fix="export without --adapter")
+        fault = "trained all weights, no adapter"
+        raise SkilltrainError(fault, where=run, fix="export without --adapter")
     name = summary.get("checkpoint")
     exported = None
     with staged_folder(out) as staged:
@@ -153,8 +153,8 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     name = name or [*paths][-1]
     path = best_checkpoint(folder) if name == "best" else paths.get(name)
     if path is None:
-        what = f"no checkpoint '{name}'; there are {', '.join(paths)}"
-        raise SkilltrainError(what, where=folder)
+        fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
+        raise SkilltrainError(fault, where=folder)
     return path
 
 
@@ -231,13 +231,15 @@ def check_round_trip(folder: Path) -> None:
         plain = torch.cat([*_plain_outputs(model, str(folder), is_late)])
         difference = (torch.cat(outputs) - plain.float()).abs().max().item()
     except Exception as error:  # its readers raise anything
-        what = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
-        raise SkilltrainError(what, where=folder.name, fix="nothing was sent") from error
+        fault = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
+        raise SkilltrainError(fault, where=folder.name, fix="nothing was sent") from error
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
     if not difference <= (0.1 if is_half else 1e-4):  # NaN, too; logits reach some tens
-        what = f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
+        fault = (
+            f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
+        )
         fix = "nothing was sent; please report this"
-        raise SkilltrainError(what, where=folder.name, fix=fix)
+        raise SkilltrainError(fault, where=folder.name, fix=fix)
 
 
 def _plain_outputs(model: Encoder | Reranker, folder: str, is_late: bool) -> Iterable[Tensor]:
@@ -260,9 +262,9 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
         text = path.read_text(encoding="utf-8") if path.suffix in _TEXT_SUFFIXES else ""
         spans = [*secrets_in(text), *(match.span() for match in _URL_PASSWORD.finditer(text))]
         for start, end in spans:
-            what = f"holds what looks like a secret: {show_beginning(text[start:end])}"
+            fault = f"holds what looks like a secret: {show_beginning(text[start:end])}"
             fix = "take it out of the recipe, and revoke it; nothing was sent"
-            raise SkilltrainError(what, where=name, fix=fix)
+            raise SkilltrainError(fault, where=name, fix=fix)
 
 
 def _upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bool) -> str:
@@ -293,11 +295,11 @@ def _upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: b
     except Exception as error:  # a broken Hub makes the client raise anything
         message = getattr(error, "server_message", None) or str(error) or type(error).__name__
         message = message.replace(get_token() or "[key]", "[key]")
-        what = f"cannot upload: {printable(message, 200)}"
+        fault = f"cannot upload: {printable(message, 200)}"
         fix = (
             "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
         )
-        raise SkilltrainError(what, where=repo, fix=fix) from None  # --debug would show the token
+        raise SkilltrainError(fault, where=repo, fix=fix) from None  # --debug would show the token
     return url
 
 
@@ -332,8 +334,8 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
         fix = "add --into-existing to replace it, or choose another --repo"
         raise SkilltrainError("the repository exists and holds a README.md", where=repo, fix=fix)
     if names - {"README.md"} and CHECKPOINT_FILE not in names:
-        what = "the repository is taken: it holds something else than a model of skilltrain"
-        raise SkilltrainError(what, where=repo, fix="choose another --repo")
+        fault = "the repository is taken: it holds something else than a model of skilltrain"
+        raise SkilltrainError(fault, where=repo, fix="choose another --repo")
     if public and info.private:
         fix = "make it public on its page, or push without --public"
         raise SkilltrainError("the repository is private, and stays so", where=repo, fix=fix)
