@@ -27,6 +27,7 @@ REMOVED: dict[str, str] = {
     "llm.batch_size": "leave it out, for there is no Batch API any more",
     "--interpolate": "choose a checkpoint with --checkpoint instead",
     "openvino": "use onnx",
+    "collect": "run examples/collect_registry.py, then the stage pool on the file that it writes",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
