@@ -62,33 +62,12 @@ class ContaminationLimits(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class Gold:
-    """A gold skill of a benchmark and the tasks that ask for it."""
-
-    skill: Skill
-    benchmark: str
-    task_ids: tuple[str, ...]
-
-    def match(self, skill: Skill, ground: str, value: float, reason: str) -> Dropped:
-        """Return the row of DROPPED for a positive `skill` that matches this gold skill."""
-        own_id = self.skill.skill_id
-        return Dropped("", skill.skill_id, ground, reason, value, self.benchmark, own_id)
-
-    def __str__(self) -> str:
-        first, *others = self.task_ids
-        more = f" and {len(others)} more" if others else ""
-        return (
-            f"gold skill {self.skill.skill_id} of benchmark {self.benchmark} (task {first}{more})"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A benchmark to compare training data with; without `golds` only queries are compared."""
+    """A benchmark to compare training data with; without gold skills only queries are compared."""
 
     name: str
     tasks: tuple[Task, ...]
-    golds: tuple[Gold, ...]
+    golds: tuple[Skill, ...]
 
 
 def open_benchmarks(paths: Sequence[Path], pool: Path | None, need_golds: bool) -> list[HeldOut]:
@@ -118,23 +97,17 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
     if not need_golds:
         return HeldOut(name, tasks, ())
 
-    task_ids: dict[str, list[str]] = {}
+    task_ids: dict[str, str] = {}  # gold skill → the first task that asks for it
     for task in tasks:
         for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
-            task_ids.setdefault(skill_id, []).append(task.query.query_id)
+            task_ids.setdefault(skill_id, task.query.query_id)
     skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
     if pool is not None and task_ids.keys() - skills.keys():
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
-    golds: list[Gold] = []
-    for skill_id, ids in task_ids.items():
-        if skill_id not in skills:
-            what = (
-                f"gold skill '{skill_id}' of task {ids[0]} has no text in the benchmark or the pool"
-            )
-            fix = "give a pool that holds the benchmark's skills"
-            raise SkilltrainError(what, where=path, fix=fix)
-        golds.append(Gold(skills[skill_id], name, tuple(ids)))
-    return HeldOut(name, tasks, tuple(golds))
+    if missing := [skill_id for skill_id in task_ids if skill_id not in skills]:
+        what = f"gold skill '{missing[0]}' of task {task_ids[missing[0]]} has no text in the benchmark or the pool"
+        raise SkilltrainError(what, where=path, fix="give a pool that holds the benchmark's skills")
+    return HeldOut(name, tasks, tuple(skills[skill_id] for skill_id in task_ids))
 
 
 class _TrigramIndex:
@@ -171,13 +144,13 @@ class BenchmarkIndex:
 
     def __init__(self, benchmarks: Sequence[HeldOut], limits: ContaminationLimits) -> None:
         self._limits = limits
-        self._golds: list[Gold] = []
-        self._tasks: list[tuple[str, Task]] = []
+        self._tasks: list[tuple[str, Task]] = []  # (benchmark, task)
+        self._golds: list[tuple[str, Skill]] = []  # (benchmark, gold skill)
         for benchmark in benchmarks:
-            self._golds += benchmark.golds
             self._tasks += [(benchmark.name, task) for task in benchmark.tasks]
-        self._names = [name_key(gold.skill.name) for gold in self._golds]
-        self._bodies = _TrigramIndex(gold.skill.body for gold in self._golds)
+            self._golds += [(benchmark.name, gold) for gold in benchmark.golds]
+        self._names = [name_key(gold.name) for _, gold in self._golds]
+        self._bodies = _TrigramIndex(gold.body for _, gold in self._golds)
         self._queries = _TrigramIndex(task.query.text for _, task in self._tasks)
 
     def query_matches(self, text: str) -> list[Dropped]:
@@ -193,18 +166,21 @@ class BenchmarkIndex:
     def skill_matches(self, skill: Skill) -> list[Dropped]:
         """Return a row without query_id for each gold skill that `skill` equals or resembles."""
         matches: list[Dropped] = []
+
+        def add(position: int, ground: str, value: float, relation: str) -> None:
+            benchmark, gold = self._golds[position]
+            reason = f"{relation} gold skill {gold.skill_id} of benchmark {benchmark}"
+            row = Dropped("", skill.skill_id, ground, reason, value, benchmark, gold.skill_id)
+            matches.append(row)
+
         name = name_key(skill.name)
-        for gold, gold_name in zip(self._golds, self._names, strict=True):
-            if not self._limits.name:
-                break
-            if gold.skill.skill_id == skill.skill_id:
-                matches.append(gold.match(skill, "name", 1.0, f"is {gold}"))
+        for position, gold_name in enumerate(self._names if self._limits.name else ()):
+            if self._golds[position][1].skill_id == skill.skill_id:
+                add(position, "name", 1.0, "is")
             elif name and name == gold_name:
-                matches.append(gold.match(skill, "name", 1.0, f"same name as {gold}"))
+                add(position, "name", 1.0, "same name as")
         for position, value in self._bodies.similar(skill.body, self._limits.jaccard):
-            gold = self._golds[position]
-            reason = f"body overlap {value:.3f} with {gold}"
-            matches.append(gold.match(skill, "jaccard", value, reason))
+            add(position, "jaccard", value, f"body overlap {value:.3f} with")
         return matches
 
     def contaminations(

@@ -136,7 +136,7 @@ def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...
     Raises SkilltrainError where neither the benchmark's folder nor the pool holds one.
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
-    known = {gold.skill.skill_id: gold.skill for gold in benchmark.golds}
+    known = {gold.skill_id: gold for gold in benchmark.golds}
     siblings: dict[str, dict[str, None]] = {}
     for task in benchmark.tasks:
         gold = sorted(task.relevance.gold)
