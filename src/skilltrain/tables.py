@@ -183,8 +183,10 @@ def table_path(path: Path, spec: TableSpec) -> Path:
 
 def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
     """Write `rows` as a checked parquet table, atomically; returns the file's path."""
-    is_table = isinstance(rows, pa.Table)
-    table = _check_table(rows, spec, path) if is_table else table_from_rows(rows, spec)
+    if isinstance(rows, pa.Table):
+        table = _check_table(rows, spec, path).cast(spec.schema)  # parquet renames the list items
+    else:
+        table = table_from_rows(rows, spec)
     file = table_path(path, spec)
     with atomic_path(file) as temporary:
         pq.write_table(table, temporary, compression="zstd")
