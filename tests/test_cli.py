@@ -118,8 +118,8 @@ FAULTS = {
     "pool sources={runs}/pool out={tmp}/file/below": "{tmp}/file/",
     TRAIN + "--resume": "{tmp}/out: holds no run to resume (leave --resume out)",
     # Recipes.
-    "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: collect, pool,",
-    "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: collect, pool,",
+    "train {tmp}/stage.yaml": "{tmp}/stage.yaml: stage: unknown stage 'trian_encoder'; allowed: pool,",
+    "train {tmp}/no_stage.yaml": "{tmp}/no_stage.yaml: missing key 'stage'; allowed: pool,",
     "train {tmp}/no_out.yaml": "{tmp}/no_out.yaml: missing key 'out'",
     "mine {tmp}/good.yaml": "{tmp}/good.yaml: is a recipe of stage train_encoder, not mine",
     "train {runs}/pool/recipe.yaml": "{runs}/pool/recipe.yaml: is a recipe of stage pool (run: skilltrain pool",
@@ -143,7 +143,7 @@ FAULTS = {
     "export {runs}/encoder": "Missing option '--out'",
     "export {runs}/encoder --checkpoint step-4711 --out {tmp}/out": "step-4711",
     "recipes --dir {tmp}/nowhere": "{tmp}/nowhere: no such folder (recipes come with the repository",
-    "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: collect, pool, ",
+    "recipes --schema trian": "skilltrain recipes: unknown stage 'trian'; allowed: pool, ",
     TRAIN
     + "--resum": "--resum is no option of this command, or has no value (a setting is written resum=VALUE; see",
     "ablate grid.yaml more.yaml": "more.yaml: is no setting (settings have the form key=value)",
@@ -290,11 +290,8 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert (
         "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
     )
-    assert (
-        "  llm with kind=smollm2:\n  llm.temperature: 0: the likeliest token each time (default 0.7)"
-        in shown
-    )
-    assert "Undefined" not in succeeds("collect", "--help-all").out
+    assert "  llm.temperature: null: the server's own (default 1.0)" in shown
+    assert "Undefined" not in succeeds("pool", "--help-all").out
     assert "{query_id: [skill_id, …]}" in " ".join(
         succeeds("evaluate", "--help").out.replace("│", "").split()
     )

@@ -172,7 +172,6 @@ def load_reranker(
     if there is no such model, it is an encoder, or its folder does not hold all of it.
     """
     from transformers import (
-        AutoConfig,
         AutoModel,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
@@ -184,7 +183,7 @@ def load_reranker(
     stored = (
         {} if grows and loading.is_encoder(folder) else loading.stored_settings(folder, "reranker")
     )
-    model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
+    model_config = loading.load_model_config(folder)
     causal = any("CausalLM" in name for name in model_config.architectures or [])
     given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     if causal and "template" not in stored | given:
