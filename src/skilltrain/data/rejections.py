@@ -386,7 +386,9 @@ class _Mates:
         return [*far, *near] if kind == "neighbours" or far else []
 
     def _near(self, anchor: int, allowed: Bool[np.ndarray, " skill"]) -> Bool[np.ndarray, " skill"]:
-        likeness = np.where(allowed, self.vectors @ self.vectors[anchor], -np.inf)
+        # Each cosine is summed by itself: equal skills are equally near on every processor.
+        cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)
+        likeness = np.where(allowed, cosines, -np.inf)
         nearest = np.argsort(-likeness, kind="stable")[: _NEAR * self.wanted]
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
