@@ -11,7 +11,6 @@ import torch
 from skilltrain.config import validate
 from skilltrain.data import filter_layers
 from skilltrain.data.filter_layers import PAIR, CeilingLayer, FilterPool
-from skilltrain.data.mine import MineConfig, _nearest
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_model
@@ -221,22 +220,11 @@ TWO_WINDOWS = ChunkVectors(
 QUERY = np.array([[1, 0]], np.float32)
 
 
-def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
-    settings = {
-        "stage": "mine",
-        "pool": tmp_path,
-        "queries": tmp_path,
-        "encoder": {"source": "x"},
-        "out": tmp_path,
-    }
-    (positions, scores), _ = _nearest(MineConfig(**settings), QUERY, TWO_WINDOWS, 3)
+def test_mining_ranks_by_the_best_window():
+    positions, scores = TWO_WINDOWS.nearest(QUERY, 3)
+
     assert positions.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(scores, [[1, 0.8, 0.6]], atol=1e-6)
-    with pytest.raises(
-        SkilltrainError,
-        match=r"index: an approximate index takes one window per skill \(index=Flat\)",
-    ):
-        _nearest(MineConfig(**settings, index="HNSW32"), QUERY, TWO_WINDOWS, 3)
 
 
 def test_a_ceiling_is_by_the_best_window(monkeypatch):

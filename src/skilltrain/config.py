@@ -32,6 +32,7 @@ REMOVED: dict[str, str] = {
     "decontaminate.clusters": "limits.jaccard finds near-duplicates",
     "decontaminate.cosine": "limits.jaccard finds near-duplicates",
     "decontaminate.encoder": "limits.jaccard finds near-duplicates",
+    "mine.index": "search is always exact",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
