@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from skilltrain.config import load_recipe, validate
+from skilltrain.config import load_recipe
 from skilltrain.recipe import run_pipeline
-from skilltrain.retrieval.rankers import FuseConfig
 from skilltrain.runs import RECIPE_FILE
 from skilltrain.tables import JUDGEMENTS, LISTS, RANKINGS, read_table
-from small_library import contents, encoder_recipe, forget_ranks, write_recipe
+from small_library import encoder_recipe, forget_ranks, write_recipe
 
 FOLDER = Path(__file__).parents[1] / "data_pipelines"
 
@@ -35,44 +34,6 @@ def program(name):
 
 def column(folder, spec, name):
     return set(read_table(folder, spec).column(name).to_pylist())
-
-
-def golds_of(folder):
-    return {
-        row["skill_id"]
-        for row in read_table(folder, JUDGEMENTS).to_pylist()
-        if row["verdict"] == "required"
-    }
-
-
-def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, recipe, tmp_path):
-    out = tmp_path / "out"
-    module = program("cross_fit")
-    pipeline = module.Pipeline(recipe=recipe, out=out, folds=2)
-    summaries = module.run(pipeline)
-    forget_ranks()
-    whole, ranked = column(runs / "encoder_lists", LISTS, "query_id"), set()
-    for part in (out / "fold1", out / "fold2"):
-        trained, held = (
-            column(part / "lists", LISTS, "query_id"),
-            column(part / "ranked", RANKINGS, "query_id"),
-        )
-        assert held and not held & trained and held | trained == whole and not ranked & held
-        assert golds_of(part / "held") and not golds_of(part / "held") & golds_of(part / "lists")
-        ranked |= held
-    assert ranked == whole
-    assert {name: len(one["weights"]) for name, one in summaries.items()} == {
-        "weights_find": 2,
-        "weights_order": 3,
-    }
-    legs = [{"kind": "lexical"}, {"kind": "dense", "source": "x"}, {"kind": "late", "source": "x"}]
-    fused = validate(
-        FuseConfig, {"kind": "fuse", "of": legs, "weights": str(out / "weights_order")}, "test"
-    )
-    assert sum(fused.leg_weights()) > 0
-    before = contents(out)
-    assert module.run(pipeline) == summaries  # all is there already
-    assert contents(out).keys() == before.keys()
 
 
 def test_an_encoder_in_stages_goes_on_from_the_stage_before(
@@ -116,7 +77,6 @@ def test_an_encoder_in_stages_goes_on_from_the_stage_before(
 @pytest.mark.parametrize(
     ("name", "arguments", "fault"),
     [
-        ("cross_fit", ["RECIPE", "OUT"], "must train an encoder on one folder of lists"),
         (
             "encoder_in_stages",
             ["RECIPE", "OUT", "rounds=1", "sources=y"],

@@ -33,6 +33,7 @@ REMOVED: dict[str, str] = {
     "decontaminate.cosine": "limits.jaccard finds near-duplicates",
     "decontaminate.encoder": "limits.jaccard finds near-duplicates",
     "mine.index": "search is always exact",
+    "fusion": "give a fuse ranker weights, such as [1, 0.5]",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 

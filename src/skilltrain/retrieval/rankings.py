@@ -24,47 +24,36 @@ RRF_K = 60
 def fuse(
     legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
 ) -> Ranking:
-    """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
+    """Return all skills of the `legs`, best first. Ties keep the order in which they were found.
 
-    `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
-    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (rrf_k + rank); a leg adds nothing to
-    a skill that it did not find (Cormack et al., 2009).
+    Method `z` adds weight * z-score. The z-scores of a leg are over all skills that any leg found;
+    a skill that the leg did not find counts with the leg's lowest score. Method `rrf` adds
+    weight / (rrf_k + rank), and nothing for a skill not found (Cormack et al., 2009).
     """
-    return weighted(*comparable_scores(legs, method, rrf_k), weights)
-
-
-def comparable_scores(
-    legs: Sequence[Ranking], method: Method, rrf_k: int = RRF_K
-) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
-    """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
-    skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
-    comparable = np.zeros((len(legs), len(skill_ids)))
-    for row, leg in zip(comparable if skill_ids else (), legs, strict=False):
-        scores, lowest = dict(leg), min((score for _, score in leg), default=0.0)
+    skill_ids: dict[str, None] = {}
+    for leg in legs:
+        skill_ids.update((skill_id, None) for skill_id, _ in leg)
+    if not skill_ids:
+        return []
+    # One leg at a time: a matrix product may round equal columns differently.
+    totals = np.zeros(len(skill_ids))
+    for leg, weight in zip(legs, weights, strict=True):
         if method == "rrf":
-            scores, lowest = (
-                {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)},
-                0.0,
-            )
-        row[:] = [scores.get(skill_id, lowest) for skill_id in skill_ids]
-        if method == "z" and np.ptp(row) <= 1e-12 * np.abs(row).max():
-            row[:] = 0.0  # all are alike: they tell nothing apart
-        elif method == "z":
-            row[:] = (row - row.mean()) / row.std()
-    return skill_ids, comparable
+            leg = [(skill_id, 1 / (rrf_k + rank)) for rank, (skill_id, _) in enumerate(leg, 1)]
+        scores = dict(leg)
+        lowest = min(scores.values(), default=0.0) if method == "z" else 0.0
+        row = np.array([scores.get(skill_id, lowest) for skill_id in skill_ids])
+        totals += weight * (_z_scores(row) if method == "z" else row)
+    order = np.argsort(-totals, kind="stable")
+    fused = [*zip(skill_ids, totals.tolist(), strict=True)]
+    return [fused[position] for position in order]
 
 
-def weighted(
-    skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]
-) -> Ranking:
-    """The skills by the weighted sum of what the legs say, best first; equal sums keep their order."""
-    total = np.zeros(len(skill_ids))
-    for row, weight in zip(
-        comparable, weights, strict=True
-    ):  # a matrix product may round equal columns unequally
-        total += weight * row
-    order = np.argsort(-total, kind="stable")
-    return [(skill_ids[place], float(total[place])) for place in order]
+def _z_scores(scores: Float64[np.ndarray, " skill"]) -> Float64[np.ndarray, " skill"]:
+    """Normalise `scores`; all 0 if they are equal but for rounding."""
+    if np.ptp(scores) <= 1e-12 * np.abs(scores).max():
+        return np.zeros_like(scores)
+    return (scores - scores.mean()) / scores.std()
 
 
 class SavedConfig(Config):
