@@ -64,6 +64,10 @@ class VectorCache:
                 say(f"warning: {path} {what}")
         return is_known, vectors
 
+    def missing(self, keys: np.ndarray) -> Positions:
+        """Return the positions of the distinct `keys` that have no vector."""
+        return np.flatnonzero(~self.read(keys)[0])
+
     def add(self, keys: np.ndarray, vectors: Vectors) -> None:
         """Write `vectors` to disk. Raises SkilltrainError if that fails."""
         if not len(keys):
@@ -121,8 +125,8 @@ def cached_vectors(
     if cache:
         is_known, vectors = cache.read(distinct)
     missing = np.flatnonzero(~is_known)
-    missing = missing[longest_first([texts[n] for n in firsts[missing].tolist()])]
-    new = [texts[n] for n in firsts[missing].tolist()]
+    missing = missing[longest_first([texts[int(n)] for n in firsts[missing]])]
+    new = [texts[int(n)] for n in firsts[missing]]
     if cache and new:
         cache.make()
     for part, encoded in encode(new, firsts[missing]) if new else ():
