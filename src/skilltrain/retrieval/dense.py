@@ -23,7 +23,7 @@ from skilltrain.models.loading import Precision, default_device, resolve_model, 
 from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
-from skilltrain.retrieval.vectors import Parts, Positions, VectorCache, cached_vectors
+from skilltrain.retrieval.vectors import Parts, VectorCache, cached_vectors
 from skilltrain.terminal import progress
 
 _BLOCK = (
@@ -106,8 +106,8 @@ class SkillEncoder:
         return self._vectors(rendered, settings.query_max_tokens, "encoding queries")
 
     def _vectors(self, texts: Sequence[str], max_tokens: int, description: str) -> np.ndarray:
-        def encode(some: list[str], _: Positions) -> Parts:
-            return self.encode_texts(some, max_tokens, description, Counter())
+        def encode(new: list[str]) -> Parts:
+            return self.encode_texts(new, max_tokens, description, Counter())
 
         return cached_vectors(texts, max_tokens, self.cache, encode)
 

@@ -107,13 +107,13 @@ def cached_vectors(
     texts: Sequence[str],
     max_tokens: int,
     cache: VectorCache | None,
-    encode: Callable[[list[str], Positions], Parts],
+    encode: Callable[[list[str]], Parts],
 ) -> Vectors:
     """Return the vector of each text, cut to `max_tokens`, from the cache or from `encode`.
 
     Args:
-        encode: Takes distinct texts, long ones first so that memory peaks at the start, and their
-            positions in `texts`. What it yields is kept in the cache at once.
+        encode: Takes distinct texts, long ones first so that memory peaks at the start. What it
+            yields is kept in the cache at once.
 
     Raises:
         SkilltrainError: New vectors have another length than those in the cache.
@@ -129,7 +129,7 @@ def cached_vectors(
     new = [texts[int(n)] for n in firsts[missing]]
     if cache and new:
         cache.make()
-    for part, encoded in encode(new, firsts[missing]) if new else ():
+    for part, encoded in encode(new) if new else ():
         dim = encoded.shape[1]
         if not vectors.size:
             vectors = np.empty((len(distinct), dim), dtype=np.float32)
