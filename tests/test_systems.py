@@ -299,7 +299,7 @@ GONE, LEG, LAST = (
     [
         (
             {"encoder": {"source": "e"}, "num_candidates": 8},
-            r"'encoder' is of the old form; write for example ranke",
+            r"unknown key 'encoder'; allowed here: name, rankers",
         ),
         ({"rankers": []}, "must hold at least 1"),
         ({"rankers": [LAST]}, "the first ranker finds skills in the pool; rerank only"),
