@@ -11,12 +11,11 @@ from jaxtyping import Float32, Int64
 
 from skilltrain.files import read_json, write_json
 from skilltrain.records import Query, Rankings
+from skilltrain.retrieval.vectors import Positions, Vectors
 from skilltrain.templates import ChunkPool
 
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
 """Positions of skills in the pool and their scores, best first."""
-
-Positions = Int64[np.ndarray, " pair"]
 
 _NUM_SPARE = 16  # skills searched beyond k, for single precision may order close scores wrongly
 _ROUNDING = 1e-5  # bounds the rounding of a single-precision product of unit vectors
@@ -27,18 +26,18 @@ _MAX_K_ON_GPU = 2048  # limit of faiss
 
 @dataclass(frozen=True)
 class ChunkVectors:
-    """The unit vectors of the skills' chunks, skill after skill; `starts` says where each skill's begin, and ends.
+    """Unit vectors of the skills' chunks, skill after skill. Those of skill i begin at `starts[i]`.
 
-    A skill's score for a query is, by `pool`, that of its best chunk (MaxP; Dai and Callan, 2019) or the mean of its
-    best two. A skill of one chunk has that chunk's.
+    The score of a skill is, by `pool`, that of its best chunk (MaxP; Dai and Callan, 2019) or the
+    mean of its best two.
     """
 
-    vectors: Float32[np.ndarray, "chunk dim"]
+    vectors: Vectors
     starts: Int64[np.ndarray, " skill_and_end"]
     pool: ChunkPool = "max"
 
     @classmethod
-    def one_each(cls, vectors: Float32[np.ndarray, "skill dim"]) -> "ChunkVectors":
+    def one_each(cls, vectors: Vectors) -> "ChunkVectors":
         return cls(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(len(vectors) + 1))
 
     def save(self, folder: Path) -> None:
@@ -63,7 +62,7 @@ class ChunkVectors:
         return len(self.vectors) == self.num_skills
 
     def scores(
-        self, queries: Float32[np.ndarray, "query dim"], rows: Positions, positions: Positions
+        self, queries: Vectors, rows: Positions, positions: Positions
     ) -> Float32[np.ndarray, " pair"]:
         """Score each (row of `queries`, position of a skill) by products in double precision.
 
@@ -81,7 +80,7 @@ class ChunkVectors:
             cosines[part] = products.sum(axis=1)
         return pooled(cosines[None], starts, self.pool)[0]
 
-    def nearest(self, queries: Float32[np.ndarray, "query dim"], k: int) -> Found:
+    def nearest(self, queries: Vectors, k: int) -> Found:
         """Return the `k` best skills of each query. Ties go to the lower position.
 
         The last bits of single-precision products depend on the processor and on what else is
@@ -107,7 +106,7 @@ class ChunkVectors:
             num_spare *= 4
         return positions, scores
 
-    def _search(self, queries: np.ndarray, k: int) -> Int64[np.ndarray, "query k"]:
+    def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
         """Select the `k` best by single-precision products, on a GPU if faiss can use one."""
         if self.is_one_each:
             import faiss
@@ -173,46 +172,42 @@ class PoolRanker:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        return {skill_id: place for place, skill_id in enumerate(self.skill_ids)}
+        """Position of each skill in the pool."""
+        return {skill_id: position for position, skill_id in enumerate(self.skill_ids)}
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The `keep` best skills of each query, of its candidates alone where there are some; ties keep their order."""
+        """Return the `keep` best skills of each query, or of its candidates. Ties keep their order."""
         texts = [query.text for query in queries]
         if candidates is None:
-            found = zip(*self.index.search(texts, keep), strict=True)
+            scored = zip(*self.index.search(texts, keep), strict=True)
         else:
-            rows = (
-                [self.places[skill_id] for skill_id, _ in candidates[query.query_id]]
-                for query in queries
-            )
-            positions = [np.array(row, dtype=np.int64) for row in rows]
-            found = zip(positions, self.index.among(texts, positions), strict=True)
+            positions: list[Positions] = []
+            for query in queries:
+                row = [self.places[skill_id] for skill_id, _ in candidates[query.query_id]]
+                positions.append(np.array(row, dtype=np.int64))
+            scored = zip(positions, self.index.among(texts, positions), strict=True)
         rankings: Rankings = {}
-        for query, (some, scores) in zip(queries, found, strict=True):
-            pairs = [
-                (self.skill_ids[int(place)], float(score))
-                for place, score in zip(some, scores, strict=True)
-            ]
-            rankings[query.query_id] = sorted(pairs, key=lambda pair: -pair[1])[:keep]
+        for query, (row, scores) in zip(queries, scored, strict=True):
+            pairs = zip(row.tolist(), scores.tolist(), strict=True)
+            ranking = [(self.skill_ids[int(position)], score) for position, score in pairs]
+            rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 
 
 @dataclass(frozen=True)
 class VectorIndex:
-    """The vectors of a pool, and `encode`, which gives those of queries."""
+    """The vectors of a pool, and `encode`, which returns those of queries."""
 
     chunks: ChunkVectors
-    encode: Callable[[Sequence[str]], Float32[np.ndarray, "query dim"]]
+    encode: Callable[[Sequence[str]], Vectors]
 
     def search(self, texts: Sequence[str], k: int) -> Found:
         return self.chunks.nearest(self.encode(texts), k)
 
     def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
-        vectors = self.encode(texts)
-        return (
-            self.chunks.scores(vectors, np.full(len(some), row), some)
-            for row, some in enumerate(positions)
-        )
+        queries = self.encode(texts)
+        for row, some in enumerate(positions):
+            yield self.chunks.scores(queries, np.full(len(some), row), some)
 
     def best_chunk(self, query: str, position: int) -> int | None:
         """Return the number of the skill's chunk nearest to a query, None if it has only one."""
