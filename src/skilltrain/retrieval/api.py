@@ -16,6 +16,7 @@ from skilltrain.llm.client import Server, ServerError, in_threads
 from skilltrain.llm.settings import ServerConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex
+from skilltrain.retrieval.rankings import Keep
 from skilltrain.retrieval.vectors import (
     Parts,
     Positions,
@@ -37,9 +38,7 @@ class ApiConfig(ServerConfig):
 
     section: ClassVar[str] = "embeddings"
     kind: Literal["api"] = "api"
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
     batch_size: int = Field(
         default=32, ge=1, le=2048, description="texts in one request; some servers take no more"
     )

@@ -17,7 +17,7 @@ from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankings import fuse
+from skilltrain.retrieval.rankings import Keep, fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
 
@@ -51,9 +51,7 @@ class ExpandConfig(AskConfig):
     query_chars: int = Field(
         default=8000, ge=1, description="how much of a task the chat model sees"
     )
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per task; null: as many as needed"
-    )
+    keep: Keep = None
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, list[str]]:
         """What it asks; `skills` play no part."""

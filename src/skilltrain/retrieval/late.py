@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from pydantic import Field
 from torch import Tensor
 
 from skilltrain.models.encoder import Encoder
@@ -20,6 +19,7 @@ from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.dense import OpenConfig, open_encoder
 from skilltrain.retrieval.nearest import starts_of
+from skilltrain.retrieval.rankings import Keep
 from skilltrain.terminal import track
 
 _QUERY_TOKENS = 2**18  # of the queries in memory at once; 400 MB of vectors with MiniLM
@@ -30,9 +30,7 @@ class LateConfig(OpenConfig):
     """An encoder that orders the candidates of the previous ranker by token vectors."""
 
     kind: Literal["late"] = "late"
-    keep: int | None = Field(
-        default=None, ge=1, description="candidates per query that are kept; null: all needed"
-    )
+    keep: Keep = None
 
     def open(self, opened: dict[str, Any] | None = None) -> "Late":
         return Late(open_encoder(self, opened).model, {}, self.token_budget)

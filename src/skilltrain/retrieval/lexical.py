@@ -15,6 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import Found, PoolRanker, Positions, starts_of
+from skilltrain.retrieval.rankings import Keep
 from skilltrain.retrieval.vectors import places_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
@@ -48,9 +49,7 @@ class LexicalConfig(Config):
 
     kind: Literal["lexical"] = "lexical"
     fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
 
     def check(self) -> None:
         """There is nothing to check before the pool is read."""

@@ -17,7 +17,7 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.expand import Expand, ExpandConfig
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankings import RRF_K, Method, SavedConfig, fuse
+from skilltrain.retrieval.rankings import RRF_K, Keep, Method, SavedConfig, fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.retrieval.select import AdmitConfig, Select, SelectConfig
 
@@ -46,9 +46,7 @@ class FuseConfig(Config):
     weights: tuple[float, ...] | None = Field(
         default=None, description="one per ranker; null: all equal"
     )
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":

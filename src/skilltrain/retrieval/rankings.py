@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,12 @@ from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.tables import RANKINGS, read_table, table_from_rows, table_path
 from skilltrain.terminal import say
 
+Keep = Annotated[
+    int | None, Field(ge=1, description="skills kept per query; null: as many as needed")
+]
 Method = Literal["z", "rrf"]
 RRF_K = 60
-"""Of reciprocal rank fusion where a recipe says nothing (Cormack et al., 2009)."""
+"""The customary constant of reciprocal rank fusion (Cormack et al., 2009)."""
 
 
 def fuse(
@@ -66,9 +69,7 @@ class SavedConfig(Config):
     stage: str | None = Field(
         default=None, description="which of a table's rankings; null where it holds one"
     )
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
 
     def check(self) -> None:
         for path in self.rankings:
