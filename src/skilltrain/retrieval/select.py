@@ -78,15 +78,17 @@ class AskConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A query and what a model sees of it: untrusted `parts` (title, text), then an `order` of ours.
+    """A query and what a model sees of it.
 
-    `choices` are skills among the parts, numbered from 1; `skill_id` is the one that is judged alone.
+    Attributes:
+        parts: Titles and untrusted texts.
+        choices: Skills among the parts, numbered from 1.
+        skill_id: The skill that is judged alone, if any.
     """
 
     query: Query
     parts: tuple[tuple[str, str], ...] = ()
     choices: tuple[Skill, ...] = ()
-    order: str = ""
     skill_id: str = ""
 
     @property
@@ -113,7 +115,7 @@ def questions_of(
         mark, parts = framed(
             [("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end"
         )
-        question = prompt.question.format(count=len(ask.choices)) + ask.order
+        question = prompt.question.format(count=len(ask.choices))
         return prompt.system.format(mark=mark), f"{parts}\n{question}"
 
     return Questions(

@@ -23,7 +23,7 @@ from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.select import Ask, questions_of
-from skilltrain.routing.planning.compose import Plan, plan_json
+from skilltrain.routing.planning.compose import NUM_CANDIDATES, Plan, plan_json
 from skilltrain.routing.planning.decompose import ModelConfig
 from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each
 from skilltrain.version import __version__
@@ -89,9 +89,9 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     """Write the plans and what they are worth; the summary holds the means of all tasks."""
     benchmark, skills, pool = _opened(config)
     tasks, find = benchmark.tasks, finder(config.system, pool)
-    known = {task.query.query_id: task for task in tasks}
+    golds = {task.query.query_id: task.relevance.gold for task in tasks}
     plans = {
-        one.name: Planner(one, skills, find, known).plan(benchmark.queries)
+        one.name: Planner(one, skills, find, golds).plan(benchmark.queries)
         for one in config.planners
     }
     results = _results(config, tasks, plans, find, skills)
@@ -213,8 +213,9 @@ def _results(
     skills: Mapping[str, Skill],
 ) -> list[SystemResult]:
     """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
-    depth = max(planner.compose.candidates for planner in config.planners)
-    own_words = find_each(find, [[step.text for step in task.steps] for task in tasks], depth)
+    own_words = find_each(
+        find, [[step.text for step in task.steps] for task in tasks], NUM_CANDIDATES
+    )
     tokens = {
         one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()
     }
