@@ -24,6 +24,7 @@ REMOVED: dict[str, str] = {
     "chain": "write `based_on: chain.yaml`, and the chain's steps under its key `steps`",
     "smollm2": "use kind openai with the base_url of a local server: Ollama, llama.cpp or vLLM",
     "compose.candidates": "leave it out: 10 skills are retrieved for each step",
+    "fields": "set body_chars: null, and a chat model sees no body",
     "min_score": "calibrate a router and plan with --router: it finds no skill where none fits",
     "true_count": "leave it out: a model is not told the number of gold steps",
     "mode": "leave it out, for there is no Batch API any more and all requests are live",
