@@ -1,11 +1,12 @@
 """Stage `distractors`: skills that make an Easy tier Hard (SkillRouter, section 3 and appendix B).
 
-The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct. The table made here
-is one more source for the stage `pool`: Hard = Easy + distractors. Three things differ on purpose:
+The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct.
+The table made here is one more source for the stage `pool`: Hard = Easy + distractors. Three things
+differ on purpose:
 
 - A request asks for one distractor, so that only what fails is asked for again.
-- The other gold skills of the same tasks are named as what must not be written either: they often solve the "different
-  problem of the same domain".
+- The other gold skills of the same tasks are named as what must not be written either: they often
+  solve the "different problem of the same domain".
 - No query is shown, so that the benchmark's words do not leak into the pool.
 """
 
@@ -83,7 +84,8 @@ class Distractor(NamedTuple):
 def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
     """Write SKILLS and DROPPED; an id names the gold skill and the strategy.
 
-    Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens them.
+    Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens
+    them.
     """
     questions = _questions(config)
     outcome = ask(questions)
@@ -137,7 +139,7 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """Return the gold skills of the benchmark's queries, each with the other gold skills of its queries.
+    """Return the gold skills, each with the other gold skills of its queries.
 
     Raises SkilltrainError if neither the benchmark's folder nor the pool holds one of them.
     """
@@ -206,7 +208,9 @@ def read_draft(item: Distractor, answer: str, source: str) -> Skill:
 def _check(
     skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int
 ) -> None:
-    """Raise AnswerError if a body is too short, too long, or a copy of a known one; gold skills are known first.
+    """Raise AnswerError if a body is too short, too long, or a copy of a known one.
+
+    The first `num_golds` known skills are the gold skills.
 
     A copy of a gold skill would be a right answer that is counted as wrong.
     """

@@ -1,7 +1,8 @@
-"""Stage `equivalents`: which other skills serve a query as well as its gold skill, by a chat model's judgement.
+"""Stage `equivalents`: a chat model says which skills serve a query as well as its gold skill.
 
-Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evaluate` takes whichever of them a ranking
-puts first for that gold skill, and no training takes them for negatives. SkillRouter's supplement judges its pool so.
+Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evaluate` takes whichever
+of them a ranking puts first for that gold skill, and no training takes them for negatives.
+SkillRouter's supplement judges its pool so.
 """
 
 from functools import partial
@@ -46,7 +47,7 @@ class EquivalentsConfig(Config):
 
 
 def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with gold skills without an answer."""
+    """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
     outcome = ask(_questions(config))
     judge = f"llm:{config.llm.model}"
     # An equivalent of two gold skills of a query stands for the last of them.

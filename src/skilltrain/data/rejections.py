@@ -1,7 +1,8 @@
-"""Stage `rejections`: requests for groups of skills, with what a chat model turns down and why (R3).
+"""Stage `rejections`: requests for groups of skills, and why a chat model rejects some (R3).
 
-R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills must not be
-retrieved together. How its groups are drawn and its prompts are not public; kinds, directions and words here are ours.
+R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills
+must not be retrieved together. How its groups are drawn and its prompts are not public; kinds,
+directions and words here are ours.
 """
 
 import hashlib

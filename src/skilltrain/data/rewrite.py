@@ -1,4 +1,7 @@
-"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase; R3's prompt is not public."""
+"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase.
+
+R3's prompt is not public; this one is ours.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +46,7 @@ class RewriteConfig(Config):
 
 
 def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query could be rewritten."""
+    """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query was rewritten."""
     outcome = ask(_questions(config))
     if not outcome.values:
         raise SkilltrainError(

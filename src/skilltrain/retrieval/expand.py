@@ -1,4 +1,7 @@
-"""A ranker that is asked with search queries which a chat model writes for each task (SkillFlow, A.2; own prompts)."""
+"""A ranker that is asked with search queries, which a chat model writes for each task.
+
+SkillFlow, appendix A.2; the prompts are our own.
+"""
 
 import math
 from collections.abc import Sequence
@@ -86,10 +89,10 @@ class Expand:
                 written.append(replace(task, query_id=query_id, text=text))
         if candidates is not None:
             candidates = {query_id: candidates[task_id] for query_id, task_id in task_of.items()}
-        found = self.ranker.rank(written, candidates, self.config.of.keep or keep)
+        answers = self.ranker.rank(written, candidates, self.config.of.keep or keep)
         rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
         for query_id, task_id in task_of.items():
-            rankings[task_id].append(found[query_id])
+            rankings[task_id].append(answers[query_id])
         return {task_id: joined(row, self.config.join)[:keep] for task_id, row in rankings.items()}
 
     def _write(self, queries: Sequence[Query]) -> dict[str, list[str]]:
@@ -116,8 +119,8 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
 
     Args:
         rankings: One ranking per query.
-        join: union or max: the best score of a skill. mean: its mean score over all queries; a query that did not
-            find it counts with its lowest score. rrf: see `fuse`.
+        join: union or max: the best score of a skill. mean: its mean score over all queries; a
+            query that did not find it counts with its lowest score. rrf: see `fuse`.
     """
     if join == "rrf" and len(rankings) > 1:
         return fuse(rankings, (1.0,) * len(rankings), "rrf")
@@ -143,7 +146,7 @@ def _questions(
 
 
 def read_queries(count: int, ask: Ask, answer: str) -> list[str]:
-    """Read up to `count` different queries. Raises AnswerError if there is none, or one is too long."""
+    """Read up to `count` different queries. Raises AnswerError for none, or one that is too long."""
     texts = [answer.strip("\"'`“” \n")] if count == 1 else read_texts(answer)
     lines = dict.fromkeys(untrusted_line(text, _MAX_CHARS + 1) for text in texts)
     queries = [line for line in lines if line][:count]

@@ -1,9 +1,10 @@
-"""Chat models that choose among the candidates of a query: `select` puts one first, `admit` keeps a few, or none.
+"""Chat models that choose among candidates: `select` puts one first, `admit` keeps a few or none.
 
-`select` is SkillRouter's protocol (appendix C): which of all candidates is best? `admit` has SkillFlow's two filters
-(section A.6): relevancy judges all candidates in one answer, specificity each relevant one alone. The prompts are our
-own. Candidates are untrusted (llm/untrusted.py): an answer can only move one of them to the front, or admit it. One
-that praises itself may still win; screening finds orders to the reader (rule router_order).
+`select` is SkillRouter's protocol (appendix C): which of all candidates is best? `admit` has
+SkillFlow's two filters (section A.6): relevancy judges all candidates in one answer, specificity
+each relevant one alone. The prompts are our own. Candidates are untrusted (llm/untrusted.py): an
+answer can only move one of them to the front, or admit it. One that praises itself may still win;
+screening finds orders to the reader (rule router_order).
 """
 
 import random
@@ -117,7 +118,7 @@ class Prompt(NamedTuple):
 def questions_of(
     config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]
 ) -> Questions[Ask, Any]:
-    """Return the questions of a prompt (see `Questions`). Attempts have seeds from `config.seed` on."""
+    """Return the questions of a prompt (see `Questions`). Seeds count from `config.seed` on."""
 
     def messages(ask: Ask) -> tuple[str, str]:
         task = ("task", untrusted_text(ask.query.text, config.query_chars))
@@ -140,7 +141,8 @@ def questions_of(
 def read_choice(ask: Ask, answer: str) -> str:
     """Return the id of the skill whose number an answer names. Raises AnswerError if it names none.
 
-    `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3` and `3.5` do not.
+    `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3`
+    and `3.5` do not.
     """
     match = _NUMBER.fullmatch(answer.strip(" \t\r\n*_`\"'“”"))
     if match is None or not 1 <= int(match[1]) <= len(ask.choices):
@@ -149,13 +151,13 @@ def read_choice(ask: Ask, answer: str) -> str:
 
 
 def read_relevant(ask: Ask, answer: str) -> list[Skill]:
-    """Return the skills whose numbers an answer lists, in their order. Raises AnswerError for no list."""
+    """Return the skills whose numbers an answer lists. Raises AnswerError if it is no list."""
     numbers = read_numbers(answer, range(1, len(ask.choices) + 1))
     return [skill for number, skill in enumerate(ask.choices, 1) if number in numbers]
 
 
 def read_verdict(ask: Ask, answer: str) -> bool:
-    """Return whether an answer says INJECT. Raises AnswerError if it says neither that nor REJECT."""
+    """Return whether an answer says INJECT. Raises AnswerError unless it says that or REJECT."""
     match = _VERDICT.fullmatch(answer)
     if match is None:
         raise AnswerError("no_verdict", "it was neither INJECT nor REJECT")
@@ -229,7 +231,8 @@ class Select:
     """A chat model that reorders or admits candidates.
 
     Attributes:
-        counts: Of the last `rank`: queries asked, faults and cost, and of `admit` how many skills each filter accepted.
+        counts: Of the last `rank`: queries asked, faults and cost, and of `admit` how many skills
+            each filter accepted.
     """
 
     config: _ChooseConfig

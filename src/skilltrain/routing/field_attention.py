@@ -1,4 +1,4 @@
-"""Where a reranker looks in a skill: name, description or body (SkillRouter, section 3.2 and appendix F)."""
+"""Attention of a reranker to name, description and body (SkillRouter, 3.2 and appendix F)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +22,9 @@ FIELDS = FIELDS_SEEN["full"]
 def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> Row:
     """Measure how the attention to a skill is shared by its fields, averaged over pairs.
 
-    Attention is that of the last position (of the first in models with a classification token), averaged over heads and
-    normalised over the fields of a pair. A field that is empty, not in the template, or cut away whole has the share 0.
+    Attention is that of the last position (of the first in models with a classification token),
+    averaged over heads and normalised over the fields of a pair. A field that is empty, not in the
+    template, or cut away whole has the share 0.
 
     Args:
         reranker: The model.
@@ -31,13 +32,15 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         model: Name of the reranker in a report.
 
     Returns:
-        `layers` has field → share for each layer; `groups` the means of the first quarter of layers, the middle half
-        and the last quarter (of 28 layers 0–6, 7–20 and 21–27, the paper's); `overall` the mean of all layers; `tokens`
-        the fields' share of tokens, which attention without a preference would give; `pairs` both of each pair, and
-        the number of tokens cut away.
+        `layers` has field → share for each layer; `groups` the means of the first quarter of
+        layers, the middle half and the last quarter (of 28 layers 0–6, 7–20 and 21–27, the
+        paper's); `overall` the mean of all layers; `tokens` the fields' share of tokens, which
+        attention without a preference would give; `pairs` both of each pair, and the number of
+        tokens cut away.
 
     Raises:
-        SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no single scoring position.
+        SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
+            single scoring position.
     """
     if reranker.settings.template.form == "cosine_pair":
         what = "a cosine_pair reranker has no scoring position: it compares the mean vectors of query and skill"
@@ -55,14 +58,14 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
             fields = token_fields(reranker, skill)
             fields = fields[: len(fields) - pair.num_cut]
             if not fields.any():
-                what = "the reranker sees no token of this skill's name, description or body"
-                raise SkilltrainError(what, where=f"skill {skill.skill_id}")
+                fault = "the reranker sees no token of this skill's name, description or body"
+                raise SkilltrainError(fault, where=f"skill {skill.skill_id}")
             attention = attention_rows(reranker, pair)[:, pair.second_start :]  # [layer, token]
             weights = attention[:, : len(fields)] @ fields  # [layer, field]
             silent = np.flatnonzero(~(weights.sum(1) > 0))  # nothing, or no number
             if silent.size:
-                what = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
-                raise SkilltrainError(what, where=f"{model}, skill {skill.skill_id}")
+                fault = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
+                raise SkilltrainError(fault, where=f"{model}, skill {skill.skill_id}")
             shares.append(weights / weights.sum(1, keepdims=True))
             tokens.append(fields.sum(0) / fields.sum())
             rows.append(
@@ -110,15 +113,15 @@ def _eager(network: Any) -> Iterator[None]:
 def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "layer token"]:
     """Return the attention of the scoring position in each layer, averaged over heads.
 
-    The scoring position is the last token in a causal model, else the first. Only its row is kept of a layer's
-    matrices. Raises SkilltrainError if not every layer shows them.
+    The scoring position is the last token in a causal model, else the first. Only its row is kept
+    of a layer's matrices. Raises SkilltrainError if not every layer shows them.
     """
     network = reranker.network
     position = 0 if reranker.yes_no_ids is None else -1
     rows: list[np.ndarray] = []
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
-        """Keep a row of a module's matrices [1, head, token, token], and hide them from outer modules."""
+        """Keep a row of a module's matrices [1, head, token, token]; outer modules do not see them."""
         values = [*outputs] if isinstance(outputs, tuple) else []
         weights = values[1] if len(values) > 1 else None
         if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
@@ -147,9 +150,9 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
     """Return which field each token of `reranker.pairs.skills([skill])` belongs to, at most one.
 
-    It is the field that most of the token's characters come from: ` pods` is of the name, though its space is not.
-    Tokens of separators and of the template's own words belong to none. The pieces of a character that takes several
-    tokens each count.
+    It is the field that most of the token's characters come from: ` pods` is of the name, though
+    its space is not. Tokens of separators and of the template's own words belong to none. The
+    pieces of a character that takes several tokens each count.
     """
     template = reranker.settings.template
     prompt = template.skill_prompt()

@@ -1,4 +1,4 @@
-"""Write chosen skills as an agent reads them: a folder each, with its SKILL.md and its other files where known."""
+"""Write chosen skills as an agent reads them: a folder each, with SKILL.md and bundled files."""
 
 import re
 import unicodedata
@@ -36,8 +36,9 @@ def provision(
 ) -> dict[str, int]:
     """Write the first `top` skills of each query into `out`/QUERY/SKILL.
 
-    Every skill is screened with the files that go with it, as they are now. Folders are named after query and skill in
-    letters, digits, `_` and `-`, so that no name leads elsewhere; `provisioned.json` says which is which.
+    Every skill is screened with the files that go with it, as they are now. Folders are named after
+    query and skill in letters, digits, `_` and `-`, so that no name leads elsewhere;
+    `provisioned.json` says which is which.
 
     Args:
         flagged: Whether to leave out or to write skills that screening flags.
@@ -56,8 +57,8 @@ def provision(
     for query_id, skill_ids in chosen.items():
         for skill_id in skill_ids:
             if skill_id not in skills:
-                what = f"skill '{skill_id}' is not in the pool"
-                raise SkilltrainError(what, where=f"query {query_id}")
+                fault = f"skill '{skill_id}' is not in the pool"
+                raise SkilltrainError(fault, where=f"query {query_id}")
     distinct = dict.fromkeys(chain.from_iterable(chosen.values()))
     files = {skill_id: _files_of(skills[skill_id], pool, flagged) for skill_id in distinct}
     names: dict[str, dict[str, str]] = {}
@@ -79,21 +80,21 @@ def provision(
 
 
 def _files_of(skill: Skill, pool: Path, flagged: Flagged) -> list[BundledFile] | None:
-    """Return the files that go with a skill, the same bytes that are screened; None for a flagged skill."""
+    """Return the files that go with a skill, as they were screened; None for a flagged skill."""
     original = skill_file(pool, skill.skill_id)
     files, num_left_out = bundled_files(original.parent) if original else ([], 0)
-    shown = printable(skill.skill_id, 90)
+    name = printable(skill.skill_id, 90)
     flags = screen_texts(skill, files) if flagged == "leave_out" else ()
     if flags:
         finding = f"{flags[0].rule} in its {flags[0].field}: {printable(flags[0].span, 80)}"
         say(
-            f"left out: {shown}, which the safety screening flags ({finding}); `--flagged use` writes it"
+            f"left out: {name}, which the safety screening flags ({finding}); `--flagged use` writes it"
         )
         return None
     if num_left_out:
         limit = f"{MAX_FILES} files and {MAX_BYTES // 2**20} MiB"
         say(
-            f"warning: {shown} comes without {num_left_out} of its files: more than {limit} are not screened"
+            f"warning: {name} comes without {num_left_out} of its files: more than {limit} are not screened"
         )
     return files
 

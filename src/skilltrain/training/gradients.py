@@ -1,7 +1,8 @@
 """Measure how much of the gradient of rejected skills survives beside that of all other candidates.
 
-R3 reports that "bilateral balancing" dilutes the push away from rejected skills in a bi-encoder, and that a
-cross-encoder loses nothing of it. How that was measured is not public; the measures here are ours.
+R3 reports that "bilateral balancing" dilutes the push away from rejected skills in a bi-encoder,
+and that a cross-encoder loses nothing of it. How that was measured is not public; the measures here
+are ours.
 """
 
 from collections import defaultdict
@@ -32,7 +33,7 @@ IN_BATCH = "in-batch"
 DIRECTIONS = "other directions"
 Vectors = Float[Tensor, "row dim"]
 Part = tuple[str, str]
-"""Where a gradient is taken (scores, queries, skills), and the verdict or kind of candidate it comes from."""
+"""Where a gradient is taken (scores, queries, skills); its verdict or kind of candidate."""
 Rows = Float[Tensor, "row 5"]
 """For each query or skill: norm, share, cosine to the whole, product with the whole, and slope."""
 
@@ -46,8 +47,8 @@ class PartOfGradient:
         norm: Norm of the part's gradient.
         share: Its share of the norms of all parts.
         cosine: Its cosine to the gradient of the whole loss.
-        survival: How far the whole goes along the part's gradient, in lengths of it. 1: all of it survives; below 0:
-            the reverse.
+        survival: How far the whole goes along the part's gradient, in lengths of it. 1: all of it
+            survives; below 0: the reverse.
         slope: d loss / d score.
     """
 
@@ -67,7 +68,8 @@ def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradi
     Nothing is trained.
 
     Raises:
-        SkilltrainError: The loss does not see one table of scores, or no list holds a rejected skill.
+        SkilltrainError: The loss does not see one table of scores, or no list holds a rejected
+            skill.
     """
     is_late = isinstance(config, TrainEncoderConfig) and config.late_interaction is not None
     if is_late or isinstance(config.loss, Matryoshka):
@@ -103,7 +105,7 @@ def mean_of(at: str, part: str, rows: Rows) -> PartOfGradient:
 
 
 def write_gradients(parts: Sequence[PartOfGradient], config: TrainConfig, num_batches: int) -> None:
-    """Write gradients.json, gradients.md and gradients.html (with bars) to the folder `config.out`."""
+    """Write gradients.json, gradients.md and gradients.html (with bars) to `config.out`."""
     about = {
         "stage": config.stage,
         "model": config.model.source,
@@ -185,8 +187,8 @@ def at_vectors(
 ) -> Iterator[tuple[Part, Rows]]:
     """Yield the rows of each part at the vectors, one for each vector that the part reaches.
 
-    The rest of the `whole` that the parts' `gradients` do not add up to comes from a loss's other directions. Of all
-    gradients only what turns the unit `vectors` counts.
+    The rest of the `whole` that the parts' `gradients` do not add up to comes from a loss's other
+    directions. Of all gradients only what turns the unit `vectors` counts.
     """
 
     def turning(gradient: Vectors) -> Vectors:

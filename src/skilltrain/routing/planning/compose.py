@@ -1,8 +1,8 @@
 """Choose a skill for each step of a plan (SkillWeaver, section 4.3, equation 4), and render plans.
 
-The score of a candidate is alpha x similarity + (1 - alpha) x its mean compatibility with the skills of earlier steps.
-The similarity is the ranker's score, rescaled to 0..1 over the candidates of a step, so that any ranker will do.
-Texts of tasks and skills are untrusted.
+The score of a candidate is alpha x similarity + (1 - alpha) x its mean compatibility with the
+skills of earlier steps. The similarity is the ranker's score, rescaled to 0..1 over the candidates
+of a step, so that any ranker will do. Texts of tasks and skills are untrusted.
 """
 
 import re
@@ -118,8 +118,8 @@ def _best_skill(
 def compatibility(earlier: Skill, later: Skill) -> float:
     """Return how well one skill follows another, from 0 to 1: the mean of three shares.
 
-    These are of common categories (Jaccard), of common words, and of the kinds of data that the later skill takes and
-    the earlier gives.
+    These are of common categories (Jaccard), of common words, and of the kinds of data that the
+    later skill takes and the earlier gives.
     """
     first = _traits(earlier)
     second = _traits(later)

@@ -1,4 +1,4 @@
-"""Chat models that plan: prompts and answers of the decomposer and two baselines (SkillWeaver, 4.1, 7.3).
+"""Chat models that plan: the decomposer and two baselines (SkillWeaver, sections 4.1 and 7.3).
 
 The prompts are our own. Tasks and skills are untrusted text (llm/untrusted.py).
 """

@@ -1,8 +1,9 @@
-"""Plans for compound tasks: decompose, retrieve, compose; with a chat model, again with hints (SkillWeaver, section 4).
+"""Plans for compound tasks: decompose, retrieve, compose (SkillWeaver, section 4).
 
-Skill-Aware Decomposition shows the model the skills retrieved for its steps, and it plans again. A round is a set of
-steps with these hints and their Jaccard similarity to the hints of the previous round. The paper stops above .6, which
-its own rounds (.32, .47, .52) never reach: there the number of rounds decides.
+Skill-Aware Decomposition shows the model the skills retrieved for its steps, and it plans again. A
+round is a set of steps with these hints and their Jaccard similarity to the hints of the previous
+round. The paper stops above .6, which its own rounds (.32, .47, .52) never reach: there the number
+of rounds decides.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -100,7 +101,7 @@ class Planner:
     lenient: bool = False
 
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
-        """Return a plan for each task. Rules plan, with a note, where no answer of a model is usable."""
+        """Return a plan for each task: by rules, with a note, if no answer of a model is usable."""
         decomposer = self.config.decomposer
         rounds: dict[str, list[Round]] = {}
         faults: dict[str, str] = {}
@@ -113,9 +114,9 @@ class Planner:
                 rounds[task.query_id] = [Round(steps_by_rules(task.text))]
 
         final_rounds = [rounds[task.query_id][-1] for task in tasks]
-        found = find_each(self.find, [final.texts for final in final_rounds], NUM_CANDIDATES)
+        retrieved = find_each(self.find, [final.texts for final in final_rounds], NUM_CANDIDATES)
         plans: list[Plan] = []
-        for task, final, rankings in zip(tasks, final_rounds, found, strict=True):
+        for task, final, rankings in zip(tasks, final_rounds, retrieved, strict=True):
             if final.chosen:
                 rankings = [[(skill_id, 1.0)] for skill_id in final.chosen]
             alpha = self.config.compose.alpha
@@ -168,9 +169,9 @@ class Planner:
         settings = self.config.hints
         for number in range(settings.rounds + 1):
             texts = [rounds[task.query_id][-1].texts for task in tasks]
-            found = find_each(self.find, texts, settings.count)
+            retrieved = find_each(self.find, texts, settings.count)
             asks: list[Ask] = []
-            for task, rankings in zip(tasks, found, strict=True):
+            for task, rankings in zip(tasks, retrieved, strict=True):
                 history = rounds[task.query_id]
                 # The first skill of every step comes before the second of any step.
                 by_rank = chain.from_iterable(zip_longest(*rankings))
@@ -192,7 +193,7 @@ class Planner:
                 rounds[item.query_id].append(steps)
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
-        """Return what LLM-Direct sees: skills in order of id, so that gold ones do not stand out."""
+        """Return what LLM-Direct sees: skills by id, so that gold ones do not stand out."""
         asks: list[Ask] = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):

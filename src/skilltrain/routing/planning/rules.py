@@ -1,8 +1,9 @@
 """Rules of English and Chinese that cut a task into steps and order them, without a model.
 
-Sentences and list items are cut first, then clauses: at words of order (then, finally, 然后), and where "and" or a comma
-stands before a verb of action. A clause without such a verb and without a question is the task's setting, not a step.
-What steps take and give is read by a list of kinds of data. All of this is rough, and no better than its word lists.
+Sentences and list items are cut first, then clauses: at words of order (then, finally, 然后), and
+where "and" or a comma stands before a verb of action. A clause without such a verb and without a
+question is the task's setting, not a step. What steps take and give is read by a list of kinds of
+data. All of this is rough, and no better than its word lists.
 """
 
 import re
@@ -168,9 +169,10 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
     """Return what each step of a task waits for.
 
     - A step beside its predecessor (also, 同时) waits for what the predecessor waits for.
-    - A step that brings something new (find, download, 查找) waits for none, unless it or the words before it point back
-      (it, the result, then, 然后).
-    - Any other step works on what is there: it waits for all earlier steps that no step waits for yet.
+    - A step that brings something new (find, download, 查找) waits for none, unless it or the words
+      before it point back (it, the result, then, 然后).
+    - Any other step works on what is there: it waits for all earlier steps that no step waits for
+      yet.
     - A step that names a kind of data waits for the last earlier step that makes it.
     """
     task = one_line(task)

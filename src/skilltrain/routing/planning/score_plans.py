@@ -1,4 +1,4 @@
-"""The stage `plans`: plan a benchmark's compound tasks in one or several ways, and score the plans."""
+"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -143,8 +143,8 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
             scores.append({"system": result.name, "query_id": query_id, **row})
     write_jsonl(out / "per_query.jsonl", scores)
     rows: list[dict[str, Any]] = []
-    for name, made in plans.items():
-        for plan in made:
+    for name, task_plans in plans.items():
+        for plan in task_plans:
             rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
     write_jsonl(out / "plans.jsonl", rows)
     means = {
@@ -184,7 +184,8 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 def _open(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     """Return the benchmark, all skills by id, and the skills that can be found.
 
-    Raises SkilltrainError for a model that is not there, and for a benchmark without steps, pool or gold skills.
+    Raises SkilltrainError for a model that is not there, and for a benchmark without steps, pool or
+    gold skills.
     """
     check_systems([config.system])
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -216,13 +217,13 @@ def _results(
         for skill_id, skill in skills.items()
     }
     results: list[SystemResult] = []
-    for name, made in plans.items():
+    for name, task_plans in plans.items():
         values: dict[str, dict[str, float]] = {}
-        for task, plan, oracle_ids in zip(tasks, made, oracle, strict=True):
-            found = _skill_ids([step.candidates for step in plan.steps])
+        for task, plan, oracle_ids in zip(tasks, task_plans, oracle, strict=True):
+            retrieved = _skill_ids([step.candidates for step in plan.steps])
             chosen = [step.skill_id for step in plan.steps]
             values[task.query.query_id] = plan_values(
-                task, found, chosen, oracle_ids, skills, tokens
+                task, retrieved, chosen, oracle_ids, skills, tokens
             )
         results.append(SystemResult(name, values, {}))
     return results
@@ -255,7 +256,7 @@ def _labels(
 
 
 def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Summarise each round of Skill-Aware Decomposition: tasks that reached it, and means over all tasks.
+    """Summarise each round: tasks that reached it, and means over all tasks.
 
     A task that stopped earlier counts with its last round.
     """
@@ -278,15 +279,16 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
 
 
 def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
-    """Say for how many tasks rules planned in place of a model, and how many steps no skill fits."""
+    """Say how many tasks rules planned in place of a model, and how many steps no skill fits."""
     notes: list[str] = []
-    for name, made in plans.items():
-        by_rules = [plan.notes[0] for plan in made if plan.notes]
+    for name, task_plans in plans.items():
+        by_rules = [plan.notes[0] for plan in task_plans if plan.notes]
         if by_rules:
-            notes.append(
-                f"{name}: rules planned {len(by_rules)} of {len(made)} tasks, first: {by_rules[0]}"
-            )
-        skill_ids = [step.skill_id for step in chain.from_iterable(plan.steps for plan in made)]
+            share = f"{len(by_rules)} of {len(task_plans)} tasks"
+            notes.append(f"{name}: rules planned {share}, first: {by_rules[0]}")
+        skill_ids = [
+            step.skill_id for step in chain.from_iterable(plan.steps for plan in task_plans)
+        ]
         if None in skill_ids:
             notes.append(f"{name}: nothing fits {skill_ids.count(None)} of {len(skill_ids)} steps")
     return notes
