@@ -141,7 +141,7 @@ def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[P
 
     queries = queries.detach()
     skills = skills.detach()
-    slopes_by_part = {part: slopes * mask for part, mask in _masks(names).items()}
+    slopes_by_part = {part: torch.where(mask, slopes, 0.0) for part, mask in _masks(names).items()}
     by_query = {part: cells @ skills for part, cells in slopes_by_part.items()}
     by_skill = {part: cells.T @ queries for part, cells in slopes_by_part.items()}
     yield from at_vectors("queries", by_query, query_gradients, queries)
