@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
-from skilltrain.models.bert import read_bert
 from skilltrain.models.micro_batches import (
     Groups,
     Texts,
@@ -189,18 +188,6 @@ def load_encoder(
     backbone = loading.load_network(AutoModel, folder, tokenizer, given)
     backbone.config.use_cache = False  # keys and values of texts that are never continued
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
-
-
-def open_to_answer(config: EncoderConfig, device: torch.device) -> Encoder:
-    """As `load_encoder`, no more to be trained: on a CPU plain BERT is read without transformers, in half the time."""
-    folder = loading.resolve_model(config.source)
-    found = read_bert(folder) if device.type == "cpu" else None
-    if found is None:
-        return load_encoder(config, device).requires_grad_(False)
-    network, tokenizer = found
-    settings = _settings(folder, config, network.config)
-    network = network.to(loading.resolve_dtype(config.precision, device))
-    return Encoder(network.eval().requires_grad_(False), tokenizer, settings)
 
 
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
