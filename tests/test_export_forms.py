@@ -19,7 +19,7 @@ from skilltrain.models.micro_batches import model_inputs
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
-from skilltrain.templates import EncoderTemplate, RerankerTemplate
+from skilltrain.templates import EncoderTemplate
 from skilltrain.training.publish import check_round_trip
 from test_export import scores_of
 from test_model_card import QUERY, SKILLS, run_program
@@ -235,8 +235,6 @@ def test_a_model_without_the_form_and_a_missing_package_are_told(
 ):
     save_model(open_encoder_of("bert"), tmp_path / "encoder", base="b")
     save_model(open_reranker_of("bert_reranker"), tmp_path / "pair", base="b")
-    template = RerankerTemplate(form="cosine_pair")
-    save_model(open_reranker_of("bert", template=template), tmp_path / "cosine", base="b")
     for name, form, message in (
         (
             "encoder",
@@ -245,7 +243,6 @@ def test_a_model_without_the_form_and_a_missing_package_are_told(
         ),
         ("pair", "sequence_classification", "one of form pair is a classifier already"),
         ("pair", "multi_vector", "only an encoder has the form multi_vector"),
-        ("cosine", "onnx", "of form cosine_pair has no head to compute in onnx"),
     ):
         with pytest.raises(SkilltrainError, match=message):
             write_form(tmp_path / name, form)

@@ -503,9 +503,7 @@ def test_what_is_refused_before_anything_is_sent(hub, finished, damage, message)
     assert hub.log == []
 
 
-def test_other_scores_in_plain_sentence_transformers_are_refused(
-    tmp_path, open_encoder_of, open_reranker_of
-):
+def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_encoder_of):
     save_model(
         open_encoder_of("bert", max_tokens=32, query_max_tokens=24), tmp_path / "encoder", base="b"
     )
@@ -515,16 +513,6 @@ def test_other_scores_in_plain_sentence_transformers_are_refused(
         pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"')
     )
     refuses(r"gives other scores: they differ by up to \d", check_round_trip, tmp_path / "encoder")
-    save_model(
-        open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair")),
-        tmp_path / "cosine",
-        base="b",
-    )
-    refuses(
-        r"cannot open it: .*skilltrain\.models\.reranker\.load_reranker",
-        check_round_trip,
-        tmp_path / "cosine",
-    )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ CUT = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
             "bert_reranker",
             RerankerTemplate(query_chars=9, skill=SkillTemplate(fields="description")),
         ),
-        ("bert", RerankerTemplate(form="cosine_pair")),
         (
             "qwen3_reranker",
             RerankerTemplate(form="yes_no", skill=SkillTemplate(fields="nd", description_chars=7)),

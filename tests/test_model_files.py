@@ -321,9 +321,16 @@ def test_an_encoder_becomes_a_reranker_where_the_form_is_chosen(plain):
         SkilltrainError, match=r"of kind encoder, but reranker is needed here \(set template\.form"
     ):
         load_reranker(RerankerConfig(source=folder), CPU, new_head=True)
-    for form in ("pair", "cosine_pair"):
-        config = RerankerConfig(source=folder, template=RerankerTemplate(form=form))
-        assert load_reranker(config, CPU, new_head=True).settings.template.form == form
+    config = RerankerConfig(source=folder, template=RerankerTemplate(form="pair"))
+    assert load_reranker(config, CPU, new_head=True).settings.template.form == "pair"
+
+
+def test_a_stored_form_that_was_removed_is_refused(broken):
+    settings = {"kind": "reranker", "settings": {"template": {"form": "cosine_pair"}}}
+    folder = broken("bert", written("skilltrain.json", settings))
+
+    with pytest.raises(SkilltrainError, match=r"template\.form: must be .*removed: use form pair"):
+        load_reranker(RerankerConfig(source=str(folder)), CPU)
 
 
 # Paths that are read from data ---------------------------------------------------------------------------------------

@@ -20,7 +20,13 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """What every random generator takes."""
 _MAX_NODES = 100_000  # of a YAML text, its aliases written out
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "clusters": "training finds near-duplicates by near_duplicates",
+    "cosine_pair": "use form pair, with a loss of temperature 1",
+    "lambda_rank": "use ranknet",
+    "lexical_weight": "fuse the trained encoder with BM25",
+    "margin": "the loss; use ranknet",
+}
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
 Keys are names as a user writes them (`cosine_pair`, `lexical_weight`); values complete the sentence "removed: ...".

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from skilltrain.config import Config
+from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
 from skilltrain.models.micro_batches import (
@@ -206,7 +206,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         least = EncoderSettings().query_max_tokens
         found, prompts = foreign_settings(folder, model_config, config.pooling, least)
         base |= found
-    settings = EncoderSettings.model_validate((stored or base) | given)
+    settings = validate(EncoderSettings, (stored or base) | given, folder)
     limit = loading.num_positions(model_config)
     over = {
         name: limit
