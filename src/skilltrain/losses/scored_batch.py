@@ -46,9 +46,8 @@ class ScoredBatch:
 
     Losses return the sum over queries: the trainer divides by the number of queries in the global step, so that
     neither ranks nor accumulation change what a query weighs. Gradients through invalid candidates are exactly zero.
-    Where a loss learns from teacher scores, every valid candidate has one; where it adds `lexical_scores`, every
-    candidate. `truncated(dim)` is the same batch scored by the first `dim` coordinates of an encoder's vectors, made
-    unit vectors again.
+    Where a loss learns from teacher scores, every valid candidate has one. `truncated(dim)` is the same batch scored by
+    the first `dim` coordinates of an encoder's vectors, made unit vectors again.
 
     Gains are any finite numbers; a trainer counts them from that of an irrelevant skill, so that in-batch negatives,
     which nobody judged, have 0. `positive` names the skills to find, by their verdicts; None: those of gain > 0.
@@ -59,7 +58,6 @@ class ScoredBatch:
     valid: Bool[Tensor, "query candidate"]
     teacher_scores: Float[Tensor, "query candidate"] | None = None
     sides: SideScores | None = None
-    lexical_scores: Float[Tensor, "query candidate"] | None = None
     truncated: "Callable[[int], ScoredBatch] | None" = None
     positive: Bool[Tensor, "query candidate"] | None = None
 
@@ -85,6 +83,11 @@ class Loss(Config):
 
     needs_teacher_scores: ClassVar[bool] = False
 
+    @property
+    def needs_sides(self) -> bool:
+        """Whether the loss reads `ScoredBatch.sides`, which only an encoder's batch has."""
+        return False
+
     @abstractmethod
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
@@ -103,11 +106,6 @@ class Compared:
     difference: Float[Tensor, "chosen candidate"]  # of the chosen candidate's gain and the other's
     is_pair: Bool[Tensor, "chosen candidate"]
     num_queries: int
-
-    @property
-    def gaps(self) -> Float[Tensor, "chosen candidate"]:
-        """How far the higher gain of each pair is above the lower one."""
-        return self.difference.abs()
 
     def margins(
         self, scores: Float[Tensor, "query candidate"]

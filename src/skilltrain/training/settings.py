@@ -17,7 +17,6 @@ from skilltrain.losses import (
     ListwiseCE,
     Matryoshka,
     RerankerLoss,
-    infonce_in,
 )
 from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -184,13 +183,12 @@ class TrainEncoderConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainEncoderConfig":
-        gains = self.data.gains
         if self.dev is not None:
             self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
-        if (
-            infonce_in(self.loss).push_share
-            and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]
-        ):
+        gains = self.data.gains
+        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
+        if pushes and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
@@ -218,13 +216,9 @@ class TrainRerankerConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainRerankerConfig":
-        if infonce_in(self.loss).needs_sides:
+        if self.loss.needs_sides:
             raise ValueError(
                 "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
-            )
-        if infonce_in(self.loss).lexical_weight:
-            raise ValueError(
-                "loss: lexical_weight is for an encoder; a reranker can be fused with BM25"
             )
         if self.training.varlen:
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
