@@ -1,12 +1,54 @@
 """Losses over pairs of a higher and a lower gain: RankNet, and a teacher's margins."""
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature, find_pairs
+from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Every pair of a higher and a lower gain among a query's valid candidates, once.
+
+    Row i pairs the judged candidate at [row[i], column[i]] with all candidates of its query. Memory grows with judged
+    times all candidates, not with the square of candidates, which allows thousands of in-batch negatives.
+    """
+
+    row: Int[Tensor, "judged"]
+    column: Int[Tensor, "judged"]
+    gaps: Float[Tensor, "judged candidate"]  # gain of the judged candidate, less that of the other
+    is_pair: Bool[Tensor, "judged candidate"]
+    num_queries: int
+
+    def margins(
+        self, scores: Float[Tensor, "query candidate"]
+    ) -> Float[Tensor, "judged candidate"]:
+        """Return how far the candidate of higher gain scores above the other one, for each pair."""
+        sign = torch.where(self.gaps < 0, -1, 1)
+        return sign * (scores[self.row, self.column][:, None] - scores[self.row])
+
+    def sum_of_means(self, values: Float[Tensor, "judged candidate"]) -> Float[Tensor, ""]:
+        """Return the sum over queries of the mean of `values` over the query's pairs."""
+        counts = self.is_pair.sum(1)  # [judged]
+        query_counts = counts.new_zeros(self.num_queries).index_add(0, self.row, counts)
+        sums = torch.where(self.is_pair, values, 0.0).sum(1)  # [judged]
+        return (sums / query_counts[self.row].clamp(min=1)).sum()
+
+
+def _find_pairs(batch: ScoredBatch) -> _Pairs:
+    """Find the pairs of a batch, those of two negatives included where one of them is rejected.
+
+    Candidates of gain 0 are no rows, because two of them are no pair. A rejected candidate is a row and meets them.
+    """
+    row, column = (batch.valid & (batch.gains != 0)).nonzero(as_tuple=True)
+    others = batch.gains[row]  # [judged, candidate]
+    gaps = batch.gains[row, column][:, None] - others
+    is_pair = batch.valid[row] & ((gaps > 0) | (gaps < 0) & (others == 0))
+    return _Pairs(row, column, gaps, is_pair, len(batch.gains))
 
 
 class RankNet(Loss):
@@ -25,10 +67,9 @@ class RankNet(Loss):
     temperature: Temperature = 1.0
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        pairs = find_pairs(batch)
-        return pairs.mean(
-            torch.nn.functional.softplus(-pairs.margins(batch.filled(0.0)) / self.temperature)
-        )
+        pairs = _find_pairs(batch)
+        margins = pairs.margins(batch.filled(0.0)) / self.temperature
+        return pairs.sum_of_means(torch.nn.functional.softplus(-margins))
 
 
 class MarginMSE(Loss):
@@ -48,6 +89,6 @@ class MarginMSE(Loss):
     temperature: Temperature = 1.0  # not of the teacher's scores
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        pairs = find_pairs(batch)
-        found = pairs.margins(batch.filled(0.0)) / self.temperature
-        return pairs.mean((found - pairs.margins(batch.teacher())).square())
+        pairs = _find_pairs(batch)
+        margins = pairs.margins(batch.filled(0.0)) / self.temperature
+        return pairs.sum_of_means((margins - pairs.margins(batch.teacher())).square())
