@@ -117,29 +117,29 @@ def encoder_scores(
     Vectors are unit vectors; `all_queries` are those of `batch`, given where the loss needs sides. For a loss that
     learns from a teacher only the candidates that the teacher scored are valid: no in-batch negatives.
     """
-    device, cells = skill_vectors.device, _Cells.among(own, skill_ids)
-    valid = (
-        cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
-    )
-    negatives = []
-    if all_queries is not None:
-        negatives = [
-            on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)
-        ]
+    device = skill_vectors.device
+    cells = _Cells.among(own, skill_ids)
+    valid = cells.mask
+    if context.in_batch:
+        valid = valid | in_batch_negatives(own, skill_ids, context)
+    sides = _side_negatives(own, batch, skill_ids, context) if all_queries is not None else ()
+    negatives = [on_device(part, device) for part in sides]
 
     def scored(dim: int | None = None) -> ScoredBatch:
-        """By the cosines of the whole vectors, or of their first `dim` coordinates, made unit vectors again."""
-        queries, skills = _first(query_vectors, dim), _first(skill_vectors, dim)
-        scores, sides = _cosines(queries, skills), None
-        if all_queries is not None:
-            asked, (column, *masks) = _first(all_queries, dim), negatives
-            positives = skills[column]
-            pairs = (queries, asked), (positives, asked), (positives, skills)
-            sides = SideScores(
-                *(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True))
-            )
-        found = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
-        return replace(found, sides=sides, truncated=scored)
+        """Score by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
+        queries = _first(query_vectors, dim)
+        skills = _first(skill_vectors, dim)
+        scores = _cosines(queries, skills)
+        result = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
+        result = replace(result, truncated=scored)
+        if all_queries is None:
+            return result
+        others = _first(all_queries, dim)
+        column, *masks = negatives
+        positives = skills[column]
+        pairs = (queries, others), (positives, others), (positives, skills)
+        terms = [SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)]
+        return replace(result, sides=SideScores(*terms))
 
     return scored()
 
