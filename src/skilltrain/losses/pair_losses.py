@@ -11,7 +11,7 @@ from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class GradedPairs:
     """Every pair of a higher and a lower gain among a query's valid candidates, once.
 
     Row i pairs the judged candidate at [row[i], column[i]] with all candidates of its query. Memory grows with judged
@@ -39,7 +39,7 @@ class _Pairs:
         return (sums / query_counts[self.row].clamp(min=1)).sum()
 
 
-def _find_pairs(batch: ScoredBatch) -> _Pairs:
+def find_pairs(batch: ScoredBatch) -> GradedPairs:
     """Find the pairs of a batch, those of two negatives included where one of them is rejected.
 
     Candidates of gain 0 are no rows, because two of them are no pair. A rejected candidate is a row and meets them.
@@ -48,7 +48,7 @@ def _find_pairs(batch: ScoredBatch) -> _Pairs:
     others = batch.gains[row]  # [judged, candidate]
     gaps = batch.gains[row, column][:, None] - others
     is_pair = batch.valid[row] & ((gaps > 0) | (gaps < 0) & (others == 0))
-    return _Pairs(row, column, gaps, is_pair, len(batch.gains))
+    return GradedPairs(row, column, gaps, is_pair, len(batch.gains))
 
 
 class RankNet(Loss):
@@ -67,7 +67,7 @@ class RankNet(Loss):
     temperature: Temperature = 1.0
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        pairs = _find_pairs(batch)
+        pairs = find_pairs(batch)
         margins = pairs.margins(batch.filled(0.0)) / self.temperature
         return pairs.sum_of_means(torch.nn.functional.softplus(-margins))
 
@@ -89,6 +89,6 @@ class MarginMSE(Loss):
     temperature: Temperature = 1.0  # not of the teacher's scores
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        pairs = _find_pairs(batch)
+        pairs = find_pairs(batch)
         margins = pairs.margins(batch.filled(0.0)) / self.temperature
         return pairs.sum_of_means((margins - pairs.margins(batch.teacher())).square())
