@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about 2 GB, about 2 minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@for try in 1 2 3; do \
-	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve,onnx,openvino]'; then touch $@; exit 0; fi; \
+	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve,onnx]'; then touch $@; exit 0; fi; \
 	  echo "installation failed (try $$try of 3)" >&2; sleep $$((5 * try)); \
 	done; exit 1
 
@@ -36,9 +36,10 @@ test: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test: lint ## lint, types and all tests; what CI runs
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(INSTALLED) ## ruff (rules and format) and pyright, changing nothing
+lint: $(INSTALLED) ## ruff (rules and format), deptry and pyright, changing nothing
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/deptry src
 	@$(BIN)/pyright
 
 format: $(INSTALLED) ## apply ruff's fixes and format

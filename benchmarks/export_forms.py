@@ -24,7 +24,7 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.evaluation.bootstrap import intervals, paired_differences
 from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
 from skilltrain.export.folder import save_model
-from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
+from skilltrain.export.forms import ONNX, ONNX_INT8, write_form
 from skilltrain.files import read_jsonl
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.micro_batches import TokenIds, micro_batches, model_inputs
@@ -56,20 +56,10 @@ def onnx_hidden(file: str) -> Callable[[Encoder, Path], Hidden]:
     return open_graph
 
 
-def openvino_hidden(encoder: Encoder, folder: Path) -> Hidden:
-    """The network in OpenVINO."""
-    import openvino
-
-    options = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
-    compiled = openvino.Core().compile_model(folder / OPENVINO, "CPU", options)
-    return lambda arrays: compiled(arrays)[0]
-
-
 FORMS: dict[str, tuple[str, Callable[[Encoder, Path], Hidden]]] = {
     "PyTorch, float32": ("model.safetensors", torch_hidden),
     "ONNX, float32": (ONNX, onnx_hidden(ONNX)),
     "ONNX, int8": (ONNX_INT8, onnx_hidden(ONNX_INT8)),
-    "OpenVINO, int8 weights": (OPENVINO, openvino_hidden),
 }
 
 
@@ -130,7 +120,6 @@ def main() -> None:
         save_model(encoder, folder, given.model)
         with redirect_stdout(sys.stderr):
             write_form(folder, "onnx")
-            write_form(folder, "openvino")
         for name, (file, open_form) in FORMS.items():
             hidden_of = open_form(encoder, folder)
             vectors(encoder, hidden_of, texts[:64])  # warm

@@ -3,7 +3,7 @@
 python data_pipelines/skillrouter.py SKILLS runs/full                            # before the encoder is trained
 python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b      # after: lists for the reranker
 python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper             # for recipes/paper/*.yaml
-python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: smollm2}' quotas='{semantic: 6, lexical: 4}'
+python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
 
 SKILLS is a folder of SKILL.md files, JSON Lines or parquet. The queries are written by GPT-4o-mini, key in
 OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a local model, or none. Every setting of

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,12 +23,17 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The running server: its repositories, whose token may write, and what it was asked."""
+    """A running server: its repositories, how it answers, and the requests that it got.
+
+    `path_without_answer` is a part of the path of requests that are never answered. Refusals echo
+    the client's token.
+    """
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     status_of_create: int = 200
     status_of_commit: int = 200
+    path_without_answer: str = ""
     log: list[str] = field(default_factory=list)
 
 
@@ -35,9 +41,18 @@ class Hub:
 def hub_server() -> Iterator[Hub]:
     """A Hub that listens until the block ends."""
     hub = Hub()
+    is_closing = threading.Event()
 
     class Handler(Quiet):
+        def parse_request(self) -> bool:
+            is_valid = super().parse_request()
+            if hub.path_without_answer and hub.path_without_answer in self.path:
+                is_closing.wait()
+            return is_valid
+
         def answer(self, status: int, value: object) -> None:
+            if status >= 400:
+                value = f"{value} ({self.headers.get('Authorization')})"
             body = json.dumps({"error": value} if isinstance(value, str) else value).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -118,4 +133,7 @@ def hub_server() -> Iterator[Hub]:
             )
 
     with serving(Handler) as hub.url:
-        yield hub
+        try:
+            yield hub
+        finally:
+            is_closing.set()

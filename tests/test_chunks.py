@@ -138,7 +138,7 @@ def test_a_saved_model_keeps_its_windows_and_its_card_tells_them(model_folders, 
     again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
     assert again.settings == encoder.settings and again.settings.chunks.windows == 3
     card = model_card(RunRecord(encoder.settings, {"model": {"source": "owner/base"}}, {}))
-    assert "the first 50 characters of a body. skilltrain looks at up to 3 such windows" in card
+    assert "the first 50 characters of a body. skilltrain reads up to 3 such windows" in card
     plain = encoder.settings.model_copy(update={"chunks": Chunks()})
     assert "windows" not in model_card(RunRecord(plain, {"model": {"source": "owner/base"}}, {}))
 

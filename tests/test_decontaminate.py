@@ -3,7 +3,6 @@
 import json
 import re
 import unicodedata
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -15,7 +14,6 @@ from skilltrain.data.contamination import (
     BenchmarkIndex,
     ContaminationLimits,
     DecontaminateConfig,
-    Gold,
     HeldOut,
     open_benchmarks,
     run_decontaminate,
@@ -25,13 +23,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.metrics import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.tables import CLUSTERS, DROPPED, JUDGEMENTS, LISTS, QUERIES, read_table, write_table
+from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from skilltrain.texts import CJK, words_of
 from skilltrain.training.stages import TrainEncoderConfig, check_held_out
 from skilltrain.training.training_set import load_training_set
 from small_library import skilltrain
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def plainly(text):
@@ -67,66 +63,25 @@ def words(letters):
     return " ".join(f"w{letter}" for letter in letters)
 
 
-INSIDE = (
-    "hello, please merge these four pdfs for me today, thank you very much in advance dear friend"
-)
-TWELVE, MORE = words("abcdefghijkl"), " and other words that follow"  # 5 of the 8-grams
-CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 9 of the 8-grams
+TWELVE = words("abcdefghijkl")  # 10 trigrams
+MORE = " and other words that follow"
+CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 14 trigrams
 
 
 @pytest.mark.parametrize(
     ("asked", "text", "limit", "values"),
     [
-        (
-            ["Merge: these PDFs!"],
-            "merge these\npdfs",
-            0.5,
-            {"t1": 1.0},
-        ),  # the same words, however they are written
+        (["Merge: these PDFs!"], "merge these\npdfs", 0.5, {"t1": 1.0}),
         (["a b", "x", "A, b"], "a b", 0.5, {"t1": 1.0, "t3": 1.0}),
-        (
-            ["", "—", "merge these pdfs now"],
-            "\U0001f600",
-            0.5,
-            {},
-        ),  # without words it is like no other
+        (["", "—", "merge these pdfs now"], "\U0001f600", 0.5, {}),  # a text without words
         (["—"], "merge these pdfs now", 0.5, {}),
-        (
-            [TWELVE],
-            words("abcdefghij") + MORE,
-            0.5,
-            {"t1": 3 / 5},
-        ),  # the share of the task's n-grams decides
-        ([TWELVE], words("abcdefghi") + MORE, 0.5, {}),  # 2 of them
-        ([TWELVE], words("abcdefghi") + MORE, 0.4, {"t1": 2 / 5}),
-        (["Merge these four PDFs"], INSIDE, 0.5, {"t1": 1.0}),  # a short query is one n-gram
-        (
-            ["Merge these PDFs"],
-            INSIDE.replace("four ", ""),
-            0.5,
-            {},
-        ),  # a very short one is compared whole
-        (["Merge these five PDFs"], INSIDE, 0.5, {}),
-        (
-            [words(LETTERS)],
-            words(LETTERS[5:21]),
-            0.5,
-            {"t1": 1.0},
-        ),  # an excerpt: 16 words, all 9 of its 8-grams
-        ([words(LETTERS)], words(LETTERS[5:20]), 0.5, {}),  # a phrase: 15 words, 8 of the task's 19
-        ([words(LETTERS)], words(LETTERS[5:20]) + " y z", 0.5, {"t1": 0.8}),  # 8 of its own 10
-        (
-            [words(LETTERS)],
-            " ".join([words(LETTERS[:20])] * 20),
-            0.65,
-            {"t1": 13 / 19},
-        ),  # its own 13 + 7 are more
-        (
-            [CHINESE],
-            "你好，请帮我把这些合同按日期整理",
-            0.5,
-            {"t1": 6 / 9},
-        ),  # the first 13 characters
+        # 8 of the 10 and 13 trigrams are shared, then 7 of the 10 and 12.
+        ([TWELVE], words("abcdefghij") + MORE, 0.5, {"t1": 8 / 15}),
+        ([TWELVE], words("abcdefghi") + MORE, 0.5, {}),
+        ([TWELVE], words("abcdefghi") + MORE, 0.4, {"t1": 7 / 15}),
+        ([TWELVE], words("abcdefxhijkl"), 0.5, {"t1": 7 / 13}),  # one word changed
+        (["Merge these PDFs"], "merge these pdfs and those", 0.5, {}),
+        ([CHINESE], "你好，请帮我把这些合同按日期整理", 0.5, {"t1": 11 / 16}),
         ([CHINESE], "请帮我把这些照片按地点整理成相册", 0.5, {}),
         ([TWELVE], TWELVE, None, {}),
     ],
@@ -179,8 +134,8 @@ COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its 
     ],
 )
 def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
-    golds = [Gold(gold, "bench", ("t1",)) for gold in (*GOLDS, skill("gt/void", "--", ""))]
-    index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(**limits))
+    golds = (*GOLDS, skill("gt/void", "--", ""))
+    index = BenchmarkIndex([HeldOut("bench", (), golds)], ContaminationLimits(**limits))
     assert [
         (match.filter, match.value, match.other_id) for match in index.skill_matches(one)
     ] == matches
@@ -188,7 +143,7 @@ def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
 
 @given(st.lists(st.text("abc ", max_size=30), min_size=1, max_size=5), st.text("abc ", max_size=30))
 def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
-    golds = [Gold(skill(f"g{at}", body=text), "bench", ("t",)) for at, text in enumerate(bodies)]
+    golds = [skill(f"g{at}", body=text) for at, text in enumerate(bodies)]
     index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(name=False))
     found = {match.other_id: match.value for match in index.skill_matches(skill("x", body=body))}
     own = word_trigrams(body)
@@ -230,7 +185,7 @@ def test_of_each_benchmark_and_ground_the_strongest_stands(bench, tmp_path):
         ("p1", "name", "one", 1.0),
         ("p2", "jaccard", "one", 1.0),
     ]
-    assert found[2].reason == "same name as gold skill gt/pdf of benchmark one (task t1 and 1 more)"
+    assert found[2].reason == "same name as gold skill gt/pdf of benchmark one"
     assert index.contaminations("q", "another one", []) == []
 
 
@@ -249,7 +204,7 @@ def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_
         "c",
     ]
     assert [one.query.query_id for one in found[0].tasks] == ["t2"]
-    assert [gold.task_ids for gold in found[0].golds] == [("t2",), ("t2",)]
+    assert [gold.skill_id for gold in found[0].golds] == ["gt/log", "gt/pdf"]
 
 
 # The stage ----------------------------------------------------------------------------------------------------------
@@ -322,8 +277,8 @@ def ids(path, spec):
     return read_table(path, spec).column("query_id").to_pylist()
 
 
-GOLD = "gold skill bench/pdf of benchmark bench (task t1)"
-# bodies: 19 words in all, 17 trigrams; near/pdf has 3 more.
+GOLD = "gold skill bench/pdf of benchmark bench"
+# Bodies: 19 words, 17 trigrams; near/pdf has 3 more. TASK: 19 words, 17 trigrams; q5 has 2 more.
 ROWS = [
     ("q3", "near/pdf", "jaccard", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
     ("q4", "own/pdf-to-text", "name", 1.0, f"same name as {GOLD}", "bench", "bench/pdf"),
@@ -331,8 +286,8 @@ ROWS = [
         "q5",
         "",
         "query_overlap",
-        1.0,
-        "100% of the 8-grams in common with task t1 of benchmark bench",
+        17 / 19,
+        "word overlap 0.895 with task t1 of benchmark bench",
         "bench",
         None,
     ),
@@ -347,13 +302,7 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
         "num_kept": 2,
         "num_dropped": 3,
         "dropped_by_benchmark": {"bench": 3},
-        "dropped_by_ground": {
-            "query_overlap": 1,
-            "name": 1,
-            "jaccard": 1,
-            "cluster": 0,
-            "cosine": 0,
-        },
+        "dropped_by_ground": {"query_overlap": 1, "name": 1, "jaccard": 1},
     }
     assert not (folder / "out" / "lists.parquet").exists()
     _, kept, rows = run(folder, split=None)
@@ -382,41 +331,6 @@ def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
     _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
     assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
     assert "1 of 4 positives are not in" in " ".join(capsys.readouterr().err.split())
-
-
-def test_clusters_and_close_vectors_are_grounds_of_their_own(folder, model_folders):
-    linked = ("bench/pdf", "own/audio")
-    rows = [
-        {"skill_id": one.skill_id, "cluster": 0 if one.skill_id in linked else n}
-        for n, one in enumerate(POOL, 1)
-    ]
-    write_table(rows, CLUSTERS, folder / "clusters")
-    moved = [
-        replace(one, name="PDF to text", body=PDF) if one.skill_id == "own/chart" else one
-        for one in POOL
-    ]
-    write_pool(folder / "pool", moved)
-    off = {"name": False, "jaccard": None, "query_overlap": 1.0}
-    encoder = {"source": str(model_folders["bert"])}
-    summary, kept, rows = run(
-        folder, clusters=folder / "clusters", encoder=encoder, cosine=0.99999, limits=off
-    )
-    assert not {"q1", "q2"} & {*kept} and summary["dropped_by_ground"]["cluster"] == 2
-    (row,) = [row for row in rows if row[1] == "own/chart"]
-    assert (
-        row[2] == "cosine"
-        and row[3] == pytest.approx(1, abs=1e-5)
-        and row[4] == f"cosine 1.000 to {GOLD}"
-    )
-    assert (
-        "q2",
-        "own/audio",
-        "cluster",
-        1.0,
-        f"in one cluster with {GOLD}",
-        "bench",
-        "bench/pdf",
-    ) in rows
 
 
 @pytest.mark.parametrize(
@@ -448,6 +362,12 @@ def test_what_makes_no_sense_is_refused(folder, settings, message):
             **{key: value if key == "split" else folder / value for key, value in settings.items()},
         )
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("setting", ["clusters", "encoder", "cosine"])
+def test_removed_setting_says_its_replacement(folder, setting):
+    with pytest.raises(SkilltrainError, match=rf"unknown key '{setting}' \(removed: limits"):
+        run(folder, **{setting: "x"})
 
 
 # Training -----------------------------------------------------------------------------------------------------------
@@ -490,7 +410,7 @@ def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
     with pytest.raises(SkilltrainError) as error:
         checked(folder, dev=dev)
     assert (
-        "1 list(s) are contaminated (query_overlap 1); the first, query q5: 100% of the 8-grams"
+        "1 list(s) are contaminated (query_overlap 1); the first, query q5: word overlap 0.895"
         in str(error.value)
     )
     assert f"(choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool" in str(
@@ -517,7 +437,4 @@ def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders)
         "train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json"
     )
     assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
-    assert (
-        "| lists contaminated by held-out benchmarks | 3 |"
-        in (folder / "model" / "README.md").read_text()
-    )
+    assert "| contaminated lists | 3 |" in (folder / "model" / "README.md").read_text()

@@ -12,7 +12,8 @@ import pytest
 from llm_server import KEY, LLMServer, Reply, embeddings, llm_server, vector_of, vectors_body
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import BudgetConfig, Usage
+from skilltrain.llm.answers import Usage
+from skilltrain.llm.settings import BudgetConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.api import ApiConfig, ApiEncoder
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
@@ -184,7 +185,7 @@ def test_what_is_no_vector_ends_the_run_in_one_line_without_the_key(
 ) -> None:
     server.otherwise = lambda _: reply
     with pytest.raises(SkilltrainError, match=message) as failure:
-        open_api(server, concurrency=1).encode_chunks(SKILLS[:3])
+        open_api(server, concurrency=1, max_retries=0).encode_chunks(SKILLS[:3])
     assert failure.value.where == (where or server.base_url) and len(server.requests) == 1
     assert "\n" not in str(failure.value) and KEY not in str(failure.value)
 
@@ -226,18 +227,15 @@ def test_only_what_is_new_to_the_cache_is_sent_and_models_and_fields_never_mix(
         open_api(server, tmp_path).encode_queries(["one"])
 
 
-def test_the_budget_is_never_overrun_and_what_it_paid_for_is_kept(
+def test_nothing_is_sent_over_budget_and_paid_vectors_are_kept(
     server: LLMServer, tmp_path: Path
 ) -> None:
-    texts = [
-        f"{n} " * 60 for n in range(6)
-    ]  # 120 bytes: at most 152 tokens each, and 40 by the server's account
-    encoder = open_api(server, tmp_path, batch_size=1, budget={"max_tokens": 300})
+    texts = [f"{n} " * 60 for n in range(6)]  # 120 bytes, 40 tokens by the server's account
+    encoder = open_api(server, tmp_path, batch_size=1, concurrency=1, budget={"max_tokens": 160})
     with pytest.raises(
-        SkilltrainError, match=r"budget of 300 tokens is used up.*raise embeddings\.budget"
+        SkilltrainError, match=r"budget of 160 tokens is used up.*raise embeddings\.budget"
     ):
         encoder.encode_queries(texts)
-    # 152 fits under 0, 40, 80 and 120 used; under 160 it does not.
     assert len(server.requests) == 4 and encoder.budget.used.total == 160
     open_api(server, tmp_path).encode_queries(texts)
     assert Counter(sent(server)).most_common(1)[0][1] == 1

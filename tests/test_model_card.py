@@ -1,6 +1,5 @@
 """Model cards: their programs run, their figures are the run's, and they tell nothing of the machine."""
 
-import hashlib
 import json
 import re
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from skilltrain.export.card import Published, RunRecord, data_steps, model_card, shareable
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.card import Published, RunRecord, model_card, rename_model, shareable
 from skilltrain.export.folder import save_model
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.pairs import RerankerSettings
@@ -38,17 +38,21 @@ SUMMARY = {
 
 
 def run_program(card, folder, monkeypatch):
-    """The scores that the program of a model's card computes in the model's folder."""
+    """Run the program of a model's card in the model's folder; return its scores."""
     (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(folder)
-    names = {}
-    exec(program, names)
-    return np.asarray(names["scores"])
+    variables = {}
+    exec(program, variables)
+    return np.asarray(variables["scores"])
 
 
 def record(settings, **facts):
     recipe = {"model": {"source": "owner/base"}} | facts.pop("recipe", {})
     return RunRecord(**{"settings": settings, "recipe": recipe, "summary": {}} | facts)
+
+
+def front_matter(card):
+    return yaml.safe_load(card.split("---")[1])
 
 
 CUT = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
@@ -69,7 +73,7 @@ CUT = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
         ),
     ],
 )
-def test_the_cards_program_gives_our_scores(
+def test_program_gives_our_scores(
     tmp_path, open_encoder_of, open_reranker_of, monkeypatch, name, template
 ):
     is_encoder = isinstance(template, EncoderTemplate)
@@ -79,138 +83,151 @@ def test_the_cards_program_gives_our_scores(
         if is_encoder:
             texts = [template.render_skill(skill) for skill in SKILLS]
             vectors = model(model.tokenize(texts, model.settings.max_tokens))
-            ours = (model(model.tokenize_queries([QUERY])) @ vectors.T)[0]
+            expected = (model(model.tokenize_queries([QUERY])) @ vectors.T)[0]
         else:
-            ours = model(model.tokenize(QUERY, SKILLS))
-    found = run_program((tmp_path / "README.md").read_text(encoding="utf-8"), tmp_path, monkeypatch)
-    assert np.allclose(found, ours.numpy(), atol=1e-5)
+            expected = model(model.tokenize(QUERY, SKILLS))
 
-
-def front_of(card):
-    return yaml.safe_load(card.split("---")[1])
-
-
-def test_the_card_says_what_the_run_says(tmp_path):
-    card = model_card(
-        record(EncoderSettings(), recipe={"loss": {"name": "infonce"}}, summary=SUMMARY)
+    scores = run_program(
+        (tmp_path / "README.md").read_text(encoding="utf-8"), tmp_path, monkeypatch
     )
-    front = front_of(card)
-    assert front["library_name"] == "sentence-transformers" and front["base_model"] == "owner/base"
-    assert front["pipeline_tag"] == "sentence-similarity" and "agent-skills" in front["tags"]
+
+    assert np.allclose(scores, expected.numpy(), atol=1e-5)
+
+
+def test_encoder_card_shows_the_run():
+    recipe = {"loss": {"name": "infonce"}}
+
+    card = model_card(record(EncoderSettings(), recipe=recipe, summary=SUMMARY))
+
+    front = front_matter(card)
+    assert front["library_name"] == "sentence-transformers"
+    assert front["base_model"] == "owner/base"
+    assert front["pipeline_tag"] == "sentence-similarity"
+    assert "agent-skills" in front["tags"]
     for line in (
         "| lists | 32,283 |",
-        "| distinct skills | 51,234 |",
-        "| positive pairs | 37,979 |",
-        "| optimiser steps | 2,018 |",
+        "| skills | 51,234 |",
+        "| positives | 37,979 |",
+        "| steps | 2,018 |",
         "| tokens | 123,456,789 |",
         "| seconds | 3,725 |",
         "| last loss | 0.4124 |",
-        "| weights taken after | step-1900 |",
-        "| MRR@10 | 0.691 | 0.620 to 0.759 | 120 |",
+        "| checkpoint | step-1900 |",
+        "| development queries | **this model** | MRR@10 | 0.691 | 0.620 to 0.759 | 120 |",
         "loss:\n  name: infonce\n",
         "untrusted text",
-        "--encoder .",
+        '--encoder "."',
     ):
         assert line in card
-    assert (
-        "How they were made" not in card
-        and "see [its page](https://huggingface.co/owner/base)" in card
-    )
-    assert "{" not in re.sub(
-        r"```.*?```", "", card, flags=re.DOTALL
-    )  # nothing of the template is left
-
-    card = model_card(record(RerankerSettings(), exported="step-40", summary={"num_lists": 3}))
-    assert (
-        front_of(card)["pipeline_tag"] == "text-ranking"
-        and "cross-encoder" in front_of(card)["tags"]
-    )
-    assert "Not evaluated" in card and "checkpoint `step-40`" in card and "| lists | 3 |" in card
-    assert (
-        "this is a checkpoint of a training" in card
-    )  # its steps, tokens and seconds are not known
-    assert "--reranker ." in card
 
 
-def test_a_local_base_is_named_by_its_last_part_and_is_no_model_of_the_hub(tmp_path):
+def test_nothing_of_the_template_is_left():
+    card = model_card(record(RerankerSettings(), summary=SUMMARY, form="onnx"))
+
+    prose = re.sub(r"```.*?```", "code", card, flags=re.DOTALL)
+
+    assert "{" not in prose and "\n\n\n" not in prose
+
+
+def test_checkpoint_card_shows_no_results():
+    card = model_card(record(RerankerSettings(), exported="step-40"))
+
+    front = front_matter(card)
+    assert front["pipeline_tag"] == "text-ranking" and "cross-encoder" in front["tags"]
+    assert "weights of checkpoint `step-40`" in card and "Not evaluated" in card
+    assert '--reranker "."' in card
+
+
+def test_local_base_is_named_by_its_last_part(tmp_path):
     base = save_bert(tmp_path / "somebody" / "first", reranker=False)
-    facts = record(EncoderSettings(), recipe={"model": {"source": str(base)}})
-    card = model_card(facts)
-    assert "base_model" not in front_of(card)
+
+    card = model_card(record(EncoderSettings(), recipe={"model": {"source": str(base)}}))
+
+    assert "base_model" not in front_matter(card)
     assert "`first`" in card and "source: first\n" in card and "somebody" not in card
-    assert "Licence: not stated; that of the base: not known." in card
-    (base / "README.md").write_text("---\nlicense: mit\n---\n# A base\n")
-    assert "Licence: apache-2.0; that of the base: mit." in model_card(
-        facts, Published(license="apache-2.0")
-    )
 
 
-def write_record(folder, stage, summary, **inputs):
-    """What a stage leaves in its folder; `inputs` maps a setting to the folder that it names."""
-    folder.mkdir()
-    recipe = {"stage": stage, "data": {}, **{key: str(path) for key, path in inputs.items()}}
-    shas = {key: hashlib.sha256(path.name.encode()).hexdigest() for key, path in inputs.items()}
-    (folder / "run.json").write_text(
-        json.dumps({"recipe": recipe, "inputs": shas, "summary": summary})
-    )
-    return folder
+def test_inputs_are_shown_with_counts(tmp_path):
+    for name, summary in (
+        ("pool", {"num_skills": 1234, "seconds": 0.5, "dropped": {"a": 1}}),
+        ("lists|x", {"num_lists": 80, "folder": str(tmp_path)}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"summary": summary}))
+    run = tmp_path / "run"
+    run.mkdir()
+    sources = [str(tmp_path / "lists|x"), str(tmp_path / "gone")]
+    inputs = {"data.pool": "a" * 64, "data.lists.0": "b" * 64, "data.lists.1": "c" * 64}
+    recipe = {"data": {"pool": str(tmp_path / "pool"), "lists": sources}}
+    (run / "run.json").write_text(json.dumps({"recipe": recipe, "inputs": inputs}))
 
-
-def test_the_card_tells_how_the_data_were_made(tmp_path):
-    pool = write_record(
-        tmp_path / "pool",
-        "pool",
-        {"num_skills": 1234, "num_found": {"a/b|c": 1234}, "seconds": 0.5},
-    )
-    queries = write_record(
-        tmp_path / "queries", "queries", {"num_queries": 80, "dropped": {}}, pool=pool
-    )
-    dropped = {"dropped_by_layer": {"name": 3, "jaccard": 5}}
-    filtered = write_record(tmp_path / "filtered", "filter", dropped, pool=pool, queries=queries)
-    lists = write_record(
-        tmp_path / "lists", "lists", {"by_source": {"gold": 80}}, queries=queries, rankings=filtered
-    )
-    run = write_record(tmp_path / "run", "train_encoder", {}, pool=pool, lists=lists)
-    steps = data_steps(run)
-    assert [(step["stage"], step["counts"]) for step in steps] == [
-        ("pool", "num_skills 1,234; num_found: b\\|c 1,234"),
-        ("queries", "num_queries 80"),
-        ("filter", "dropped_by_layer: name 3, jaccard 5"),
-        ("lists", "by_source: gold 80"),
-    ]
     card = model_card(record(EncoderSettings(), run=run))
-    sha256 = hashlib.sha256(b"filtered").hexdigest()[:16]
+
     assert (
-        f"| filter | filtered | `{sha256}` | dropped_by_layer: name 3, jaccard 5 |\n| lists |"
-        in card
-    )
+        f"| data.pool | pool | `{'a' * 16}` | skills 1,234; seconds 0.5 |\n"
+        f"| data.lists.0 | lists\\|x | `{'b' * 16}` | lists 80 |\n"
+        f"| data.lists.1 | gone | `{'c' * 16}` |  |\n"
+    ) in card
+    assert str(tmp_path) not in card
 
 
-def test_what_may_be_published():
-    home, windows = "/".join(["", "home", "ada"]), "C:\\Users\\ada\\pool"
-    given = {
+def test_renaming_reaches_every_program(tmp_path):
+    file = tmp_path / "README.md"
+    for first, form in ((None, "multi_vector"), ("our-team/old", None)):
+        file.write_text(model_card(record(EncoderSettings(), form=form), Published(first)))
+
+        rename_model(file, "our-team/new")
+
+        card = file.read_text()
+        assert 'Encoder("our-team/new")' in card or 'Transformer("our-team/new")' in card
+        assert 'source: "our-team/new"' in card or '--encoder "our-team/new"' in card
+        assert '"."' not in card and '"our-team/old"' not in card
+
+
+def test_a_rewritten_card_is_left_alone(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text('# Ours\nopen(".")\n')
+
+    rename_model(file, "our-team/new")
+
+    assert file.read_text() == '# Ours\nopen(".")\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sr-emb", "it has no owner"),
+        ("owner/x..y", "Cannot have -- or .."),
+        ("owner/x--y", "Cannot have -- or .."),
+        (f"owner/{'x' * 120}", "maximum length is 96"),
+        ("owner/x.git", "cannot end by '.git'"),
+        ("a/b/c", "must be in the form"),
+        ("owner/name\n", "alphanumeric chars"),
+    ],
+)
+def test_name_that_the_hub_refuses(name, reason):
+    with pytest.raises(SkilltrainError, match=reason) as caught:
+        Published(name)
+
+    assert "(write OWNER/NAME)" in str(caught.value)
+
+
+def test_paths_are_cut_to_their_last_part():
+    home, windows = "/".join(["", "home", "ada"]), "C:\\Users\\ada"
+    settings = {
         "a": "/data/x/pool",
-        "b": ["~/runs/one", home, f"{home}/pool", windows, "~ada"],
+        "b": ["~/runs/one", home, f"{home}/pool", f"{windows}\\pool", windows, "~ada"],
         "c": "runs/one",
-        "api_key": "x",
-        "hub_token": "x",
-        "max_tokens": 5,
-        "token_budget": 6,
-        "d": "hf_abcdefghijklmnop",
-        "e": "https://ada:secret@host/x",
-        "f": None,
+        "d": None,
         "separator": "/",
-        "g": ("\n\n", 0.5, True),
+        "e": ("\n\n", 0.5, True),
     }
-    assert shareable(given) == {
+
+    assert shareable(settings) == {
         "a": "pool",
-        "b": ["one", "~", "pool", "pool", "~"],
+        "b": ["one", "~", "pool", "pool", "~", "~"],
         "c": "runs/one",
-        "max_tokens": 5,
-        "token_budget": 6,
-        "d": "…",
-        "e": "https://…host/x",
-        "f": None,
+        "d": None,
         "separator": "/",
-        "g": ["\n\n", 0.5, True],
+        "e": ["\n\n", 0.5, True],
     }

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
 
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
@@ -270,6 +271,77 @@ def test_a_broken_model_is_refused_by_name(broken, name, change, message):
             load_reranker(RerankerConfig(source=str(folder)), CPU)
         else:
             opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("bert", {"num_hidden_layers": 3000}, "num_hidden_layers is 3,000"),
+        ("bert", {"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ("bert", {"num_hidden_layers": 12}, r"describes [\d,]+ weights, there are [\d,]+"),
+        ("bert", {"vocab_size": 10**12}, r"describes [\d,]+ weights, there are [\d,]+"),
+        ("bert", {"hidden_size": 2**20}, r"describes [\d,]+ weights, there are [\d,]+"),
+        ("bert", {"hidden_size": 2**40}, "Storage size calculation overflowed"),
+        ("bert", {"max_position_embeddings": 10**12}, r"describes [\d,]+ weights, there are"),
+        ("bert", {"num_labels": 10**9}, "num_labels is 1,000,000,000"),
+        ("qwen3", {"intermediate_size": 10**10}, r"describes [\d,]+ weights, there are [\d,]+"),
+        (
+            "qwen3",
+            {"num_hidden_layers": 10**9, "layer_types": None},
+            "num_hidden_layers is 1,000,0",
+        ),
+        ("qwen3", {"text_config": {"num_hidden_layers": 3000}}, "num_hidden_layers is 3,000"),
+        ("reranker qwen3_reranker", {"num_hidden_layers": 3000}, "num_hidden_layers is 3,000"),
+        ("reranker bert_reranker", {"vocab_size": 10**12}, r"describes [\d,]+ weights"),
+    ],
+)
+def test_a_config_larger_than_its_weights_is_refused(broken, name, values, reason):
+    """Before any memory is taken: most of these networks would need terabytes."""
+    kind, _, name = name.rpartition(" ")
+    folder = broken(name, changed("config.json", **values))
+
+    with pytest.raises(SkilltrainError, match=f"do not fit its config.json: .*{reason}"):
+        if kind:
+            load_reranker(RerankerConfig(source=str(folder)), CPU)
+        else:
+            opened(folder)
+
+
+def in_shards(folder):
+    """Rewrite a model as the Hub holds large ones: several files and an index."""
+    model = AutoModel.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len([*folder.glob("model-*.safetensors")]) > 2
+
+
+def test_a_model_in_shards_is_loaded(broken, model_folders):
+    expected = opened(model_folders["bert"])
+
+    encoder = opened(broken("bert", in_shards))
+
+    with torch.inference_mode():
+        ids = expected.tokenize(["deploy pods"], 16)
+        assert torch.equal(encoder(ids), expected(ids))
+
+
+def test_a_model_in_shards_is_loaded_from_the_hub(broken, model_folders, publish):
+    expected = opened(model_folders["bert"])
+    source = publish(broken("bert", in_shards))
+
+    encoder = load_encoder(EncoderConfig(source=source), CPU)
+
+    with torch.inference_mode():
+        ids = expected.tokenize(["deploy pods"], 16)
+        assert torch.equal(encoder(ids), expected(ids))
+
+
+def test_a_missing_shard_is_named(broken):
+    folder = broken("bert", in_shards)
+    next(folder.glob("model-00002*")).unlink()
+
+    with pytest.raises(SkilltrainError, match="there is no file named model-00002-of-"):
+        opened(folder)
 
 
 BROKEN_BERT = [

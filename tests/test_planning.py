@@ -319,7 +319,7 @@ def test_the_command_plans_without_a_model(library: Path) -> None:
     for line, fault in {
         ("", "--pool", pool): "the task is empty",
         ("x", "--pool", pool, "hints.H=3"): "unknown key 'hints.H'",
-        ("x", "--pool", pool, "--llm", "{kind: parrot}"): "unknown choice 'parrot'",
+        ("x", "--pool", pool, "--llm", "{kind: parrot}"): "must be 'openai', found 'parrot'",
     }.items():
         assert fault in skilltrain("plan", *line).error_line
 

@@ -64,7 +64,7 @@ def pins() -> dict[str, str]:
 
 def test_pins_are_plain_releases_in_order_and_every_dependency_has_one_within_its_range():
     assert [*pins()] == sorted(pins()) and pins()
-    pinned = ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx", "openvino")
+    pinned = ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx")
     extras = [text for name in pinned for text in PROJECT["optional-dependencies"][name]]
     for text in (*PROJECT["dependencies"], *extras):
         needed = Requirement(text)

@@ -1,7 +1,5 @@
 """Files of queries and judgements become tables over a pool; what is wrong with a row is told by file and line."""
 
-import csv
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ def test_shapes_of_query_rows(tmp_path: Path) -> None:
             "lang_pair": "en2zh",
         },
         {"text": "Two\x00 skills", "skill_ids": ["a", "b", "a2"], "split": "dev"},
-        {"query_id": 3, "query": "One id", "skill_id": "c", "kind": "multi"},
+        {"query_id": 3, "query": "One id", "skill_ids": "c", "kind": "multi"},
     ]
     queries, judgements, dropped, summary = make(tmp_path, rows, origin="hand")
     made_up = queries[1]["query_id"]
@@ -185,44 +183,25 @@ def test_what_asks_or_requires_nothing_or_a_skill_outside_the_pool(tmp_path: Pat
     )
 
 
-def test_the_same_queries_from_any_kind_of_file(tmp_path: Path) -> None:
+def test_parquet_gives_the_same_queries(tmp_path: Path) -> None:
     rows = [
-        {
-            "query_id": "1",
-            "query": 'Two, "quoted"',
-            "required": ["a", "b"],
-            "rejected": [],
-            "split": None,
-        },
+        {"query_id": "1", "query": "Two", "required": ["a", "b"], "rejected": [], "split": None},
         {"query_id": "2", "query": "One", "required": ["c"], "rejected": ["a"], "split": "dev"},
     ]
-    (tmp_path / "train.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    with (tmp_path / "train.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(
-            {
-                **row,
-                "required": json.dumps(row["required"]),
-                "rejected": json.dumps(row["rejected"]),
-            }
-            for row in rows
-        )
-    expected = make(tmp_path, rows)
-    assert [query["split"] for query in expected[0]] == ["train", "dev"] and len(expected[1]) == 4
-    for kind in ("json", "parquet", "csv"):
-        assert make(tmp_path, tmp_path / f"train.{kind}") == expected
+
+    result = make(tmp_path, tmp_path / "train.parquet")
+
+    assert result == make(tmp_path, rows)
+    assert [query["split"] for query in result[0]] == ["train", "dev"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.json", "{}", "is a dict, not a list of queries"),
-        ("train.json", "[1]", "row 1: is a int, not an object"),
+        ("train.json", "[]", "cannot tell what this file is .give a .jsonl, .jsonl.gz or .parquet"),
         ("train.parquet", "x", "cannot be read as parquet"),
-        ("train.csv", 'query,skill_ids\nx,"[a"', "cannot be read as csv"),
-        ("train.txt", "x", "cannot tell what this file is"),
+        ("train.csv", "x", "cannot tell what this file is .give a .jsonl, .jsonl.gz or .parquet"),
         (
             "train.jsonl",
             '{"query": "x", "skill_ids": "a"}\n{oops',
@@ -247,12 +226,13 @@ def test_files_that_are_not_what_they_say(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"task": "x"}, "is no query: no key query or text among task"),
+        ({"task": "x"}, "is no query: no key skill_ids or required among task"),
+        ({"task": "x", "skill_ids": ["a"]}, "missing key 'query'"),
         (
             {"query": "x", "golds": []},
-            "is no query: no key skill_ids, skill_id or required among query, golds",
+            "is no query: no key skill_ids or required among query, golds",
         ),
-        ({"query": ["x"], "skill_ids": ["a"]}, r"text: .*valid string, found \['x'\]"),
+        ({"query": ["x"], "skill_ids": ["a"]}, r"query: .*valid string, found \['x'\]"),
         (
             {"query": "x", "skill_ids": "a", "query_id": {"n": 1}},
             "query_id: .*valid string, found {'n': 1}",
@@ -262,7 +242,10 @@ def test_files_that_are_not_what_they_say(
         ({"query": "x", "rejected": [{"id": "a"}]}, "missing key 'rejected.0.skill_id'"),
         ({"query": "x", "skill_ids": [3]}, "skill_ids.0.*valid string, found 3"),
         ({"query": "x", "skill_ids": [["a"]]}, "skill_ids.0.*valid string"),
-        ({"query": "x", "skill_id": True}, "skill_id.*valid string, found True"),
+        (
+            {"query": "x", "skill_id": "a"},
+            "is no query: no key skill_ids or required among query, skill_id",
+        ),
         (
             {
                 "query": "x",
@@ -284,8 +267,15 @@ def test_files_that_are_not_what_they_say(
     ],
 )
 def test_wrong_rows_name_file_and_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(SkilltrainError, match=rf"train\.jsonl, line 2: {message}"):
+    with pytest.raises(SkilltrainError, match=rf"train\.jsonl, line 2(, query .*)?: {message}"):
         make(tmp_path, [{"query_id": "q", "query": "x", "skill_ids": "a"}, row])
+
+
+def test_wrong_row_names_its_id(tmp_path: Path) -> None:
+    row = {"query_id": "q7", "query": "x", "skill_ids": "a", "split": "valid"}
+
+    with pytest.raises(SkilltrainError, match=r"train\.jsonl, line 1, query q7: split: "):
+        make(tmp_path, [row])
 
 
 def test_patterns_name_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

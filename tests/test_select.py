@@ -11,7 +11,8 @@ import pytest
 
 from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
-from skilltrain.llm import AnswerError, Request, cost_of
+from skilltrain.llm import AnswerError, estimate_cost
+from skilltrain.llm.answers import Request
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
 from skilltrain.retrieval.expand import Expand, ExpandConfig, joined, read_queries
@@ -276,7 +277,7 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
         llm = chat(server, prices={"prompt": 10.0, "completion": 100.0})
         config = validate(SelectConfig, {"llm": llm, "keep": 4}, "test")
         asked = queries_of(**dict.fromkeys(("q1", "q2", "q3", "q4", "q5"), "Fill a form"))
-        plan = cost_of(config.asks(asked, list(SKILLS.values())))
+        plan = estimate_cost(config.asks(asked, list(SKILLS.values())))
         assert server.requests == [] and "5 requests to scripted, about" in capsys.readouterr().err
         chosen(SelectConfig, server, {query.query_id: "abcd" for query in asked})
         request = Request(*(one["content"] for one in server.requests[0]["messages"]), seed=0)
@@ -286,7 +287,7 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
     assert plan["num_completion_tokens"] == 5 * 4
     assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] * 10 + 20 * 100) / 1e6)
     assert "5 requests to scripted" in capsys.readouterr().err
-    assert cost_of(config.asks(asked, [SKILLS["a"]]))["num_requests"] == 0
+    assert estimate_cost(config.asks(asked, [SKILLS["a"]]))["num_requests"] == 0
 
 
 # Some are admitted ----------------------------------------------------------------------------------------------------

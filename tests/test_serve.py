@@ -33,6 +33,8 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
+from skilltrain.routing import service as service_module
+from skilltrain.routing.access import read_access
 from skilltrain.routing.indexing import write_index
 from skilltrain.routing.router import Router
 from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
@@ -312,7 +314,8 @@ def test_an_example_puts_a_router_behind_the_search_of_fastmcps_tools(monkeypatc
 
 
 def web(service):
-    return TestClient(new_http_app(service, "127.0.0.1"), base_url="http://127.0.0.1:8765")
+    app = new_http_app(service, read_access("127.0.0.1", [], [], ""))
+    return TestClient(app, base_url="http://127.0.0.1:8765")
 
 
 def test_programs_ask_over_http():
@@ -342,12 +345,16 @@ def test_programs_ask_over_http():
         ("/route", b"[" * 100_000, 422, "the body is not a JSON object"),
         ("/route", b'{"query": "' + b"x" * 2**20 + b'"}', 413, "at most 1,048,576 bytes"),
         ("/route", b'{"query": "pdf", "k": 1000}', 422, "k: "),
+        ("/route", b'{"query": "pdf", "k": "5"}', 422, "k: must be a valid integer, found '5'"),
+        ("/route", b'{"query": "pdf", "k": true}', 422, "k: must be a valid integer, found True"),
+        ("/route", b'{"query": "pdf", "query": "csv"}', 422, "'query' appears twice"),
         ("/route", b'{"query": "pdf", "depth": 3}', 422, "unknown key 'depth'"),
         ("/route", b'{"query": "pdf", "filters": {"colour": ["red"]}}', 422, "filters.colour"),
         ("/embed", b'{"inputs": "pdf"}', 424, "this router has no encoder"),
         ("/embed", b'{"inputs": []}', 413, "0 texts, which must be 1 to 128"),
         ("/rerank", b'{"query": "pdf", "texts": ["a"]}', 424, "this router has no reranker"),
         ("/rerank", b'{"query": "pdf"}', 422, "texts"),
+        ("/embed", b'{"inputs": "pdf", "truncate": false}', 422, "truncate: must be True"),
     ],
 )
 def test_a_bad_request_is_one_line(path, body, code, words):
@@ -390,18 +397,29 @@ def test_embed_and_rerank_ask_the_routers_own_models(model_folders):
     assert client.post("/rerank", json=body).json() == sigmoids
 
 
-def test_a_web_page_is_not_answered_under_its_own_name_or_ours():
-    page = web(service_of()).post(
-        "/route", json={"query": "pdf"}, headers={"Origin": "https://page.example"}
-    )
-    assert page.status_code == 403 and page.json()["error"] == "web pages are not answered"
-    client = TestClient(
-        new_http_app(service_of(), "127.0.0.1"), base_url="http://rebound.example:8765"
-    )
-    assert {
-        client.get("/health").status_code,
-        client.post("/route", json={"query": "pdf"}).status_code,
-    } == {400}
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/route", b"{"),
+        ("/route", b"x" * 2**21),
+        ("/embed", b'{"inputs": "pdf"}'),
+        ("/rerank", b'{"query": "pdf", "texts": []}'),
+    ],
+)
+def test_bad_requests_count_as_refused(path, body):
+    client = web(service_of())
+
+    client.post(path, content=body)
+
+    labels = f'outcome="refused",request="{path[1:]}"'
+    assert f"skilltrain_request_seconds_count{{{labels}}} 1.0" in client.get("/metrics").text
+
+
+def test_an_unknown_prompt_is_refused_without_a_log_entry(caplog):
+    (error,) = asked(service_of(), lambda client: client.get_prompt("nope"))
+
+    assert (error.code, error.message) == (INVALID_PARAMS, "this server has no prompts")
+    assert caplog.records == []
 
 
 # The log, and skills that change -----------------------------------------------------------------------------------
@@ -422,6 +440,50 @@ def test_the_log_is_tables_like_any_others(tmp_path):
     assert [row["text"] for row in queries] == ["merge pdf", "nothing here", "csv files"]
     first = [row for row in rankings if row["query_id"] == queries[0]["query_id"]]
     assert [(row["skill_id"], row["rank"]) for row in first] == [(PDF.skill_id, 1), ("evil", 2)]
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+
+    for folder in (file, file / "log", Path("/proc/self/log")):
+        with pytest.raises(SkilltrainError, match=f"{folder}: cannot hold the log: "):
+            RouteLog(folder)
+
+
+def test_a_log_keeps_what_it_could_not_write(tmp_path):
+    folder = tmp_path / "log"
+    service = service_of(log=RouteLog(folder))
+    service.search("merge pdf", 2, None)
+    folder.rmdir()
+    folder.write_text("")
+    with pytest.raises(SkilltrainError, match="cannot write"):
+        service.log.flush()
+    service.search("csv files", 2, None)
+    folder.unlink()
+
+    service.log.flush()
+
+    (written,) = folder.iterdir()
+    queries = read_table(written, QUERIES).to_pylist()
+    assert [row["text"] for row in queries] == ["merge pdf", "csv files"]
+
+
+def test_a_log_holds_no_half_folder(tmp_path, monkeypatch):
+    service = service_of(log=RouteLog(tmp_path))
+    service.search("merge pdf", 2, None)
+    write = service_module.write_table
+
+    def fail_at_queries(rows, spec, path):
+        if spec is QUERIES:
+            raise SkilltrainError("no space left")
+        return write(rows, spec, path)
+
+    monkeypatch.setattr(service_module, "write_table", fail_at_queries)
+    with pytest.raises(SkilltrainError, match="no space left"):
+        service.log.flush()
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_watched_folder_replaces_its_own_skills_alone(tmp_path):
@@ -599,5 +661,7 @@ def test_bad_settings_are_one_line(places):
             "smoke": (places[0], "--mcp", "smoke"),
             "--port": (places[0], "--mcp", "http", "--port", 0),
             f"127.0.0.1:{port}: cannot listen here": (places[0], "--mcp", "http", "--port", port),
+            "--host 0.0.0.0: other machines": (places[0], "--mcp", "http", "--host", "0.0.0.0"),
+            "NOPE: this environment": (places[0], "--mcp", "http", "--token-env", "NOPE"),
         }.items():
             assert words in skilltrain("serve", *line).error_line

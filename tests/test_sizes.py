@@ -23,8 +23,10 @@ ROOM = 1.05
 RINGS = {
     "serving": (
         "fitting.py",
+        "routing/access.py",
         "routing/answer.py",
         "routing/calibrate.py",
+        "routing/connections.py",
         "routing/hook.py",
         "routing/index.py",
         "routing/indexing.py",

@@ -328,142 +328,231 @@ def test_one_style_for_all_and_a_share_of_terse_queries(honest: LLMServer, tmp_p
     honest.otherwise = lambda _: Reply("word " * 21)
     with pytest.raises(SkilltrainError, match="it had 21 words, more than 20"):
         run(tmp_path, "all", llm=llm, terse_share=1)
-    for settings in ({}, {"prompt": "skillrouter", "llm": {"kind": "smollm2"}}):
+    for settings in ({}, {"prompt": "skillrouter", "llm": {"kind": "openai"}}):
         with pytest.raises(SkilltrainError, match="style is for a chat model and prompt: styles"):
             config_of(tmp_path, style="short", **settings)
 
 
-def test_the_cost_is_said_before_and_the_budget_holds_during_the_run(
+def test_dry_run_estimates_and_sends_nothing(
     honest: LLMServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_pool(tmp_path / "pool", [skill(i) for i in range(10)])
-    prices, budget = {"prompt": 1.0, "completion": 2.0}, {"max_dollars": 0.004, "max_tokens": 10**6}
-    llm = chat(
-        honest, tmp_path / "cache", prices=prices, budget=budget, max_tokens=400, concurrency=4
-    )
+    llm = chat(honest, prices={"prompt": 1.0, "completion": 2.0}, budget={"max_dollars": 0.002})
+
     plan = plan_synthesize(config_of(tmp_path, llm=llm))
+
     assert honest.requests == []
-    assert (plan["num_asked"], plan["num_requests"], plan["num_completion_tokens"]) == (
-        10,
-        10,
-        10 * 240,
-    )
+    assert plan["num_asked"] == plan["num_requests"] == 10
+    assert plan["num_completion_tokens"] == 10 * 240
     assert plan["dollars"] == pytest.approx((plan["num_prompt_tokens"] + 2 * 2400) / 1e6)
-    said = capsys.readouterr().err
-    assert (
-        "10 requests" in said and "up to 3 times in all" in said and said.count("10 requests") == 1
-    )
-    assert f"about ${plan['dollars']:,.4g}; budget 1,000,000 tokens and $0.004; " in said
+    line = f"about ${plan['dollars']:,.4g}; budget $0.002; answers that cannot be used are asked"
+    assert line in capsys.readouterr().err
+
+
+def test_dry_run_of_own_text_counts_queries(tmp_path: Path) -> None:
+    write_pool(tmp_path / "pool", [skill(i) for i in range(10)])
+
+    plan = dry_run(config_of(tmp_path))
+
+    assert plan == {"num_skills": 10, "num_flagged": 0, "num_asked": 10, "origin": "own_text"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_queries_over_budget_are_dropped(honest: LLMServer, tmp_path: Path) -> None:
+    write_pool(tmp_path / "pool", [skill(i) for i in range(10)])
+    prices = {"prompt": 1.0, "completion": 2.0}
+    llm = chat(honest, tmp_path / "cache", prices=prices, budget={"max_dollars": 0.002})
 
     summary, out = run(tmp_path, "made", llm=llm)
-    num_made = summary["num_queries"]
-    assert 0 < num_made < 10 and summary["dropped"] == {"budget": 10 - num_made}
-    assert 0 < summary["dollars"] <= 0.004 and len(honest.requests) == num_made
+
+    num_queries = summary["num_queries"]
     reasons = read_table(out, DROPPED).column("reason").unique().to_pylist()
-    assert reasons == ["not sent: the budget of 1,000,000 tokens and $0.004 is used up"]
-    plan = plan_synthesize(config_of(tmp_path, llm=llm))
-    assert (plan["num_requests"], plan["num_answered_before"]) == (10 - num_made, num_made)
-    own_text = {"num_skills": 10, "num_flagged": 0, "num_asked": 10, "origin": "own_text"}
-    assert dry_run(config_of(tmp_path)) == own_text and not (tmp_path / "out").exists()
+    assert 0 < num_queries < 10
+    assert summary["dropped"] == {"budget": 10 - num_queries}
+    assert 0.002 <= summary["dollars"] < 0.002 * (num_queries + 1) / num_queries
+    assert len(honest.requests) == num_queries
+    assert reasons == ["not sent: the budget of $0.002 is used up"]
 
 
-def test_a_thousand_queries_on_a_server_that_fails_in_eight_ways(
-    server: LLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None is lost, and none is paid twice: a seed is answered whole once, whatever came before."""
-    monkeypatch.setattr("skilltrain.llm.client._wait_before_retry", lambda error, num_tries: 0.01)
-    write_pool(tmp_path / "pool", [skill(i) for i in range(1000)])
-    passing = [Reply(status=429), Reply(status=500), Reply(cut=True), Reply(drop=True)]
+def seeds(requests: list[dict[str, Any]]) -> Counter[int]:
+    """How often each seed occurs; every query and attempt has its own."""
+    return Counter(request["seed"] for request in requests)
+
+
+def failing_server(server: LLMServer) -> None:
+    """Have a third of all seeds fail once, and one in fifty of the others each time."""
+    passing = [
+        Reply(status=429),
+        Reply(status=429, headers={"Retry-After": "0.01"}),
+        Reply(status=500),
+        Reply(status=503, headers={"Retry-After": "0.01"}),
+        Reply(cut=True),
+        Reply(drop=True),
+    ]
+    timed_out = Reply(drop=True, delay=4)
+    passing = [*passing, *passing, *passing, timed_out]
     lasting = [
         Reply(status=400),
         Reply(raw="{torn"),
+        Reply(raw='{"choices": [], "usage": null}'),
+        Reply(raw='{"result": [1, 2, 3]}'),
+        Reply(raw="<html>"),
         Reply(refusal="no"),
         Reply("cut o", finish_reason="length"),
         Reply("the Invoice Sorter"),
         Reply(f"say {KEY}", usage=None),
-        Reply(delay=4),
-        Reply(raw='"text"'),
+        Reply(drop=True),
     ]
     num_tries: Counter[int] = Counter()
 
     def reply(request: dict[str, Any]) -> Reply:
-        """A third fails once and then does not, one in fifty of the rest fails each time."""
         seed = request["seed"]
         num_tries[seed] += 1
         if seed % 3 == 0 and num_tries[seed] == 1:
-            return passing[seed // 3 % 4]
-        return lasting[seed // 50 % 8] if seed % 50 == 1 else unique_reply(request)
+            return passing[seed // 3 % len(passing)]
+        if seed % 50 == 1:
+            return lasting[seed // 50 % len(lasting)]
+        return unique_reply(request)
 
     server.otherwise = reply
-    llm = chat(server, tmp_path / "cache", concurrency=8, timeout=3, max_retries=1)
+
+
+def test_failing_server_loses_none_and_none_is_paid_twice(
+    server: LLMServer, tmp_path: Path
+) -> None:
+    write_pool(tmp_path / "pool", [skill(i) for i in range(1000)])
+    failing_server(server)
+    llm = chat(server, tmp_path / "cache", concurrency=32, timeout=3, max_retries=1)
+
     summary, out = run(tmp_path, "out", llm=llm)
-    answered, num_requests = (
-        Counter(request["seed"] for request in server.answered),
-        len(server.requests),
-    )
-    assert set(answered.values()) == {1}
-    retried = read_table(out, DROPPED).column("filter").to_pylist().count("failed")
-    again, second = run(tmp_path, "again", llm=llm | {"max_retries": 0})
-    assert len(server.requests) <= num_requests + retried, "only what failed is asked again"
-    queries = read_table(out, QUERIES)
+
+    num_queries = read_table(out, QUERIES).num_rows
     assert made(out) | made(out, DROPPED) == {f"s{i}#1" for i in range(1000)}
-    assert (
-        queries.num_rows + summary["num_dropped"] == 1000 == summary["num_asked"]
-        and queries.num_rows > 985
-    )
-    assert read_table(second, QUERIES).equals(queries) and again["dropped"] == summary["dropped"]
+    assert num_queries + summary["num_dropped"] == 1000
+    assert num_queries > 980
+    assert set(seeds(server.answered).values()) == {1}
     assert_no_key(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_stop_and_restart_never_asks_again_for_what_was_answered(
-    server: LLMServer, tmp_path: Path, number: signal.Signals
-) -> None:
-    # After a dozen answers the server falls silent, so that the signal finds four requests without an answer. Each of
-    # the four threads asks for the next answer when the last is kept.
-    server.otherwise = lambda request: replace(
-        unique_reply(request), delay=0 if len(server.requests) <= 12 else 60
-    )
-    write_pool(tmp_path / "pool", [skill(i) for i in range(30)])
-    command = [
+def test_finished_run_repeats_only_failed_requests(server: LLMServer, tmp_path: Path) -> None:
+    write_pool(tmp_path / "pool", [skill(i) for i in range(200)])
+    failing_server(server)
+    llm = chat(server, tmp_path / "cache", concurrency=32, timeout=3, max_retries=1)
+    first_summary, first = run(tmp_path, "first", llm=llm)
+    num_failed = first_summary["dropped"].get("failed", 0)
+    server.requests.clear()
+
+    second_summary, second = run(tmp_path, "second", llm=llm | {"max_retries": 0})
+
+    assert len(server.requests) == num_failed
+    assert second_summary == first_summary
+    assert read_table(second, QUERIES).equals(read_table(first, QUERIES))
+
+
+def synthesize_command(server: LLMServer, folder: Path, *settings: str) -> list[str]:
+    return [
         "synthesize",
-        f"pool={tmp_path}/pool",
-        f"out={tmp_path}/out",
+        f"pool={folder}/pool",
+        f"out={folder}/out",
         "llm.kind=openai",
         "llm.model=scripted",
         f"llm.base_url={server.base_url}",
-        f"llm.cache={tmp_path}/cache",
-        "llm.concurrency=4",
+        f"llm.cache={folder}/cache",
         "--json",
+        *settings,
     ]
-    hear_ctrl_c = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # what a shell takes away
-    process = subprocess.Popen(
-        [sys.executable, "-m", "skilltrain", *command],
-        env=os.environ | {"OPENAI_LOG": "debug"},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_ctrl_c,
-    )
+
+
+def start_synthesize(server: LLMServer, folder: Path, *settings: str) -> subprocess.Popen[bytes]:
+    """Start `skilltrain synthesize` in a process that hears Ctrl-C, with stderr in a file."""
+    command = synthesize_command(server, folder, *settings)
+    with (folder / "stderr").open("wb") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "skilltrain", *command],
+            env=os.environ | {"OPENAI_LOG": "debug"},
+            stderr=stderr,
+            # A shell's background jobs ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+
+def wait_for_requests(
+    server: LLMServer, process: subprocess.Popen[bytes], num_requests: int
+) -> None:
+    """Wait until the server got so many requests from a running process."""
     end = time.monotonic() + 120
-    while len(server.requests) < 16:
-        assert time.monotonic() < end and process.poll() is None, "it never came to that"
-        time.sleep(0.02)
-    process.send_signal(number)
-    said = process.communicate(timeout=20)[1]
-    assert process.returncode != 0 and KEY not in said and not (tmp_path / "out").exists()
-    if number == signal.SIGINT:
-        assert said.splitlines()[-1] == "error: interrupted; what was finished is kept"
-        assert "Traceback" not in said and "Task was destroyed" not in said
-    first = [*server.answered]
-    assert len(first) == 12
-    server.otherwise = unique_reply
-    found = succeeds(*command)
-    assert KEY not in found.out + found.err and len(made(tmp_path / "out")) == 30
+    while len(server.requests) < num_requests:
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_kill_repeats_at_most_requests_under_way(server: LLMServer, tmp_path: Path) -> None:
+    write_pool(tmp_path / "pool", [skill(i) for i in range(1000)])
+    failing_server(server)
+    concurrency = 12
+    settings = [f"llm.concurrency={concurrency}", "llm.timeout=3", "llm.max_retries=1"]
+    kill_points = (40, 300, 310, 900)
+    for num_requests in kill_points:
+        process = start_synthesize(server, tmp_path, *settings)
+        wait_for_requests(server, process, num_requests)
+        process.kill()
+        process.wait()
+
+    succeeds(*synthesize_command(server, tmp_path, *settings))
+
+    out = tmp_path / "out"
+    num_repeated = sum(count - 1 for count in seeds(server.answered).values())
+    assert made(out) | made(out, DROPPED) == {f"s{i}#1" for i in range(1000)}
+    assert num_repeated <= len(kill_points) * concurrency
     assert_no_key(tmp_path)
-    answered = Counter(request["seed"] for request in server.answered)
-    assert len(answered) == 30 and set(answered.values()) == {1}
-    sent = Counter(request["seed"] for request in server.requests)
-    assert sum(count > 1 for count in sent.values()) == 4, (
-        "only what was never answered was sent a second time"
+
+
+@pytest.fixture
+def stopped(
+    server: LLMServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> tuple[LLMServer, int, str]:
+    """A run of 30 queries stopped by a signal after 12 answers, four requests under way.
+
+    Returns the server, the exit code, and stderr.
+    """
+    server.otherwise = lambda body: replace(
+        unique_reply(body), delay=0 if len(server.requests) <= 12 else 60
     )
-    assert all(sent[request["seed"]] == 1 for request in first)
+    write_pool(tmp_path / "pool", [skill(i) for i in range(30)])
+    process = start_synthesize(server, tmp_path, "llm.concurrency=4")
+    # Each of four threads sends the next request when its last answer is in the cache.
+    wait_for_requests(server, process, 16)
+    process.send_signal(request.param)
+    code = process.wait(timeout=20)
+    server.otherwise = unique_reply
+    return server, code, (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize("stopped", [signal.SIGKILL, signal.SIGINT], indirect=True)
+def test_restart_repeats_only_requests_under_way(
+    stopped: tuple[LLMServer, int, str], tmp_path: Path
+) -> None:
+    server, _, _ = stopped
+    answered = seeds(server.answered)
+    assert len(answered) == 12
+
+    succeeds(*synthesize_command(server, tmp_path, "llm.concurrency=4"))
+
+    sent = seeds(server.requests)
+    assert len(made(tmp_path / "out")) == 30
+    assert sorted(sent.values()) == [1] * 26 + [2] * 4
+    assert all(sent[seed] == 1 for seed in answered)
+
+
+@pytest.mark.parametrize("stopped", [signal.SIGINT], indirect=True)
+def test_ctrl_c_ends_in_one_line(stopped: tuple[LLMServer, int, str], tmp_path: Path) -> None:
+    _, code, stderr = stopped
+
+    assert code == 130
+    assert stderr.splitlines()[-1] == "error: interrupted; what was finished is kept"
+    assert "Traceback" not in stderr
+    assert KEY not in stderr  # openai's debug log is on
+    assert not (tmp_path / "out").exists()
+    assert_no_key(tmp_path)

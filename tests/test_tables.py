@@ -121,13 +121,15 @@ def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
 
 
 def test_writing_an_arrow_table_checks_it_too(tmp_path):
-    loose = pa.Table.from_pylist([QUERY])
-    assert read_table(write_table(loose, QUERIES, tmp_path), QUERIES).to_pylist() == [QUERY]
+    checked = table_from_rows([QUERY], QUERIES)
+    assert read_table(write_table(checked, QUERIES, tmp_path), QUERIES).to_pylist() == [QUERY]
+    with pytest.raises(SkilltrainError, match="'query_id: string' in the place of"):
+        write_table(pa.Table.from_pylist([QUERY]), QUERIES, tmp_path)
     with pytest.raises(SkilltrainError, match="it has nothing in the place of 'split"):
         write_table(read_table(tmp_path, QUERIES).drop_columns(["split"]), QUERIES, tmp_path)
     with pytest.raises(SkilltrainError, match="null"):
         write_table(
-            pa.Table.from_pylist([QUERY | {"text": None}], schema=loose.schema), QUERIES, tmp_path
+            pa.Table.from_pylist([QUERY | {"text": None}], schema=QUERIES.schema), QUERIES, tmp_path
         )
     assert read_table(tmp_path, QUERIES).to_pylist() == [
         QUERY

@@ -165,7 +165,7 @@ def test_lists_that_cannot_be_scored_are_refused(folder, members, complaint):
     with pytest.raises(
         SkilltrainError, match="recipe: rankers: select chooses skills and gives no scores"
     ):
-        run(folder, {"kind": "select", "llm": {"kind": "smollm2"}})
+        run(folder, {"kind": "select", "llm": {"kind": "openai"}})
     write_table(rows(members), LISTS, folder / "lists")
     with pytest.raises(SkilltrainError, match=complaint):
         run(folder, LEXICAL)

@@ -159,24 +159,28 @@ def export_model(
     training: Path | str,
     out: Path | str,
     checkpoint: str | None = None,
-    interpolate: float | None = None,
     *,
     repo: str | None = None,
     license_id: str | None = None,
     report: Path | str | None = None,
 ) -> dict[str, Any]:
-    """Write the model of a training run, or of one of its checkpoints (`best`, `step-400`), as a folder of its own.
+    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
 
-    With `interpolate` A its weights are (1 - A) x the base's + A x the trained ones. Its card tells the name on the Hub
-    (`repo`), the licence, and the results in the folder `report` of an evaluation of this training.
+    Args:
+        training: Folder of the training run.
+        out: Folder to write.
+        checkpoint: `best` or `step-N`; by default the run's final model.
+        repo: Name on the Hub, for the model card.
+        license_id: Licence of the model, for the model card.
+        report: Folder of an evaluation of this run, for the model card's results.
 
-    >>> export_model("runs/encoder", "models/encoder", checkpoint="best", interpolate=0.7)
+    >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
     """
     from skilltrain.export.card import Published
     from skilltrain.training.publish import export_run
 
     published = Published(repo, license_id, [] if report is None else [Path(report)])
-    return export_run(Path(training), Path(out), checkpoint, interpolate, published)
+    return export_run(Path(training), Path(out), checkpoint, published)
 
 
 def _config_of(recipe: "Recipe", settings: Sequence[str]) -> Any:

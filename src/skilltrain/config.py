@@ -21,15 +21,26 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 _MAX_NODES = 100_000  # of a YAML text, its aliases written out
 
 REMOVED: dict[str, str] = {
-    "clusters": "training finds near-duplicates by near_duplicates",
+    "smollm2": "use kind openai with the base_url of a local server: Ollama, llama.cpp or vLLM",
+    "mode": "leave it out, for there is no Batch API any more and all requests are live",
+    "poll_seconds": "leave it out, for there is no Batch API any more",
+    "llm.batch_size": "leave it out, for there is no Batch API any more",
+    "--interpolate": "choose a checkpoint with --checkpoint instead",
+    "openvino": "use onnx",
+    "collect": "run examples/collect_registry.py, then the stage pool on the file that it writes",
+    "decontaminate.clusters": "limits.jaccard finds near-duplicates",
+    "decontaminate.cosine": "limits.jaccard finds near-duplicates",
+    "decontaminate.encoder": "limits.jaccard finds near-duplicates",
     "cosine_pair": "use form pair, with a loss of temperature 1",
+    "data.clusters": "training finds near-duplicates by near_duplicates",
     "lambda_rank": "use ranknet",
     "lexical_weight": "fuse the trained encoder with BM25",
-    "margin": "the loss; use ranknet",
+    "margin": "use ranknet",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
-Keys are names as a user writes them (`cosine_pair`, `lexical_weight`); values complete the sentence "removed: ...".
+Keys are names as a user writes them (`cosine_pair`, `lexical_weight`). Where the name is still used elsewhere, a key is
+`section.setting` or `stage.setting`. Values complete the sentence "removed: ...".
 """
 
 
@@ -212,10 +223,11 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         f"{key}: " if key else "",
         sorted({name for c in sections for name in c.model_fields}),
     )
-    if kind == "extra_forbidden" and path[-1] in REMOVED:
-        return f"unknown key '{key}'{removed_advice(path[-1])}"
     if kind == "extra_forbidden":
-        return f"unknown key '{key}'{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
+        names = path[-1], key, f"{values.get('stage')}.{key}"
+        advice = next(filter(None, map(removed_advice, names)), "")
+        allowed = f"{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
+        return f"unknown key '{key}'{advice or allowed}"
     if kind == "missing":
         return f"missing key '{'.'.join([*path, str(fault['loc'][-1])])}'"
     if kind in ("union_tag_invalid", "union_tag_not_found"):

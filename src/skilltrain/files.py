@@ -194,10 +194,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def json_object(line: bytes) -> dict[str, Any]:
-    """The JSON object in a line. Raises ValueError where it is none."""
+def json_object(line: bytes, unique_keys: bool = False) -> dict[str, Any]:
+    """The JSON object in a line. Raises ValueError where it is none.
+
+    With `unique_keys`, SkilltrainError where a key appears twice.
+    """
+    hook = _unique_keys if unique_keys else None
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=hook)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):

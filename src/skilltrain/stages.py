@@ -17,14 +17,6 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage(
-            "collect",
-            "data.collect.collect",
-            about="Fetch the skills of a registry over HTTP, resumable at any moment.",
-            example="registry.base_url=https://registry.example.org/api state=runs/registry out=runs/collected",
-            found="{num_skills} skills; left out: {num_dropped}",
-            then="pool sources={out} out={near}/pool",
-        ),
-        Stage(
             "pool",
             "data.pool.skill_pool",
             about="Make one pool of skills from many sources, screened for malware and prompt injections.",

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -29,47 +29,39 @@ class TableSpec:
 Rows = Iterable[Mapping[str, Any] | Skill | Query | Judgement | Dropped]
 """What a table is made of: mappings, or records."""
 _MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
-_PLAIN = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
-_LISTS = {
-    f"{name}s": pa.list_(pa.field("item", kind, nullable=False)) for name, kind in _PLAIN.items()
+_TYPES = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
+_TYPES |= {
+    f"{kind}s": pa.list_(pa.field("item", type_, nullable=False)) for kind, type_ in _TYPES.items()
 }
+_KINDS = {str: "text", str | None: "text?", float | None: "float?", Verdict: "text"}
 
 
 def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
-    """`columns` name a type each, with `?` where a value may be null."""
-    types = _PLAIN | _LISTS
+    """Return a table of `columns`: name → type, with `?` where a value may be null."""
     fields = [
-        pa.field(c, types[kind.rstrip("?")], nullable=kind.endswith("?"))
-        for c, kind in columns.items()
+        pa.field(column, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?"))
+        for column, kind in columns.items()
     ]
     return TableSpec(name, pa.schema(fields), tuple(key.split()))
 
 
-SKILLS = _spec(
-    "skills",
-    "skill_id",
-    skill_id="text",
-    name="text",
-    description="text",
-    body="text",
-    category="text?",
-    lang="text?",
-    source="text",
-    license="text?",
-)
-QUERIES = _spec(
-    "queries", "query_id", query_id="text", text="text", kind="text", origin="text", split="text"
-)
-JUDGEMENTS = _spec(
+def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
+    """Return a table of the fields of `record`, in another `order` where one is given."""
+    types = get_type_hints(record)
+    columns = {column: _KINDS[types[column]] for column in order.split() or types}
+    return _spec(name, key, **columns)
+
+
+SKILLS = _spec_of(Skill, "skills", "skill_id")
+QUERIES = _spec_of(Query, "queries", "query_id")
+JUDGEMENTS = _spec_of(
+    Judgement,
     "judgements",
     "query_id skill_id",
-    query_id="text",
-    skill_id="text",
-    verdict="text",
-    reason="text?",
-    why="text?",
-    group="text?",
-    judge="text",
+    order="query_id skill_id verdict reason why group judge",
+)
+DROPPED = _spec_of(
+    Dropped, "dropped", "", order="query_id skill_id filter value reason source other_id"
 )
 RANKINGS = _spec(
     "rankings",
@@ -89,17 +81,6 @@ LISTS = _spec(
     sources="texts",
     ranks="ints",
     teacher_scores="floats?",
-)
-DROPPED = _spec(
-    "dropped",
-    "",
-    query_id="text",
-    skill_id="text",
-    filter="text",
-    value="float?",
-    reason="text",
-    source="text?",
-    other_id="text?",
 )
 PLANS = _spec(
     "plans",
@@ -125,37 +106,42 @@ FLAGS = _spec(
 
 
 def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
-    """`rows` as a checked table. Raises SkilltrainError for an unknown, missing, null or ill-typed value."""
+    """Return `rows` as a checked table.
+
+    Raises:
+        SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
+    """
     rows = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
+    names = {*spec.schema.names}
     required = {field.name for field in spec.schema if not field.nullable}
     for position, row in enumerate(rows):
-        for fault, columns in (
-            ("unknown", row.keys() - {*spec.schema.names}),
-            ("missing", required - row.keys()),
-        ):
-            if columns:
-                what = f"{fault} column {min(columns)!r} in a row for table {spec.name}"
-                raise SkilltrainError(what, where=f"row {position}")
+        unknown = row.keys() - names
+        if unknown or not required <= row.keys():
+            fault = "unknown" if unknown else "missing"
+            column = min(unknown or required - row.keys())
+            what = f"{fault} column {column!r} in a row for table {spec.name}"
+            raise SkilltrainError(what, where=f"row {position}")
     columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
-    def array(values: list[Any]) -> pa.Array:
-        if any(_bends(value, field.type) for value in values):
-            raise ValueError(f"{field.type} would change it")
-        return pa.array(values, field.type)
-
     try:
-        return array(values)
+        return _array(values, field.type)
     except _MISFIT:
         for position, value in enumerate(values):
             try:
-                array([value])
+                _array([value], field.type)
             except _MISFIT as error:
                 what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
                 raise SkilltrainError(what, where=f"row {position}") from error
         raise
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if any(_bends(value, kind) for value in values):
+        raise ValueError(f"{kind} would change it")
+    return pa.array(values, kind)
 
 
 def _bends(value: Any, kind: pa.DataType) -> bool:
@@ -166,24 +152,17 @@ def _bends(value: Any, kind: pa.DataType) -> bool:
 
 
 def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """`table` itself if it is a `spec` table: the same columns, no null where none may be, unique keys."""
-    for pair in zip_longest(table.schema, spec.schema):
-        if type(pair[0]) is not type(pair[1]) or not pair[0].equals(pair[1]):
-            has, needs = (
-                "nothing" if field is None else f"'{pa.schema([field])}'" for field in pair
-            )
-            raise SkilltrainError(
-                f"is not a {spec.name} table: it has {has} in the place of {needs}", where=where
-            )
+    """Return `table` if its columns are those of `spec`, without forbidden nulls and repeated keys."""
+    for has, needs in zip_longest(table.schema, spec.schema):
+        if has is None or needs is None or has != needs:
+            difference = f"it has {_describe_field(has)} in the place of {_describe_field(needs)}"
+            raise SkilltrainError(f"is not a {spec.name} table: {difference}", where=where)
     for field, column in zip(spec.schema, table.columns, strict=True):
+        what = f"column '{field.name}' of table {spec.name} holds a null"
         if not field.nullable and column.null_count:
-            raise SkilltrainError(
-                f"column '{field.name}' of table {spec.name} holds a null", where=where
-            )
+            raise SkilltrainError(what, where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
-            raise SkilltrainError(
-                f"a list in column '{field.name}' of table {spec.name} holds a null", where=where
-            )
+            raise SkilltrainError(f"a list in {what}", where=where)
     if spec.key:
         counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
         if counts.num_rows < table.num_rows:
@@ -193,6 +172,10 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     return table
 
 
+def _describe_field(field: pa.Field | None) -> str:
+    return "nothing" if field is None else f"'{pa.schema([field])}'"
+
+
 def table_path(path: Path, spec: TableSpec) -> Path:
     """The file of a table: `path` itself, or the table's file in the folder `path`."""
     return path / f"{spec.name}.parquet" if path.is_dir() or not path.suffix else path
@@ -200,21 +183,14 @@ def table_path(path: Path, spec: TableSpec) -> Path:
 
 def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
     """Write `rows` as a checked parquet table, atomically; returns the file's path."""
-    table = _cast(rows, spec, path) if isinstance(rows, pa.Table) else table_from_rows(rows, spec)
+    if isinstance(rows, pa.Table):
+        table = _check_table(rows, spec, path).cast(spec.schema)  # parquet renames the list items
+    else:
+        table = table_from_rows(rows, spec)
     file = table_path(path, spec)
     with atomic_path(file) as temporary:
         pq.write_table(table, temporary, compression="zstd")
     return file
-
-
-def _cast(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    try:
-        table = table.cast(spec.schema) if table.schema.names == spec.schema.names else table
-    except (pa.ArrowException, ValueError) as error:
-        raise SkilltrainError(
-            f"a value does not fit table {spec.name}: {error}", where=where
-        ) from error
-    return _check_table(table, spec, where)
 
 
 def read_table(path: Path, spec: TableSpec) -> pa.Table:

@@ -5,7 +5,7 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -127,9 +127,13 @@ def is_main_process() -> bool:
 
 
 def say(message: str) -> None:
-    """Plain lines to the person at the terminal (stderr, so that stdout stays machine-readable), by one process."""
+    """Plain lines to the person at the terminal (stderr, so that stdout stays machine-readable), by one process.
+
+    A closed terminal, a full disk or a lack of file descriptors raises nothing: work goes on without the line.
+    """
     if is_main_process():
-        print_line(message)
+        with suppress(OSError, ValueError):
+            print_line(message)
 
 
 def print_line(message: str, style: str = "") -> None:

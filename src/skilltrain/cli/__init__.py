@@ -3,6 +3,7 @@
 import atexit
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,10 +77,11 @@ def _in_words(error: BaseException) -> tuple[str, int]:
 
 
 def _usage_fault(error: typer.TyperException) -> str:
-    """Return what is wrong with the command line; a removed command is answered with its replacement."""
+    """Return what is wrong with the command line; a removed name is answered with its replacement."""
     message = error.format_message().rstrip(".")
-    _, _, command = message.partition("No such command ")
-    return message + removed_advice(command.strip("'"))
+    for word in re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", message):  # quoted names, options
+        message += removed_advice(word)
+    return message
 
 
 def _exit(code: int) -> None:

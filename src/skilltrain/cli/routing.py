@@ -201,6 +201,16 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="host name that clients may use (http); loopback names by default"),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="web page that may ask (http), e.g. https://a.example")
+    ] = None,
+    token_env: Annotated[
+        str, typer.Option(help="environment variable that holds the token to ask for (http)")
+    ] = "",
 ) -> None:
     """Serve a router: MCP over stdio, or over HTTP with /route, /embed, /rerank, /health and /metrics beside it.
 
@@ -209,6 +219,7 @@ def serve(
     from skilltrain.routing.router import Router
 
     try:
+        from skilltrain.routing.access import read_access
         from skilltrain.routing.servers import serve_http, serve_stdio
         from skilltrain.routing.service import RouteLog, Service
     except ModuleNotFoundError as error:
@@ -221,7 +232,8 @@ def serve(
     if mcp == "stdio":
         serve_stdio(service, watch)
     else:
-        serve_http(service, watch, host, port)
+        access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
+        serve_http(service, watch, host, port, access)
 
 
 @app.command("provision")

@@ -118,10 +118,6 @@ def export(
     checkpoint: Annotated[
         str | None, typer.Option(help="step-N or best; else what the run ended with")
     ] = None,
-    interpolate: Annotated[
-        float | None,
-        typer.Option(help="A: (1 - A) x the base's weights + A x the trained ones (WiSE-FT)"),
-    ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")
     ] = False,
@@ -135,24 +131,19 @@ def export(
 ) -> None:
     """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
 
-    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --interpolate 0.7 --out models/sr_emb
+    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
 
     Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
     """
     from skilltrain.export.card import Published
-    from skilltrain.training.publish import export_adapter, export_run
+    from skilltrain.training.publish import export_run
 
-    if adapter:
-        if any(given is not None for given in (interpolate, form, reports, repo, license_id)):
-            fix = "give only --checkpoint and --out"
-            raise SkilltrainError(
-                "an adapter is written as it is, without a card", where="--adapter", fix=fix
-            )
-        found = quietly(export_adapter, run, out, checkpoint)
-    else:
-        published = Published(repo, license_id, reports or ())
-        found = quietly(export_run, run, out, checkpoint, interpolate, published, form)
-    conclude(found, [f"{out}: {found['checkpoint'] or 'the model'} of {run}"], as_json)
+    if adapter and any((form, reports, repo, license_id)):
+        what = "an adapter is written as it is, without a card"
+        raise SkilltrainError(what, where="--adapter", fix="give only --checkpoint and --out")
+    published = Published(repo, license_id, reports or ())
+    summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
+    conclude(summary, [f"{out}: {summary['checkpoint'] or 'the model'} of {run}"], as_json)
 
 
 @app.command()
@@ -165,6 +156,10 @@ def push(
     ],
     public: Annotated[
         bool, typer.Option("--public", help="everyone may read the repository")
+    ] = False,
+    into_existing: Annotated[
+        bool,
+        typer.Option("--into-existing", help="replace a repository that holds only a README.md"),
     ] = False,
     form: AsForm = None,
     reports: Reports = None,
@@ -181,14 +176,16 @@ def push(
     from skilltrain.export.card import Published
     from skilltrain.training.publish import push_model
 
-    found = quietly(
-        push_model, run, Published(repo, license_id, reports or ()), form, public, only_plan
-    )
+    published = Published(repo, license_id, reports or ())
+    summary = quietly(push_model, run, published, form, public, into_existing, only_plan)
     if only_plan and not as_json:
-        typer.echo(visible(found["card"]))
-    sizes = [f"{name}: {size:,} bytes" for name, size in found["files"].items()]
-    done = f"{repo}: would be pushed; nothing was sent" if only_plan else f"{found['url']}: pushed"
-    conclude(found, [*sizes, done], as_json)
+        typer.echo(visible(summary["card"]))
+    lines = [f"{name}: {size:,} bytes" for name, size in summary["files"].items()]
+    if only_plan:
+        lines.append(f"{repo}: would be pushed; nothing was sent")
+    else:
+        lines.append(f"{summary['url']}: pushed")
+    conclude(summary, lines, as_json)
 
 
 @app.command(context_settings=AS_WRITTEN)

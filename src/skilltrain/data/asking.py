@@ -1,4 +1,9 @@
-"""What the stages that ask a chat model share: its prompts (prompts.yaml), seeds, and how often it is asked again."""
+"""What stages that ask a chat model share: prompts (prompts.yaml), seeds and attempts.
+
+Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the prompts
+for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
+joins these; `ask` returns the values and the rows of DROPPED.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,8 +18,8 @@ from pydantic import AfterValidator
 
 from skilltrain.data.draws import stable_number
 from skilltrain.data.screening import flags_to_leave_out
-from skilltrain.llm import Asked, LLMConfig, Questions, ask_until, cost_of, open_llm
-from skilltrain.llm.ask import QuestionT, ValueT
+from skilltrain.llm import LLM, LLMConfig, Outcome, Questions, ask_all, estimate_cost
+from skilltrain.llm.ask import ItemT, ValueT
 from skilltrain.llm.untrusted import fenced
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import read_skills
@@ -23,7 +28,7 @@ from skilltrain.texts import clean_text, one_line
 PROMPTS: Final[dict[str, Any]] = yaml.safe_load(
     (files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8")
 )
-ATTEMPTS = 3  # answers tried for one thing before it is dropped
+ATTEMPTS = 3  # answers asked for before an item is dropped
 TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
@@ -42,36 +47,39 @@ def _template(name: str, role: str) -> jinja2.Template:
 
 
 def prompt(name: str, untrusted: str, **values: object) -> tuple[str, str]:
-    """What the system says and the user, with `untrusted` texts between two lines that hold a mark."""
+    """Render the system and the user message of a prompt in prompts.yaml.
+
+    Args:
+        name: Key of the prompt.
+        untrusted: Texts of strangers; the template's `fenced` puts them between two marked lines.
+        values: All other values of the template.
+    """
     values["fenced"] = fenced(untrusted)
     return _template(name, "system").render(values), _template(name, "user").render(values)
 
 
 def questions_of(
     llm: LLMConfig,
-    asked: Sequence[QuestionT],
-    prompt: Callable[[QuestionT], tuple[str, str]],
+    items: Sequence[ItemT],
+    prompt: Callable[[ItemT], tuple[str, str]],
+    read: Callable[[ItemT, str], ValueT],
     seed: int,
-    read: Callable[[QuestionT, str], ValueT],
     answer_tokens: int,
     description: str,
-) -> Questions[QuestionT, ValueT]:
-    """What a model is asked, and how its answers are read; each attempt has a seed of its own."""
+) -> Questions[ItemT, ValueT]:
+    """Return the questions of a stage (see `Questions`). Every item and attempt has its own seed."""
 
-    def seed_of(one: QuestionT, attempt: int) -> int:
-        return (
-            stable_number(seed, one.query_id, one.skill_id, attempt) >> 33
-        )  # servers take seeds below 2**31
+    def seed_of(item: ItemT, attempt: int) -> int:
+        number = stable_number(seed, item.query_id, item.skill_id, attempt)
+        return number >> 33  # servers take seeds below 2**31
 
-    return Questions(
-        open_llm(llm), asked, prompt, seed_of, read, ATTEMPTS, answer_tokens, description
-    )
+    return Questions(LLM(llm), items, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
 
 
-def ask(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
-    """The answers, once their cost is said."""
-    cost_of(questions)
-    return ask_until(questions)
+def ask(questions: Questions[ItemT, ValueT]) -> Outcome[ItemT, ValueT]:
+    """Say what the questions will cost, then ask them."""
+    estimate_cost(questions)
+    return ask_all(questions)
 
 
 def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:

@@ -20,7 +20,7 @@ from skilltrain.data.asking import PROMPTS, Line, ask, prompt, questions_of
 from skilltrain.data.contamination import open_benchmarks
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
-from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
+from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill, counted
 from skilltrain.tables import DROPPED, SKILLS, write_table
@@ -45,9 +45,7 @@ class DistractorsConfig(Config):
     pool: InputPath | None = Field(
         default=None, description="SKILLS with the gold skills that the benchmark lacks"
     )
-    llm: LLMConfig = Field(
-        description="who writes, kind openai or smollm2; needs a long llm.max_tokens, such as 3000"
-    )
+    llm: LLMConfig = Field(description="who writes; needs a long llm.max_tokens, such as 3000")
     num_distractors: int = Field(
         default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns"
     )
@@ -99,12 +97,12 @@ def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
 def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
     """What a run would ask for and what it would cost at most, found without asking anybody (`--dry-run`)."""
     questions = _questions(config)
-    return _num_asked(questions) | cost_of(questions)
+    return _num_asked(questions) | estimate_cost(questions)
 
 
 def _num_asked(questions: Questions[Distractor, Skill]) -> dict[str, Any]:
-    num_golds = len({wanted.gold.skill_id for wanted in questions.asked})
-    return {"num_gold_skills": num_golds, "num_asked": len(questions.asked)}
+    num_golds = len({wanted.gold.skill_id for wanted in questions.items})
+    return {"num_gold_skills": num_golds, "num_asked": len(questions.items)}
 
 
 def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
@@ -128,7 +126,7 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
         return skill
 
     return questions_of(
-        config.llm, wanted, _prompt, config.seed, read, NUM_TOKENS, "writing distractors"
+        config.llm, wanted, _prompt, read, config.seed, NUM_TOKENS, "writing distractors"
     )
 
 
@@ -138,7 +136,7 @@ def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...
     Raises SkilltrainError where neither the benchmark's folder nor the pool holds one.
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
-    known = {gold.skill.skill_id: gold.skill for gold in benchmark.golds}
+    known = {gold.skill_id: gold for gold in benchmark.golds}
     siblings: dict[str, dict[str, None]] = {}
     for task in benchmark.tasks:
         gold = sorted(task.relevance.gold)

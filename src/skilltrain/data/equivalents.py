@@ -13,7 +13,7 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.asking import ask, questions_of
 from skilltrain.data.rejections import Group, group_prompt
-from skilltrain.llm import LLMConfig, Questions, cost_of, read_numbers
+from skilltrain.llm import LLMConfig, Questions, estimate_cost, read_numbers
 from skilltrain.records import Judgement, Skill, Verdict, counted
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -37,7 +37,7 @@ class EquivalentsConfig(Config):
     rankings: InputPath = Field(
         description="RANKINGS of the queries, such as those of the stage candidates"
     )
-    llm: LLMConfig = Field(description="who judges, kind openai or smollm2")
+    llm: LLMConfig = Field(description="the chat model that judges")
     depth: int = Field(
         default=20, ge=1, le=50, description="candidates judged for each gold skill, the best first"
     )
@@ -64,7 +64,7 @@ def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
 
 def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
-    return cost_of(_questions(config))
+    return estimate_cost(_questions(config))
 
 
 def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
@@ -87,7 +87,7 @@ def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
             shown = tuple(skills[skill_id] for skill_id in (gold, *near))
             groups.append(Group(query.query_id, "", shown, query.text))
     prompt = partial(group_prompt, "equivalents", 0)
-    return questions_of(config.llm, groups, prompt, config.seed, _read, 20, "judging candidates")
+    return questions_of(config.llm, groups, prompt, _read, config.seed, 20, "judging candidates")
 
 
 def _read(group: Group, answer: str) -> list[Skill]:

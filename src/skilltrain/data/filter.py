@@ -81,79 +81,85 @@ class FilterConfig(Config):
 
 
 def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
-    """Counts of what stayed and what went; writes RANKINGS and DROPPED.
+    """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
 
-    A candidate judged irrelevant or rejected stays whatever it resembles: a judgement outranks a likeness. Of the
-    others, each is dropped by the first layer that finds a ground.
+    A candidate judged irrelevant or rejected is kept whatever it resembles, because a judgement
+    outranks a likeness. Every other one is dropped by the first layer that objects.
     """
     rankings = read_table(config.rankings, RANKINGS)
-    skills, verdicts = read_skills(config.pool), read_verdicts(config.queries)
+    skills = read_skills(config.pool)
     check_ranked(rankings, {skill.skill_id for skill in skills}, config.pool)
-    pairs, judged = open_pairs(rankings, skills, verdicts)
+    pairs, positives = open_pairs(rankings, skills, read_verdicts(config.queries))
     texts = {query.query_id: query.text for query in read_queries(config.queries)}
     query_ids = sorted(set(texts_of(rankings.column("query_id"))))
     if missing := [query_id for query_id in query_ids if query_id not in texts]:
         what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
-        raise SkilltrainError(
-            what, where=config.queries, fix="give the queries that were mined for"
-        )
-    query_texts = [texts[query_id] for query_id in query_ids]
-    sources = texts_of(rankings.column("stage"))
+        fix = "give the queries that were mined for"
+        raise SkilltrainError(what, where=config.queries, fix=fix)
     pool = FilterPool(
-        skills, pairs, sources, query_texts, config.encoder, config.clusters, config.workers
+        skills,
+        pairs,
+        sources=texts_of(rankings.column("stage")),
+        query_texts=[texts[query_id] for query_id in query_ids],
+        encoder_source=config.encoder,
+        clusters_path=config.clusters,
+        workers=config.workers,
     )
-    against = find_false_negatives(pool, query_ids, config.layers)
-    against |= judged if config.judged_positives == "drop" else {}
-    kept = np.ones(rankings.num_rows, dtype=bool)
-    kept[list(against)] = False
-    left = rankings.filter(pa.array(kept))
-    write_table(left, RANKINGS, out)
-    write_table((against[row] for row in sorted(against)), DROPPED, out)
-    by_layer = Counter(drop.filter for drop in against.values())
+    dropped = find_false_negatives(pool, query_ids, config.layers)
+    if config.judged_positives == "drop":
+        dropped |= positives
+    is_kept = np.ones(rankings.num_rows, dtype=bool)
+    is_kept[list(dropped)] = False
+    kept = rankings.filter(pa.array(is_kept))
+    write_table(kept, RANKINGS, out)
+    write_table((dropped[row] for row in sorted(dropped)), DROPPED, out)
+    by_layer = Counter(drop.filter for drop in dropped.values())
+    layers = ("judged", *(layer.name for layer in config.layers))
     return {
         "num_candidates": rankings.num_rows,
-        "num_kept": left.num_rows,
-        "num_dropped": len(against),
-        "dropped_by_layer": {
-            name: by_layer[name] for name in ("judged", *(layer.name for layer in config.layers))
-        },
-        "kept_by_source": counted(left.column("stage").to_pylist()),
+        "num_kept": kept.num_rows,
+        "num_dropped": len(dropped),
+        "dropped_by_layer": {name: by_layer[name] for name in layers},
+        "kept_by_source": counted(kept.column("stage").to_pylist()),
     }
 
 
 def open_pairs(
     rankings: pa.Table, skills: Sequence[Skill], verdicts: Mapping[str, Mapping[str, Verdict]]
 ) -> tuple[Pairs, dict[int, Dropped]]:
-    """(each candidate that no judge has seen with each gold skill of its query, row → judged positives).
+    """Pair candidates with gold skills.
 
-    The gold skills of a query stand in order of id.
+    Returns:
+        Each unjudged candidate with each gold skill of its query in order of id (-1 without one);
+        and, by row of the rankings, the candidates that are judged positives.
     """
-    position = {skill.skill_id: place for place, skill in enumerate(skills)}
+    positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
-    ranked, positives = np.zeros(rankings.num_rows, dtype=PAIR), dict[int, Dropped]()
-    ranked["row"], sources = np.arange(len(ranked)), texts_of(rankings.column("stage"))
-    ranked["skill"], ranked["rank"] = (
-        [position[skill_id] for skill_id in skill_ids],
-        rankings.column("rank").to_numpy(),
-    )
-    rows, golds = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for number, (query_id, of_query) in enumerate(rows_by_query(rankings).items()):
-        ranked["query"][of_query] = number
-        judged = {
-            position[s]: verdict
-            for s, verdict in sorted(verdicts.get(query_id, {}).items())
-            if s in position
-        }
-        of_golds = [place for place, verdict in judged.items() if verdict in POSITIVE]
-        left = of_query[~np.isin(ranked["skill"][of_query], list(judged))]
-        rows.append(np.repeat(left, max(1, len(of_golds))))
-        golds.append(np.tile(of_golds or [-1], len(left)))
-        for row in of_query[np.isin(ranked["skill"][of_query], of_golds)].tolist():
-            reason = f"judged {judged[position[skill_ids[row]]]} for this query"
+    sources = texts_of(rankings.column("stage"))
+    candidates = np.zeros(rankings.num_rows, dtype=PAIR)
+    candidates["row"] = np.arange(len(candidates))
+    candidates["skill"] = [positions[skill_id] for skill_id in skill_ids]
+    candidates["rank"] = rankings.column("rank").to_numpy()
+    positives: dict[int, Dropped] = {}
+    rows = [np.empty(0, np.int64)]
+    golds = [np.empty(0, np.int64)]
+    for number, (query_id, query_rows) in enumerate(rows_by_query(rankings).items()):
+        candidates["query"][query_rows] = number
+        judged: dict[int, Verdict] = {}
+        for skill_id, verdict in sorted(verdicts.get(query_id, {}).items()):
+            if skill_id in positions:
+                judged[positions[skill_id]] = verdict
+        query_golds = [position for position, verdict in judged.items() if verdict in POSITIVE]
+        query_skills = candidates["skill"][query_rows]
+        unjudged = query_rows[~np.isin(query_skills, list(judged))]
+        rows.append(np.repeat(unjudged, max(1, len(query_golds))))
+        golds.append(np.tile(query_golds or [-1], len(unjudged)))
+        for row in query_rows[np.isin(query_skills, query_golds)].tolist():
+            reason = f"judged {judged[positions[skill_ids[row]]]} for this query"
             positives[row] = Dropped(
                 query_id, skill_ids[row], "judged", reason, source=sources[row]
             )
-    pairs = ranked[np.concatenate(rows)]
+    pairs = candidates[np.concatenate(rows)]
     pairs["gold"] = np.concatenate(golds)
     return pairs, positives
 
@@ -161,26 +167,26 @@ def open_pairs(
 def find_false_negatives(
     pool: FilterPool, query_ids: Sequence[str], layers: Sequence[Layer]
 ) -> dict[int, Dropped]:
-    """Row of the rankings → what speaks against it; a layer sees only what the layers before it kept."""
-    found: dict[int, Dropped] = {}
-    left = pool.pairs
+    """Return the false negatives by row of the rankings; a layer sees what earlier layers kept."""
+    dropped: dict[int, Dropped] = {}
+    remaining = pool.pairs
     for layer in layers:
-        of_rank = layer.name == "rank_window"  # the others compare with a gold skill
-        pairs = left if of_rank else left[left["gold"] >= 0]
+        needs_gold = layer.name != "rank_window"
+        pairs = remaining[remaining["gold"] >= 0] if needs_gold else remaining
         values = layer.check(pool, pairs)
         hits = np.flatnonzero(~np.isnan(values))
-        hits = hits[
-            np.unique(pairs["row"][hits], return_index=True)[1]
-        ]  # the first gold skill counts
+        # The first gold skill that a candidate resembles counts.
+        hits = hits[np.unique(pairs["row"][hits], return_index=True)[1]]
         for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
-            found[int(pair["row"])] = Dropped(
+            row = int(pair["row"])
+            dropped[row] = Dropped(
                 query_ids[int(pair["query"])],
                 pool.skills[pair["skill"]].skill_id,
                 layer.name,
                 layer.reason.format(value=value, layer=layer),
                 value,
-                pool.sources[int(pair["row"])],
-                None if of_rank else pool.skills[pair["gold"]].skill_id,
+                pool.sources[row],
+                pool.skills[pair["gold"]].skill_id if needs_gold else None,
             )
-        left = left[~np.isin(left["row"], pairs["row"][hits])]
-    return found
+        remaining = remaining[~np.isin(remaining["row"], pairs["row"][hits])]
+    return dropped

@@ -1,4 +1,4 @@
-"""Stage `lists`: what trainers read, each query with its positives and its negatives."""
+"""Stage `lists`: training lists, each a query with its positives and negatives."""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +31,8 @@ from skilltrain.tables import (
 )
 from skilltrain.terminal import track
 
-GOLD, JUDGED = "gold", "judged"
+GOLD = "gold"
+JUDGED = "judged"
 
 
 class ListsConfig(Config):
@@ -91,8 +92,8 @@ class ListsConfig(Config):
         return self
 
 
-class Entry(NamedTuple):
-    """One skill of a list; `rank` counts from 1 within `source`. A gold that no ranking held: source gold, rank 0."""
+class Candidate(NamedTuple):
+    """A skill of a list; `rank` counts from 1 within `source`, and is 0 for an unranked gold skill."""
 
     skill_id: str
     source: str
@@ -100,18 +101,19 @@ class Entry(NamedTuple):
 
 
 class ListPlan(NamedTuple):
-    """A list to be built: its query's id and judgements, its positives, and skills of the pool judged otherwise."""
+    """The judgements of a query, and those of its skills that are in the pool."""
 
     query_id: str
     judged: Mapping[str, Verdict]
     positives: tuple[str, ...]
-    turned_down: tuple[str, ...] = ()
+    negatives: tuple[str, ...] = ()
 
 
 def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
-    """Counts by source, verdict and length; writes LISTS, DROPPED, and the lists' own QUERIES and JUDGEMENTS.
+    """Write LISTS, their QUERIES and JUDGEMENTS, and DROPPED; return counts.
 
-    Raises SkilltrainError where not one list is left.
+    Raises:
+        SkilltrainError: The rankings do not fit the settings or the pool, or no list is left.
     """
     queries = {query.query_id: query for query in select_queries(config.queries, config.split)}
     judgements = read_table(config.queries, JUDGEMENTS)
@@ -120,32 +122,37 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
     _check_sources(rankings, config)
     check_ranked(rankings, pool, config.pool)
     flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    verdicts, dropped = verdicts_by_query(judgements), list[Dropped]()
-    rows, ranks = rows_by_query(rankings), rankings.column("rank").to_pylist()
-    skill_ids, sources = texts_of(rankings.column("skill_id")), texts_of(rankings.column("stage"))
-    built: dict[str, dict[str, Any]] = {}
+    verdicts = verdicts_by_query(judgements)
+    rows = rows_by_query(rankings)
+    skill_ids = texts_of(rankings.column("skill_id"))
+    sources = texts_of(rankings.column("stage"))
+    ranks = rankings.column("rank").to_pylist()
+
+    dropped: list[Dropped] = []
+    lists: dict[str, dict[str, Any]] = {}
     for query_id in track(queries, "building lists", len(queries)):
-        if plan := _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped):
-            candidates = [
-                Entry(skill_ids[row], sources[row], ranks[row]) for row in rows.get(query_id, ())
-            ]
-            if found := _row(plan, build_list(plan, candidates, config), config, dropped):
-                built[query_id] = found
-    if not built:
+        plan = _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
+        if plan is None:
+            continue
+        candidates = [
+            Candidate(skill_ids[row], sources[row], ranks[row]) for row in rows.get(query_id, ())
+        ]
+        if row := _list_row(plan, build_list(plan, candidates, config), config, dropped):
+            lists[query_id] = row
+    if not lists:
         what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
         fix = "check that rankings, queries and pool belong together"
         raise SkilltrainError(what, where=config.rankings, fix=fix)
-    write_table(built.values(), LISTS, out)
-    judged = sorted(
-        (row for row in judgements.to_pylist() if row["query_id"] in built),
-        key=lambda r: r["query_id"],
-    )
-    write_queries((queries[query_id] for query_id in built), judged, dropped, out)
-    lengths = [len(row["skill_ids"]) for row in built.values()]
+
+    write_table(lists.values(), LISTS, out)
+    judged = [row for row in judgements.to_pylist() if row["query_id"] in lists]
+    judged.sort(key=lambda row: row["query_id"])
+    write_queries((queries[query_id] for query_id in lists), judged, dropped, out)
+    lengths = [len(row["skill_ids"]) for row in lists.values()]
     return {
-        "num_lists": len(built),
-        "by_source": counted(chain.from_iterable(row["sources"] for row in built.values())),
-        "by_verdict": counted(chain.from_iterable(row["verdicts"] for row in built.values())),
+        "num_lists": len(lists),
+        "by_source": counted(chain.from_iterable(row["sources"] for row in lists.values())),
+        "by_verdict": counted(chain.from_iterable(row["verdicts"] for row in lists.values())),
         "list_length": {
             "min": min(lengths),
             "mean": round(sum(lengths) / len(lengths), 2),
@@ -156,18 +163,16 @@ def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
 
 
 def _check_sources(rankings: pa.Table, config: ListsConfig) -> None:
-    """Raise SkilltrainError where the sources of the rankings do not fit the way lists are to be built."""
+    """Raise SkilltrainError if the sources of the rankings do not fit the settings."""
     sources = sorted(rankings.column("stage").unique().to_pylist())
-    here = f"the rankings hold: {', '.join(sources) or 'nothing'}"
+    present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
     if config.list_size is not None and len(sources) > 1:
-        what = f"'list_size' takes the top of one ranking; {here}"
+        what = f"'list_size' takes the top of one ranking; {present}"
         raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
-    if unknown := [
-        source for source in config.quotas or {} if source not in {*sources, *SOURCES, JUDGED}
-    ]:
-        raise SkilltrainError(
-            f"'quotas' names an unknown source '{unknown[0]}'; {here}", where=config.rankings
-        )
+    known = {*sources, *SOURCES, JUDGED}
+    if unknown := [source for source in config.quotas or {} if source not in known]:
+        what = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
+        raise SkilltrainError(what, where=config.rankings)
 
 
 def _plan(
@@ -177,114 +182,139 @@ def _plan(
     flags: Mapping[str, Sequence[Flag]],
     dropped: list[Dropped],
 ) -> ListPlan | None:
-    """The list to build, None where no required skill can be in it; what cannot be used goes to `dropped`."""
-    positives, turned_down = list[str](), list[str]()
+    """Return the plan of a list, or None if no required skill can be in it; add to `dropped`."""
+    positives: list[str] = []
+    negatives: list[str] = []
+
+    def drop(skill_id: str, filter: str, reason: str) -> None:
+        dropped.append(Dropped(query_id, skill_id, filter, reason))
+
     for skill_id, verdict in sorted(judged.items()):
         if skill_id not in pool:
-            dropped.append(
-                Dropped(query_id, skill_id, "not_in_pool", f"judged {verdict}, not in the pool")
-            )
+            drop(skill_id, "not_in_pool", f"judged {verdict}, not in the pool")
         elif verdict not in POSITIVE:
-            turned_down.append(skill_id)
+            negatives.append(skill_id)
         elif skill_id in flags:
             rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
-            dropped.append(
-                Dropped(query_id, skill_id, "flagged", f"a positive with the flag {rules}")
-            )
+            drop(skill_id, "flagged", f"a positive with the flag {rules}")
         else:
             positives.append(skill_id)
     if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
-        return ListPlan(query_id, judged, tuple(positives), tuple(turned_down))
-    dropped.append(
-        Dropped(query_id, "", "no_positive", "no required skill of this query can be a positive")
-    )
+        return ListPlan(query_id, judged, tuple(positives), tuple(negatives))
+    drop("", "no_positive", "no required skill of this query can be a positive")
     return None
 
 
-def _row(
-    plan: ListPlan, entries: Sequence[Entry], config: ListsConfig, dropped: list[Dropped]
-) -> dict[str, Any]:
-    """The row of LISTS; none, and why in `dropped`, where no required skill or too few negatives are in it."""
-    held = {entry.skill_id for entry in entries}
-    outside = sorted(set(plan.positives) - held)
-    why = f"a positive outside the top {config.list_size}"
-    dropped += [Dropped(plan.query_id, skill_id, "outside_top", why) for skill_id in outside]
-    if not any(plan.judged[s] is Verdict.REQUIRED for s in held.intersection(plan.positives)):
-        return {}
-    num_negatives = len(entries) - len(plan.positives) + len(outside)
+def _list_row(
+    plan: ListPlan, candidates: Sequence[Candidate], config: ListsConfig, dropped: list[Dropped]
+) -> dict[str, Any] | None:
+    """Return the row of LISTS, or None without a required skill or enough negatives."""
+    skill_ids = [candidate.skill_id for candidate in candidates]
+    listed = [skill_id for skill_id in plan.positives if skill_id in skill_ids]
+    for skill_id in plan.positives:
+        if skill_id not in listed:
+            reason = f"a positive outside the top {config.list_size}"
+            dropped.append(Dropped(plan.query_id, skill_id, "outside_top", reason))
+    if not any(plan.judged[skill_id] is Verdict.REQUIRED for skill_id in listed):
+        return None
+    num_negatives = len(candidates) - len(listed)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
         dropped.append(Dropped(plan.query_id, "", "min_negatives", reason, float(num_negatives)))
-        return {}
-    skill_ids, sources, ranks = (list(column) for column in zip(*entries, strict=True))
-    # A mined candidate that nobody judged is taken for irrelevant: that is what mining assumes.
+        return None
+    # Mining assumes that a candidate which nobody judged is irrelevant.
     verdicts = [str(plan.judged.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
-    columns = {"skill_ids": skill_ids, "verdicts": verdicts, "sources": sources, "ranks": ranks}
-    return {"query_id": plan.query_id, **columns}
+    return {
+        "query_id": plan.query_id,
+        "skill_ids": skill_ids,
+        "verdicts": verdicts,
+        "sources": [candidate.source for candidate in candidates],
+        "ranks": [candidate.rank for candidate in candidates],
+    }
 
 
-def build_list(plan: ListPlan, candidates: Sequence[Entry], config: ListsConfig) -> list[Entry]:
-    """The entries of one list, positives among them; fewer than asked for where candidates are lacking.
+def build_list(
+    plan: ListPlan, candidates: Sequence[Candidate], config: ListsConfig
+) -> list[Candidate]:
+    """Return the positives and negatives of one list, fewer if there are too few candidates.
 
-    A known positive is never a negative, whatever the ranking says. Depends on the plan, the candidates as a set
-    and the seed only.
+    A known positive is never a negative. The result depends only on the plan, the set of candidates
+    and the seed.
     """
-    negatives = [entry for entry in candidates if plan.judged.get(entry.skill_id) not in POSITIVE]
-    judged, quotas = _turned_down(plan, config.seed), config.quotas or {}
-    golds = [Entry(skill_id, GOLD, 0) for skill_id in plan.positives]
+    quotas = config.quotas or {}
+    unjudged = [c for c in candidates if plan.judged.get(c.skill_id) not in POSITIVE]
+    judged = _judged_negatives(plan, config.seed)
+    golds = [Candidate(skill_id, GOLD, 0) for skill_id in plan.positives]
     if config.list_size is None:
-        return golds + sample_negatives(
-            [*judged, *negatives], quotas, f"{config.seed}/{plan.query_id}", config.best_of
-        )
+        seed = f"{config.seed}/{plan.query_id}"
+        return golds + sample_negatives([*judged, *unjudged], quotas, seed, config.best_of)
     if config.absent_gold == "drop":
-        ranked = [entry for entry in candidates if entry.skill_id in plan.positives]
-        return sorted([*ranked, *negatives], key=_in_order)[: config.list_size]
-    wanted = {entry.skill_id: entry for entry in (*golds, *judged[: quotas.get(JUDGED, 0)])}
-    found = {entry.skill_id: entry for entry in candidates if entry.skill_id in wanted}
-    absent = [entry for skill_id, entry in wanted.items() if skill_id not in found]
-    room = max(0, config.list_size - len(wanted))
-    others = sorted((entry for entry in negatives if entry.skill_id not in wanted), key=_in_order)
-    return sorted([*found.values(), *others[:room]], key=_in_order) + absent
+        ranked_golds = [c for c in candidates if c.skill_id in plan.positives]
+        return sorted([*ranked_golds, *unjudged], key=_rank_key)[: config.list_size]
+
+    # Golds and judged negatives are always in the list, at their ranks where they have one.
+    fixed = {c.skill_id: c for c in (*golds, *judged[: quotas.get(JUDGED, 0)])}
+    ranked = {c.skill_id: c for c in candidates if c.skill_id in fixed}
+    unranked = [c for skill_id, c in fixed.items() if skill_id not in ranked]
+    num_others = max(0, config.list_size - len(fixed))
+    others = sorted((c for c in unjudged if c.skill_id not in fixed), key=_rank_key)
+    return sorted([*ranked.values(), *others[:num_others]], key=_rank_key) + unranked
 
 
-def _turned_down(plan: ListPlan, seed: int) -> list[Entry]:
-    """What a judge turned down for the query, rejected skills first, those of one verdict in an order by chance."""
-    by_chance = sorted(
-        plan.turned_down, key=lambda skill_id: stable_number(seed, JUDGED, plan.query_id, skill_id)
-    )
-    in_order = sorted(by_chance, key=lambda skill_id: plan.judged[skill_id] is not Verdict.REJECTED)
-    return [Entry(skill_id, JUDGED, place) for place, skill_id in enumerate(in_order, 1)]
+def _judged_negatives(plan: ListPlan, seed: int) -> list[Candidate]:
+    """Return the skills judged irrelevant or rejected: rejected first, otherwise at random."""
+
+    def order(skill_id: str) -> tuple[bool, int]:
+        is_irrelevant = plan.judged[skill_id] is not Verdict.REJECTED
+        return is_irrelevant, stable_number(seed, JUDGED, plan.query_id, skill_id)
+
+    skill_ids = sorted(plan.negatives, key=order)
+    return [Candidate(skill_id, JUDGED, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
 
 def sample_negatives(
-    candidates: Sequence[Entry], quotas: dict[str, int], key: str, best_of: Collection[str] = ()
-) -> list[Entry]:
-    """Each source's quota, drawn uniformly from its candidates (of those in `best_of` the best) without taking a skill
-    twice; the same for one `key`.
+    candidates: Sequence[Candidate],
+    quotas: Mapping[str, int],
+    seed: str,
+    top_sources: Collection[str] = (),
+) -> list[Candidate]:
+    """Sample hard negatives for one query according to per-source quotas.
 
-    What a source could not give is drawn from what is left of the sources, in the order of `quotas`. Every source has
-    draws of its own, so that a change of one quota leaves the sources before it as they were.
+    Args:
+        candidates: Candidates of the query, from all sources.
+        quotas: Number of negatives to take from each source.
+        seed: Seed of this query. Every source has its own random stream, so changing one quota
+            does not change the order in which the other sources are sampled.
+        top_sources: Sources whose best-ranked candidates are taken instead of a random sample.
+            Judged negatives are always taken in rank order.
+
+    Returns:
+        At most `sum(quotas.values())` candidates with distinct skills. If a source has too few
+        candidates, the remaining slots are filled from the other sources, in the order of `quotas`.
     """
-    waiting: dict[str, list[Entry]] = {}
+    remaining: dict[str, list[Candidate]] = {}
     for source in quotas:
-        waiting[source] = sorted(
-            (entry for entry in candidates if entry.source == source), key=_in_order
-        )
-        if source not in (JUDGED, *best_of):
-            random.Random(f"{key}/{source}").shuffle(waiting[source])
-    chosen: dict[str, Entry] = {}
+        matching = sorted((c for c in candidates if c.source == source), key=_rank_key)
+        if source != JUDGED and source not in top_sources:
+            random.Random(f"{seed}/{source}").shuffle(matching)
+        remaining[source] = matching
+
+    # Judged negatives come first: they are the most reliable.
+    selected: dict[str, Candidate] = {}
     for source in sorted(quotas, key=lambda source: source != JUDGED):
-        _take(waiting[source], quotas[source], chosen)
+        _select(remaining[source], selected, limit=quotas[source])
+
+    # Fill the slots that a source could not fill.
     for source in quotas:
-        _take(waiting[source], sum(quotas.values()) - len(chosen), chosen)
-    return list(chosen.values())
+        _select(remaining[source], selected, limit=sum(quotas.values()) - len(selected))
+    return list(selected.values())
 
 
-def _take(waiting: Sequence[Entry], count: int, chosen: dict[str, Entry]) -> None:
-    """Put the first `count` entries of skills not yet chosen into `chosen`."""
-    fresh = [entry for entry in waiting if entry.skill_id not in chosen]
-    chosen.update((entry.skill_id, entry) for entry in fresh[: max(0, count)])
+def _select(candidates: Sequence[Candidate], selected: dict[str, Candidate], limit: int) -> None:
+    """Add the first `limit` candidates of skills that are not selected yet."""
+    new = [c for c in candidates if c.skill_id not in selected]
+    selected.update((c.skill_id, c) for c in new[: max(0, limit)])
 
 
-def _in_order(entry: Entry) -> tuple[int, str]:
-    return entry.rank, entry.skill_id
+def _rank_key(candidate: Candidate) -> tuple[int, str]:
+    return candidate.rank, candidate.skill_id

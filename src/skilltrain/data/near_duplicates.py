@@ -71,58 +71,54 @@ def _distinct(ordered: np.ndarray) -> np.ndarray:
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
 
 
-def _repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
-    """(the places of the values that stand more than so many times in an array, a number for each such value)."""
+def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
+    """Return the positions of values that occur more than `times` times, and a number per value."""
     order = np.argsort(values, kind="stable")  # the fastest: sets are sorted already
     ordered = values[order]
     counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
-    often = counts > times
-    return order[np.flatnonzero(np.repeat(often, counts))], np.repeat(
-        np.arange(np.count_nonzero(often)), counts[often]
-    )
+    is_repeated = counts > times
+    positions = order[np.flatnonzero(np.repeat(is_repeated, counts))]
+    return positions, np.repeat(np.arange(np.count_nonzero(is_repeated)), counts[is_repeated])
 
 
 def jaccard(left: Trigrams, right: Trigrams) -> float:
-    """Shared over all trigrams of two sets; 0 where one is empty."""
-    if not len(left) or not len(right):
-        return 0.0
-    both = np.concatenate([left, right])
-    both.sort()
-    shared = int(np.count_nonzero(both[1:] == both[:-1]))
-    return shared / (len(both) - shared)
+    """Return the shared trigrams over all trigrams of two sets; 0 if one is empty."""
+    both = np.sort(np.concatenate([left, right]))
+    num_shared = int(np.count_nonzero(both[1:] == both[:-1]))
+    return num_shared / (len(both) - num_shared) if num_shared else 0.0
 
 
 def numbered(values: Iterable[str]) -> Positions:
-    """A number for each value, equal ones alike; -1 for an empty one."""
+    """Return a number for each value: the same for equal values, -1 for an empty one."""
     numbers = {"": -1}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TrigramSets:
-    """The trigram sets of a pool, one after the other in one array; a position is a skill's place in the pool."""
+    """The trigram sets of a pool, one after the other in one array."""
 
     trigrams: Trigrams
     starts: Int64[np.ndarray, " boundary"]
 
     @classmethod
     def of(cls, bodies: Sequence[str], workers: WorkersConfig) -> "TrigramSets":
-        """The sets of `bodies`, read by `workers`."""
+        """Return the sets of `bodies`, read by `workers`."""
         blocks = [bodies[start : start + _BLOCK] for start in range(0, len(bodies), _BLOCK)]
-        found = list(map_blocks(_read_block, blocks, workers, "reading bodies"))
-        starts = np.cumsum(
-            np.concatenate([np.zeros(1, dtype=np.int64), *(sizes for sizes, _ in found)])
-        )
-        return cls(
-            np.concatenate([np.zeros(0, dtype=np.uint64), *(trigrams for _, trigrams in found)]),
-            starts,
-        )
+        sizes = [np.zeros(1, dtype=np.int64)]
+        trigrams = [np.zeros(0, dtype=np.uint64)]
+        for block_sizes, block_trigrams in map_blocks(
+            _read_block, blocks, workers, "reading bodies"
+        ):
+            sizes.append(block_sizes)
+            trigrams.append(block_trigrams)
+        return cls(np.concatenate(trigrams), np.cumsum(np.concatenate(sizes)))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __getitem__(self, position: int) -> Trigrams:
-        """The sorted distinct trigrams of one skill."""
+        """Return the sorted distinct trigrams of the skill at `position` in the pool."""
         return self.trigrams[self.starts[position] : self.starts[position + 1]]
 
     @property
@@ -131,32 +127,35 @@ class TrigramSets:
         return np.diff(self.starts)
 
     def without_templates(self, names: Positions, max_names: int) -> "TrigramSets":
-        """These sets without the trigrams that stand under more than `max_names` different names.
+        """Return these sets without the trigrams of more than `max_names` different names.
 
-        Many skills are filled into one template ("Automate … tasks via Rube MCP"): they share most of their trigrams
-        and not their function. Copies of one skill share as much, but under one name, or under few. So a trigram is
-        counted by the distinct `names` (one number per skill) of the skills that hold it.
+        Many skills are filled into one template ("Automate … tasks via Rube MCP"): they share most
+        of their trigrams and not their function. Copies of one skill share as much, but under one
+        name or few. So a trigram is counted by the distinct names of the skills that have it.
+
+        Args:
+            names: A number for the name of each skill, -1 for a skill without one.
+            max_names: A trigram of more names than this is removed.
         """
-        # Only a trigram of many skills can stand under many names.
-        places, numbers = _repeated(self.trigrams, max_names)
-        if not len(places):
+        # Only a trigram of many skills can have many names.
+        positions, numbers = _find_repeated(self.trigrams, max_names)
+        if not len(positions):
             return self
-        owners, width = (
-            np.repeat(names, self.sizes)[places] + 1,
-            names.max() + 2,
-        )  # without a name: 0
-        pairs = np.sort(numbers * width + owners, kind="stable")
-        is_template = np.bincount(_distinct(pairs) // width) > max_names
-        left_out = np.zeros(len(self.trigrams), dtype=bool)
-        left_out[places] = is_template[numbers]
-        starts = self.starts - np.searchsorted(np.flatnonzero(left_out), self.starts)
-        return TrigramSets(self.trigrams[~left_out], starts)
+        owners = np.repeat(names, self.sizes)[positions] + 1
+        num_names = names.max() + 2
+        pairs = np.sort(numbers * num_names + owners, kind="stable")
+        is_template = np.bincount(_distinct(pairs) // num_names) > max_names
+        is_removed = np.zeros(len(self.trigrams), dtype=bool)
+        is_removed[positions] = is_template[numbers]
+        starts = self.starts - np.searchsorted(np.flatnonzero(is_removed), self.starts)
+        return TrigramSets(self.trigrams[~is_removed], starts)
 
 
 def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
-    """Sizes and trigrams of some bodies."""
+    """Return the sizes and the trigrams of some bodies."""
     sets = [word_trigrams(body) for body in bodies]
-    return np.array([len(one) for one in sets], dtype=np.int64), np.concatenate(sets)
+    sizes = np.array([len(trigrams) for trigrams in sets], dtype=np.int64)
+    return sizes, np.concatenate(sets)
 
 
 def trigram_sets(
@@ -183,27 +182,28 @@ class ClustersConfig(Config):
 
 
 def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
-    """Counts of clusters of two and more skills, and the largest by their lowest skill_id; writes CLUSTERS."""
+    """Write CLUSTERS; return counts of clusters of two and more, the largest by their first id."""
     skills = read_skills(config.pool)
     clusters = near_duplicate_clusters(skills, config.threshold, config.max_names, config.workers)
-    write_table(
-        [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()],
-        CLUSTERS,
-        out,
-    )
+    rows = [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()]
+    write_table(rows, CLUSTERS, out)
     sizes = Counter(clusters.values())
-    first = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
+    first_ids = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
     copies = [size for size in sizes.values() if size > 1]
     return {
         "num_skills": len(skills),
         "num_clusters": len(copies),
         "num_skills_in_clusters": sum(copies),
-        "largest": {first[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
+        "largest": {first_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
     }
 
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
-    """skill_id → cluster of a table CLUSTERS. Raises SkilltrainError for one of `skill_ids` that is in none."""
+    """Read a CLUSTERS table as skill_id → cluster.
+
+    Raises:
+        SkilltrainError: One of `skill_ids` is in no cluster.
+    """
     clusters = {row["skill_id"]: row["cluster"] for row in read_table(path, CLUSTERS).to_pylist()}
     if missing := [skill_id for skill_id in skill_ids if skill_id not in clusters]:
         what = f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
@@ -214,29 +214,32 @@ def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
 def copies_of(
     skill_ids: Iterable[str], skills: Mapping[str, Skill], clusters: Path
 ) -> dict[str, list[str]]:
-    """skill_id → the other skills of the pool `skills` that do the same job, for those of `skill_ids` that have any.
+    """Return the other skills of a pool that do the same job, for those `skill_ids` that have any.
 
-    Two skills are copies where they stand in one cluster of the table `clusters`, or where their names are one
-    (`name_key`) and the Jaccard index of their plain body trigrams is at least .3: later versions and translations
-    share a skill's name, its commands and less than .6 of its words. Raises SkilltrainError for one in no cluster.
+    Two skills are copies if they are in one cluster, or if they have one name (`name_key`) and the
+    Jaccard index of their plain body trigrams is at least .3: later versions and translations share
+    a skill's name, its commands and less than .6 of its words.
+
+    Raises:
+        SkilltrainError: A skill is in no cluster of the table `clusters`.
     """
-    wanted = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
-    cluster_of = read_clusters(clusters, wanted)
+    known_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
+    cluster_of = read_clusters(clusters, known_ids)
     names = {skill_id: name_key(skill.name) for skill_id, skill in skills.items()}
-    alike: defaultdict[int | str, list[str]] = defaultdict(list)  # cluster, or name → its skills
+    members: defaultdict[int | str, list[str]] = defaultdict(list)  # cluster or name → its skills
     for skill_id, name in names.items():
-        alike[name].append(skill_id)
-        alike[cluster_of.get(skill_id, -1)].append(skill_id)
+        members[name].append(skill_id)
+        members[cluster_of.get(skill_id, -1)].append(skill_id)
     trigrams = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
-    found: dict[str, list[str]] = {}
-    for own in wanted:
-        named = alike[names[own]] if names[own] else []
-        near = [
-            other for other in named if jaccard(trigrams(own), trigrams(other)) >= SAME_NAME_OVERLAP
-        ]
-        if copies := {*alike[cluster_of[own]], *near} - {own}:
-            found[own] = sorted(copies)
-    return found
+    copies: dict[str, list[str]] = {}
+    for skill_id in known_ids:
+        others = {*members[cluster_of[skill_id]]}
+        for other_id in members[names[skill_id]] if names[skill_id] else ():
+            if jaccard(trigrams(skill_id), trigrams(other_id)) >= SAME_NAME_OVERLAP:
+                others.add(other_id)
+        if others := others - {skill_id}:
+            copies[skill_id] = sorted(others)
+    return copies
 
 
 def near_duplicate_clusters(
@@ -245,8 +248,10 @@ def near_duplicate_clusters(
     max_names: int | None = None,
     workers: WorkersConfig = _ALONE,
 ) -> dict[str, int]:
-    """skill_id → cluster, in order of id; two skills are in one where a chain of pairs with a body trigram Jaccard of
-    at least `threshold` links them, and clusters are numbered in the order of their lowest skill_id.
+    """Return the cluster of each skill, in order of id.
+
+    Two skills are in one cluster if a chain of pairs with a body trigram Jaccard of at least
+    `threshold` links them. Clusters are numbered in the order of their lowest skill_id.
     """
     sets = trigram_sets(skills, max_names, workers)
     roots = link_near_duplicates(sets, threshold, workers)
@@ -256,32 +261,30 @@ def near_duplicate_clusters(
 
 
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
-    """For each skill the lowest position in its cluster.
+    """Return the lowest position in the cluster of each skill.
 
-    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, more above it; exact Jaccard
-    confirms them. Of a pair that is linked already nothing is compared.
+    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, more above
+    it; exact Jaccard confirms them. Pairs that are already linked are not compared.
     """
     from datasketch import MinHashLSH
     from scipy.cluster.hierarchy import DisjointSet
 
     bands, rows = bands_and_rows(threshold)
-    blocks = [
-        [sets[i] for i in range(start, min(start + _BLOCK, len(sets)))]
-        for start in range(0, len(sets), _BLOCK)
-    ]
-    sketches = chain.from_iterable(
-        map_blocks(partial(_sketch_block, bands * rows), blocks, workers, "sketching")
-    )
+    blocks: list[list[Trigrams]] = []
+    for start in range(0, len(sets), _BLOCK):
+        blocks.append([sets[i] for i in range(start, min(start + _BLOCK, len(sets)))])
+    sketch_block = partial(_sketch_block, bands * rows)
+    sketches = chain.from_iterable(map_blocks(sketch_block, blocks, workers, "sketching"))
     lsh = MinHashLSH(num_perm=bands * rows, params=(bands, rows))
-    linked, sizes = DisjointSet(range(len(sets))), sets.sizes
+    linked = DisjointSet(range(len(sets)))
+    sizes = sets.sizes
     for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
         if not sizes[position]:
             continue  # the sketch of an empty set says nothing
         for other in cast("list[int]", lsh.query(sketch)):
-            if (
-                not linked.connected(position, other)
-                and jaccard(sets[position], sets[other]) >= threshold
-            ):
+            if linked.connected(position, other):
+                continue
+            if jaccard(sets[position], sets[other]) >= threshold:
                 linked.merge(position, other)
         lsh.insert(position, sketch)
     lowest: dict[int, int] = {}

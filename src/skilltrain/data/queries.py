@@ -1,31 +1,36 @@
-"""The stage `queries`: query files and R3-like judgement files become queries and judgements over a pool."""
+"""The stage `queries`: files of queries and R3-like judgements become tables over a pool."""
 
-import csv
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pydantic
-from pydantic import BaseModel, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
 
 from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import check_regular, read_json, read_jsonl
+from skilltrain.files import check_regular, read_jsonl
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
-# Where a row lists skills, and what that says of them; of two verdicts on one skill the earlier here stands.
+# The first of two verdicts on one skill counts.
 VERDICT_KEYS = {
     "skill_ids": Verdict.REQUIRED,
-    "skill_id": Verdict.REQUIRED,
     "required": Verdict.REQUIRED,
     "useful": Verdict.USEFUL,
     "rejected": Verdict.REJECTED,
@@ -39,9 +44,8 @@ class QueriesConfig(Config):
     stage: Literal["queries"] = "queries"
     files: InputPaths = Field(
         min_length=1,
-        description=".jsonl, .jsonl.gz, .json, .parquet or .csv, or patterns like queries/*.jsonl; a row has query or "
-        "text, and skill_ids, skill_id or required; optional useful, rejected, irrelevant, query_id, origin, split, "
-        "kind; a list in a .csv file is written as JSON",
+        description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has query or text, and "
+        "skill_ids or required; optional useful, rejected, irrelevant, query_id, origin, split, kind",
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
@@ -62,92 +66,97 @@ class QueriesConfig(Config):
 
     @field_validator("files")
     @classmethod
-    def _matching(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        """A pattern as the files that it names, so that these are recorded."""
-        found: list[Path] = []
+    def _expand_patterns(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
+        """Replace each pattern by the files that match it, so that these are recorded."""
+        expanded: list[Path] = []
         for file in files:
-            matching = (
-                [] if file.exists() else Path(file.anchor).glob(str(file.relative_to(file.anchor)))
-            )
-            found += sorted(matching) or [file]
-        return tuple(found)
+            matches: list[Path] = []
+            if not file.exists():
+                matches = sorted(Path(file.anchor).glob(str(file.relative_to(file.anchor))))
+            expanded += matches or [file]
+        return tuple(expanded)
 
 
-def _line(value: Any) -> str | None:
+def _optional_line(value: Any) -> str | None:
     return one_line(as_text(value)) or None
 
 
-def _entries(value: Any) -> list[Any]:
-    """One id, a list of ids, or a list of maps with skill_id, reason, why and group, as maps."""
-    items = value if isinstance(value, list | tuple) else [value]
+def _as_entries(value: Any) -> list[Any]:
+    """Return one skill id, a list of ids and maps, or None as a list of maps."""
+    items = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return [item if isinstance(item, dict) else {"skill_id": item} for item in items]
 
 
-Line = Annotated[str | None, pydantic.BeforeValidator(_line)]
+OptionalLine = Annotated[str | None, BeforeValidator(_optional_line)]
 
 
-class Said(BaseModel, frozen=True):
-    """What a row says of one skill."""
+class Entry(BaseModel, frozen=True):
+    """A judged skill of a row."""
 
-    skill_id: Annotated[pydantic.StrictStr, pydantic.AfterValidator(one_line)]
-    verdict: Verdict = Verdict.REQUIRED
-    reason: Line = None
-    why: Line = None
-    group: Line = None
+    skill_id: Annotated[StrictStr, AfterValidator(one_line)]
+    reason: OptionalLine = None
+    why: OptionalLine = None
+    group: OptionalLine = None
 
 
-class SaidRejected(Said, frozen=True):
-    """The same of a rejected skill, whose reason is one of eight."""
+class RejectedEntry(Entry, frozen=True):
+    """A rejected skill, with one of R3's reasons."""
 
     reason: Reason | None = None
 
 
-Entries = Annotated[tuple[Said, ...], pydantic.BeforeValidator(_entries)]
+Entries = Annotated[tuple[Entry, ...], BeforeValidator(_as_entries)]
 
 
 class QueryRow(Config, extra="ignore"):
-    """A row of a query file; keys of other names are not looked at."""
+    """A row of a query file; other keys are ignored."""
 
-    text: str = ""
-    query_id: pydantic.StrictStr | pydantic.StrictInt | None = None
-    origin: Line = None
+    text: str | None = Field(validation_alias=AliasChoices("query", "text"))
+    query_id: StrictStr | StrictInt | None = Field(
+        default=None, validation_alias=AliasChoices("query_id", "group_id")
+    )
+    origin: OptionalLine = None
     split: Split | None = None
     kind: Literal["single", "multi"] | None = None
     skill_ids: Entries = ()
-    skill_id: Entries = ()
     required: Entries = ()
     useful: Entries = ()
-    rejected: Annotated[tuple[SaidRejected, ...], pydantic.BeforeValidator(_entries)] = ()
+    rejected: Annotated[tuple[RejectedEntry, ...], BeforeValidator(_as_entries)] = ()
     irrelevant: Entries = ()
 
 
 class JudgedQuery(NamedTuple):
-    """A query with what its row says of skills; `place` is its file and row."""
+    """A query with its judgements by skill; `where` is its file and row."""
 
     query: Query
-    judgements: dict[str, Said]
-    place: str
+    judgements: dict[str, Judgement]
+    where: str
 
 
 def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED (beside `out` where no query is left, which is an error); their counts.
+    """Write QUERIES, JUDGEMENTS and DROPPED; return their counts.
 
-    Raises SkilltrainError for a row that is no query, for an id that appears twice, for a required skill that is not in
-    the pool (with `missing_gold: error`), and where no query is left (DROPPED is written beside `out` then).
+    Raises:
+        SkilltrainError: A row is no query, an id appears twice, a required skill is not in the pool
+            (with `missing_gold: error`), or no query is left (DROPPED is then beside `out`).
     """
-    reader = _Reader(config)
+    reader = _QueryReader(config)
     for path in config.files:
-        for place, row in _rows_of_file(path):
-            reader.read(row, path, place)
-    asked, dropped, judgements = reader.asked, reader.dropped, reader.judgements()
-    missing = {drop.query_id: drop for drop in reversed(dropped) if drop.filter == "missing_gold"}
+        for where, values in _read_rows(path):
+            reader.add(values, path, where)
+    judgements = reader.consistent_judgements()
+    dropped = reader.dropped
+    missing = [drop for drop in dropped if drop.filter == "missing_gold"]
+    missing_ids = {drop.query_id for drop in missing}
     if missing and config.missing_gold == "error":
-        first = [*missing.values()][-1]
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        first = missing[0]
+        more = f" (and {len(missing_ids) - 1} more)" if len(missing_ids) > 1 else ""
         what = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {config.pool}{more}"
         fix = "add its source to the pool, or set missing_gold: drop"
-        raise SkilltrainError(what, where=asked[first.query_id].place, fix=fix)
-    queries = [item.query for query_id, item in asked.items() if query_id not in missing]
+        raise SkilltrainError(what, where=reader.queries[first.query_id].where, fix=fix)
+    judgements = [judgement for judgement in judgements if judgement.query_id not in missing_ids]
+    queries = [item.query for item in reader.queries.values()]
+    queries = [query for query in queries if query.query_id not in missing_ids]
     if not queries:
         file = config.out.with_name(f"{config.out.name}.dropped.parquet")
         write_table(dropped, DROPPED, file)
@@ -161,176 +170,130 @@ def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
         "num_queries": len(queries),
         "num_by_split": counted(query.split for query in queries),
         "num_by_kind": counted(query.kind for query in queries),
-        "num_by_verdict": counted(one.verdict for one in judgements),
+        "num_by_verdict": counted(judgement.verdict for judgement in judgements),
         "num_dropped": counted(drop.filter for drop in dropped),
         "profile": query_profile([query.text for query in queries]),
     }
 
 
-class _Reader:
-    """The queries read so far, by id, and what is left out of their rows."""
+class _QueryReader:
+    """The queries of all rows by id, and what is dropped from the rows."""
 
     def __init__(self, config: QueriesConfig) -> None:
-        self.config, self.asked, self.dropped = config, dict[str, JudgedQuery](), list[Dropped]()
-        self.skill_ids = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
+        self.queries: dict[str, JudgedQuery] = {}
+        self.dropped: list[Dropped] = []
+        self._config = config
+        self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
         file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
-        rows = [
-            row
-            for row in rows
-            if row["filter"] == "duplicate" and row["skill_id"] not in self.skill_ids
-        ]
-        self.kept_for = {row["skill_id"]: row["other_id"] for row in rows if row["other_id"]}
+        duplicates = [row for row in rows if row["filter"] == "duplicate"]
+        self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
-    def read(self, values: dict[str, Any], path: Path, place: str) -> None:
-        """Take a row, with one verdict a skill; a dropped duplicate's goes to the skill kept in its place."""
-        row = _checked(values, place)
-        said = [
-            given.model_copy(
-                update={
-                    "verdict": verdict,
-                    "skill_id": self.kept_for.get(given.skill_id, given.skill_id),
-                }
-            )
-            for key, verdict in VERDICT_KEYS.items()
-            for given in getattr(row, key)
-        ]
-        judged: dict[str, Said] = {}
-        contradicted = [
-            one for one in said if judged.setdefault(one.skill_id, one).verdict is not one.verdict
-        ]
-        text, own_id = clean_text(row.text).strip(), _line(row.query_id)
-        if "group_id" in values and len(judged) < 2:
-            what = f"group '{own_id}' holds {len(judged)} skill(s): a group is judged against one another"
-            raise SkilltrainError(what, where=place)
-        required = sorted(
-            skill_id for skill_id, found in judged.items() if found.verdict is Verdict.REQUIRED
-        )
-        # A made-up id comes from what the row says, so that it stays the same when lines are added, removed or moved.
-        digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
+    def add(self, values: dict[str, Any], path: Path, where: str) -> None:
+        """Add the query of a row."""
+        if VERDICT_KEYS.keys().isdisjoint(values):
+            keys = ", ".join(map(str, list(values)[:8]))
+            what = f"is no query: no key skill_ids or required among {keys}"
+            raise SkilltrainError(what, where=where)
+        own_id = values.get("query_id")
+        row = validate(QueryRow, values, f"{where}, query {own_id}" if own_id else where)
+        text = clean_text(row.text or "").strip()
+        required = sorted({self._kept_id(entry) for entry in (*row.skill_ids, *row.required)})
         stem = path.name.split(".")[0]
-        split = self.config.split or row.split or (stem if stem in get_args(Split) else None)
+        split = self._config.split or row.split or (stem if stem in get_args(Split) else None)
         if split is None:
-            raise SkilltrainError(
-                "neither its rows nor its file name give a split",
-                where=path,
-                fix="set split: train",
-            )
+            what = "neither its rows nor its file name give a split"
+            raise SkilltrainError(what, where=path, fix="set split: train")
+        # An id that we make up comes from the content, so it stays when rows are added or moved.
+        digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
+        row_id = _optional_line(row.query_id)
+        query_id = row_id or f"{clean_text(stem)}-{digest}"
         kind = row.kind or ("multi" if len(required) > 1 else "single")
-        query_id = own_id or f"{clean_text(stem)}-{digest}"
-        item = JudgedQuery(
-            Query(query_id, text, kind, row.origin or self.config.origin, split), judged, place
-        )
-        for one in contradicted:
-            self._drop(
-                item,
-                one.skill_id,
-                "contradiction",
-                f"says {one.verdict} and another verdict, which stands",
-            )
+        query = Query(query_id, text, kind, row.origin or self._config.origin, split)
+        item = JudgedQuery(query, self._judge(row, query, where), where)
+        if "group_id" in values and len(item.judgements) < 2:
+            what = f"group '{row_id}' holds {len(item.judgements)} skill(s): a group is judged against one another"
+            raise SkilltrainError(what, where=where)
         if not text:
-            self._drop(item, "", "empty_query", "has no query text")
+            self._drop(item.query, "", "empty_query", f"{where} has no query text")
         elif not required:
-            self._drop(item, "", "no_gold", "requires no skill")
-        elif (earlier := self.asked.setdefault(query_id, item)) is not item:
-            if own_id:
-                raise SkilltrainError(
-                    f"query_id '{query_id}' stands in {earlier.place} too", where=place
+            self._drop(item.query, "", "no_gold", f"{where} requires no skill")
+        elif query_id not in self.queries:
+            self.queries[query_id] = item
+        elif row_id:
+            earlier = self.queries[query_id].where
+            raise SkilltrainError(f"query_id '{query_id}' stands in {earlier} too", where=where)
+        else:
+            reason = f"{where} repeats {self.queries[query_id].where}"
+            self._drop(item.query, "", "duplicate_query", reason)
+
+    def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
+        """Return the judgements of a row by skill; contradicting ones are dropped."""
+        judgements: dict[str, Judgement] = {}
+        for key, verdict in VERDICT_KEYS.items():
+            for entry in getattr(row, key):
+                skill_id = self._kept_id(entry)
+                judgement = Judgement(
+                    *(query.query_id, skill_id, verdict, query.origin),
+                    *(entry.reason, entry.why, entry.group),
                 )
-            self._drop(item, "", "duplicate_query", f"repeats {earlier.place}")
+                if judgements.setdefault(skill_id, judgement).verdict is not verdict:
+                    reason = f"{where} says {verdict} and another verdict, which stands"
+                    self._drop(query, skill_id, "contradiction", reason)
+        return judgements
 
-    def judgements(self) -> list[Judgement]:
-        """What the rows say; nothing of a query that requires a skill which is not in the pool.
+    def _kept_id(self, entry: Entry) -> str:
+        """Return the id in the pool: a duplicate's verdict goes to the skill kept in its place."""
+        if entry.skill_id in self._pool:
+            return entry.skill_id
+        return self._kept_ids.get(entry.skill_id) or entry.skill_id
 
-        What one says against a skill that another of the same text calls an answer is left out, too.
+    def consistent_judgements(self) -> list[Judgement]:
+        """Return the judgements of skills in the pool.
+
+        A judgement against a skill that another query of the same text calls an answer is dropped.
         """
-        answers: dict[tuple[str, str], str] = {}
-        for item in self.asked.values():
-            for skill_id, found in item.judgements.items():
-                if found.verdict in POSITIVE:
-                    answers.setdefault((item.query.text, skill_id), item.place)
-        return [row for item in self.asked.values() for row in self._rows(item, answers)]
+        answers: dict[tuple[str, str], str] = {}  # (text, skill) → the row that says so
+        for item in self.queries.values():
+            for judgement in item.judgements.values():
+                if judgement.verdict in POSITIVE:
+                    answers.setdefault((item.query.text, judgement.skill_id), item.where)
+        consistent: list[Judgement] = []
+        for item in self.queries.values():
+            for skill_id, judgement in item.judgements.items():
+                answer = answers.get((item.query.text, skill_id))
+                says = f"{item.where} says {judgement.verdict}"
+                if answer is not None and judgement.verdict not in POSITIVE:
+                    reason = f"{says}, and {answer}, of the same text, that it is an answer"
+                    self._drop(item.query, skill_id, "contradiction", reason)
+                elif skill_id in self._pool:
+                    consistent.append(judgement)
+                else:
+                    is_gold = judgement.verdict is Verdict.REQUIRED
+                    filter = "missing_gold" if is_gold else "not_in_pool"
+                    reason = f"{says} of a skill that is not in the pool"
+                    self._drop(item.query, skill_id, filter, reason)
+        return consistent
 
-    def _rows(self, item: JudgedQuery, answers: Mapping[tuple[str, str], str]) -> list[Judgement]:
-        rows: list[Judgement] = []
-        is_whole, query = True, item.query
-        for skill_id, found in item.judgements.items():
-            place = answers.get((query.text, skill_id))
-            if place is not None and found.verdict not in POSITIVE:
-                reason = (
-                    f"says {found.verdict}, and {place}, of the same text, that it is an answer"
-                )
-                self._drop(item, skill_id, "contradiction", reason)
-            elif skill_id in self.skill_ids:
-                rows.append(Judgement(query.query_id, judge=query.origin, **found.model_dump()))
-            else:
-                is_gold = found.verdict is Verdict.REQUIRED
-                is_whole &= not is_gold
-                why = f"says {found.verdict} of a skill that is not in the pool"
-                self._drop(item, skill_id, "missing_gold" if is_gold else "not_in_pool", why)
-        return rows if is_whole else []
-
-    def _drop(self, item: JudgedQuery, skill_id: str, filter: str, reason: str) -> None:
-        self.dropped.append(
-            Dropped(item.query.query_id, skill_id, filter, f"{item.place} {reason}")
-        )
+    def _drop(self, query: Query, skill_id: str, filter: str, reason: str) -> None:
+        self.dropped.append(Dropped(query.query_id, skill_id, filter, reason))
 
 
-def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of a file. Raises SkilltrainError where it cannot be read as what its name says."""
+def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file and row, row). Raises SkilltrainError for a file that cannot be read."""
     check_regular(path)
-    readers = {
-        ".json": read_json,
-        ".parquet": lambda path: pq.read_table(path).to_pylist(),
-        ".csv": _read_csv,
-    }
-    if (kind := path.suffix.lower()) in (".jsonl", ".gz"):
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".gz"):
         yield from read_jsonl(path)
-        return
-    if kind not in readers:
-        fix = "give a .jsonl, .jsonl.gz, .json, .parquet or .csv file"
-        raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
-    try:
-        rows = readers[kind](path)
-    except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
-        raise SkilltrainError(
-            f"cannot be read as {kind[1:]}: {reason_of(error)}", where=path
-        ) from error
-    if not isinstance(rows, list):
-        raise SkilltrainError(f"is a {type(rows).__name__}, not a list of queries", where=path)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
+    elif kind == ".parquet":
+        try:
+            rows = pq.read_table(path).to_pylist()
+        except (pa.ArrowException, OSError) as error:
             raise SkilltrainError(
-                f"is a {type(row).__name__}, not an object", where=f"{path}, row {number}"
-            )
-        yield f"{path}, row {number}", row
-
-
-def _read_csv(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file; an empty cell is None, a cell that begins with a bracket is JSON."""
-
-    def cell(value: Any) -> Any:
-        return (
-            json.loads(value)
-            if isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
-            else value
-        ) or None
-
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file, restkey="too many cells"))
-    return [{key: cell(value) for key, value in row.items()} for row in rows]
-
-
-def _checked(row: Mapping[str, Any], place: str) -> QueryRow:
-    """A row without empty cells; the text may stand under query, the id under group_id."""
-    has_text = not {"query", "text"}.isdisjoint(row)
-    if not has_text or VERDICT_KEYS.keys().isdisjoint(row):
-        need = "skill_ids, skill_id or required" if has_text else "query or text"
-        what = f"is no query: no key {need} among {', '.join(map(str, list(row)[:8]))}"
-        raise SkilltrainError(what, where=place)
-    said = {key: value for key, value in row.items() if value is not None}
-    names = {"query": "text", "group_id": "query_id"}
-    said |= {
-        own: said[other] for other, own in names.items() if other in said and not said.get(own)
-    }
-    return validate(QueryRow, said, place)
+                f"cannot be read as parquet: {reason_of(error)}", where=path
+            ) from error
+        for number, row in enumerate(rows, 1):
+            yield f"{path}, row {number}", row
+    else:
+        fix = "give a .jsonl, .jsonl.gz or .parquet file"
+        raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)

@@ -30,7 +30,7 @@ from skilltrain.data.draws import draw, split_groups, stable_number
 from skilltrain.data.query_texts import fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.bootstrap import agreement
-from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of, read_object
+from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
 from skilltrain.llm.ask import ValueT
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Dropped, Judgement, Query, Reason, Skill, Verdict, counted
@@ -52,7 +52,7 @@ class RejectionsConfig(Config):
     pool: InputPath = Field(
         description="SKILLS table, or the folder that holds it; flagged skills are in no group"
     )
-    llm: LLMConfig = Field(description="who writes and judges, kind openai or smollm2")
+    llm: LLMConfig = Field(description="the chat model that writes and judges")
     second_judge: LLMConfig | None = Field(
         default=None, description="who judges a sample again; null: nobody"
     )
@@ -183,13 +183,15 @@ def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
     groups, dropped = _groups(config)
     plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-    plan |= cost_of(_questions(config, config.llm, groups, read_given))
+    plan |= estimate_cost(_questions(config, config.llm, groups, read_given))
     if config.second_judge is not None:
         made_up = [
             replace(group, request="word " * config.num_words)
             for group in groups[: config.num_judged_twice]
         ]
-        plan["second_judge"] = cost_of(_questions(config, config.second_judge, made_up, read_given))
+        plan["second_judge"] = estimate_cost(
+            _questions(config, config.second_judge, made_up, read_given)
+        )
     return plan
 
 
@@ -203,7 +205,7 @@ def _questions(
     tokens = _TOKENS_PER_VERDICT * config.group_size
     tokens += 0 if groups[0].request else round(TOKENS_PER_WORD * config.num_words)
     told = partial(group_prompt, "group", config.num_words)
-    return questions_of(llm, groups, told, config.seed, read, tokens, "judging groups")
+    return questions_of(llm, groups, told, read, config.seed, tokens, "judging groups")
 
 
 def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.asking import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import AnswerError, LLMConfig, Questions, cost_of
+from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.records import Query, Skill, counted, positives_of
 from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged, write_queries
@@ -35,7 +35,7 @@ class RewriteConfig(Config):
     pool: InputPath = Field(
         description="SKILLS table: a query must not name a skill that answers it"
     )
-    llm: LLMConfig = Field(description="who rewrites, kind openai or smollm2")
+    llm: LLMConfig = Field(description="the chat model that rewrites")
     style: Literal["typed", "paraphrase", "terse"] = Field(
         default="typed", description="terse: in 4 to 14 words"
     )
@@ -73,7 +73,7 @@ def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
 
 def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
     """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
-    return cost_of(_questions(config))
+    return estimate_cost(_questions(config))
 
 
 def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
@@ -97,5 +97,5 @@ def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
 
     tokens = round(TOKENS_PER_WORD * sum(num_words(one.query.text) for one in wanted) / len(wanted))
     return questions_of(
-        config.llm, wanted, prompt_of, config.seed, read, tokens, "rewriting queries"
+        config.llm, wanted, prompt_of, read, config.seed, tokens, "rewriting queries"
     )

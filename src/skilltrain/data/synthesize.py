@@ -27,7 +27,7 @@ from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
 from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import Asked, LLMConfig, OpenAIConfig, Questions, SmolLM2Config, cost_of
+from skilltrain.llm import LLMConfig, Outcome, Questions, estimate_cost
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import OWN_TEXT, Dropped, Judgement, Query, Skill, Verdict, counted
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
@@ -47,11 +47,8 @@ class SynthesizeConfig(Config):
 
     stage: Literal["synthesize"] = "synthesize"
     pool: InputPath = Field(description="SKILLS table, or the folder that holds it")
-    llm: Annotated[OpenAIConfig | SmolLM2Config | OwnTextConfig, Field(discriminator="kind")] = (
-        Field(
-            default=OwnTextConfig(),
-            description="who writes: kind own_text (no model), openai or smollm2",
-        )
+    llm: Annotated[LLMConfig | OwnTextConfig, Field(discriminator="kind")] = Field(
+        default=OwnTextConfig(), description="who writes: kind own_text (no model) or openai"
     )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out", description="skills that the screening flagged"
@@ -162,7 +159,7 @@ def plan_synthesize(config: SynthesizeConfig) -> dict[str, Any]:
     cost = (
         {}
         if isinstance(config.llm, OwnTextConfig)
-        else cost_of(_questions(config, config.llm, wanted))
+        else estimate_cost(_questions(config, config.llm, wanted))
     )
     counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
     return counts | {"origin": config.origin} | cost
@@ -238,13 +235,13 @@ def _questions(
 
     tokens = round(config.num_words * TOKENS_PER_WORD)
     return questions_of(
-        llm, wanted, partial(query_prompt, config), config.seed, read, tokens, "writing queries"
+        llm, wanted, partial(query_prompt, config), read, config.seed, tokens, "writing queries"
     )
 
 
 def _from_own_text(
     config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path
-) -> Asked[WantedQuery, str]:
+) -> Outcome[WantedQuery, str]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
     written, dropped = list[tuple[WantedQuery, str]](), list[Dropped]()
     rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
@@ -269,7 +266,7 @@ def _from_own_text(
     write_table(rest.values(), SKILLS, out)
     if (flags := read_flags(config.pool)) is not None:
         write_flags(flags, out)
-    return Asked(written, dropped, {})
+    return Outcome(written, dropped, {})
 
 
 def _cluster_of(clusters: Path | None) -> dict[str, str]:

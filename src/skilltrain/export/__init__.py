@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-Form = Literal["sequence_classification", "multi_vector", "onnx", "openvino"]
-"""What a model's folder can be beside what training saves; see `forms.write_form`."""
+Form = Literal["sequence_classification", "multi_vector", "onnx"]
+"""Forms of a model folder besides the one that training saves; see `forms.write_form`."""

@@ -68,20 +68,18 @@ def copy_model(source: Path, target: Path) -> None:
 
 @contextmanager
 def _written_aside(folder: Path, model: Encoder | Reranker, base: str) -> Iterator[Path]:
-    """A folder inside `folder`, which may hold a run's checkpoints; its files move out when the block succeeds.
+    """Yield a folder inside `folder`; its files move out when the block succeeds.
 
-    A record says what they are. config.json goes last: without it no reader takes `folder` for a model, so that none
-    reads half of one.
+    `folder` may hold a run's checkpoints, so skilltrain.json says which files are the model's.
+    config.json moves last: without it no reader takes `folder` for a model.
     """
     aside = folder / ".model.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         yield aside
-        kind, settings = (
-            "encoder" if isinstance(model, Encoder) else "reranker",
-            model.settings.model_dump(mode="json"),
-        )
+        kind = "encoder" if isinstance(model, Encoder) else "reranker"
+        settings = model.settings.model_dump(mode="json")
         write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base)})
         (folder / "config.json").unlink(missing_ok=True)
         for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
@@ -95,69 +93,68 @@ def _written_aside(folder: Path, model: Encoder | Reranker, base: str) -> Iterat
 
 
 def write_weights(network: Any, aside: Path, folder: Path) -> None:
-    """Write config.json and the safetensors. Raises SkilltrainError for weights that must not be saved."""
-    weights = network.state_dict()
-    if adapted := [name for name in weights if "lora_" in name or "base_layer" in name]:
-        raise SkilltrainError(f"the adapter is not merged: {adapted[0]}", where=folder)
-    if bad := [
-        name
-        for name, value in weights.items()
-        if value.is_floating_point() and not value.isfinite().all()
-    ]:
-        raise SkilltrainError(f"the weight {bad[0]} holds values that are no numbers", where=folder)
+    """Write config.json and the safetensors files to `aside`.
+
+    Raises:
+        SkilltrainError: An adapter is not merged, or a weight is no number. Its place is `folder`.
+    """
+    for name, value in network.state_dict().items():
+        if "lora_" in name or "base_layer" in name:
+            raise SkilltrainError(f"the adapter is not merged: {name}", where=folder)
+        if value.is_floating_point() and not value.isfinite().all():
+            fault = f"the weight {name} holds values that are no numbers"
+            raise SkilltrainError(fault, where=folder)
     network.save_pretrained(str(aside), safe_serialization=True)
     config = read_json(aside / "config.json")
     if config.get("pad_token_id") is None:
         config.pop("pad_token_id", None)  # TEI takes no pad token, but no null
-    if theta := (config.get("rope_parameters") or {}).get("rope_theta"):
-        config["rope_theta"] = (
-            theta  # readers of transformers 4's time look here, and else compute with 10,000
-        )
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    if theta:
+        config["rope_theta"] = theta  # readers of transformers 4 would compute with 10,000
     write_json(aside / "config.json", config)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write skilltrain.json: `record`, and which files are the model's; everyone may read them."""
-    files = {
-        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
-    }
-    for path in files.values():
-        path.chmod(0o644)  # safetensors writes its file for its owner alone
-    own = {"skilltrain": __version__, "files": sorted({*files, CHECKPOINT_FILE})}
-    write_json(folder / CHECKPOINT_FILE, {**record, **own})
+    """Write skilltrain.json: `record` and the names of the model's files. Everyone may read them."""
+    names = {CHECKPOINT_FILE}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)  # safetensors writes its file for its owner alone
+            names.add(path.relative_to(folder).as_posix())
+    facts = {"skilltrain": __version__, "files": sorted(names)}
+    write_json(folder / CHECKPOINT_FILE, {**record, **facts})
 
 
 def _tokenizer_of(model: Encoder | Reranker) -> Any:
-    """A copy of the model's tokenizer that by itself makes of a text what the model does.
+    """Copy the model's tokenizer so that by itself it reads a text as the model does.
 
-    The names of control tokens in texts are read as the letters they are, as `TextTokenizer` does.
+    The names of control tokens in texts are read as the letters they are, as by `TextTokenizer`.
     """
-    added = model.tokenizer.added_tokens_decoder
-    read = TextTokenizer(model.tokenizer).ids([token.content for token in added.values()])
-    controls = [
-        token for (number, token), ids in zip(added.items(), read, strict=True) if number not in ids
-    ]
-    if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
-        tokenizer, names = copy.copy(model.tokenizer), sorted(token.content for token in controls)
-        tokenizer.chat_template = yes_no_chat_template(model.settings.template, names)
-        return tokenizer
     tokenizer = copy.deepcopy(model.tokenizer)
+    tokens = tokenizer.added_tokens_decoder
+    rows = TextTokenizer(tokenizer).ids([token.content for token in tokens.values()])
+    controls = {
+        token.content: token
+        for (number, token), ids in zip(tokens.items(), rows, strict=True)
+        if number not in ids
+    }
+    if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
+        template = yes_no_chat_template(model.settings.template, sorted(controls))
+        tokenizer.chat_template = template
+        return tokenizer
     backend = tokenizer.backend_tokenizer
-    backend.add_special_tokens(
-        [as_special(token) for token in sorted(controls, key=lambda token: token.content)]
-    )
+    backend.add_special_tokens([as_special(controls[name]) for name in sorted(controls)])
     tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
-    ends = isinstance(model, Encoder) and model.settings.pooling == "last_token"
-    if (
-        ends and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id
-    ):  # base Qwen3's appends no end itself
-        end, special = tokenizer.pad_token, [(tokenizer.pad_token, tokenizer.pad_token_id)]
+    needs_end = isinstance(model, Encoder) and model.settings.pooling == "last_token"
+    if needs_end and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3
+        end = tokenizer.pad_token
         ending = processors.TemplateProcessing(
-            single=f"$A {end}", pair=f"$A $B {end}", special_tokens=special
+            single=f"$A {end}",
+            pair=f"$A $B {end}",
+            special_tokens=[(end, tokenizer.pad_token_id)],
         )
-        backend.post_processor = processors.Sequence(
-            [*filter(None, [backend.post_processor]), ending]
-        )
+        former = [backend.post_processor] if backend.post_processor else []
+        backend.post_processor = processors.Sequence([*former, ending])
     return tokenizer
 
 

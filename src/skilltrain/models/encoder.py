@@ -176,10 +176,10 @@ def load_encoder(
 
     Raises SkilltrainError if there is no such model, it is a reranker, or its folder does not hold all of it.
     """
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
     folder = loading.resolve_model(config.source)
-    model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
+    model_config = loading.load_model_config(folder)
     settings = _settings(folder, config, model_config)
     tokenizer = loading.load_tokenizer(folder)
     if tokenizer.pad_token_id is None:

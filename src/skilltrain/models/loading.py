@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from skilltrain.config import Config, ModelSource
@@ -25,6 +27,9 @@ CHECKPOINT_FILE = "skilltrain.json"
 Kind = Literal["encoder", "reranker"]
 Precision = Literal["auto", "float32", "bfloat16"]
 _PROBE = "a b c d e"  # letters that any tokenizer knows whose files are whole
+_MAX_MISSING_RATIO = 2  # a new head and a pooler may be missing, or 4-bit weights share a byte
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _MODEL_FILES, _NO_MODEL = (".safetensors", ".json", ".txt", ".model"), ("run.json",)
@@ -101,7 +106,7 @@ def _from_hub(source: str, weights: bool) -> Path:
 
     disable_progress_bars()
     wanted = [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS
-    unused = ["*/*.safetensors", "consolidated*", "onnx/*", "openvino/*"]
+    unused = ["*/*.safetensors", "consolidated*", "onnx/*"]
     try:
         folder = snapshot_download(source, allow_patterns=wanted, ignore_patterns=unused)
     except HFValidationError as error:
@@ -125,12 +130,16 @@ def _check_files(folder: Path, source: str) -> None:
     if not (folder / "config.json").is_file():
         fix = "training that has not finished leaves only checkpoints; continue it with --resume"
         raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=fix)
-    shards = read_map(folder / _INDEX_FILE).get("weight_map")
-    for name in map(str, shards.values() if isinstance(shards, dict) else ()):
+    for name in _shard_names(folder):
         if PurePath(name).name != name:
             raise SkilltrainError(
                 f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE
             )
+
+
+def _shard_names(folder: Path) -> list[str]:
+    shards = read_map(folder / _INDEX_FILE).get("weight_map")
+    return sorted({*map(str, shards.values())}) if isinstance(shards, dict) else []
 
 
 def read_map(file: Path) -> dict[str, Any]:
@@ -193,6 +202,60 @@ def load_pretrained(auto_class: Any, folder: Path, what: str, **options: Any) ->
         logging.set_verbosity(verbosity)
 
 
+def load_model_config(folder: Path) -> Any:
+    """Load config.json and compare it with the weights, before memory is taken for a network.
+
+    Counts of layers and labels come first, because transformers lists both as it reads them.
+
+    Raises:
+        SkilltrainError: The safetensors files are damaged, or config.json describes a network that
+            is much larger than they are.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    sizes = _tensor_sizes(folder)
+    limits = dict.fromkeys(_LAYER_COUNTS, len(sizes)) | {"num_labels": sum(sizes)}
+    values = read_map(folder / "config.json")
+    sections = [values, *(value for value in values.values() if isinstance(value, dict))]
+    for section in sections:
+        for key in limits.keys() & section.keys():
+            if isinstance(section[key], int) and not 0 <= section[key] <= limits[key]:
+                raise _misfit(folder, f"{key} is {section[key]:,}")
+    config = load_pretrained(AutoConfig, folder, "model configuration")
+    try:
+        with torch.device("meta"):
+            network = AutoModel.from_config(config, trust_remote_code=False)
+    except Exception as error:  # sizes that do not fit together make it raise anything
+        raise _misfit(folder, printable(str(error), 200)) from error
+    num_weights = network.num_parameters()
+    if num_weights > _MAX_MISSING_RATIO * sum(sizes):
+        raise _misfit(folder, f"it describes {num_weights:,} weights, there are {sum(sizes):,}")
+    return config
+
+
+def _tensor_sizes(folder: Path) -> list[int]:
+    """Number of elements of each tensor in a model's safetensors files; only their heads are read."""
+    sizes = []
+    shards = [] if (folder / _WEIGHTS_FILE).is_file() else _shard_names(folder)
+    for name in shards or [_WEIGHTS_FILE]:
+        if not (folder / name).is_file():
+            fault = f"cannot load the weights: there is no file named {name}"
+            raise SkilltrainError(fault, where=folder, fix="only safetensors files are read")
+        try:
+            with safe_open(folder / name, "pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118  it is no dictionary
+                    sizes.append(math.prod(tensors.get_slice(key).get_shape()))
+        except (OSError, SafetensorError) as error:
+            fault = f"cannot load the weights: {printable(str(error), 200)}"
+            raise SkilltrainError(fault, where=folder / name) from error
+    return sizes
+
+
+def _misfit(folder: Path, reason: str) -> SkilltrainError:
+    fault = f"its weights do not fit its config.json: {reason}"
+    return SkilltrainError(fault, where=folder, fix="get the whole model again")
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder. Raises SkilltrainError for one that reads no letter."""
     from transformers import AutoTokenizer
@@ -243,8 +306,7 @@ def load_network(
         ("unknown", unknown),
     ):
         if keys:
-            what = f"its weights do not fit its config.json: {len(keys)} are {fault}, such as {min(keys)}"
-            raise SkilltrainError(what, where=folder, fix="get the whole model again")
+            raise _misfit(folder, f"{len(keys)} are {fault}, such as {min(keys)}")
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
         what = (

@@ -166,7 +166,7 @@ def load_reranker(
     training says, a template of the form pair makes a reranker of an encoder. Raises SkilltrainError if there is no
     such model, it is an encoder, or its folder does not hold all of it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = loading.resolve_model(config.source)
     may_be_encoder = new_head and config.template is not None
@@ -174,7 +174,7 @@ def load_reranker(
         stored = {}
     else:
         stored = loading.stored_settings(folder, "reranker")
-    model_config = loading.load_pretrained(AutoConfig, folder, "model configuration")
+    model_config = loading.load_model_config(folder)
     causal = any("CausalLM" in name for name in model_config.architectures or [])
     given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     if causal and "template" not in stored | given:

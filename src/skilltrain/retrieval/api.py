@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,8 +13,6 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import AnswerError, Usage, estimate_tokens, reported_tokens
-from skilltrain.llm.ask import cost_in_words
-from skilltrain.llm.budget import Budget, over_budget, prices_of
 from skilltrain.llm.client import Server, ServerError, in_threads
 from skilltrain.llm.settings import ServerConfig
 from skilltrain.records import Query, Skill
@@ -25,7 +23,6 @@ from skilltrain.terminal import progress, say
 
 _CACHE = Path("~/.cache/skilltrain/embeddings")
 _ANY_LENGTH = 0  # the server limits tokens; characters are capped here
-_MOST_PER_TEXT = 32  # tokens that a server may put around a text
 _TOO_MUCH = (400, 413, 422)  # how servers refuse a text that is too long, or too many at once
 
 Vectors = Float32[np.ndarray, "text dim"]
@@ -71,9 +68,10 @@ class ApiEncoder:
     """An embeddings server with its cache and `budget`; nobody is asked before there is a new text to encode."""
 
     def __init__(self, config: ApiConfig) -> None:
-        self.config, self.budget = config, Budget(config.budget, prices_of(config), config.section)
+        self.config = config
         self.cache: VectorCache | None = None
-        self._server = Server(config, self.budget)
+        self._server = Server(config)
+        self.budget = self._server.budget
         if (
             config.cache is not None
         ):  # in a folder named after all that decides a vector, besides the text
@@ -110,49 +108,43 @@ class ApiEncoder:
         names = [names[int(place)] for place in positions]
         if not texts[-1]:  # the shortest
             raise SkilltrainError("has no text to embed", where=names[-1])
-        cost = cost_in_words(Usage(sum(map(estimate_tokens, texts)), 0), self.budget)
+        cost = self.budget.describe(Usage(sum(map(estimate_tokens, texts)), 0))
         say(f"{len(texts):,} texts to {self.config.model}, {cost}")
         num_done = 0
         with progress(description, len(texts), 0) as show:
-            ask = partial(self._ask, names)
-            for places, vectors in in_threads(ask, self._reserved(texts), self.config.concurrency):
+            ask = partial(self._ask, names, texts)
+            starts = range(0, len(texts), self.config.batch_size)
+            for places, vectors in in_threads(ask, starts, self.config.concurrency):
                 num_done += len(vectors)
                 show(num_done, f"{self.budget.used.total:,} tokens")
                 yield places, vectors
 
-    def _reserved(self, texts: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-        """(position of the first, texts) of each request, as soon as the budget holds it."""
-        for start in range(0, len(texts), self.config.batch_size):
-            # A request holds no half of a surrogate pair.
-            batch = [
-                text.encode(errors="replace").decode()
-                for text in texts[start : start + self.config.batch_size]
-            ]
-            if not self.budget.wait_to_reserve(_most_of(batch)):
-                raise self._fault(over_budget(self.budget), batch, "")
-            yield start, batch
-
     def _ask(
-        self, names: Sequence[str], batch: tuple[int, list[str]]
+        self, names: Sequence[str], texts: Sequence[str], start: int
     ) -> tuple[np.ndarray, Vectors]:
-        """(places, unit vectors) of texts, the longest first. Raises SkilltrainError where one gets no vector."""
-        start, texts = batch
+        """(places, unit vectors) of the batch at `start`. Raises SkilltrainError where a text gets no vector."""
+        # A request holds no half of a surrogate pair.
+        batch = [
+            text.encode(errors="replace").decode()
+            for text in texts[start : start + self.config.batch_size]
+        ]
         try:
-            vectors = self._server.ask(lambda: self._send(texts), _most_of(texts))
+            vectors = self._send(batch)
         except AnswerError as fault:
-            raise self._fault(fault, texts, names[start]) from None
+            raise self._fault(fault, batch, names[start]) from None
         lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
         good = np.isfinite(lengths) & (lengths > 0)
         if not good.all():
             what = f"{self.config.base_url} gave it a vector that is zero or holds no number"
             raise SkilltrainError(what, where=names[start + int(np.argmin(good))])
-        return start + np.arange(len(texts)), (vectors / lengths).astype(np.float32)
+        return start + np.arange(len(batch)), (vectors / lengths).astype(np.float32)
 
-    def _send(self, texts: Sequence[str]) -> tuple[Vectors, Usage]:
-        """The vectors of `texts` from one try, and what it took. Raises AnswerError where there are none."""
-        create = self._server.client.embeddings.create
+    def _send(self, texts: list[str]) -> Vectors:
+        """The vectors of `texts`, counted in the budget. Raises AnswerError where there are none."""
         try:
-            reply = create(model=self.config.model, input=list(texts))
+            reply = self._server.call(
+                lambda client: client.embeddings.create(model=self.config.model, input=texts)
+            )
             data = sorted(reply.data, key=lambda item: item.index)
             vectors = np.array([item.embedding for item in data], dtype=np.float32)
         except (ValueError, TypeError, AttributeError) as error:
@@ -167,13 +159,12 @@ class ApiEncoder:
             what = f"the server's reply does not hold one vector for each of {len(texts)} texts"
             raise AnswerError("malformed", what)
         reported = getattr(reply.usage, "prompt_tokens", None)
-        return vectors, Usage(reported_tokens(reported, sum(map(estimate_tokens, texts))), 0)
+        self.budget.count(Usage(reported_tokens(reported, sum(map(estimate_tokens, texts))), 0))
+        return vectors
 
     def _fault(self, fault: AnswerError, texts: Sequence[str], name: str) -> SkilltrainError:
         """A fault as the end of the run; the first of the texts, which is the longest, is called `name`."""
         section, url = self.config.section, self.config.base_url
-        if isinstance(fault, ServerError) and fault.ends_run is not None:
-            return fault.ends_run
         if isinstance(fault, ServerError) and fault.status in _TOO_MUCH:
             what = f"{url} refused {len(texts)} texts, the longest of {len(texts[0]):,} characters: {fault.reason}"
             fix = f"lower {section}.skill.body_chars, {section}.query_chars or {section}.batch_size"
@@ -210,7 +201,3 @@ def plan_encoding(
         | encoder.budget.account(Usage(num_tokens, 0))
         | {"budget": str(encoder.budget) or None}
     )
-
-
-def _most_of(texts: Sequence[str]) -> Usage:
-    return Usage(sum(len(text.encode(errors="replace")) + _MOST_PER_TEXT for text in texts), 0)

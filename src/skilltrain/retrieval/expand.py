@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from skilltrain.llm import LLM, open_llm
-from skilltrain.llm.ask import AnswerError, Questions, ask_while_up, cost_of, read_texts
+from skilltrain.llm import LLM, AnswerError, Questions, ask_all, estimate_cost
+from skilltrain.llm.ask import read_texts
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
@@ -57,7 +57,7 @@ class ExpandConfig(AskConfig):
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, list[str]]:
         """What it asks; `skills` play no part."""
-        return _questions(self, open_llm(self.llm), self.count, queries)
+        return _questions(self, LLM(self.llm), self.count, queries)
 
 
 @dataclass
@@ -89,14 +89,14 @@ class Expand:
     def _write(self, queries: Sequence[Query]) -> dict[str, list[str]]:
         """query_id → the queries written for it; absent where the model is down or gives no usable answer."""
         first = self.config.asks(queries, ())
-        cost_of(first)
-        found = ask_while_up(first)
+        estimate_cost(first)
+        found = ask_all(first, drop_if_down=True)
         self.counts = found.counts()
         values = found.values
         if self.config.count > 1 and found.dropped and "down" not in self.counts["unusable"]:
             unwritten = {fault.query_id for fault in found.dropped}
             rest = [query for query in queries if query.query_id in unwritten]
-            single = ask_while_up(_questions(self.config, first.llm, 1, rest))
+            single = ask_all(_questions(self.config, first.llm, 1, rest), drop_if_down=True)
             values = [*values, *single.values]
             self.counts |= single.used | {
                 "num_single": len(single.values),

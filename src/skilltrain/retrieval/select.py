@@ -15,8 +15,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from skilltrain.config import Config, Seed
-from skilltrain.llm import LLM, LLMConfig, open_llm
-from skilltrain.llm.ask import AnswerError, Asked, Questions, ask_while_up, cost_of, read_numbers
+from skilltrain.llm import (
+    LLM,
+    AnswerError,
+    LLMConfig,
+    Outcome,
+    Questions,
+    ask_all,
+    estimate_cost,
+    read_numbers,
+)
 from skilltrain.llm.untrusted import framed, untrusted_skill, untrusted_text
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.terminal import say
@@ -57,9 +65,7 @@ _VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)
 class AskConfig(Config):
     """A chat model, and how it is asked about a query."""
 
-    llm: LLMConfig = Field(
-        description="the model, kind openai or smollm2; temperature 0 gives its likeliest answer"
-    )
+    llm: LLMConfig = Field(description="the model; temperature 0 gives its likeliest answer")
     query_chars: int = Field(default=2000, ge=1, description="how much of a query it sees")
     max_retries: int = Field(
         default=2, ge=0, description="times it is asked again where its answer is of no use"
@@ -67,7 +73,7 @@ class AskConfig(Config):
     seed: Seed = Field(default=0, description="decides the model's seeds")
 
     def check(self) -> None:
-        open_llm(self.llm)
+        LLM(self.llm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +173,7 @@ class _ChooseConfig(AskConfig):
         draw, count = random.Random(0), min(self.keep, len(skills))
         asked = queries if count >= self.least else ()
         asks = [self.ask(query, draw.sample(skills, count)) for query in asked]
-        return questions_of(self, open_llm(self.llm), self.first, asks)
+        return questions_of(self, LLM(self.llm), self.first, asks)
 
     def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
         body_chars = self.body_chars if self.fields == "full" else None
@@ -229,10 +235,10 @@ class Select:
         asks = [
             self.config.ask(query, row) for query, row in shown if len(row) >= self.config.least
         ]
-        questions = questions_of(self.config, open_llm(self.config.llm), self.config.first, asks)
+        questions = questions_of(self.config, LLM(self.config.llm), self.config.first, asks)
         if asks:
-            cost_of(questions)
-        asked = ask_while_up(questions)
+            estimate_cost(questions)
+        asked = ask_all(questions, drop_if_down=True)
         self.counts = asked.counts()
         if asked.dropped:
             reasons = ", ".join(
@@ -253,13 +259,14 @@ class Select:
         return found
 
     def _admitted(
-        self, config: AdmitConfig, llm: LLM, relevant: Asked[Ask, Any], given: Rankings
+        self, config: AdmitConfig, llm: LLM, relevant: Outcome[Ask, Any], given: Rankings
     ) -> Rankings:
         """The admitted candidates; without a usable list the first `most`, without a verdict the relevant."""
         found = [(one, skill) for one, skills in relevant.values for skill in skills]
         alone = [config.ask(one.query, [skill], skill.skill_id) for one, skill in found]
-        second = ask_while_up(
-            questions_of(config, llm, _SPECIFIC, alone if config.specificity else ())
+        second = ask_all(
+            questions_of(config, llm, _SPECIFIC, alone if config.specificity else ()),
+            drop_if_down=True,
         )
         refused = {
             (one.query_id, one.skill_id) for one, is_worth_it in second.values if not is_worth_it

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm.ask import cost_of
+from skilltrain.llm import estimate_cost
 from skilltrain.records import Query, Ranker, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig, plan_encoding
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
@@ -88,7 +88,7 @@ def plan_ranking(
             if isinstance(part, AskingConfig):
                 costs = asked.setdefault(system.name, {})
                 name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
-                costs[name] = cost_of(part.asks(queries, skills))
+                costs[name] = estimate_cost(part.asks(queries, skills))
             elif (
                 isinstance(part, ApiConfig) and key_of(part) not in seen
             ):  # what two systems share is asked once

@@ -14,6 +14,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryFile
+from threading import Lock
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
@@ -21,10 +23,12 @@ import anyio
 import watchfiles
 from anyio.to_thread import run_sync
 from prometheus_client import CollectorRegistry, Gauge, Histogram
+from starlette.exceptions import HTTPException
 
 from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening import Flag
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.files import staged_folder
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
@@ -52,34 +56,57 @@ _LOOK, _WRITE = (
     2.0,
     60.0,
 )  # seconds between looks at what another process has written, and between writes of the log
+_MAX_WAITING = 50_000  # answers that wait for a log that cannot be written
 ResultT = TypeVar("ResultT")
 
 
 class RouteLog:
-    """Answers as QUERIES and RANKINGS; each `flush` writes a folder, like one of any stage."""
+    """Answers as QUERIES and RANKINGS; each `flush` writes a folder, like one of any stage.
+
+    Raises SkilltrainError if no file can be written into `folder`.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._start = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-        self._answers, self._number = SimpleQueue[tuple[str, Ranking]](), 0
+        self._folder = folder
+        self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+        self._answers = SimpleQueue[tuple[str, Ranking]]()
+        self._waiting: list[tuple[str, Ranking]] = []  # taken from the queue, and not yet written
+        self._num_written = 0
+        self._lock = Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            what = f"cannot hold the log: {reason_of(error)}"
+            fix = "name a folder that may be written"
+            raise SkilltrainError(what, where=folder, fix=fix) from error
 
     def add(self, query: str, ranking: Ranking) -> None:
         """Keep an answer."""
         self._answers.put((clean_text(query), ranking))
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the answers that wait as one folder. After a fault they wait for the next call."""
+        with self._lock:
+            while not self._answers.empty():
+                self._waiting.append(self._answers.get())
+            del self._waiting[:-_MAX_WAITING]
+            if self._waiting:
+                self._write()
+
+    def _write(self) -> None:
         queries: list[Query] = []
         rankings: Rankings = {}
-        while not self._answers.empty():
-            text, ranking = self._answers.get()
-            self._number += 1
-            query_id = f"{self._start.name}-{self._number}"
+        for number, (text, ranking) in enumerate(self._waiting, self._num_written + 1):
+            query_id = f"{self._name}-{number}"
             queries.append(Query(query_id, text, kind="single", origin="served", split="test"))
             rankings[query_id] = ranking
-        if queries:
-            place = self._start.with_name(f"{self._start.name}-{self._number:06}")
-            write_table(rankings_table({"served": rankings}), RANKINGS, place)
-            write_table(queries, QUERIES, place)
+        last_number = self._num_written + len(queries)
+        with staged_folder(self._folder / f"{self._name}-{last_number:06}") as staged:
+            write_table(rankings_table({"served": rankings}), RANKINGS, staged)
+            write_table(queries, QUERIES, staged)
+        self._num_written = last_number
+        self._waiting.clear()
 
 
 class Service:
@@ -104,13 +131,14 @@ class Service:
         try:
             return await run_sync(work, *arguments)
         except BaseException as error:
-            outcome = "refused" if isinstance(error, SkilltrainError) else "failed"
+            is_refused = isinstance(error, SkilltrainError | HTTPException)
+            outcome = "refused" if is_refused else "failed"
             raise
         finally:
             self._seconds.labels(name, outcome).observe(time.monotonic() - started)
 
     async def run(self, serve: Callable[[], Awaitable[None]], watched: Path | None) -> None:
-        """Serve while the skills are kept current; at the end what is logged is written."""
+        """Serve while the skills are kept current and the log is written."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._repeat, _LOOK, "refresh", self.router.refresh)
             if self.log is not None:
@@ -121,8 +149,6 @@ class Service:
                 await serve()
             finally:
                 tasks.cancel_scope.cancel()
-                if self.log is not None:
-                    self.log.flush()
 
     async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
         while True:

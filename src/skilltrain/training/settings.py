@@ -238,26 +238,21 @@ def is_quantized(config: TrainConfig) -> bool:
     return config.adapter is not None and config.adapter.quantize != "none"
 
 
-def load_model(
-    config: TrainConfig, device: torch.device, new_head: bool = True
-) -> Encoder | Reranker:
-    """The model that training starts from, with its adapter; new layers depend on the seed alone.
-
-    Raises SkilltrainError for a reranker that lacks its head, unless that may be `new_head`.
-    """
+def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
+    """Load the model that training starts from, with its adapter. New layers depend on the seed alone."""
     set_seed(config.training.seed)
-    if (
-        config.adapter is None
-    ):  # float32: most of AdamW's steps are too small to change a number in bfloat16
-        source = config.model.model_copy(update={"precision": "float32"})
-        config = config.model_copy(update={"model": source})
-    if isinstance(config, TrainEncoderConfig):
-        model = load_encoder(config.model, device, quantizing_options(config.adapter))
+    source = config.model
+    if config.adapter is None:
+        # Most of AdamW's steps are too small to change a number in bfloat16.
+        source = source.model_copy(update={"precision": "float32"})
+    options = quantizing_options(config.adapter)
+    if isinstance(source, EncoderConfig):
+        model = load_encoder(source, device, options)
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
             what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
             raise SkilltrainError(what, where="loss.dims")
     else:
-        model = load_reranker(config.model, device, quantizing_options(config.adapter), new_head)
+        model = load_reranker(source, device, options, new_head=True)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
     return model

@@ -12,15 +12,16 @@ from itertools import chain, islice
 from pathlib import Path
 
 from skilltrain.data.screening.bundled import BundledFile, bundled_files
+from skilltrain.data.screening.fragments import load_rules_file
 from skilltrain.data.screening.reading import Flag, Reading, read_text
-from skilltrain.data.screening.rules import Rule, table
+from skilltrain.data.screening.rules import Rule
 from skilltrain.data.screening.secret_keys import show_beginning
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, SKILLS, read_table, table_path, write_table
 from skilltrain.terminal import say
 from skilltrain.workers import WorkersConfig, map_blocks
 
-RULES = tuple(Rule.model_validate(row) for row in table()["rules"])
+RULES = tuple(Rule.model_validate(row) for row in load_rules_file()["rules"])
 FIELDS = ("name", "description", "body")
 MAX_FLAGS = 20  # of one rule in one field; more tell no more
 MAX_SPAN = 400  # characters

@@ -9,8 +9,7 @@ import re
 import unicodedata
 from collections import Counter
 
-from skilltrain.data.screening.reading import Reading
-from skilltrain.data.screening.rules import Spans
+from skilltrain.data.screening.reading import Reading, Spans
 from skilltrain.texts import DIRECTIONS, OVERRIDES, TAGS, ZERO_WIDTH, language_of
 
 _ITEM = re.compile(

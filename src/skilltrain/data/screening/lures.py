@@ -10,8 +10,8 @@ import re
 import zlib
 from collections.abc import Iterator
 
-from skilltrain.data.screening.reading import Reading
-from skilltrain.data.screening.rules import Spans, expand
+from skilltrain.data.screening.fragments import expand
+from skilltrain.data.screening.reading import Reading, Spans
 from skilltrain.data.screening.unfold import from_base64
 
 _DECODED_TO_SHELL = re.compile(

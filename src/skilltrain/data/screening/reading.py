@@ -6,10 +6,11 @@ import re
 import unicodedata
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from skilltrain.data.screening.rules import expand
+from skilltrain.data.screening.fragments import expand
 from skilltrain.data.screening.unfold import rewrite, unfold
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
@@ -38,6 +39,10 @@ _ON_SECURITY = re.compile(expand("<ON_SECURITY>"))
 _COMMENT = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
 _ELEMENT = re.compile(expand("<ELEMENT>"))
 _SCANNER = re.compile(expand("<SCANNER>"))
+
+
+Spans = Iterator[tuple[int, int]]
+"""(start, end) of each find in the plain text."""
 
 
 @dataclass(frozen=True)

@@ -6,37 +6,15 @@ it does; each alone is harmless work.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
-from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ImportString
 
 from skilltrain.config import Config
-
-if TYPE_CHECKING:
-    from skilltrain.data.screening.reading import Reading
-
-Spans = Iterator[tuple[int, int]]  # (start, end) in the plain text
-
-
-@cache
-def table() -> dict[str, Any]:
-    """What rules.yaml holds: `rules`, `steps` of `unfold`, and `fragments` of their expressions by name."""
-    return yaml.safe_load(
-        (files("skilltrain.data.screening") / "rules.yaml").read_text(encoding="utf-8")
-    )
-
-
-def expand(regex: str) -> str:
-    """`regex` in one line, each <NAME> replaced by that fragment of rules.yaml."""
-    fragments = table()["fragments"]
-    return re.sub(
-        "<([A-Z_]+)>", lambda found: expand(fragments[found[1]]), "".join(regex.splitlines())
-    )
-
+from skilltrain.data.screening.fragments import expand
+from skilltrain.data.screening.reading import Reading, Spans
 
 Kind = Literal["name", "description", "body", "program"]
 Expression = Annotated[
@@ -71,7 +49,7 @@ class Find(Config, validate_default=False):
     reach: int = 400
     fields: tuple[Kind, ...] = ("name", "description", "body", "program")
 
-    def places(self, reading: "Reading") -> Spans:
+    def places(self, reading: Reading) -> Spans:
         """The finds, as (start, end) in the text as written."""
         anchors = [anchor for anchor in self.anchors if anchor in reading.plain]
         if self.anchors and not anchors:
@@ -79,7 +57,7 @@ class Find(Config, validate_default=False):
         spans = self.custom(reading) if self.custom else self._matches(reading, anchors)
         yield from spans if self.written else (reading.place(*span) for span in spans)
 
-    def _matches(self, reading: "Reading", anchors: Sequence[str]) -> Spans:
+    def _matches(self, reading: Reading, anchors: Sequence[str]) -> Spans:
         everywhere = [[0, len(reading.plain)]]
         for start, end in _windows(anchors, reading.plain, self.reach) if anchors else everywhere:
             for found in self._pattern.finditer(reading.plain, start, end):
@@ -91,7 +69,7 @@ class Find(Config, validate_default=False):
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(self.regex)
 
-    def _holds(self, reading: "Reading", start: int, end: int) -> bool:
+    def _holds(self, reading: Reading, start: int, end: int) -> bool:
         around = start - self.near, end + self.near
         if not all(reading.stands_between(need, *around) for need in self.needs):
             return False

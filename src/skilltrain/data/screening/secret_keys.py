@@ -5,8 +5,8 @@ import re
 from collections import Counter
 from itertools import groupby, pairwise
 
-from skilltrain.data.screening.reading import Reading
-from skilltrain.data.screening.rules import Spans, expand
+from skilltrain.data.screening.fragments import expand
+from skilltrain.data.screening.reading import Reading, Spans
 from skilltrain.data.screening.unfold import from_base64
 
 _START = "(?<![A-Za-z0-9_-])"  # of a word

@@ -14,7 +14,7 @@ from itertools import groupby, takewhile
 from operator import eq
 from urllib.parse import unquote
 
-from skilltrain.data.screening.rules import expand, table
+from skilltrain.data.screening.fragments import expand, load_rules_file
 
 _LONGEST = 600  # letters of what a variable holds
 Values = dict[str, str]
@@ -301,5 +301,6 @@ _STEP_OF: dict[str, Step] = {
     "accessed": _accessed,
 }
 _STEPS = [
-    (re.compile(expand(regex), re.I), _STEP_OF[name]) for name, regex in table()["steps"].items()
+    (re.compile(expand(regex), re.I), _STEP_OF[name])
+    for name, regex in load_rules_file()["steps"].items()
 ]

@@ -15,8 +15,7 @@ from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Task
-from skilltrain.llm import open_llm
-from skilltrain.llm.ask import Asked, ask_until, ask_while_up
+from skilltrain.llm import LLM, Outcome, ask_all
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask, questions_of
@@ -33,7 +32,7 @@ from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
 """(texts, how many) → the skills that are found for each text."""
-AskAll = Callable[[Sequence[Ask]], Asked[Ask, Any]]
+AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
 _DESCRIPTION_CHARS = 140
 _MAY_HELP = "skills that exist and may help"
 
@@ -123,12 +122,11 @@ class Planner:
         self, config: StepsConfig | DirectConfig | ReactConfig, tasks: Sequence[Query]
     ) -> tuple[dict[str, list[Round]], dict[str, str]]:
         """(query_id → the rounds of those tasks that the model has steps for, query_id → why others have none)."""
-        llm = open_llm(config.llm)  # once, for it keeps to one budget
+        llm = LLM(config.llm)  # once, for it keeps to one budget
 
-        def ask(asks: Sequence[Ask]) -> Asked[Ask, Any]:
-            return (ask_while_up if self.lenient else ask_until)(
-                questions_of(config, llm, config.prompt, asks)
-            )
+        def ask(asks: Sequence[Ask]) -> Outcome[Ask, Any]:
+            questions = questions_of(config, llm, config.prompt, asks)
+            return ask_all(questions, drop_if_down=self.lenient)
 
         if isinstance(config, StepsConfig):
             asked = ask([self._steps(config, task) for task in tasks])
@@ -215,7 +213,7 @@ class Planner:
 
     def _searched(
         self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
-    ) -> Asked[Ask, Any]:
+    ) -> Outcome[Ask, Any]:
         """What ReAct searches for, one step a search."""
         searches: dict[str, tuple[str, ...]] = {}
         faults: list[Dropped] = []
@@ -236,7 +234,7 @@ class Planner:
             for task in tasks
             if task.query_id in searches
         ]
-        return Asked(found, faults, {})
+        return Outcome(found, faults, {})
 
     def _told(self, skill_ids: Sequence[str], described: bool) -> str:
         """What the model reads of skills: their names, or a line each with the beginning of the description."""

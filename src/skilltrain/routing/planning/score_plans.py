@@ -17,9 +17,8 @@ from skilltrain.evaluation.comparison import Comparison, SystemResult, compare, 
 from skilltrain.evaluation.plan_measures import MEANINGS, measure_names, plan_values
 from skilltrain.evaluation.slices import SliceMeans, means_by_slice, shown
 from skilltrain.files import write_json, write_jsonl, write_text
-from skilltrain.llm import open_llm
+from skilltrain.llm import LLM, estimate_cost
 from skilltrain.llm.answers import estimate_tokens
-from skilltrain.llm.ask import cost_of
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
@@ -160,8 +159,8 @@ def plan_plans(config: PlansConfig) -> dict[str, Any]:
     costs: dict[str, Any] = {}
     for planner in config.planners:
         if isinstance(model := planner.decomposer, ModelConfig):
-            costs[planner.name] = cost_of(
-                questions_of(model, open_llm(model.llm), model.prompt, asks)
+            costs[planner.name] = estimate_cost(
+                questions_of(model, LLM(model.llm), model.prompt, asks)
             )
     return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 

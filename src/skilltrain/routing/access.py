@@ -1,0 +1,105 @@
+"""Who may ask the HTTP server: allowed host names, allowed web pages, and a bearer token.
+
+A web page can ask a server that only its reader can reach: directly, which the header Origin shows, or under a host
+name of its own that it lets point to the server (DNS rebinding), which the header Host shows.
+"""
+
+import hmac
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skilltrain.errors import SkilltrainError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d*)?")
+
+
+def host_name(host: str) -> str | None:
+    """Return the lower-case name in `NAME` or `NAME:PORT`, None if there is none. IPv6 addresses are in brackets."""
+    match = _HOST.fullmatch(host.lower())
+    return match and match[1]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, an address to listen on, can be reached from this machine alone."""
+    return host in _LOOPBACK or f"[{host}]" in _LOOPBACK
+
+
+def refusal(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    """Return the answer to a request that is refused."""
+    return JSONResponse({"error": message, "error_type": "Validation"}, status, headers)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Headers that a request must have: a host of `hosts`, no origin outside `origins`, and the token, if any."""
+
+    hosts: frozenset[str]
+    origins: frozenset[str] = frozenset()
+    token: str = ""
+
+    def check(self, scope: Scope) -> Response | None:
+        """Return the refusal of a request, or None if it is allowed."""
+        headers = Headers(scope=scope)
+        if host_name(headers.get("host", "")) not in self.hosts:
+            return refusal("this host name is not allowed (serve --allowed-host NAME)", 421)
+        if not self.origins.issuperset(headers.getlist("origin")):
+            return refusal("web pages are not answered (serve --allowed-origin ORIGIN)", 403)
+        # A browser asks with OPTIONS, without the token, whether its page may ask.
+        needs_token = self.token and scope["path"] != "/health" and scope["method"] != "OPTIONS"
+        authorization = headers.get("authorization", "").encode()
+        if needs_token and not hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
+            return refusal("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
+        return None
+
+
+def read_access(
+    host: str, allowed_hosts: Sequence[str], allowed_origins: Sequence[str], token_variable: str
+) -> Access:
+    """Read the options of `skilltrain serve`.
+
+    Args:
+        host: Address to listen on. At a loopback address the loopback names are allowed too.
+        allowed_hosts: Host names; ports are ignored.
+        allowed_origins: Web pages, as `SCHEME://HOST` or `SCHEME://HOST:PORT`.
+        token_variable: Environment variable that holds the token, or an empty string.
+
+    Raises:
+        SkilltrainError: A value is malformed, the variable holds no token, or no host is allowed.
+    """
+    for name in allowed_hosts:
+        if host_name(name) is None:
+            fix = "give a name such as router.example.com, or an address"
+            raise SkilltrainError("is no host name", where=f"--allowed-host {name}", fix=fix)
+    for origin in allowed_origins:
+        if host_name(origin.partition("://")[2]) is None:
+            fix = "give scheme and host, such as https://app.example.com"
+            raise SkilltrainError("is no origin", where=f"--allowed-origin {origin}", fix=fix)
+    names = [*allowed_hosts, *(_LOOPBACK if is_loopback(host) else ())]
+    if not names:
+        what = "other machines can reach this address, but no host name is allowed"
+        fix = "name the hosts that clients use: --allowed-host NAME, once for each"
+        raise SkilltrainError(what, where=f"--host {host}", fix=fix)
+    token = os.environ.get(token_variable, "").strip()
+    if token_variable and not token:
+        what = "this environment variable holds no token"
+        raise SkilltrainError(what, where=f"--token-env {token_variable}")
+    origins = frozenset(origin.lower() for origin in allowed_origins)
+    hosts = frozenset(str(host_name(name)) for name in names)
+    return Access(hosts, origins, token)
+
+
+def guard(app: ASGIApp, access: Access) -> ASGIApp:
+    """Return `app` behind a check of every request, which comes before anything reads the body."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        refused = access.check(scope) if scope["type"] == "http" else None
+        await (refused or app)(scope, receive, send)
+
+    return answer
