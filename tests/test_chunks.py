@@ -1,7 +1,6 @@
 """Skills as several chunks: their windows, their scores, and the window that an encoder is trained on."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +21,7 @@ from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
 from skilltrain.training.dev import OwnEncoder
-from skilltrain.training.scores import ScoreContext, encoder_scores, in_batch_negatives
+from skilltrain.training.scores import ScoreContext, in_batch_negatives
 from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
 from skilltrain.workers import WorkersConfig
 from small_library import succeeds
@@ -182,14 +181,7 @@ def test_lists_name_the_window_that_bm25_likes_best():
 
 def test_another_window_of_a_query_s_skill_is_no_negative():
     data = on_best_windows(DATA, SETTINGS)
-    keys, first = sorted({key for one in data.lists for key in one.skill_ids}), data.lists[:1]
-    of = ScoreContext.of(
-        replace(data, lexical={first[0].query: {"a": 2.0, "x": 1.0}}), InfoNCE(), in_batch=True
-    )
-    scored = encoder_scores(first, first, torch.ones(1, 4), None, keys, torch.ones(6, 4), of)
-    assert scored.lexical_scores.tolist() == [
-        [2, 2, 2, 0, 0, 0]
-    ]  # what BM25 says of a skill, for all its windows
+    keys = sorted({key for one in data.lists for key in one.skill_ids})
     assert [data.skills[key].skill_id for key in keys] == ["a", "a", "a", "b", "c", "c"]
     negative = in_batch_negatives(data.lists, keys, ScoreContext.of(data, InfoNCE(), in_batch=True))
     # q1 wants a, q3 and q4 want c: the two are one cluster. q2 wants b; its own candidate (a's last) is told elsewhere.

@@ -131,7 +131,7 @@ def test_bad_input_is_one_line(place):
 
 
 def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkeypatch):
-    load = dense.open_to_answer
+    load = dense.load_encoder
 
     def broken(config, device):
         model = load(config, device)
@@ -140,7 +140,7 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
             words[model.text_tokenizer.ids(["pods"])[0]] = np.nan
         return model
 
-    monkeypatch.setattr(dense, "open_to_answer", broken)
+    monkeypatch.setattr(dense, "load_encoder", broken)
     line = skilltrain("encode", place / "recipe.yaml").error_line
     assert "vectors that are no numbers" in line and str(model_folders["bert"]) in line
     assert not list((place / "vectors").rglob("*.npz")) and not (place / "encoded").exists()

@@ -17,7 +17,6 @@ from skilltrain.retrieval.rankings import fuse
 from skilltrain.training.scores import encoder_scores
 from skilltrain.training.settings import TrainEncoderConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
-from skilltrain.training.training_set import lexical_scores
 from test_steps import gradients
 from tiny_models import WORDS
 from training_data import training_set
@@ -66,14 +65,9 @@ def test_tokens_stand_behind_their_texts_vector_whatever_is_beside_them(open_enc
 
 @pytest.mark.parametrize("token_budget", [120, 10**6])
 def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, token_budget):
-    encoder, data, loss = (
-        open_encoder_of("bert").double(),
-        training_set(8),
-        InfoNCE(lexical_weight=0.5),
-    )
-    data = replace(
-        data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values()))
-    )
+    encoder = open_encoder_of("bert").double()
+    data = training_set(8)
+    loss = InfoNCE()
     step = EncoderStep(encoder, loss, data, StepSettings(token_budget))
     skill_ids = sorted({skill_id for one in data.lists for skill_id in one.skill_ids})
     ids = (
@@ -86,7 +80,7 @@ def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, tok
     )
     tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in texts] for texts in ids]
     of_tokens = replace(scored, scores=plain_max_sim(*tokens))
-    expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1, lexical_weight=0.5)(of_tokens)
+    expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1)(of_tokens)
     expected_gradients = gradients(encoder, expected)
     settings = StepSettings(
         token_budget,

@@ -1,27 +1,14 @@
-"""The programs of data_pipelines/ that train: who was trained on what, by the tables that they leave."""
+"""The programs of data_pipelines/: the stages they run, and how they refuse bad arguments."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from skilltrain.config import load_recipe
 from skilltrain.recipe import run_pipeline
-from skilltrain.runs import RECIPE_FILE
-from skilltrain.tables import JUDGEMENTS, LISTS, RANKINGS, read_table
-from small_library import encoder_recipe, forget_ranks, write_recipe
+from small_library import write_recipe
 
 FOLDER = Path(__file__).parents[1] / "data_pipelines"
-
-
-@pytest.fixture
-def recipe(runs, model_folders, tmp_path):
-    """A recipe that trains an encoder on the small library's lists, with late interaction."""
-    text = (
-        encoder_recipe(runs, model_folders["bert"])
-        + "late_interaction: {weight: 1.0, temperature: 0.05}"
-    )
-    return write_recipe(tmp_path / "recipe.yaml", text.replace("epochs: 2", "epochs: 1"))
 
 
 def program(name):
@@ -32,56 +19,9 @@ def program(name):
     return module
 
 
-def column(folder, spec, name):
-    return set(read_table(folder, spec).column(name).to_pylist())
-
-
-def test_an_encoder_in_stages_goes_on_from_the_stage_before(
-    runs, recipe, model_folders, tmp_path, monkeypatch
-):
-    module, out, base = program("encoder_in_stages"), tmp_path / "out", str(model_folders["bert"])
-    run, filtered_by = module._run, list[str]()
-
-    def run_filtering_by_name(values):  # an untrained encoder finds all texts alike
-        if values["stage"] == "filter":
-            filtered_by.append(values["encoder"]["source"])
-            values = values | {"layers": [{"name": "name"}]}
-        run(values)
-
-    monkeypatch.setattr(module, "_run", run_filtering_by_name)
-    settings = ["training.learning_rate=1e-4"]
-    encoders = module.run(module.Pipeline(recipe=recipe, out=out, free_pairs=20, settings=settings))
-    forget_ranks()
-    assert encoders == [out / "free_pairs" / "encoder", out / "queries", out / "round1" / "encoder"]
-    recipes = [load_recipe(encoder / RECIPE_FILE) for encoder in encoders]
-    assert [recipe["model"]["source"] for recipe in recipes] == [
-        base,
-        str(encoders[0]),
-        str(encoders[1]),
-    ]
-    assert {recipe["training"]["learning_rate"] for recipe in recipes} == {
-        1e-4
-    } and filtered_by == [base, base]
-    pairs, asked = out / "free_pairs" / "pairs", runs / "encoder_lists"
-    assert column(out / "free_pairs" / "encoder_lists", LISTS, "query_id") <= column(
-        pairs, JUDGEMENTS, "query_id"
-    )
-    assert column(out / "round1" / "encoder_lists", LISTS, "query_id") <= column(
-        asked, LISTS, "query_id"
-    )
-    wrong = read_table(out / "round1" / "mined", RANKINGS)
-    assert set(wrong.column("stage").to_pylist()) == {"semantic", "lexical"}
-    assert max(wrong.column("rank").to_pylist()) <= module.WRONG_TOP
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "fault"),
     [
-        (
-            "encoder_in_stages",
-            ["RECIPE", "OUT", "rounds=1", "sources=y"],
-            "must train an encoder on one folder of",
-        ),
         ("skillrouter", ["none", "OUT", "quota=1"], "unknown key 'quota', did you mean 'quotas'?"),
         ("skillrouter", ["none", "OUT"], "none: no such file or folder"),
         (

@@ -38,6 +38,11 @@ REMOVED: dict[str, str] = {
     "decontaminate.encoder": "limits.jaccard finds near-duplicates",
     "mine.index": "search is always exact",
     "fusion": "give a fuse ranker weights, such as [1, 0.5]",
+    "cosine_pair": "use form pair, with a loss of temperature 1",
+    "data.clusters": "training finds near-duplicates by near_duplicates",
+    "lambda_rank": "use ranknet",
+    "lexical_weight": "fuse the trained encoder with BM25",
+    "margin": "use ranknet",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 

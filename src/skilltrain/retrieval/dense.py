@@ -16,7 +16,7 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
-from skilltrain.models.encoder import Encoder, EncoderConfig, open_to_answer
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
@@ -165,7 +165,7 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     folder = source.cache if isinstance(source, EncoderSource) else None
     model, identity = opened.get(key, (None, ""))
     if model is None or (folder and not identity):
-        model = open_to_answer(source, default_device())
+        model = load_encoder(source, default_device()).requires_grad_(False)
         identity = _identity(model) if folder else ""
         pack_linear_layers(model.backbone, source.token_budget)
         opened[key] = (model, identity)

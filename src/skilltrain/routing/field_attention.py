@@ -42,9 +42,6 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
             single scoring position.
     """
-    if reranker.settings.template.form == "cosine_pair":
-        what = "a cosine_pair reranker has no scoring position: it compares the mean vectors of query and skill"
-        raise SkilltrainError(what, fix="analyse a reranker of the form pair or yes_no")
     if (pooling := getattr(reranker.network.config, "classifier_pooling", "cls")) != "cls":
         raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
     if not pairs:
