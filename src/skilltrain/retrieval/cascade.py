@@ -121,24 +121,30 @@ class Cascade:
         """Run all rankers in order and return one stage per ranker.
 
         The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time,
-        to measure latency.
+        to measure latency; not by rankers from the first that asks a server or reads a file.
         """
         keeps = keeps_of(system, self.depth)
         rankers = [
             ranker.model_copy(update={"keep": keep})
             for ranker, keep in zip(system.rankers, keeps, strict=True)
         ]
-        timed = self._time_alone(system.name, rankers, keeps, num_timed)
+        num_local = [*map(_is_remote, rankers), True].index(True)
+        if num_timed and num_local < len(rankers):
+            start = f", from {rankers[num_local].kind} on" if num_local else ""
+            what = "not timed, for it asks a server or reads rankings from a file"
+            say(f"{system.name}{start}: {what}")
         stages: list[RankedStage] = []
-        rankings: Rankings | None = None
-        for number, (keep, (alone, gpu_bytes)) in enumerate(zip(keeps, timed, strict=True), 1):
-            stage = self._answer(system.name, rankers[:number], keep, rankings)
-            rankings = stage.rankings
+        candidates: Rankings | None = None
+        for number, keep in enumerate(keeps, 1):
+            stage = self._answer(system.name, rankers[:number], keep, candidates)
             name = f"{system.name}/{number} {stage.kind}"
             num_passed = num_read(rankers[number]) if number < len(rankers) else None
-            stages.append(
-                replace(stage, name=name, alone=alone, gpu_bytes=gpu_bytes, num_passed=num_passed)
-            )
+            stage = replace(stage, name=name, num_passed=num_passed)
+            if num_timed and number <= num_local:
+                ranker = open_ranker(rankers[number - 1], self.skills, self._opened)
+                stage = self._timed(stage, ranker, keep, candidates, num_timed)
+            stages.append(stage)
+            candidates = stage.rankings
         last = stages.pop()
         cut = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
         return (*stages, replace(last, name=system.name, rankings=cut))
@@ -176,42 +182,32 @@ class Cascade:
             self._answers[key] = answer
         return answer
 
-    def _time_alone(
-        self, name: str, rankers: Sequence[RankerConfig], keeps: Sequence[int], num_timed: int
-    ) -> list[tuple[tuple[float, ...], int]]:
-        """Run queries one at a time, after one to warm up.
-
-        Rankers from the first that asks a server or reads a file are not timed.
-
-        Returns:
-            Seconds of each query and peak GPU bytes, for each ranker.
-        """
-        is_remote = [_is_remote(ranker) for ranker in rankers]
-        num_local = [*is_remote, True].index(True)
-        if num_timed and num_local < len(rankers):
-            start = f", from {rankers[num_local].kind} on" if num_local else ""
-            say(f"{name}{start}: not timed, for it asks a server or reads rankings from a file")
-        timed = rankers[:num_local] if num_timed else []
-        opened = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
-        seconds: list[list[float]] = [[] for _ in rankers]
-        gpu_bytes = [0] * len(rankers)
+    def _timed(
+        self,
+        stage: RankedStage,
+        ranker: Ranker,
+        keep: int,
+        candidates: Rankings | None,
+        num_timed: int,
+    ) -> RankedStage:
+        """Add latency and GPU memory: run queries one at a time, after one to warm up."""
+        seconds: list[float] = []
+        gpu_bytes = 0
         with without_bars():
             for number, query in enumerate([self.queries[0], *self.queries[:num_timed]]):
                 # A new id, so that no score that a ranker remembers helps.
-                query = replace(query, query_id=f"{name} {number}")
-                rankings: Rankings | None = None
-                for position, ranker in enumerate(opened):
-                    if torch.cuda.is_available():
-                        torch.cuda.reset_peak_memory_stats()
-                    allocated = torch.cuda.memory_allocated()
-                    started = time.perf_counter()
-                    rankings = ranker.rank([query], rankings, keeps[position])
-                    seconds[position].append(time.perf_counter() - started)
-                    peak = torch.cuda.max_memory_allocated()
-                    if number and peak > allocated:
-                        gpu_bytes[position] = max(gpu_bytes[position], peak)
-        alone = [tuple(row[1:]) for row in seconds]
-        return list(zip(alone, gpu_bytes, strict=True))
+                alone = replace(query, query_id=f"{stage.name} {number}")
+                given = candidates and {alone.query_id: candidates[query.query_id]}
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                allocated = torch.cuda.memory_allocated()
+                started = time.perf_counter()
+                ranker.rank([alone], given, keep)
+                seconds.append(time.perf_counter() - started)
+                peak = torch.cuda.max_memory_allocated()
+                if number and peak > allocated:
+                    gpu_bytes = max(gpu_bytes, peak)
+        return replace(stage, alone=tuple(seconds[1:]), gpu_bytes=gpu_bytes)
 
 
 def _is_remote(ranker: RankerConfig) -> bool:
