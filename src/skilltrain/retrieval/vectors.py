@@ -30,8 +30,8 @@ Parts = Iterator[tuple[Positions, Vectors]]
 class VectorCache:
     """The vectors of one model in a folder of files, each written whole and never changed.
 
-    Any number of processes, on all machines that share the folder, may add to it at once. A
-    process that is killed leaves no partial file. A damaged file is skipped with a warning.
+    Any number of processes, on all machines that share the folder, may add to it at once. What a
+    killed process leaves half written is never read. A damaged file is skipped with a warning.
     """
 
     folder: Path
