@@ -30,9 +30,7 @@ WORKER = Path(__file__).with_name("mine_speed_worker.py")
 MODES = {
     "st": "sentence-transformers, torch",
     "st-faiss": "sentence-transformers, faiss",
-    "ours-semantic": "skilltrain, semantic, exact",
-    "ours-semantic-hnsw": "skilltrain, semantic, HNSW",
-    "ours-semantic-ivf": "skilltrain, semantic, IVF",
+    "ours-semantic": "skilltrain, semantic",
     "ours": "skilltrain, four sources + filter",
     "clusters": "skilltrain, near-duplicate clusters",
 }
@@ -159,7 +157,7 @@ def _growth(row: Sequence[Measurement], value: Callable[[Measurement], float]) -
 
 
 def _remarks(measured: Sequence[Measurement]) -> list[str]:
-    """Recall of indexes, and the share of candidates that both sides have in common."""
+    """Return the share of candidates that both sides have in common, one line per measurement."""
     lines: list[str] = []
     exact = {
         one.size: one.result["nearest"]
@@ -168,11 +166,6 @@ def _remarks(measured: Sequence[Measurement]) -> list[str]:
     }
     for one in (one for one in measured if one.result):
         found, name = one.result or {}, f"- {MODES[one.mode]}, {one.size}"
-        index = found.get("summary", {}).get("index", {})
-        if "recall@50" in index:
-            lines.append(
-                f"{name}: recall@50 {index['recall@50']:.3f} (n = {index['num_queries_sampled']} queries)"
-            )
         if one.mode.startswith("st") and (ours := exact.get(one.size)):
             both = [
                 query for query in found["nearest"] if query in ours and found["nearest"][query]

@@ -18,12 +18,7 @@ from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 
 DEPTH = 50
 NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
-INDEXES = {
-    "ours": "Flat",
-    "ours-semantic": "Flat",
-    "ours-semantic-hnsw": "HNSW32 efSearch=256",
-    "ours-semantic-ivf": "IVF1024,Flat nprobe=64",
-}
+OUR_MODES = ("ours", "ours-semantic")
 
 
 class KnownVectors:
@@ -56,12 +51,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     for module in (mine, filter_layers):
         module.open_encoder = lambda source: vectors
     paths = {"pool": folder / "pool", "queries": folder / "queries"}
-    settings = {
-        "stage": "mine",
-        "depth": DEPTH,
-        "encoder": {"source": "known"},
-        "index": INDEXES[mode],
-    }
+    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
         config = mine.MineConfig.model_validate(settings | paths | {"out": out})
@@ -204,7 +194,7 @@ def main(mode: str, folder: Path, threads: int) -> None:
     else:
         result = (
             measure_ours(mode, folder, threads)
-            if mode in INDEXES
+            if mode in OUR_MODES
             else measure_peer(mode, folder, threads)
         )
     result["own_peak_bytes"] = _peak_bytes()

@@ -37,7 +37,7 @@ TEXTS = [
     "translate the report and review it with care",
 ]
 SKILLS = [Skill(f"s{i}", f"chart {i}", text, text * i) for i, text in enumerate(TEXTS)]
-RERANKERS = {"pair": "bert_reranker", "cosine_pair": "bert", "yes_no": "qwen3_reranker"}
+RERANKERS = {"pair": "bert_reranker", "yes_no": "qwen3_reranker"}
 BERT_HEAD = {
     f"{part}.{kind}" for part in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")
 }

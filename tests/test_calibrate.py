@@ -5,11 +5,23 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.evaluation.bootstrap import share
+from skilltrain.evaluation.metrics import Relevance
+from skilltrain.records import Query
 from skilltrain.routing.answer import Calibrator, Traced
-from skilltrain.routing.calibrate import bound, calibration_error, fit_logistic, risk_coverage
+from skilltrain.routing.calibrate import (
+    assign_folds,
+    bound,
+    calibration_error,
+    fit_logistic,
+    fit_out_of_fold,
+    risk_coverage,
+)
 from skilltrain.routing.router import Router
 from small_library import QUERIES, skilltrain, succeeds
 
@@ -177,3 +189,42 @@ def test_what_cannot_be_calibrated_is_refused(folders, tmp_path, settings, compl
     (tmp_path / "text.jsonl").write_text('{"text": "x"}')
     given = [text.replace("{tmp}", str(tmp_path)) for text in settings]
     assert complaint in skilltrain(*calibrate(folders, tmp_path / "out", *given)).error_line
+
+
+# Folds ----------------------------------------------------------------------------------------------------------------
+
+
+def tasks_of(golds):
+    """One task per set of gold skills."""
+    return [
+        Task(
+            Query(str(number), "", "", "", ""),
+            Relevance(frozenset(f"s{skill}" for skill in gold), {}),
+        )
+        for number, gold in enumerate(golds)
+    ]
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=40),
+    st.integers(0, 5),
+)
+def test_queries_of_one_skill_share_a_fold(golds, seed):
+    try:
+        folds = assign_folds(tasks_of(golds), 3, seed)
+    except SkilltrainError as error:
+        assert "cannot be cut into 3 folds" in str(error)
+        return
+
+    assert set(folds.tolist()) == {0, 1, 2}
+    for gold, fold in zip(golds, folds, strict=True):
+        for other_gold, other_fold in zip(golds, folds, strict=True):
+            assert not gold & other_gold or fold == other_fold
+
+
+def test_each_case_is_judged_by_the_other_folds():
+    cases = ["a", "b", "c", "d"]
+
+    fitted = fit_out_of_fold("".join, cases, np.array([0, 1, 0, 2]))
+
+    assert fitted == ["bd", "acd", "bd", "abc"]

@@ -1,7 +1,6 @@
 """Skills as several chunks: their windows, their scores, and the window that an encoder is trained on."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from skilltrain.config import validate
 from skilltrain.data import filter_layers
 from skilltrain.data.filter_layers import PAIR, CeilingLayer, FilterPool
-from skilltrain.data.mine import MineConfig, _nearest
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.folder import save_model
@@ -23,7 +21,7 @@ from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
 from skilltrain.training.dev import OwnEncoder
-from skilltrain.training.scores import ScoreContext, encoder_scores, in_batch_negatives
+from skilltrain.training.scores import ScoreContext, in_batch_negatives
 from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
 from skilltrain.workers import WorkersConfig
 from small_library import succeeds
@@ -183,14 +181,7 @@ def test_lists_name_the_window_that_bm25_likes_best():
 
 def test_another_window_of_a_query_s_skill_is_no_negative():
     data = on_best_windows(DATA, SETTINGS)
-    keys, first = sorted({key for one in data.lists for key in one.skill_ids}), data.lists[:1]
-    of = ScoreContext.of(
-        replace(data, lexical={first[0].query: {"a": 2.0, "x": 1.0}}), InfoNCE(), in_batch=True
-    )
-    scored = encoder_scores(first, first, torch.ones(1, 4), None, keys, torch.ones(6, 4), of)
-    assert scored.lexical_scores.tolist() == [
-        [2, 2, 2, 0, 0, 0]
-    ]  # what BM25 says of a skill, for all its windows
+    keys = sorted({key for one in data.lists for key in one.skill_ids})
     assert [data.skills[key].skill_id for key in keys] == ["a", "a", "a", "b", "c", "c"]
     negative = in_batch_negatives(data.lists, keys, ScoreContext.of(data, InfoNCE(), in_batch=True))
     # q1 wants a, q3 and q4 want c: the two are one cluster. q2 wants b; its own candidate (a's last) is told elsewhere.
@@ -221,22 +212,11 @@ TWO_WINDOWS = ChunkVectors(
 QUERY = np.array([[1, 0]], np.float32)
 
 
-def test_mining_ranks_by_the_best_window_and_by_an_exact_index_only(tmp_path):
-    settings = {
-        "stage": "mine",
-        "pool": tmp_path,
-        "queries": tmp_path,
-        "encoder": {"source": "x"},
-        "out": tmp_path,
-    }
-    (positions, scores), _ = _nearest(MineConfig(**settings), QUERY, TWO_WINDOWS, 3)
+def test_mining_ranks_by_the_best_window():
+    positions, scores = TWO_WINDOWS.nearest(QUERY, 3)
+
     assert positions.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(scores, [[1, 0.8, 0.6]], atol=1e-6)
-    with pytest.raises(
-        SkilltrainError,
-        match=r"index: an approximate index takes one window per skill \(index=Flat\)",
-    ):
-        _nearest(MineConfig(**settings, index="HNSW32"), QUERY, TWO_WINDOWS, 3)
 
 
 def test_a_ceiling_is_by_the_best_window(monkeypatch):

@@ -105,9 +105,13 @@ FAULTS = {
     + "model.source={tmp}/poisoned": "the loss is not a finite number in a step with queries q",
     "train {tmp}/reranker.yaml model.source={tmp}/without_yes model.template.form=yes_no": "has no single tokens 'yes' and 'no'",
     TRAIN + "adapter.targets=[]": "adapter.targets: must",
-    "train {tmp}/reranker.yaml 'loss={name: infonce, lexical_weight: 1}'": "loss: lexical_weight is for an encoder; a reranker can be fused with BM25",
+    "train {tmp}/reranker.yaml model.template.form=cosine_pair": "(removed: use form pair, with a loss of temperature 1)",
     TRAIN
-    + "'loss={name: infonce, lexical_weight: -1}'": "loss.lexical_weight: must be greater than or equal to 0",
+    + "'loss={name: infonce, lexical_weight: 1}'": "unknown key 'loss.lexical_weight' (removed: fuse the trained encoder with BM25)",
+    TRAIN
+    + "loss.name=lambda_rank": "loss.name: unknown choice 'lambda_rank' (removed: use ranknet)",
+    TRAIN + "loss.name=margin": "loss.name: unknown choice 'margin' (removed: use ranknet)",
+    TRAIN + "data.clusters={tmp}": "unknown key 'data.clusters' (removed: training finds near-dup",
     TRAIN
     + "'loss={name: matryoshka, dims: [16, 64]}'": "loss.dims: 64 is more than the encoder's 32",
     "train {tmp}/reranker.yaml training.varlen=true": "varlen is for encoders; a causal reranker never pads",

@@ -35,8 +35,9 @@ def both(inner, outer, bias=True):
     """(a plain layer, one of the same weights that oneDNN computes)."""
     torch.manual_seed(inner * 1000 + outer)
     plain = nn.Linear(inner, outer, bias)
-    fast = copy.deepcopy(plain)
-    train_with_onednn(fast)
+    network = nn.Sequential(copy.deepcopy(plain))
+    train_with_onednn(network)
+    fast = network[0]
     assert type(fast) is OneDnnLinear
     return plain, fast
 
@@ -94,6 +95,20 @@ def test_subclasses_stay_and_inference_leaves_what_is_laid_out_for_training():
     train_with_onednn(network)
     pack_linear_layers(network, 8)
     assert [type(module) for module in network.values()] == [OneDnnLinear, Own]
+
+
+def test_a_replaced_layer_keeps_weights_and_hooks():
+    network = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+    network["head"].weight = network["table"].weight
+    network["head"].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    values = torch.randn(3, 4)
+    expected = network["head"](values)
+
+    train_with_onednn(network)
+
+    assert type(network["head"]) is OneDnnLinear
+    assert network["head"].weight is network["table"].weight
+    assert torch.allclose(network["head"](values), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -154,6 +169,6 @@ def test_the_processor_decides(monkeypatch):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
         assert cpu_linear.onednn_is_faster() is wanted
-    layer = nn.Linear(2, 2)
-    train_with_onednn(layer)  # on the last of them
-    assert type(layer) is nn.Linear
+    network = nn.Sequential(nn.Linear(2, 2))
+    train_with_onednn(network)  # on the last of them
+    assert type(network[0]) is nn.Linear

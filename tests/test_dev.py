@@ -6,8 +6,8 @@ import torch
 from benchmark_folders import skillrouter, write, write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
-from skilltrain.training.dev import open_dev
+from skilltrain.records import Query, Skill
+from skilltrain.training.dev import OwnEncoder, OwnReranker, open_dev
 from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
 
 WORDS = [
@@ -258,3 +258,27 @@ def test_settings_that_cannot_work_are_refused(stage, changes, message):
         )
     well = {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}
     validate(TrainRerankerConfig, {"stage": "train_reranker", **COMMON, "dev": well}, "recipe.yaml")
+
+
+# Equal skills ---------------------------------------------------------------------------------------------------------
+
+TWINS = {f"t{i}": Skill(f"t{i}", "same", "same text", "same body") for i in range(3)}
+QUERY = Query("q", "find text", "single", "test", "dev")
+
+
+def test_an_encoder_in_training_encodes_equal_skills_once(open_encoder_of):
+    own = OwnEncoder(open_encoder_of("bert"), [QUERY], [*TWINS.values()])
+    own.model = lambda batch: torch.tensor([[1.0, 0.0], [0.6, 0.8]])[: len(batch.texts)]
+
+    (ranking,) = own.rank([QUERY], None, 3).values()
+
+    assert [skill_id for skill_id, _ in ranking] == ["t0", "t1", "t2"]
+
+
+def test_a_reranker_in_training_scores_equal_skills_once(open_reranker_of):
+    own = OwnReranker(open_reranker_of("bert_reranker"), TWINS)
+    own.model = lambda batch: torch.arange(sum(map(len, batch.lists)), dtype=torch.float32)
+
+    (ranking,) = own.rank([QUERY], {"q": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}, 3).values()
+
+    assert ranking == [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]

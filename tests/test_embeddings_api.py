@@ -236,7 +236,7 @@ def test_nothing_is_sent_over_budget_and_paid_vectors_are_kept(
         SkilltrainError, match=r"budget of 160 tokens is used up.*raise embeddings\.budget"
     ):
         encoder.encode_queries(texts)
-    assert len(server.requests) == 4 and encoder.budget.used.total == 160
+    assert len(server.requests) == 4 and encoder.server.budget.used.total == 160
     open_api(server, tmp_path).encode_queries(texts)
     assert Counter(sent(server)).most_common(1)[0][1] == 1
 
@@ -248,6 +248,6 @@ def test_dollars_need_a_price(server: LLMServer) -> None:
         open_api(server, budget={"max_dollars": 1})
     encoder = open_api(server, budget={"max_dollars": 1}, prices={"prompt": 2.5, "completion": 0})
     encoder.encode_queries(["a" * 300])
-    assert encoder.budget.price(encoder.budget.used) == pytest.approx(100 * 2.5e-6)
+    assert encoder.server.budget.price(encoder.server.budget.used) == pytest.approx(100 * 2.5e-6)
     own = ApiEncoder(ApiConfig(model="text-embedding-3-small", budget=BudgetConfig(max_dollars=1)))
-    assert own.budget.price(Usage(500_000, 0)) == 0.01
+    assert own.server.budget.price(Usage(500_000, 0)) == 0.01

@@ -97,7 +97,7 @@ def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(
     check_cache(place, model_folders["bert"], monkeypatch)
     again = encode(place)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (0, 0)
-    for file in Path(again["vectors"]).glob("*.parquet"):
+    for file in Path(again["vectors"]).glob("*.npz"):
         file.write_bytes(file.read_bytes()[:-4])  # then the file is not there
     again = encode(place)
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (NUM_DISTINCT, 4)
@@ -131,7 +131,7 @@ def test_bad_input_is_one_line(place):
 
 
 def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkeypatch):
-    load = dense.open_to_answer
+    load = dense.load_encoder
 
     def broken(config, device):
         model = load(config, device)
@@ -140,10 +140,10 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
             words[model.text_tokenizer.ids(["pods"])[0]] = np.nan
         return model
 
-    monkeypatch.setattr(dense, "open_to_answer", broken)
+    monkeypatch.setattr(dense, "load_encoder", broken)
     line = skilltrain("encode", place / "recipe.yaml").error_line
     assert "vectors that are no numbers" in line and str(model_folders["bert"]) in line
-    assert not list((place / "vectors").rglob("*.parquet")) and not (place / "encoded").exists()
+    assert not list((place / "vectors").rglob("*.npz")) and not (place / "encoded").exists()
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
@@ -211,4 +211,4 @@ def test_ranks_with_unlike_models_are_refused(place):
     assert first.code != 0 and second.code != 0 and not first.out + second.out
     what = "rank 1 has other weights, another number format or other skills than the first"
     assert what in " ".join(second.err.split())
-    assert not list((place / "vectors").rglob("*.parquet"))
+    assert not list((place / "vectors").rglob("*.npz"))

@@ -461,9 +461,9 @@ def test_a_dry_run_says_what_is_asked_and_asks_and_writes_nothing(folder, capsys
         read,
         12,
     )
-    # 4 skills in 2 requests, and 2 queries, for one is asked twice.
+    # 4 skills and 2 queries, for one is asked twice.
     assert (encoding["num_requests"], encoding["num_texts"], encoding["num_kept_texts"]) == (
-        2 + 1,
+        2,
         6,
         0,
     )

@@ -205,7 +205,6 @@ def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of, tmp_path):
-    cosine = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"))
     reranker, spoiled, mean = (open_reranker_of("bert_reranker") for _ in range(3))
     torch.nn.init.constant_(
         spoiled.network.bert.encoder.layer[1].attention.self.key.weight, torch.nan
@@ -213,7 +212,6 @@ def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of, tmp_path):
     mean.network.config.classifier_pooling = "mean"
     mpnet = saved(tmp_path, MPNetForSequenceClassification, MPNetConfig, 3)
     for model, pairs, message in (
-        (cosine, PAIRS, "a cosine_pair reranker has no scoring position"),
         (reranker, [], r"x: no \(query, skill\) pairs"),
         (spoiled, PAIRS, "x, skill a: layer 1 gives the skill's fields no attention"),
         (mean, PAIRS, "a classifier with mean pooling has no scoring position"),

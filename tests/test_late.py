@@ -17,7 +17,6 @@ from skilltrain.retrieval.rankings import fuse
 from skilltrain.training.scores import encoder_scores
 from skilltrain.training.settings import TrainEncoderConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
-from skilltrain.training.training_set import lexical_scores
 from test_steps import gradients
 from tiny_models import WORDS
 from training_data import training_set
@@ -66,14 +65,9 @@ def test_tokens_stand_behind_their_texts_vector_whatever_is_beside_them(open_enc
 
 @pytest.mark.parametrize("token_budget", [120, 10**6])
 def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, token_budget):
-    encoder, data, loss = (
-        open_encoder_of("bert").double(),
-        training_set(8),
-        InfoNCE(lexical_weight=0.5),
-    )
-    data = replace(
-        data, lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values()))
-    )
+    encoder = open_encoder_of("bert").double()
+    data = training_set(8)
+    loss = InfoNCE()
     step = EncoderStep(encoder, loss, data, StepSettings(token_budget))
     skill_ids = sorted({skill_id for one in data.lists for skill_id in one.skill_ids})
     ids = (
@@ -86,7 +80,7 @@ def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, tok
     )
     tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in texts] for texts in ids]
     of_tokens = replace(scored, scores=plain_max_sim(*tokens))
-    expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1, lexical_weight=0.5)(of_tokens)
+    expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1)(of_tokens)
     expected_gradients = gradients(encoder, expected)
     settings = StepSettings(
         token_budget,
@@ -112,7 +106,9 @@ def candidates(*numbers):
     return [(f"s{number}", 1.0) for number in numbers]
 
 
-def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, model_folders, monkeypatch):
+def test_late_orders_candidates_by_max_sim(
+    ranker, encoded, open_encoder_of, model_folders, monkeypatch
+):
     encoder, given = (
         open_encoder_of("bert"),
         {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)},
@@ -134,36 +130,61 @@ def test_late_orders_candidates_by_max_sim(ranker, open_encoder_of, model_folder
         )
         scores = [score for _, score in found[query.query_id]]
         assert scores == sorted(scores, reverse=True)
-    seen, with_tokens = [], ranker.encoder.with_tokens
-    monkeypatch.setattr(
-        ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n)
-    )
+    encoded.clear()
     assert ranker.rank(QUERIES, given, 2) == {
         query_id: ranking[:2] for query_id, ranking in found.items()
     }
-    assert len(seen) == 2 + 5, "each distinct skill is encoded once"
+    assert len(encoded) == 2 + 5, "each distinct skill is encoded once"
     monkeypatch.setattr(late, "_QUERY_TOKENS", 1)
     monkeypatch.setattr(late, "_TEXTS", 2)
     for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
         assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
     assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
-    twins = ranker.over({f"t{i}": Skill(f"t{i}", "same", "same text", "") for i in range(3)})
-    given = {"q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
-    assert [skill_id for skill_id, _ in twins.rank(QUERIES[1:], given, 3)["q2"]] == [
-        "t2",
-        "t0",
-        "t1",
-    ]
+
+
+@pytest.fixture
+def encoded(ranker, monkeypatch):
+    """The texts whose tokens the ranker really encodes."""
+    texts, with_tokens = [], ranker.encoder.with_tokens
+    monkeypatch.setattr(
+        ranker.encoder, "with_tokens", lambda t, n: texts.extend(t) or with_tokens(t, n)
+    )
+    return texts
+
+
+TWINS = {f"t{i}": Skill(f"t{i}", "same", "same text", "") for i in range(3)}
+
+
+def test_equal_skills_are_compared_once(ranker, encoded):
+    given = {"q1": [("t0", 0.0)], "q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
+
+    found = ranker.over(TWINS).rank(QUERIES, given, 3)
+
+    assert len(encoded) == len(QUERIES) + 1
+    assert [skill_id for skill_id, _ in found["q2"]] == ["t2", "t0", "t1"]
+    assert len({score for _, score in found["q2"]}) == 1
+
+
+def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatch):
+    monkeypatch.setattr(late, "_TEXTS", 2)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    ranker.save_tokens(tmp_path / "old", [TWINS["t1"]], None, [-1])
+    stored = TokenVectors.load(tmp_path / "old")
+
+    ranker.save_tokens(tmp_path / "new", [*TWINS.values(), SKILLS[0]], stored, [-1, 0, -1, -1])
+
+    assert len(encoded) == 1 + 1
+    vectors = TokenVectors.load(tmp_path / "new")
+    assert vectors.of(0).tobytes() == vectors.of(1).tobytes() == vectors.of(2).tobytes()
 
 
 def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
-    ranker, tmp_path, monkeypatch
+    ranker, encoded, tmp_path, monkeypatch
 ):
     given = {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
-    expected, seen, with_tokens = ranker.rank(QUERIES, given, 9), [], ranker.encoder.with_tokens
-    monkeypatch.setattr(
-        ranker.encoder, "with_tokens", lambda t, n: seen.extend(t) or with_tokens(t, n)
-    )
+    expected = ranker.rank(QUERIES, given, 9)
+    encoded.clear()
     monkeypatch.setattr(late, "_TEXTS", 5)
     for name, skills, at in (
         ("old", SKILLS[2:], [-1] * 10),
@@ -172,11 +193,11 @@ def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
         (tmp_path / name).mkdir()
         kept = TokenVectors.load(tmp_path / "old") if name == "new" else None
         ranker.save_tokens(tmp_path / name, skills, kept, at)
-    assert len(seen) == 10 + 3
+    assert len(encoded) == 10 + 3
     stored = ranker.over(ranker.skills, TokenVectors.load(tmp_path / "new"))
     assert stored.stored.num_skills == len(SKILLS)
     found = stored.rank(QUERIES, given, 9)
-    assert len(seen) == 10 + 3 + 2, "only the queries"
+    assert len(encoded) == 10 + 3 + 2, "only the queries"
     for query_id, ranking in expected.items():
         assert dict(found[query_id]) == pytest.approx(dict(ranking), abs=3e-3)
 

@@ -13,10 +13,8 @@ from skilltrain.losses import (
     KL,
     EncoderLoss,
     InfoNCE,
-    LambdaRank,
     ListNet,
     ListwiseCE,
-    Margin,
     MarginMSE,
     Matryoshka,
     OwnLoss,
@@ -25,12 +23,10 @@ from skilltrain.losses import (
     RankNet,
     RerankerLoss,
     ScoredBatch,
-    infonce_in,
 )
 
 LOSSES = [
     *(loss() for loss in get_args(PlainLoss)),
-    LambdaRank(mu=10),
     ListNet(target_temperature=0.5),
     InfoNCE(push_share=0.5),
 ]
@@ -84,27 +80,11 @@ BY_HAND = [
     (RankNet(), [0, -1, 0], [1, 0.5, 0], (LE1 + L2 + L1E) / 3),
     # A rejected skill below an irrelevant one: pairs (1, 0), (1, -1), (0, -1) with margins 0, -1, -1.
     (RankNet(), [0, 0, 1], [1, 0, -1], (L2 + 2 * L1E) / 3),
-    (Margin(), [0, 0], [1, -0.5], 1.5),
-    # Wanted and found: 1 and 2 / (1/2), far enough; 2 and 1 / (1/2), just enough; 1 and -1 / (1/2).
-    (Margin(temperature=0.5), [2, 0, 1], [1, 0, -1], (0 + 0 + 3) / 3),
     (ListNet(target_temperature=1), [1, 0], [math.log(3), 0], 3 / 4 * LE1 + 1 / 4 * L1E),
     # Half for the irrelevant skill of score 1, half for the rejected one of score 0; and all three in one softmax.
     (InfoNCE(temperature=1, push_share=0.5), [0, 1, 0], [1, 0, -1], (L1E + L2) / 2),
     (InfoNCE(temperature=1, push_share=0.25), [0, 1], [1, 0], 0.75 * L1E),  # nothing to push
     (InfoNCE(temperature=1), [0, 1, 0], [1, 0, -1], math.log(2 + math.e)),
-    # Places 1 and 2: discounts 1 and 1/log2(3) = 0.630930; maxDCG 1; margin 1. NDCG-Loss2++ weighs one place 11 times.
-    (LambdaRank(), [1, 0], [1, 0], (1 - 0.630930) * LE1 / L2),
-    (LambdaRank(mu=10), [1, 0], [1, 0], 11 * 0.166798),
-    # Best order 1, 1/2: maxDCG 1 + 0.5 * 0.63093 = 1.315465. The useful skill stands above the required one.
-    (LambdaRank(), [1, 0], [0, -1], 0.166798),  # counted from the lowest gain: as (1, 0)
-    (LambdaRank(), [0, 1], [1, 0.5], 0.5 / 1.315465 * (1 - 0.630930) * L1E / L2),
-    # Scores 3, 2, 1: the positive stands last. At k = 1 only its pair with the first place counts.
-    (
-        LambdaRank(),
-        [3, 2, 1],
-        [0, 0, 1],
-        (0.5 * math.log(1 + math.e**2) + (0.630930 - 0.5) * L1E) / L2,
-    ),
 ]
 TAUGHT = [  # the teacher's scores behind the gains
     (MarginMSE(), [1, 0], [1, 0], [3, 0], 4),
@@ -215,24 +195,10 @@ def test_extreme_scores_and_float32_are_no_trouble(loss):
 BOTH = ("query_to_skill", "skill_to_query")
 
 
-def test_lexical_scores_are_added_to_the_logits():
-    one = replace(
-        batch([[1, 0]], [[1, 0]]), lexical_scores=torch.tensor([[0.0, 3.0]], dtype=torch.float64)
-    )
-    # Logits 1 / .5 = 2 and 0 / .5 + 1/3 x 3 = 1: log(1 + e^(1 - 2)).
-    assert InfoNCE(temperature=0.5, lexical_weight=1 / 3)(one).item() == pytest.approx(
-        LE1, abs=1e-9
-    )
-    assert InfoNCE(temperature=1)(one).item() == pytest.approx(
-        LE1, abs=1e-9
-    )  # not asked for, not added
-
-
 @pytest.mark.parametrize(
     ("loss", "complaint"),
     [
         (InfoNCE(directions=BOTH), r"loss\.directions: only an encoder"),
-        (InfoNCE(lexical_weight=1), r"loss\.lexical_weight: the batch holds no BM25 scores"),
         (Matryoshka(dims=(4,)), "only an encoder has vectors"),
     ],
 )
@@ -251,10 +217,7 @@ def test_matryoshka_adds_the_losses_of_its_widths():
 
 def test_what_a_loss_needs():
     both = InfoNCE(directions=BOTH, temperature=0.3)
-    needs = [
-        infonce_in(one).needs_sides
-        for one in (InfoNCE(), KL(), both, Matryoshka(loss=both, dims=(4,)))
-    ]
+    needs = [one.needs_sides for one in (InfoNCE(), KL(), both, Matryoshka(loss=both, dims=(4,)))]
     assert needs == [False, False, True, True]
     assert (
         Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores
@@ -302,11 +265,6 @@ NO_TAG = "does not match any of the expected tags"
             "infonce",
             {"directions": ["query_to_skill", "query_to_query"], "partition": "per_direction"},
             "query_to_query holds no positive to find, so partition must be joint",
-        ),
-        (
-            "infonce",
-            {"directions": BOTH, "lexical_weight": 1},
-            r"lexical_weight is for directions: \[query_to_skill\]",
         ),
         (
             "infonce",

@@ -10,7 +10,6 @@ from sentence_transformers.sentence_transformer import losses as encoder_losses
 from skilltrain.losses import (
     KL,
     InfoNCE,
-    LambdaRank,
     ListNet,
     ListwiseCE,
     MarginMSE,
@@ -105,21 +104,6 @@ CASES = [  # ours, the lists, their loss with its settings, its labels, and what
 def test_a_reranker_s_loss(ours, batch, name, settings, labels, factor):
     expected = theirs(getattr(reranker_losses, name), batch, labels(batch.gains), **settings)
     assert_same(ours, batch, expected, factor)
-
-
-@pytest.mark.parametrize("mu", [0.0, 3.0])
-def test_lambda_rank(mu):
-    batch = lists((8, 5, 6), grades=GRADES)
-    scheme = reranker_losses.NDCGLoss2PPScheme(mu) if mu else reranker_losses.LambdaRankScheme()
-    labels, settings = torch.log2(1 + batch.gains), {"weighting_scheme": scheme, "sigma": 0.5}
-    expected = theirs(reranker_losses.LambdaLoss, batch, labels, **settings)
-    assert_same(LambdaRank(mu=mu, temperature=2.0), batch, expected, num_counted_pairs(batch))
-
-
-def num_counted_pairs(batch):
-    """Pairs over which their mean goes."""
-    gains, valid = batch.gains, batch.valid
-    return int(((gains[:, :, None] > gains[:, None]) & valid[:, :, None] & valid[:, None]).sum())
 
 
 def test_pointwise_on_one_list():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmark_folders import write_ours, write_pool
+from skilltrain.config import validate
 from skilltrain.data import mine as mine_module
 from skilltrain.data.mine import SOURCES, MineConfig, run_mine
 from skilltrain.errors import SkilltrainError
@@ -30,8 +31,6 @@ POOL = [
 VECTORS = np.array(
     [[1, 0], [0.8, 0.6], [0.6, 0.8], [0, 1], [-0.6, 0.8], [0.28, 0.96]], dtype=np.float32
 )
-ALL_INDEXES = ["Flat", "HNSW32 efSearch=256", "IVF2,Flat nprobe=2"]
-
 
 QUERY = ("q1", "read a pdf", "train")
 
@@ -87,10 +86,9 @@ def workshop(tmp_path, monkeypatch):
     return Workshop(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("index", ALL_INDEXES)
-def test_what_each_source_finds_for_one_positive(workshop, index):
+def test_what_each_source_finds_for_one_positive(workshop):
     """s1 has the positive's name, s5 no category, s4 shares a term with the query and is the last by cosine."""
-    found = workshop.mined("s0", depth=3, num_taxonomy=9, num_random=9, index=index)
+    found = workshop.mined("s0", depth=3, num_taxonomy=9, num_random=9)
     assert list(found["semantic"]) == ["s1", "s2", "s5"], (
         "the nearest but the positive, which costs no depth"
     )
@@ -169,7 +167,7 @@ def test_the_stage_writes_rankings_by_source_and_names_lost_queries_whatever_the
     # s3 was turned down: it may be a negative.
     assert semantic == [("s1", 1), ("s2", 2), ("s5", 3), ("s3", 4), ("s4", 5)]
     assert summary["num_candidates"] == {"semantic": 5, "lexical": 2, "taxonomy": 1, "random": 3}
-    assert summary["num_queries_dropped"] == 2 and summary["index"] == {"kind": "Flat"}
+    assert summary["num_queries_dropped"] == 2
     dropped = {row["query_id"]: row for row in read_table(shop.out, DROPPED).to_pylist()}
     assert dropped["q2"]["skill_id"] == "gone" and "not" not in dropped["q2"]["reason"]
     assert dropped["q4"]["skill_id"] == "" and "no positive skill" in dropped["q4"]["reason"]
@@ -181,16 +179,6 @@ def test_the_stage_writes_rankings_by_source_and_names_lost_queries_whatever_the
     shop.write_pool(POOL)
     shop.run(depth=6)
     assert (shop.out / "rankings.parquet").read_bytes() == first
-
-
-def test_the_recall_of_an_approximate_index_is_told(shop):
-    found = shop.run(depth=3, index="IVF3,Flat nprobe=1")["index"]
-    assert (
-        found["kind"] == "IVF3,Flat nprobe=1"
-        and 0 < found["recall@3"] < 1
-        and found["num_queries_sampled"] == 1
-    )
-    assert shop.run(depth=3, index="HNSW32")["index"]["recall@3"] == 1
 
 
 @pytest.mark.parametrize(
@@ -218,6 +206,11 @@ def test_what_cannot_be_mined_is_refused(shop, pool, settings, message):
     ]
 
 
+def test_an_approximate_index_is_no_setting_any_more():
+    with pytest.raises(SkilltrainError, match=r"'index' \(removed: search is always exact\)"):
+        validate(MineConfig, {"stage": "mine", "index": "HNSW32"}, "test")
+
+
 def large(workshop):
     """300 skills in 7 categories, some of them copies, and 90 queries with one to three positives."""
     generator = np.random.default_rng(0)
@@ -239,10 +232,9 @@ def large(workshop):
     workshop.write_queries(queries, verdicts, vectors[300:])
 
 
-@pytest.mark.parametrize("index", ALL_INDEXES)
-def test_a_query_alone_gets_what_it_gets_among_others(workshop, index):
+def test_a_query_alone_gets_what_it_gets_among_others(workshop):
     large(workshop)
-    summary = workshop.run(depth=20, index=index)
+    summary = workshop.run(depth=20)
     assert summary["num_candidates"]["semantic"] == 90 * 20
     among_others = [row for row in workshop.rows() if row["query_id"] == "q041"]
     queries = workshop.folder / "queries"
@@ -252,5 +244,5 @@ def test_a_query_alone_gets_what_it_gets_among_others(workshop, index):
         QUERIES,
         queries,
     )
-    workshop.run(depth=20, index=index)
+    workshop.run(depth=20)
     assert workshop.rows() == among_others

@@ -155,22 +155,6 @@ def test_the_wrong_form_and_limits_that_do_not_fit_are_refused(
         open_reranker_of(name, **settings)
 
 
-def test_cosine_pair_is_the_cosine_of_the_two_segments_mean_vectors(
-    open_reranker_of, model_folders
-):
-    limits = {"max_tokens": 64, "query_max_tokens": 16}
-    reranker = open_reranker_of("bert", template=RerankerTemplate(form="cosine_pair"), **limits)
-    pairs = reranker.tokenize(QUERY, SKILLS)
-    assert pairs == open_reranker_of("bert_reranker", **limits).tokenize(QUERY, SKILLS)
-    model, expected = AutoModel.from_pretrained(model_folders["bert"]).eval(), []
-    with torch.inference_mode():
-        for pair in pairs:
-            hidden = model(torch.tensor([pair.ids])).last_hidden_state[0]
-            parts = hidden[: pair.second_start].mean(0), hidden[pair.second_start :].mean(0)
-            expected.append(torch.nn.functional.cosine_similarity(*parts, dim=0))
-        assert torch.allclose(reranker(pairs), torch.stack(expected), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "form"), [("bert_reranker", "pair"), ("qwen3_reranker", "yes_no")]
 )

@@ -1,28 +1,14 @@
-"""The programs of data_pipelines/ that train: who was trained on what, by the tables that they leave."""
+"""The programs of data_pipelines/: the stages they run, and how they refuse bad arguments."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from skilltrain.config import load_recipe, validate
 from skilltrain.recipe import run_pipeline
-from skilltrain.retrieval.rankers import FuseConfig
-from skilltrain.runs import RECIPE_FILE
-from skilltrain.tables import JUDGEMENTS, LISTS, RANKINGS, read_table
-from small_library import contents, encoder_recipe, forget_ranks, write_recipe
+from small_library import write_recipe
 
 FOLDER = Path(__file__).parents[1] / "data_pipelines"
-
-
-@pytest.fixture
-def recipe(runs, model_folders, tmp_path):
-    """A recipe that trains an encoder on the small library's lists, with late interaction."""
-    text = (
-        encoder_recipe(runs, model_folders["bert"])
-        + "late_interaction: {weight: 1.0, temperature: 0.05}"
-    )
-    return write_recipe(tmp_path / "recipe.yaml", text.replace("epochs: 2", "epochs: 1"))
 
 
 def program(name):
@@ -33,95 +19,9 @@ def program(name):
     return module
 
 
-def column(folder, spec, name):
-    return set(read_table(folder, spec).column(name).to_pylist())
-
-
-def golds_of(folder):
-    return {
-        row["skill_id"]
-        for row in read_table(folder, JUDGEMENTS).to_pylist()
-        if row["verdict"] == "required"
-    }
-
-
-def test_cross_fitting_ranks_each_fold_by_an_encoder_that_has_not_seen_it(runs, recipe, tmp_path):
-    out = tmp_path / "out"
-    module = program("cross_fit")
-    pipeline = module.Pipeline(recipe=recipe, out=out, folds=2)
-    summaries = module.run(pipeline)
-    forget_ranks()
-    whole, ranked = column(runs / "encoder_lists", LISTS, "query_id"), set()
-    for part in (out / "fold1", out / "fold2"):
-        trained, held = (
-            column(part / "lists", LISTS, "query_id"),
-            column(part / "ranked", RANKINGS, "query_id"),
-        )
-        assert held and not held & trained and held | trained == whole and not ranked & held
-        assert golds_of(part / "held") and not golds_of(part / "held") & golds_of(part / "lists")
-        ranked |= held
-    assert ranked == whole
-    assert {name: len(one["weights"]) for name, one in summaries.items()} == {
-        "weights_find": 2,
-        "weights_order": 3,
-    }
-    legs = [{"kind": "lexical"}, {"kind": "dense", "source": "x"}, {"kind": "late", "source": "x"}]
-    fused = validate(
-        FuseConfig, {"kind": "fuse", "of": legs, "weights": str(out / "weights_order")}, "test"
-    )
-    assert sum(fused.leg_weights()) > 0
-    before = contents(out)
-    assert module.run(pipeline) == summaries  # all is there already
-    assert contents(out).keys() == before.keys()
-
-
-def test_an_encoder_in_stages_goes_on_from_the_stage_before(
-    runs, recipe, model_folders, tmp_path, monkeypatch
-):
-    module, out, base = program("encoder_in_stages"), tmp_path / "out", str(model_folders["bert"])
-    run, filtered_by = module._run, list[str]()
-
-    def run_filtering_by_name(values):  # an untrained encoder finds all texts alike
-        if values["stage"] == "filter":
-            filtered_by.append(values["encoder"]["source"])
-            values = values | {"layers": [{"name": "name"}]}
-        run(values)
-
-    monkeypatch.setattr(module, "_run", run_filtering_by_name)
-    settings = ["training.learning_rate=1e-4"]
-    encoders = module.run(module.Pipeline(recipe=recipe, out=out, free_pairs=20, settings=settings))
-    forget_ranks()
-    assert encoders == [out / "free_pairs" / "encoder", out / "queries", out / "round1" / "encoder"]
-    recipes = [load_recipe(encoder / RECIPE_FILE) for encoder in encoders]
-    assert [recipe["model"]["source"] for recipe in recipes] == [
-        base,
-        str(encoders[0]),
-        str(encoders[1]),
-    ]
-    assert {recipe["training"]["learning_rate"] for recipe in recipes} == {
-        1e-4
-    } and filtered_by == [base, base]
-    pairs, asked = out / "free_pairs" / "pairs", runs / "encoder_lists"
-    assert column(out / "free_pairs" / "encoder_lists", LISTS, "query_id") <= column(
-        pairs, JUDGEMENTS, "query_id"
-    )
-    assert column(out / "round1" / "encoder_lists", LISTS, "query_id") <= column(
-        asked, LISTS, "query_id"
-    )
-    wrong = read_table(out / "round1" / "mined", RANKINGS)
-    assert set(wrong.column("stage").to_pylist()) == {"semantic", "lexical"}
-    assert max(wrong.column("rank").to_pylist()) <= module.WRONG_TOP
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "fault"),
     [
-        ("cross_fit", ["RECIPE", "OUT"], "must train an encoder on one folder of lists"),
-        (
-            "encoder_in_stages",
-            ["RECIPE", "OUT", "rounds=1", "sources=y"],
-            "must train an encoder on one folder of",
-        ),
         ("skillrouter", ["none", "OUT", "quota=1"], "unknown key 'quota', did you mean 'quotas'?"),
         ("skillrouter", ["none", "OUT"], "none: no such file or folder"),
         (

@@ -143,29 +143,13 @@ def test_sides_by_hand():
     assert sides.skill_to_query.is_negative.tolist() == [[False, True], [False, False]]
 
 
-RESIDUAL = InfoNCE(lexical_weight=2.0)
-LEXICAL = {"pods": {"b": 3.0, "d": 1.0, "not in the batch": 4.0}, "clips": {}, "tables": {"a": 0.5}}
-
-
-def test_lexical_scores_stand_at_their_queries_and_skills():
-    of = replace(context(ONE, TWO), lexical=LEXICAL)
-    batch = encoder_scores([ONE, TWO], [ONE, TWO], unit(2, 0), None, "abcde", unit(5, 1), of)
-    wanted = [[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]
-    assert batch.lexical_scores is not None and batch.lexical_scores.tolist() == wanted
-    assert batch.truncated is not None and batch.truncated(4).lexical_scores is batch.lexical_scores
-    of = replace(of, lexical={})
-    assert (
-        encoder_scores([ONE], [ONE], unit(1, 0), None, "ab", unit(2, 1), of).lexical_scores is None
-    )
-
-
 @pytest.mark.parametrize(
     "loss",
-    [SYMMETRIC, InfoNCE(), *(Matryoshka(loss=one, dims=(3, 8)) for one in (ALL_SIDES, RESIDUAL))],
+    [SYMMETRIC, InfoNCE(), Matryoshka(loss=ALL_SIDES, dims=(3, 8))],
 )
 def test_ranks_add_up_to_one_process(loss):
     lists, queries, skills = [ONE, TWO, THREE], unit(3, 0), unit(5, 1)
-    of = replace(context(*lists, loss=loss), lexical=LEXICAL)
+    of = context(*lists, loss=loss)
     whole = loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
     parts = [
         loss(encoder_scores(lists[rank::4], lists, queries[rank::4], queries, "abcde", skills, of))

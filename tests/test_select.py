@@ -93,7 +93,7 @@ def test_the_model_sees_query_and_numbered_candidates_within_their_caps() -> Non
         assert chosen(SelectConfig, server, {"q": "xy"}, skills, "Sort it please", **caps)[0] == {
             "q": "yx"
         }
-        chosen(SelectConfig, server, {"q": "xy"}, skills, fields="nd")
+        chosen(SelectConfig, server, {"q": "xy"}, skills, body_chars=None)
         seen, nd = map(user_text, server.requests)
         system = server.requests[0]["messages"][0]["content"]
     mark = seen.split(" task\n")[0]

@@ -75,6 +75,29 @@ def test_equal_scores_stand_in_the_order_of_the_pool(encoder, reranker):
         assert ids(ranking["q"]) == ["t3", "t1", "t2"]
 
 
+@pytest.fixture
+def scored_pairs(monkeypatch):
+    """The pairs that rerankers really score, in order."""
+    pairs, run_micro_batches = [], rerank.run_micro_batches
+
+    def counting(model, some, groups):
+        pairs.extend(some)
+        return run_micro_batches(model, some, groups)
+
+    monkeypatch.setattr(rerank, "run_micro_batches", counting)
+    return pairs
+
+
+def test_equal_skills_are_scored_once(reranker, scored_pairs):
+    twins = [Skill(f"t{i}", "same", "same text", "the same body of data") for i in range(4)]
+    systems = [system(f"of {keep}", LEXICAL, kept(reranker, keep)) for keep in (2, 4)]
+
+    found = rank(systems, [Query("q", "same data", "", "", "")], twins, 4)
+
+    assert len(scored_pairs) == 1
+    assert len({score for _, score in found["of 4"]["q"]}) == 1
+
+
 def test_the_top_is_reranked_and_the_rest_follows_as_it_was(encoder, reranker):
     first = FuseConfig(of=(LEXICAL, encoder))
     found = rank([system("first", first), system("both", first, kept(reranker, 5))])
@@ -114,26 +137,16 @@ def test_the_reranker_sees_its_candidates_though_less_is_asked_for(encoder, rera
 
 
 def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(
-    encoder, reranker, monkeypatch
+    encoder, reranker, scored_pairs, monkeypatch
 ):
-    opened, scored = [], []
-    open_dense, load_reranker, run_micro_batches = (
-        DenseConfig.open,
-        rerank.load_reranker,
-        rerank.run_micro_batches,
-    )
-
-    def counted_run(model, pairs, groups):
-        scored.extend(pairs)
-        return run_micro_batches(model, pairs, groups)
-
+    opened = []
+    open_dense, load_reranker = DenseConfig.open, rerank.load_reranker
     monkeypatch.setattr(
         DenseConfig, "open", lambda self: opened.append("dense") or open_dense(self)
     )
     monkeypatch.setattr(
         rerank, "load_reranker", lambda *how: opened.append("rerank") or load_reranker(*how)
     )
-    monkeypatch.setattr(rerank, "run_micro_batches", counted_run)
     systems = [
         system("of 3", encoder, kept(reranker, 3)),
         system("of 8", encoder, kept(reranker, 8)),
@@ -144,7 +157,7 @@ def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(
     ]
     together = rank(systems)
     assert sorted(opened) == ["dense", "dense", "rerank", "rerank"], "short texts; no bodies"
-    assert len(scored) == (8 + 3) * len(QUERIES)
+    assert len(scored_pairs) == (8 + 3) * len(QUERIES)
     for one in systems:
         alone = rank([one])[one.name]
         for query_id, ranking in together[one.name].items():
@@ -286,7 +299,7 @@ GONE, LEG, LAST = (
     [
         (
             {"encoder": {"source": "e"}, "num_candidates": 8},
-            r"'encoder' is of the old form; write for example ranke",
+            r"unknown key 'encoder'; allowed here: name, rankers",
         ),
         ({"rankers": []}, "must hold at least 1"),
         ({"rankers": [LAST]}, "the first ranker finds skills in the pool; rerank only"),
@@ -375,12 +388,12 @@ def test_the_clock_sees_the_ranker_alone_and_no_bar_is_drawn(monkeypatch):
         def rank(self, queries, candidates, keep):
             quiet.append(console.quiet)
             asked.append([query.query_id for query in queries])
-            time.sleep(0.02 if len(asked) == 1 else 0.002)  # the first is slow, as first calls are
+            time.sleep(0.02 if len(asked) == 2 else 0.002)  # the warm-up is slow
             return {query.query_id: [("s1", 1.0)] for query in queries}
 
     monkeypatch.setattr(LexicalConfig, "over", lambda self, skills: Slow())
     (stage,) = run_systems([BM25], QUERIES, SKILLS, 1, num_timed=2)["bm25"]
-    assert quiet == [True, True, True, False] and not console.quiet
+    assert quiet == [False, True, True, True] and not console.quiet
     assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), (
         "ids of their own"
     )

@@ -8,10 +8,9 @@ from benchmark_folders import write_ours, write_pool
 from skilltrain.config import to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
-from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.runs import input_paths
-from skilltrain.tables import CLUSTERS, LISTS, QUERIES, write_table
-from skilltrain.training.training_set import ListsSource, lexical_scores, load_training_set
+from skilltrain.tables import LISTS, QUERIES, write_table
+from skilltrain.training.training_set import ListsSource, load_training_set
 
 SKILL_IDS = "abcde"
 
@@ -153,54 +152,16 @@ def test_gains_and_weights_that_make_no_sense_are_refused_in_one_line(settings, 
         validate(ListsSource, {"pool": "p", "lists": "l"} | settings, "recipe")
 
 
-def clustered(tmp_path, **clusters):
-    return write_table(
-        [{"skill_id": s, "cluster": c} for s, c in clusters.items()], CLUSTERS, tmp_path
-    )
+def test_near_duplicates_share_a_cluster(build):
+    without = load_training_set(build())
+    clustered = load_training_set(build(), 0.6)
+
+    assert without.clusters == {}
+    assert clustered.clusters == dict.fromkeys(SKILL_IDS, 0)  # all bodies are one word
 
 
-def test_clusters_are_found_at_the_start_or_read_from_a_table_where_they_are_asked_for(
-    build, tmp_path
-):
-    assert load_training_set(build()).clusters == {}
-    assert load_training_set(build(), 0.6).clusters == dict.fromkeys(
-        SKILL_IDS, 0
-    )  # all bodies are one word
-    source = build(clusters=clustered(tmp_path, a=7, b=3, c=7, d=4, e=5, x=4))
-    assert load_training_set(source, 0.6).clusters == {"a": 7, "c": 7}  # x is no skill of the lists
-    assert load_training_set(source).clusters == {}
+def test_only_skills_of_the_lists_are_kept(build):
+    data = load_training_set(build(max_lists=1))
 
-
-def test_clusters_of_another_pool_are_refused(build, tmp_path):
-    source = build(clusters=clustered(tmp_path, a=0, b=1, c=2))
-    with pytest.raises(
-        SkilltrainError, match=r"2 skill\(s\) of the pool are in no cluster, 'd' among them"
-    ):
-        load_training_set(source, 0.6)
-
-
-def test_lexical_scores_by_hand():
-    # One word each, and the query names three of four: two skills share its first word, so that word is worth less.
-    pool = [
-        Skill(name, word, "", "")
-        for name, word in [("a", "chart"), ("b", "chart"), ("c", "clip"), ("d", "pods")]
-    ]
-    (scores,) = lexical_scores(["chart clip", "chart clip"], pool).values()
-    index = BM25Index([skill.name for skill in pool])
-    common, rare = index.scores("chart clip")[[0, 2]]  # a text as long as the mean
-    mean = (2 * common + rare) / 4
-    deviation = math.sqrt((2 * (common - mean) ** 2 + (rare - mean) ** 2 + mean**2) / 4)
-    assert 0 < common < rare
-    assert scores == pytest.approx(
-        {"a": common / deviation, "b": common / deviation, "c": rare / deviation}
-    )
-    assert lexical_scores(["nothing shared"], pool) == {"nothing shared": {}}
-
-
-def test_a_training_set_has_lexical_scores_of_the_whole_pool_where_they_are_asked_for(build):
-    source = build(max_lists=1)
-    data = load_training_set(source)
-    assert len(data.lists) == 1 and sorted(data.skills) == ["a", "b", "c"] and data.lexical == {}
-    assert load_training_set(source, with_lexical=True).lexical == lexical_scores(
-        ["text of q1"], POOL
-    )
+    assert len(data.lists) == 1
+    assert sorted(data.skills) == ["a", "b", "c"]

@@ -33,7 +33,6 @@ from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.training_set import lexical_scores
 from training_data import training_set
 from training_runs import malicious_pickle, signal_in
 
@@ -90,18 +89,14 @@ Weights = dict[str, torch.Tensor]
 
 
 def step_of(kind: str, folder: Path) -> Step:
-    """The step of a case, in float64 where it can be; the encoder with BM25's part and late interaction."""
+    """The step of a case, in float64 where it can be; the encoder with late interaction."""
     case = CASES[kind]
     data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
     if "encoder" in kind:
         encoder = load_encoder(EncoderConfig(source=str(folder)), CPU)
-        data = replace(
-            data,
-            lexical=lexical_scores((one.query for one in data.lists), list(data.skills.values())),
-        )
         settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
-        step: Step = EncoderStep(encoder, InfoNCE(lexical_weight=0.5), data, settings)
+        step: Step = EncoderStep(encoder, InfoNCE(), data, settings)
     else:
         config = RerankerConfig(
             source=str(folder), max_tokens=100 if "bert" in folder.name else 300

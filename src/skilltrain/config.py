@@ -23,6 +23,10 @@ _MAX_NODES = 100_000  # of a YAML text, its aliases written out
 REMOVED: dict[str, str] = {
     "chain": "write `based_on: chain.yaml`, and the chain's steps under its key `steps`",
     "smollm2": "use kind openai with the base_url of a local server: Ollama, llama.cpp or vLLM",
+    "compose.candidates": "leave it out: 10 skills are retrieved for each step",
+    "fields": "set body_chars: null, and a chat model sees no body",
+    "min_score": "calibrate a router and plan with --router: it finds no skill where none fits",
+    "true_count": "leave it out: a model is not told the number of gold steps",
     "mode": "leave it out, for there is no Batch API any more and all requests are live",
     "poll_seconds": "leave it out, for there is no Batch API any more",
     "llm.batch_size": "leave it out, for there is no Batch API any more",
@@ -32,6 +36,13 @@ REMOVED: dict[str, str] = {
     "decontaminate.clusters": "limits.jaccard finds near-duplicates",
     "decontaminate.cosine": "limits.jaccard finds near-duplicates",
     "decontaminate.encoder": "limits.jaccard finds near-duplicates",
+    "mine.index": "search is always exact",
+    "fusion": "give a fuse ranker weights, such as [1, 0.5]",
+    "cosine_pair": "use form pair, with a loss of temperature 1",
+    "data.clusters": "training finds near-duplicates by near_duplicates",
+    "lambda_rank": "use ranknet",
+    "lexical_weight": "fuse the trained encoder with BM25",
+    "margin": "use ranknet",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 

@@ -161,14 +161,6 @@ STAGES = {
             then="evaluate --benchmark QUERIES --pool {pool} --reranker {out} out={near}/report",
         ),
         Stage(
-            "fusion",
-            "routing.fusion",
-            about="Fit the weights of a fuse ranker on queries with gold.",
-            example="pool=runs/pool queries=runs/queries split=dev system.name=hybrid 'system.rankers=[{kind: fuse, of: "
-            "[{kind: lexical}, {kind: dense, source: runs/encoder}]}]' out=runs/fusion",
-            found="weights {weights}; by cross-validation on {num_queries} queries: {cross_validated}",
-        ),
-        Stage(
             "index",
             "routing.indexing",
             in_place=True,

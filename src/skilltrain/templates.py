@@ -145,13 +145,12 @@ class EncoderTemplate(Config):
 class RerankerTemplate(Config):
     """What the reranker sees of a (query, skill) pair.
 
-    `pair` is the two-segment input of BERT-like models with a classification head; `cosine_pair` the same, scored by
-    the cosine of the segments' mean vectors; `yes_no` Qwen3-Reranker's chat form, with two official separators.
+    `pair` is the two-segment input of BERT-like models with a classification head, `yes_no` the chat form of
+    Qwen3-Reranker, which has two official separators.
     """
 
-    form: Literal["pair", "cosine_pair", "yes_no"] = Field(
-        default="pair",
-        description="pair: BERT with a head; cosine_pair: grown from an encoder; yes_no: Qwen3-Reranker",
+    form: Literal["pair", "yes_no"] = Field(
+        default="pair", description="pair: BERT with a head; yes_no: Qwen3-Reranker"
     )
     instruction: str = Field(default=SKILL_TASK, description="task stated in yes_no")
     separator: Literal["\n", "\n\n"] = Field(

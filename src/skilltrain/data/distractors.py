@@ -1,17 +1,20 @@
-"""Stage `distractors`: what makes an Easy tier Hard (SkillRouter, section 3 and appendix B).
+"""Stage `distractors`: skills that make an Easy tier Hard (SkillRouter, section 3 and appendix B).
 
-The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct. The table made
-here is one more source for the stage `pool`: Hard = Easy + distractors. Three things differ on purpose: a request asks
-for one distractor, so that what fails is asked for again alone; the other gold skills of the same tasks are named as
-what must not be written either, for they often solve the "different problem of the same domain"; and no query is
-shown, so that the benchmark's words do not leak into the pool.
+The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct.
+The table made here is one more source for the stage `pool`: Hard = Easy + distractors. Three things
+differ on purpose:
+
+- A request asks for one distractor, so that only what fails is asked for again.
+- The other gold skills of the same tasks are named as what must not be written either: they often
+  solve the "different problem of the same domain".
+- No query is shown, so that the benchmark's words do not leak into the pool.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -60,11 +63,13 @@ class DistractorsConfig(Config):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Distractor:
-    """One distractor to be written: the `number`-th of a strategy's `total` for a gold skill.
+class Distractor(NamedTuple):
+    """A distractor to be written.
 
-    `siblings` are the other gold skills of the queries that need the gold skill.
+    Attributes:
+        siblings: The other gold skills of the queries that need the gold skill.
+        number: Its number among the gold skill's distractors of this strategy, from 1.
+        total: Number of these.
     """
 
     skill_id: str
@@ -77,103 +82,108 @@ class Distractor:
 
 
 def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS and DROPPED into `out`; an id says which gold skill it was made after, and how.
+    """Write SKILLS and DROPPED; an id names the gold skill and the strategy.
 
-    Every distractor asked for is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens them.
+    Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens
+    them.
     """
     questions = _questions(config)
-    asked = ask(questions)
-    skills = [skill for _, skill in asked.values]
-    write_table(skills, SKILLS, out)
-    write_table(asked.dropped, DROPPED, out)
-    return _num_asked(questions) | {
-        "num_distractors": len(skills),
-        "num_dropped": len(asked.dropped),
-        "dropped": counted(row.filter for row in asked.dropped),
-        **asked.used,
+    outcome = ask(questions)
+    write_table([skill for _, skill in outcome.values], SKILLS, out)
+    write_table(outcome.dropped, DROPPED, out)
+    return {
+        **_counts(questions),
+        "num_distractors": len(outcome.values),
+        "num_dropped": len(outcome.dropped),
+        "dropped": counted(row.filter for row in outcome.dropped),
+        **outcome.used,
     }
 
 
 def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
-    """What a run would ask for and what it would cost at most, found without asking anybody (`--dry-run`)."""
+    """Estimate the cost without asking the model (`--dry-run`)."""
     questions = _questions(config)
-    return _num_asked(questions) | estimate_cost(questions)
+    return _counts(questions) | estimate_cost(questions)
 
 
-def _num_asked(questions: Questions[Distractor, Skill]) -> dict[str, Any]:
-    num_golds = len({wanted.gold.skill_id for wanted in questions.items})
+def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
+    num_golds = len({item.gold.skill_id for item in questions.items})
     return {"num_gold_skills": num_golds, "num_asked": len(questions.items)}
 
 
 def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
-    """For each gold skill its distractors, in the strategies by turns."""
-    golds, order, wanted = gold_skills(config), [*STRATEGIES], list[Distractor]()
+    """Return what is asked: for each gold skill its distractors, all strategies in turn."""
+    golds = gold_skills(config)
+    strategies = [*islice(cycle(STRATEGIES), config.num_distractors)]
+    items: list[Distractor] = []
     for gold, siblings in golds:
-        for place in range(config.num_distractors):
-            turn, which = divmod(place, len(order))
-            total = len(range(which, config.num_distractors, len(order)))
-            skill_id = f"distractor/{gold.skill_id}/{order[which]}" + (
-                f"-{turn + 1}" if turn else ""
-            )
-            wanted.append(Distractor(skill_id, gold, siblings, order[which], turn + 1, total))
+        for position, strategy in enumerate(strategies):
+            number = strategies[: position + 1].count(strategy)
+            skill_id = f"distractor/{gold.skill_id}/{strategy}"
+            if number > 1:
+                skill_id += f"-{number}"
+            total = strategies.count(strategy)
+            items.append(Distractor(skill_id, gold, siblings, strategy, number, total))
     known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
 
-    def read(one: Distractor, answer: str) -> Skill:
-        skill = read_draft(one, answer, f"distractors:{config.llm.model}")
+    def read(item: Distractor, answer: str) -> Skill:
+        skill = read_draft(item, answer, f"distractors:{config.llm.model}")
         trigrams = word_trigrams(skill.body)
         _check(skill, trigrams, known, len(golds))
         known.append((skill, trigrams))
         return skill
 
     return questions_of(
-        config.llm, wanted, _prompt, read, config.seed, NUM_TOKENS, "writing distractors"
+        config.llm, items, _render, read, config.seed, NUM_TOKENS, "writing distractors"
     )
 
 
 def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """The gold skills of the benchmark's queries, each with the other gold skills of its queries.
+    """Return the gold skills, each with the other gold skills of its queries.
 
-    Raises SkilltrainError where neither the benchmark's folder nor the pool holds one.
+    Raises SkilltrainError if neither the benchmark's folder nor the pool holds one of them.
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
-    known = {gold.skill_id: gold for gold in benchmark.golds}
-    siblings: dict[str, dict[str, None]] = {}
+    skills = {gold.skill_id: gold for gold in benchmark.golds}
+    together: dict[str, dict[str, None]] = {}
     for task in benchmark.tasks:
-        gold = sorted(task.relevance.gold)
-        for skill_id in gold:
-            siblings.setdefault(skill_id, {}).update(
-                dict.fromkeys(other for other in gold if other != skill_id)
-            )
-    return [(known[i], tuple(known[other] for other in others)) for i, others in siblings.items()]
+        skill_ids = sorted(task.relevance.gold)
+        for skill_id in skill_ids:
+            together.setdefault(skill_id, {}).update(dict.fromkeys(skill_ids))
+    golds: list[tuple[Skill, tuple[Skill, ...]]] = []
+    for skill_id, skill_ids in together.items():
+        siblings = (skills[other_id] for other_id in skill_ids if other_id != skill_id)
+        golds.append((skills[skill_id], tuple(siblings)))
+    return golds
 
 
-def _prompt(wanted: Distractor) -> tuple[str, str]:
-    """What a chat model is told, so that it writes a skill that resembles the gold skill in a search and is wrong."""
-    gold = wanted.gold
+def _render(item: Distractor) -> tuple[str, str]:
+    """Ask for a skill that a search takes for the gold skill, and that is wrong."""
+    gold = item.gold
+    siblings = [
+        f"- {untrusted_line(sibling.name)}: {untrusted_line(sibling.description, 160)}"
+        for sibling in item.siblings[:_MAX_SIBLINGS]
+    ]
     lines = [
         f"Category: {untrusted_line(gold.category or 'none given')}",
         untrusted_skill(gold, 500, _BODY_CHARS),
+        "Not these either:",
+        *(siblings or ["(none)"]),
     ]
-    siblings = [
-        f"- {untrusted_line(one.name)}: {untrusted_line(one.description, 160)}"
-        for one in wanted.siblings
-    ]
-    lines += ["Not these either:", *(siblings[:_MAX_SIBLINGS] or ["(none)"])]
-    low, high = ASKED_WORDS
     return prompt(
         "distractor",
         "\n".join(lines),
-        strategy=STRATEGIES[wanted.strategy],
-        number=wanted.number,
-        total=wanted.total,
-        low=low,
-        high=high,
+        strategy=STRATEGIES[item.strategy],
+        number=item.number,
+        total=item.total,
+        low=ASKED_WORDS[0],
+        high=ASKED_WORDS[1],
         lang=gold.lang,
     )
 
 
 class _Draft(BaseModel):
-    """What an answer must hold: texts, and no other kind of value; keys that were not asked for are ignored."""
+    """What an answer must hold: texts only. Other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -186,33 +196,35 @@ class _Draft(BaseModel):
     ]
 
 
-def read_draft(wanted: Distractor, answer: str, source: str) -> Skill:
-    """The skill in the one JSON object of an answer, bare or in a fenced block, its texts cleaned; or ValueError."""
-    draft, gold = read_object(answer, _Draft), wanted.gold
+def read_draft(item: Distractor, answer: str, source: str) -> Skill:
+    """Read a skill from the one JSON object of an answer, its texts cleaned. Raises ValueError."""
+    draft = read_object(answer, _Draft)
+    gold = item.gold
     return Skill(
-        wanted.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source
+        item.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source
     )
 
 
 def _check(
     skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int
 ) -> None:
-    """Raise AnswerError where a body is too short or too long, or a copy of a known one; gold skills are known first.
+    """Raise AnswerError if a body is too short, too long, or a copy of a known one.
 
-    A copy of a gold skill would be a right answer counted as wrong.
+    The first `num_golds` known skills are the gold skills.
+
+    A copy of a gold skill would be a right answer that is counted as wrong.
     """
-    count, (fewest, most) = num_words(skill.body), ACCEPTED_WORDS
-    if not fewest <= count <= most:
-        kind = "too_short" if count < fewest else "too_long"
-        raise AnswerError(kind, f"its body has {count} words, {fewest} to {most} are wanted", count)
-    for place, (other, others) in enumerate(known):
+    count = num_words(skill.body)
+    low, high = ACCEPTED_WORDS
+    if not low <= count <= high:
+        kind = "too_short" if count < low else "too_long"
+        raise AnswerError(kind, f"its body has {count} words, {low} to {high} are wanted", count)
+    for position, (other, other_trigrams) in enumerate(known):
+        other_id = other.skill_id
         if name_key(skill.name) == name_key(other.name):
-            raise AnswerError(
-                "same_name", f"it has the name of {other.skill_id}", other_id=other.skill_id
-            )
-        if (likeness := jaccard(trigrams, others)) > MAX_JACCARD:
-            kind, reason = (
-                "near_copy" if place < num_golds else "duplicate",
-                f"its body is nearly {other.skill_id}'s",
-            )
-            raise AnswerError(kind, reason, round(likeness, 4), other.skill_id)
+            raise AnswerError("same_name", f"it has the name of {other_id}", other_id=other_id)
+        similarity = jaccard(trigrams, other_trigrams)
+        if similarity > MAX_JACCARD:
+            kind = "near_copy" if position < num_golds else "duplicate"
+            reason = f"its body is nearly {other_id}'s"
+            raise AnswerError(kind, reason, round(similarity, 4), other_id)

@@ -1,7 +1,8 @@
-"""Stage `equivalents`: which other skills serve a query as well as its gold skill, by a chat model's judgement.
+"""Stage `equivalents`: a chat model says which skills serve a query as well as its gold skill.
 
-Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evaluate` takes whichever of them a ranking
-puts first for that gold skill, and no training takes them for negatives. SkillRouter's supplement judges its pool so.
+Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evaluate` takes whichever
+of them a ranking puts first for that gold skill, and no training takes them for negatives.
+SkillRouter's supplement judges its pool so.
 """
 
 from functools import partial
@@ -46,51 +47,57 @@ class EquivalentsConfig(Config):
 
 
 def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS with what was found, and DROPPED; gold skills that could not be judged are in that."""
-    asked = ask(_questions(config))
-    gold_of = {
-        (one.query_id, skill.skill_id): one.skill_id
-        for one, skills in asked.values
-        for skill in skills
-    }
+    """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
+    outcome = ask(_questions(config))
     judge = f"llm:{config.llm.model}"
-    found = [Judgement(*ids, Verdict.REQUIRED, judge, group=gold) for ids, gold in gold_of.items()]
-    judged = read_table(config.queries, JUDGEMENTS).to_pylist()
-    write_queries(select_queries(config.queries, None), [*judged, *found], asked.dropped, out)
-    dropped = counted(row.filter for row in asked.dropped)
-    num_asked = len(asked.values) + len(asked.dropped)
-    return {"num_golds": num_asked, "num_equivalents": len(found), "dropped": dropped, **asked.used}
+    # An equivalent of two gold skills of a query stands for the last of them.
+    equivalents: dict[tuple[str, str], Judgement] = {}
+    for group, skills in outcome.values:
+        for skill in skills:
+            ids = (group.query_id, skill.skill_id)
+            equivalents[ids] = Judgement(*ids, Verdict.REQUIRED, judge, group=group.skill_id)
+    judgements = [*read_table(config.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
+    write_queries(select_queries(config.queries, None), judgements, outcome.dropped, out)
+    return {
+        "num_golds": len(outcome.values) + len(outcome.dropped),
+        "num_equivalents": len(equivalents),
+        "dropped": counted(row.filter for row in outcome.dropped),
+        **outcome.used,
+    }
 
 
 def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
-    """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
+    """Estimate the cost without asking the model (`--dry-run`)."""
     return estimate_cost(_questions(config))
 
 
 def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    judgements = read_table(config.queries, JUDGEMENTS)
     rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
-    rows, ranked = rows_by_query(rankings), texts_of(rankings.column("skill_id"))
-    gold_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements.to_pylist()}
+    rows = rows_by_query(rankings)
+    ranked = texts_of(rankings.column("skill_id"))
+    judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
+    gold_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
     groups: list[Group] = []
-    for query, judged in select_judged(config.queries, None):
-        found = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
-        near = [s for s in found if s in skills and s not in judged][: config.depth]
-        # A required skill whose group is another one was found before: it is no gold skill.
-        required = {
-            s
-            for s in judged
-            if judged[s] is Verdict.REQUIRED and gold_of[query.query_id, s] not in judged
-        }
-        for gold in sorted(required & skills.keys() if near else ()):
-            shown = tuple(skills[skill_id] for skill_id in (gold, *near))
-            groups.append(Group(query.query_id, "", shown, query.text))
-    prompt = partial(group_prompt, "equivalents", 0)
-    return questions_of(config.llm, groups, prompt, _read, config.seed, 20, "judging candidates")
+    for query, verdicts in select_judged(config.queries, None):
+        skill_ids = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
+        unjudged = [
+            skill_id for skill_id in skill_ids if skill_id in skills and skill_id not in verdicts
+        ]
+        candidates = [skills[skill_id] for skill_id in unjudged[: config.depth]]
+        for skill_id, verdict in sorted(verdicts.items()):
+            # A required skill whose group is another one was found before: it is no gold skill.
+            is_gold = (
+                verdict is Verdict.REQUIRED and gold_of[query.query_id, skill_id] not in verdicts
+            )
+            if is_gold and candidates and skill_id in skills:
+                members = (skills[skill_id], *candidates)
+                groups.append(Group(query.query_id, "", members, query.text))
+    render = partial(group_prompt, "equivalents", 0)
+    return questions_of(config.llm, groups, render, _read, config.seed, 20, "judging candidates")
 
 
 def _read(group: Group, answer: str) -> list[Skill]:
-    """The skills whose numbers an answer lists. Raises AnswerError where it is no list of numbers from 2."""
+    """Return the skills whose numbers an answer lists. Raises AnswerError unless all are from 2."""
     numbers = read_numbers(answer, range(2, len(group.skills) + 1))
     return [skill for number, skill in enumerate(group.skills, 1) if number in numbers]

@@ -16,15 +16,13 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
-from skilltrain.retrieval.nearest import ChunkVectors, Found, build_index, recall
+from skilltrain.retrieval.nearest import Found
 from skilltrain.tables import DROPPED, RANKINGS, read_skills, select_judged, write_table
 from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
 
 Source = Literal["semantic", "lexical", "taxonomy", "random"]
 SOURCES: tuple[str, ...] = get_args(Source)
-EXACT = "Flat"
-RECALL_SAMPLE = 200  # queries by which an approximate index is measured
 
 Ranked = tuple[Positions, Float32[np.ndarray, " candidate"]]
 """Positions in the pool and their scores, best first."""
@@ -48,11 +46,6 @@ class MineConfig(Config):
     depth: int = Field(
         default=50, ge=0, description="semantic and lexical candidates per query, each"
     )
-    index: str = Field(
-        default=EXACT,
-        description="faiss index: Flat looks at all skills; HNSW32 efSearch=256 or IVF1024,Flat "
-        "nprobe=64 at a part, and the summary reports the recall lost",
-    )
     lexical_among: Literal["pool", "semantic"] = Field(
         default="pool",
         description="BM25 ranks the whole pool, or a query's semantic candidates alone, as SkillRouter",
@@ -63,9 +56,7 @@ class MineConfig(Config):
     num_random: int = Field(
         default=4, ge=0, description="candidates of other categories; more than are used"
     )
-    seed: Seed = Field(
-        default=0, description="seed of the taxonomy and random draws, and of the index"
-    )
+    seed: Seed = Field(default=0, description="seed of the taxonomy and random draws")
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
 
     @model_validator(mode="after")
@@ -107,7 +98,7 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
     if not asked:
         what = f"no query of {config.queries} has a positive in the pool"
         raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
-    ranked, index = mine(config, skills, asked)
+    ranked = mine(config, skills, asked)
     write_table(
         _table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out
     )
@@ -126,16 +117,16 @@ def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
         "num_queries_dropped": len(lost),
         "num_skills": len(skills),
         "num_candidates": counts,
-        "index": index,
     }
 
 
 def mine(
     config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]
-) -> tuple[list[dict[str, Ranked]], dict[str, Any]]:
-    """(each query's candidates by source; what is to be told of the index).
+) -> list[dict[str, Ranked]]:
+    """Return each query's candidates by source. They do not depend on the other queries.
 
-    `asked` has each query with its positives. What a query gets depends on no other query.
+    Args:
+        asked: Each query with its positives.
     """
     texts, amounts = [query.text for query, _ in asked], config.amounts()
     encoder = open_encoder(config.encoder)
@@ -144,11 +135,9 @@ def mine(
     num_searched = config.depth + max(
         len(positives) for _, positives in asked
     )  # positives are left out
-    near = worded = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
-    index: dict[str, Any] = {"kind": config.index}
-    if amounts["semantic"]:
-        near, measured = _nearest(config, query_vectors, chunks, num_searched)
-        index |= measured
+    nothing = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
+    near: Found = chunks.nearest(query_vectors, num_searched) if amounts["semantic"] else nothing
+    worded: Found = nothing
     words = BM25Index([bm25_text(skill) for skill in skills]) if amounts["lexical"] else None
     if words and config.lexical_among == "pool":
         found, scores = words.search(texts, num_searched)
@@ -173,27 +162,7 @@ def mine(
             )
             of_query[source] = _best_first(drawn, scores)
         ranked.append(of_query)
-    return ranked, index
-
-
-def _nearest(
-    config: MineConfig, queries: np.ndarray, chunks: ChunkVectors, num_searched: int
-) -> tuple[Found, dict[str, Any]]:
-    """The nearest skills of each query, and the recall at `depth` of an index that may miss some."""
-    if config.index == EXACT:
-        return chunks.nearest(queries, num_searched), {}
-    if not chunks.is_one_each:
-        raise SkilltrainError(
-            "an approximate index takes one window per skill", where="index", fix=f"index={EXACT}"
-        )
-    rows = np.unique(np.linspace(0, len(queries) - 1, RECALL_SAMPLE).astype(np.int64))
-    index = build_index(config.index, chunks.vectors, config.seed)
-    sampled, exact = (chunks.nearest(queries[rows], config.depth, one)[0] for one in (index, None))
-    measured = {
-        f"recall@{config.depth}": round(recall(sampled, exact), 4),
-        "num_queries_sampled": len(rows),
-    }
-    return chunks.nearest(queries, num_searched, index), measured
+    return ranked
 
 
 def drawable(

@@ -1,14 +1,15 @@
-"""Stage `rejections`: requests for groups of skills, with what a chat model turns down and why (R3).
+"""Stage `rejections`: requests for groups of skills, and why a chat model rejects some (R3).
 
-R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills must not be
-retrieved together. How its groups are drawn and its prompts are not public; kinds, directions and words here are ours.
+R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills
+must not be retrieved together. How its groups are drawn and its prompts are not public; kinds,
+directions and words here are ours.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,7 +93,13 @@ class RejectionsConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Skills that are judged for one request: a given one, or one that the model writes in `lang` for the first."""
+    """Skills that are judged together for one request.
+
+    Attributes:
+        lang: Language of the request.
+        skills: The skills; the first is the anchor.
+        request: The request, or "" if the model shall write one for the anchor.
+    """
 
     query_id: str
     lang: str
@@ -101,12 +108,12 @@ class Group:
 
     @property
     def skill_id(self) -> str:
-        """The first one's."""
+        """Id of the anchor."""
         return self.skills[0].skill_id
 
 
-class Judged(BaseModel, frozen=True):
-    """What an answer says of one skill, by its number from 1."""
+class SkillVerdict(BaseModel, frozen=True):
+    """Verdict on the skill with this number (from 1) in an answer."""
 
     skill: int
     verdict: Verdict
@@ -114,14 +121,17 @@ class Judged(BaseModel, frozen=True):
     why: Line | None = None
 
 
-class Judgements(BaseModel, frozen=True):
-    """The answer where the request is given."""
+class GroupVerdicts(BaseModel, frozen=True):
+    """Answer about a group with a request."""
 
-    verdicts: tuple[Judged, ...] = ()
+    verdicts: tuple[SkillVerdict, ...] = ()
 
 
-class JudgedRequest(Judgements, frozen=True):
-    """The answer where it is not: a request with verdicts, or one that needs the first skill alone, with a refusal."""
+class JudgedRequest(GroupVerdicts, frozen=True):
+    """Answer about a group without a request: a request, and verdicts or a refusal.
+
+    A refusal says why the request needs the anchor alone.
+    """
 
     request: Line
     refusal: Reason | None = None
@@ -129,69 +139,58 @@ class JudgedRequest(Judgements, frozen=True):
 
 
 def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED; every group asked for is in one of the first and last.
+    """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
-    A refusal of a whole group is one, too: a request that needs the anchor alone, for which all others are rejected.
-    Raises SkilltrainError where no group could be used.
+    Raises SkilltrainError if no group got a usable answer.
     """
-    groups, dropped = _groups(config)
-    asked = ask(
-        _questions(config, config.llm, groups, partial(read_request, set(), 2 * config.num_words))
-    )
-    dropped += asked.dropped
-    if not asked.values:
+    groups, dropped = _make_groups(config)
+    read = partial(read_request, set(), 2 * config.num_words)
+    outcome = ask(_questions(config, config.llm, groups, read))
+    dropped += outcome.dropped
+    if not outcome.values:
         raise SkilltrainError(
             f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}"
         )
     judge = f"llm:{config.llm.model}"
-    members = {
-        group.query_id: [skill.skill_id for skill in group.skills] for group, _ in asked.values
+    skill_ids = {
+        group.query_id: [skill.skill_id for skill in group.skills] for group, _ in outcome.values
     }
-    split = split_groups(members, config.dev_share, config.seed)
-    queries = [
-        Query(
-            group.query_id,
-            found.request,
-            "single" if found.refusal else "multi",
-            judge,
-            split[group.query_id],
-        )
-        for group, found in asked.values
-    ]
-    judged = [
-        one for group, found in asked.values for one in judgements_of(group, found.verdicts, judge)
-    ]
-    second = _judged_twice(config, asked.values, judged, out)
-    write_queries(queries, judged, dropped, out)
+    splits = split_groups(skill_ids, config.dev_share, config.seed)
+    queries: list[Query] = []
+    judgements: list[Judgement] = []
+    requested: list[Group] = []
+    for group, answer in outcome.values:
+        kind = "single" if answer.refusal else "multi"
+        split = splits[group.query_id]
+        queries.append(Query(group.query_id, answer.request, kind, judge, split))
+        judgements += _judgements(group, answer.verdicts, judge)
+        requested.append(replace(group, request=answer.request))
+    second = _judge_twice(config, requested, judgements, out)
+    write_queries(queries, judgements, dropped, out)
     return {
         "num_groups": len(groups),
         "num_queries": len(queries),
         "num_refusals": sum(query.kind == "single" for query in queries),
         "num_dev": sum(query.split == "dev" for query in queries),
-        "by_direction": counted(
-            f"{group.lang}2{group.skills[0].lang}" for group, _ in asked.values
-        ),
-        "by_verdict": counted(one.verdict for one in judged),
-        "by_reason": counted(one.reason for one in judged if one.reason),
+        "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
+        "by_verdict": counted(row.verdict for row in judgements),
+        "by_reason": counted(row.reason for row in judgements if row.reason),
         "dropped": counted(row.filter for row in dropped),
         **second,
-        **asked.used,
+        **outcome.used,
     }
 
 
 def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
-    """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
-    groups, dropped = _groups(config)
+    """Count the groups and estimate the cost without asking the model (`--dry-run`)."""
+    groups, dropped = _make_groups(config)
     plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-    plan |= estimate_cost(_questions(config, config.llm, groups, read_given))
+    plan |= estimate_cost(_questions(config, config.llm, groups, read_verdicts))
     if config.second_judge is not None:
-        made_up = [
-            replace(group, request="word " * config.num_words)
-            for group in groups[: config.num_judged_twice]
-        ]
-        plan["second_judge"] = estimate_cost(
-            _questions(config, config.second_judge, made_up, read_given)
-        )
+        request = "word " * config.num_words
+        sample = [replace(group, request=request) for group in groups[: config.num_judged_twice]]
+        questions = _questions(config, config.second_judge, sample, read_verdicts)
+        plan["second_judge"] = estimate_cost(questions)
     return plan
 
 
@@ -201,153 +200,151 @@ def _questions(
     groups: Sequence[Group],
     read: Callable[[Group, str], ValueT],
 ) -> Questions[Group, ValueT]:
-    """What a judge is asked; where the request is given, its answer is shorter."""
-    tokens = _TOKENS_PER_VERDICT * config.group_size
-    tokens += 0 if groups[0].request else round(TOKENS_PER_WORD * config.num_words)
-    told = partial(group_prompt, "group", config.num_words)
-    return questions_of(llm, groups, told, read, config.seed, tokens, "judging groups")
+    num_tokens = _TOKENS_PER_VERDICT * config.group_size
+    if not groups[0].request:
+        num_tokens += round(TOKENS_PER_WORD * config.num_words)
+    render = partial(group_prompt, "group", config.num_words)
+    return questions_of(llm, groups, render, read, config.seed, num_tokens, "judging groups")
 
 
 def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
-    """What a judge is told by the prompt of a `name`; a request that it writes has about so many `words`."""
-    parts = [
-        f"Capability {n}\n{untrusted_skill(one, 300, _BODY_CHARS)}"
-        for n, one in enumerate(group.skills, 1)
-    ]
-    if group.request:
-        parts.insert(0, f"Request: {untrusted_line(group.request, 4000)}")
+    """Render the prompt `name` for a group; a request shall have about so many `words`."""
+    parts = [f"Request: {untrusted_line(group.request, 4000)}"] if group.request else []
+    for number, skill in enumerate(group.skills, 1):
+        parts.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
     return prompt(name, "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words)
 
 
 def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> JudgedRequest:
-    """The request and one verdict for each skill, a refusal written out. Raises AnswerError or ValueError."""
-    found, skills, lang = read_object(answer, JudgedRequest), group.skills, group.lang
-    if found.refusal is not None:
-        others = range(2, len(skills) + 1)
-        turned = (
-            Judged(skill=n, verdict=Verdict.REJECTED, reason=found.refusal, why=found.why)
-            for n in others
+    """Read a request with one verdict for each skill; a refusal rejects all but the anchor.
+
+    Raises AnswerError or ValueError if the answer is not usable.
+    """
+    judged = read_object(answer, JudgedRequest)
+    verdicts = judged.verdicts
+    if judged.refusal is not None:
+        rejected = SkillVerdict(
+            skill=0, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
         )
-        found = found.model_copy(
-            update={"verdicts": (Judged(skill=1, verdict=Verdict.REQUIRED), *turned)}
+        numbers = range(2, len(group.skills) + 1)
+        verdicts = (
+            SkillVerdict(skill=1, verdict=Verdict.REQUIRED),
+            *(rejected.model_copy(update={"skill": number}) for number in numbers),
         )
-    _check_verdicts(found.verdicts, skills)
-    num_required = sum(one.verdict is Verdict.REQUIRED for one in found.verdicts)
-    if num_required < 1 + (found.refusal is None):
+    _check_verdicts(verdicts, group)
+    num_required = sum(row.verdict is Verdict.REQUIRED for row in verdicts)
+    if num_required < 1 + (judged.refusal is None):
         raise ValueError(
             f"{num_required} capabilities are required, two or more are wanted, or a refusal"
         )
-    if language_of(found.request) not in (lang, None):
-        raise AnswerError(
-            "language", f"the request is not in {language_named(lang, 'the capabilities')}"
-        )
-    return found.model_copy(update={"request": fit_query(found.request, seen, max_words, skills)})
+    if language_of(judged.request) not in (group.lang, None):
+        language = language_named(group.lang, "the capabilities")
+        raise AnswerError("language", f"the request is not in {language}")
+    request = fit_query(judged.request, seen, max_words, group.skills)
+    return judged.model_copy(update={"request": request, "verdicts": verdicts})
 
 
-def read_given(group: Group, answer: str) -> Judgements:
-    """One verdict for each skill. Raises ValueError where they are not there."""
-    found = read_object(answer, Judgements)
-    _check_verdicts(found.verdicts, group.skills)
-    return found
+def read_verdicts(group: Group, answer: str) -> GroupVerdicts:
+    """Read one verdict for each skill. Raises ValueError if the answer is not usable."""
+    judged = read_object(answer, GroupVerdicts)
+    _check_verdicts(judged.verdicts, group)
+    return judged
 
 
-def _check_verdicts(verdicts: Sequence[Judged], skills: Sequence[Skill]) -> None:
-    """Raise ValueError where a skill has no verdict or two, or was rejected without a reason."""
-    numbers = sorted(one.skill for one in verdicts)
-    if numbers != list(range(1, len(skills) + 1)):
-        raise ValueError(
-            f"the capabilities judged are {numbers}, not 1 to {len(skills)}, each once"
-        )
-    if without := [
-        one.skill for one in verdicts if one.verdict is Verdict.REJECTED and one.reason is None
-    ]:
-        raise ValueError(f"capability {without[0]} is rejected without a reason")
+def _check_verdicts(verdicts: Sequence[SkillVerdict], group: Group) -> None:
+    """Raise ValueError unless each skill has one verdict, and each rejection a reason."""
+    numbers = sorted(row.skill for row in verdicts)
+    count = len(group.skills)
+    if numbers != list(range(1, count + 1)):
+        raise ValueError(f"the capabilities judged are {numbers}, not 1 to {count}, each once")
+    for row in verdicts:
+        if row.verdict is Verdict.REJECTED and row.reason is None:
+            raise ValueError(f"capability {row.skill} is rejected without a reason")
 
 
-def judgements_of(group: Group, verdicts: Iterable[Judged], judge: str) -> list[Judgement]:
-    """The judgements of a group; only a rejection has a reason."""
-    found: list[Judgement] = []
-    for one in verdicts:
-        skill_id, reason = (
-            group.skills[one.skill - 1].skill_id,
-            one.reason if one.verdict is Verdict.REJECTED else None,
-        )
-        found.append(
-            Judgement(group.query_id, skill_id, one.verdict, judge, reason, one.why, group.query_id)
-        )
-    return found
+def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> list[Judgement]:
+    """Return the rows of JUDGEMENTS of a group. Only rejections keep their reason."""
+    rows: list[Judgement] = []
+    for row in verdicts:
+        skill_id = group.skills[row.skill - 1].skill_id
+        reason = row.reason if row.verdict is Verdict.REJECTED else None
+        query_id = group.query_id
+        rows.append(Judgement(query_id, skill_id, row.verdict, judge, reason, row.why, query_id))
+    return rows
 
 
-def _judged_twice(
-    config: RejectionsConfig,
-    made: Sequence[tuple[Group, JudgedRequest]],
-    first: Sequence[Judgement],
-    out: Path,
+def _judge_twice(
+    config: RejectionsConfig, groups: Sequence[Group], first: Sequence[Judgement], out: Path
 ) -> dict[str, Any]:
-    """Kappa of both judges over a sample of groups, of which the second sees the skills in another order."""
+    """Have the second judge judge a sample of groups, skills in another order; return kappa."""
     if config.second_judge is None:
         return {}
-    sample = sorted(made, key=lambda pair: stable_number(config.seed, "second", pair[0].query_id))
-    groups: list[Group] = []
-    for group, found in sample[: config.num_judged_twice]:
-        turned = sorted(
-            group.skills,
-            key=lambda skill: stable_number(config.seed, group.query_id, skill.skill_id),
-        )
-        groups.append(replace(group, skills=tuple(turned), request=found.request))
-    asked = ask(_questions(config, config.second_judge, groups, read_given))
+
+    def order(*ids: str) -> int:
+        return stable_number(config.seed, *ids)
+
+    sample = sorted(groups, key=lambda group: order("second", group.query_id))
+    shuffled: list[Group] = []
+    for group in sample[: config.num_judged_twice]:
+        skills = sorted(group.skills, key=lambda skill: order(group.query_id, skill.skill_id))
+        shuffled.append(replace(group, skills=tuple(skills)))
+    outcome = ask(_questions(config, config.second_judge, shuffled, read_verdicts))
     judge = f"llm:{config.second_judge.model}"
-    judged = [judgements_of(group, found.verdicts, judge) for group, found in asked.values]
-    verdict_of = {(one.query_id, one.skill_id): one.verdict for one in first}
+    second = [_judgements(group, answer.verdicts, judge) for group, answer in outcome.values]
+    write_table(chain.from_iterable(second), JUDGEMENTS, out / "second")
+    write_table(outcome.dropped, DROPPED, out / "second")
+    verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
     pairs = [
-        [(verdict_of[one.query_id, one.skill_id], one.verdict) for one in of_group]
-        for of_group in judged
+        [(verdicts[row.query_id, row.skill_id], row.verdict) for row in rows] for rows in second
     ]
-    write_table([one for of_group in judged for one in of_group], JUDGEMENTS, out / "second")
-    write_table(asked.dropped, DROPPED, out / "second")
-    kappa = asdict(agreement(pairs))
-    return {"kappa": kappa, "second_judge": {"num_groups": len(judged), **asked.used}}
-
-
-def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
-    """The groups to ask for, by turns of every direction and kind; and the skills and groups that are left out."""
-    pool, dropped = unflagged_skills(config.pool)
-    skills = [skill for skill in pool if skill.lang in config.languages]
-    for skill in pool:
-        if skill.lang not in config.languages:
-            reason = (
-                f"its language, {skill.lang or 'unknown'}, is none of {', '.join(config.languages)}"
-            )
-            dropped.append(Dropped("", skill.skill_id, "language", reason))
-    if missing := sorted(set(config.languages) - {skill.lang for skill in skills}):
-        fix = "name the pool's languages in languages"
-        raise SkilltrainError(
-            f"the pool holds no skill of language {missing[0]}", where=config.pool, fix=fix
-        )
-    order = sorted(
-        range(len(skills)), key=lambda at: stable_number(config.seed, "anchor", skills[at].skill_id)
-    )
-    anchors = {
-        lang: cycle([at for at in order if skills[at].lang == lang]) for lang in config.languages
+    return {
+        "kappa": asdict(agreement(pairs)),
+        "second_judge": {"num_groups": len(second), **outcome.used},
     }
-    decide = {
-        "seed",
-        "kinds",
-        "languages",
-        "group_size",
-        "num_words",
-    }  # of two runs, whether their groups are the same
-    run = hashlib.sha256(
-        f"{config.llm.model} {config.model_dump_json(include=decide)}".encode()
-    ).hexdigest()
-    turns = islice(
-        cycle(product(product(config.languages, repeat=2), config.kinds)), config.num_groups
+
+
+def _make_groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
+    """Return the groups, all directions and kinds in turn, and the skills and groups left out."""
+    pool, dropped = unflagged_skills(config.pool)
+    skills: list[Skill] = []
+    for skill in pool:
+        if skill.lang in config.languages:
+            skills.append(skill)
+        else:
+            lang = skill.lang or "unknown"
+            reason = f"its language, {lang}, is none of {', '.join(config.languages)}"
+            dropped.append(Dropped("", skill.skill_id, "language", reason))
+
+    def order(position: int) -> int:
+        return stable_number(config.seed, "anchor", skills[position].skill_id)
+
+    by_lang: dict[str | None, list[int]] = {lang: [] for lang in config.languages}
+    for position in sorted(range(len(skills)), key=order):
+        by_lang[skills[position].lang].append(position)
+    for lang, positions in sorted(by_lang.items()):
+        if not positions:
+            raise SkilltrainError(
+                f"the pool holds no skill of language {lang}",
+                where=config.pool,
+                fix="name the pool's languages in languages",
+            )
+    anchors = {lang: cycle(positions) for lang, positions in by_lang.items()}
+
+    # Runs whose groups may differ get different group ids.
+    settings = config.model_dump_json(
+        include={"seed", "kinds", "languages", "group_size", "num_words"}
     )
-    mates, groups = _Mates(config, skills), list[Group]()
-    for number, ((asked, of), kind) in enumerate(turns):
-        group_id, anchor = f"{kind}-{run[:6]}-{number:05}", next(anchors[of])
-        if found := mates.of(anchor, kind, group_id):
-            groups.append(Group(group_id, asked, tuple(skills[at] for at in (anchor, *found))))
+    run = hashlib.sha256(f"{config.llm.model} {settings}".encode()).hexdigest()[:6]
+    sampler = _GroupSampler(config, skills)
+    groups: list[Group] = []
+    turns = cycle(product(config.languages, config.languages, config.kinds))
+    for number, (query_lang, lang, kind) in enumerate(islice(turns, config.num_groups)):
+        group_id = f"{kind}-{run}-{number:05}"
+        anchor = next(anchors[lang])
+        others = sampler.sample(anchor, kind, group_id)
+        if others:
+            members = tuple(skills[position] for position in (anchor, *others))
+            groups.append(Group(group_id, query_lang, members))
         else:
             reason = f"no other skill can stand with it in a group of kind {kind}"
             dropped.append(Dropped(group_id, skills[anchor].skill_id, "group_of_one", reason))
@@ -358,37 +355,45 @@ def _groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
     return groups, dropped
 
 
-class _Mates:
-    """Draws the others of a group; the same whatever was drawn before."""
+class _GroupSampler:
+    """Samples the other skills of a group, independently of the groups before."""
 
     def __init__(self, config: RejectionsConfig, skills: Sequence[Skill]) -> None:
-        self.wanted, self.seed = config.group_size - 1, config.seed
+        self.num_others = config.group_size - 1
+        self.seed = config.seed
         self.vectors = open_encoder(config.encoder).encode_skills(skills)
         self.names = np.array([name_key(skill.name) for skill in skills])
         self.langs = np.array([skill.lang for skill in skills])
         self.categories = np.array([skill.category or "" for skill in skills])
 
-    def of(self, anchor: int, kind: Kind, group_id: str) -> list[int]:
-        """Positions of at most `group_size` - 1 skills of other names; none where no skill fits."""
-        other_name, same_lang = self.names != self.names[anchor], self.langs == self.langs[anchor]
-        own, alike = other_name & same_lang, self.categories == self.categories[anchor]
+    def sample(self, anchor: int, kind: Kind, group_id: str) -> list[int]:
+        """Return positions of up to `group_size` - 1 skills of other names; [] if none fits."""
+        other_name = self.names != self.names[anchor]
+        same_lang = self.langs == self.langs[anchor]
+        same_category = self.categories == self.categories[anchor]
+        foreign: list[int] = []
         if kind == "category":
-            return self._drawn(own & alike & (self.categories != ""), self.wanted, group_id)
-        if kind == "across":
-            return self._drawn(own & ~alike, self.wanted, group_id)
-        foreign = (
-            self._near(anchor, other_name & ~same_lang)
-            if kind == "languages"
-            else np.zeros_like(own)
-        )
-        far = self._drawn(foreign, (self.wanted + 1) // 2, f"{group_id}/far")
-        near = self._drawn(self._near(anchor, own), self.wanted - len(far), group_id)
-        return [*far, *near] if kind == "neighbours" or far else []
+            allowed = same_category & (self.categories != "")
+        elif kind == "across":
+            allowed = ~same_category
+        else:
+            allowed = self._nearest(anchor, other_name & same_lang)
+        if kind == "languages":
+            near = self._nearest(anchor, other_name & ~same_lang)
+            foreign = self._draw(near, (self.num_others + 1) // 2, f"{group_id}/far")
+            if not foreign:
+                return []
+        allowed &= other_name & same_lang
+        return foreign + self._draw(allowed, self.num_others - len(foreign), group_id)
 
-    def _near(self, anchor: int, allowed: Bool[np.ndarray, " skill"]) -> Bool[np.ndarray, " skill"]:
-        likeness = np.where(allowed, self.vectors @ self.vectors[anchor], -np.inf)
-        nearest = np.argsort(-likeness, kind="stable")[: _NEAR * self.wanted]
+    def _nearest(
+        self, anchor: int, allowed: Bool[np.ndarray, " skill"]
+    ) -> Bool[np.ndarray, " skill"]:
+        # Each cosine is summed by itself: equal skills are equally near on every processor.
+        cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)
+        similarities = np.where(allowed, cosines, -np.inf)
+        nearest = np.argsort(-similarities, kind="stable")[: _NEAR * self.num_others]
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
-    def _drawn(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
+    def _draw(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
         return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist()

@@ -1,8 +1,11 @@
-"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase; R3's prompt is not public."""
+"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase.
 
-from dataclasses import dataclass, replace
+R3's prompt is not public; this one is ours.
+"""
+
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -17,13 +20,12 @@ from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged
 from skilltrain.texts import language_of, num_words
 
 
-@dataclass(frozen=True, slots=True)
-class Rewriting:
-    """A query, and the skills that answer it, which it must not name."""
+class Rewriting(NamedTuple):
+    """A query to rewrite, and the skills that answer it, which it must not name."""
 
     query_id: str
     query: Query
-    golds: tuple[Skill, ...]
+    golds: list[Skill]
     skill_id: str = ""
 
 
@@ -44,58 +46,60 @@ class RewriteConfig(Config):
 
 
 def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED with what could not be rewritten. SkilltrainError: no query could."""
-    asked = ask(_questions(config))
-    if not asked.values:
+    """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query was rewritten."""
+    outcome = ask(_questions(config))
+    if not outcome.values:
         raise SkilltrainError(
-            f"rewrote no query; the first reason: {asked.dropped[0].reason}", where=config.queries
+            f"rewrote no query; the first reason: {outcome.dropped[0].reason}", where=config.queries
         )
     origin = f"{config.style} by llm:{config.llm.model}"
-    written = {
-        one.query_id: replace(one.query, text=text, origin=origin) for one, text in asked.values
+    queries = {
+        item.query_id: replace(item.query, text=text, origin=origin)
+        for item, text in outcome.values
     }
-    judged = [
-        row
-        for row in read_table(config.queries, JUDGEMENTS).to_pylist()
-        if row["query_id"] in written
-    ]
-    write_queries(written.values(), judged, asked.dropped, out)
+    rows = read_table(config.queries, JUDGEMENTS).to_pylist()
+    judgements = [row for row in rows if row["query_id"] in queries]
+    write_queries(queries.values(), judgements, outcome.dropped, out)
+    total_words = sum(num_words(query.text) for query in queries.values())
     return {
-        "num_asked": len(written) + len(asked.dropped),
-        "num_rewritten": len(written),
-        "mean_words": round(
-            sum(num_words(query.text) for query in written.values()) / len(written), 1
-        ),
-        "dropped": counted(row.filter for row in asked.dropped),
-        **asked.used,
+        "num_asked": len(queries) + len(outcome.dropped),
+        "num_rewritten": len(queries),
+        "mean_words": round(total_words / len(queries), 1),
+        "dropped": counted(row.filter for row in outcome.dropped),
+        **outcome.used,
     }
 
 
 def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
-    """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
+    """Estimate the cost without asking the model (`--dry-run`)."""
     return estimate_cost(_questions(config))
 
 
 def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    wanted: list[Rewriting] = []
-    for query, judged in select_judged(config.queries, None):
-        golds = tuple(skills[skill_id] for skill_id in positives_of(judged) if skill_id in skills)
-        wanted.append(Rewriting(query.query_id, query, golds))
-    seen = {one.query.text.casefold() for one in wanted}
+    items: list[Rewriting] = []
+    for query, verdicts in select_judged(config.queries, None):
+        golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
+        items.append(Rewriting(query.query_id, query, golds))
+    seen = {item.query.text.casefold() for item in items}
     style = PROMPTS["rewrite"]["styles"][config.style]
 
-    def prompt_of(one: Rewriting) -> tuple[str, str]:
-        names = "; ".join(untrusted_line(skill.name) for skill in one.golds) or "(none)"
-        return prompt("rewrite", untrusted_text(one.query.text, 4000), style=style, names=names)
+    def render(item: Rewriting) -> tuple[str, str]:
+        names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
+        return prompt("rewrite", untrusted_text(item.query.text, 4000), style=style, names=names)
 
-    def read(one: Rewriting, answer: str) -> str:
-        most = MAX_TERSE_WORDS + (0 if config.style == "terse" else 2 * num_words(one.query.text))
-        if (was := language_of(one.query.text)) and language_of(answer) not in (was, None):
+    def read(item: Rewriting, answer: str) -> str:
+        text = item.query.text
+        max_words = MAX_TERSE_WORDS
+        if config.style != "terse":
+            max_words += 2 * num_words(text)
+        language = language_of(text)
+        if language and language_of(answer) not in (language, None):
             raise AnswerError("language", "it is in another language than the query")
-        return fit_query(answer, seen, most, one.golds)
+        return fit_query(answer, seen, max_words, item.golds)
 
-    tokens = round(TOKENS_PER_WORD * sum(num_words(one.query.text) for one in wanted) / len(wanted))
+    mean_words = sum(num_words(item.query.text) for item in items) / len(items)
+    num_tokens = round(TOKENS_PER_WORD * mean_words)
     return questions_of(
-        config.llm, wanted, prompt_of, read, config.seed, tokens, "rewriting queries"
+        config.llm, items, render, read, config.seed, num_tokens, "rewriting queries"
     )

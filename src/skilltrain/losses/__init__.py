@@ -24,18 +24,16 @@ from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses.infonce import InfoNCE, LateInteraction
 from skilltrain.losses.list_losses import KL, ListNet, ListwiseCE, PointwiseBCE
-from skilltrain.losses.pair_losses import LambdaRank, Margin, MarginMSE, RankNet
+from skilltrain.losses.pair_losses import MarginMSE, RankNet
 from skilltrain.losses.scored_batch import Loss, ScoredBatch
 
 __all__ = [
     "KL",
     "EncoderLoss",
     "InfoNCE",
-    "LambdaRank",
     "LateInteraction",
     "ListNet",
     "ListwiseCE",
-    "Margin",
     "MarginMSE",
     "Matryoshka",
     "OwnLoss",
@@ -44,12 +42,9 @@ __all__ = [
     "RankNet",
     "RerankerLoss",
     "ScoredBatch",
-    "infonce_in",
 ]
 
-PlainLoss = (
-    InfoNCE | KL | LambdaRank | ListNet | ListwiseCE | Margin | MarginMSE | PointwiseBCE | RankNet
-)
+PlainLoss = InfoNCE | KL | ListNet | ListwiseCE | MarginMSE | PointwiseBCE | RankNet
 
 
 class OwnLoss(Loss):
@@ -117,6 +112,10 @@ class Matryoshka(Config):
     def needs_teacher_scores(self) -> bool:
         return self.loss.needs_teacher_scores
 
+    @property
+    def needs_sides(self) -> bool:
+        return self.loss.needs_sides
+
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries. Raises SkilltrainError for scores that come from no vectors."""
         if batch.truncated is None:
@@ -131,9 +130,3 @@ EncoderLoss = Annotated[
     Annotated[PlainLoss | Matryoshka, Field(discriminator="name"), Tag("named")] | _Imported,
     _BY_NAME,
 ]
-
-
-def infonce_in(loss: EncoderLoss) -> InfoNCE:
-    """The InfoNCE that a loss is, at one width or several; one that asks for nothing unusual where it is another."""
-    inner = loss.loss if isinstance(loss, Matryoshka) else loss
-    return inner if isinstance(inner, InfoNCE) else InfoNCE()

@@ -24,19 +24,18 @@ class InfoNCE(Loss):
     Formula: `contrast`, the one formula that listwise cross-entropy has too; scores are cosines. joint adds to a
         positive's denominator the queries it does not answer and itself once more (skill_to_query), the queries that
         share no skill with its own (query_to_query), and the skills of other lists (skill_to_skill). per_direction is
-        the mean of the query's cross-entropy over skills and the positive's over queries. lexical_weight w adds w b to
-        each logit, b being BM25's score without its unit (`lexical_scores` of training_set): what BM25 gets right by
-        itself gives next to no gradient, so that the encoder learns the rest. push_share a takes what is worth less
-        than an irrelevant skill out of the denominator: (1 - a) contrast without it + a contrast with it alone.
+        the mean of the query's cross-entropy over skills and the positive's over queries. push_share a takes what is
+        worth less than an irrelevant skill out of the denominator: (1 - a) contrast without it + a contrast with it
+        alone.
     Inputs: cosines in [-1, 1]; any gains, positives above 0; false negatives in the batch are marked invalid;
-        `sides` for directions beyond the first, `lexical_scores` for lexical_weight.
+        `sides` for directions beyond the first.
     Returns: the sum over queries. sentence-transformers' MultipleNegativesRankingLoss is the mean, and the same for
         lists with one positive each that share no skill and hold no false negative for one another: it knows neither.
     Example: cosines (1, 0), gains (1, 0), temperature 1: log(1 + 1/e).
     Source: SkillRouter, section 4.2, equation 1 (temperature 0.05); van den Oord et al. 2018; joint: Li et al. 2023
         (GTE), whose sums hold the positive pair twice; per_direction: Günther et al. 2023 (Jina Embeddings 2);
-        lexical_weight: Gao et al. 2020 (CLEAR), where BM25's residual sets the margin of a hinge loss; push_share 0.5
-        and per_direction are our two readings of R3's "bilateral balancing", which its public texts do not define.
+        push_share 0.5 and per_direction are our two readings of R3's "bilateral balancing", which its public texts do
+        not define.
     """
 
     name: Literal["infonce"] = "infonce"
@@ -48,16 +47,12 @@ class InfoNCE(Loss):
         default="joint",
         description="one denominator for all directions, or the mean of one loss for each",
     )
-    lexical_weight: float = Field(
-        default=0.0, ge=0, description="BM25's score times this is added to each logit"
-    )
     push_share: float = Field(
         default=0.0, ge=0, lt=1, description="share of the loss that pushes rejected skills away"
     )
 
     @property
     def needs_sides(self) -> bool:
-        """Whether the batch must bring `sides`."""
         return len(self.directions) > 1
 
     @model_validator(mode="after")
@@ -71,17 +66,11 @@ class InfoNCE(Loss):
             raise ValueError(
                 f"{same_side[0]} holds no positive to find, so partition must be joint"
             )
-        for name in ("lexical_weight", "push_share"):
-            if getattr(self, name) and self.needs_sides:
-                raise ValueError(f"{name} is for directions: [query_to_skill] alone")
+        if self.push_share and self.needs_sides:
+            raise ValueError("push_share is for directions: [query_to_skill] alone")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        if self.lexical_weight:
-            if batch.lexical_scores is None:
-                raise SkilltrainError("the batch holds no BM25 scores", where="loss.lexical_weight")
-            added = self.temperature * self.lexical_weight * batch.lexical_scores
-            batch = replace(batch, scores=batch.scores + added)
         if self.push_share:
             below = batch.gains < 0
             pulled = contrast(replace(batch, valid=batch.valid & ~below), self.temperature)
@@ -127,7 +116,7 @@ class LateInteraction(Config):
 
     Use: an encoder that finds candidates by its vectors and orders them by MaxSim, from the same weights.
     Formula: weight x infonce at a temperature of its own, from queries to skills.
-    Inputs: the batch with MaxSim for scores (`max_sim`, in [-1, 1]); BM25's weight is that of the encoder's loss.
+    Inputs: the batch with MaxSim for scores (`max_sim`, in [-1, 1]).
     Returns: the sum over queries.
     Example: MaxSim (1, 0), gains (1, 0), temperature 1, weight 0.5: log(1 + 1/e) / 2.
     Source: Khattab and Zaharia 2020 (ColBERT), with InfoNCE's in-batch negatives and no projection.
@@ -140,8 +129,6 @@ class LateInteraction(Config):
         default=0.02, gt=0, description="the mean largest cosines are divided by it"
     )
 
-    def __call__(self, batch: ScoredBatch, lexical_weight: float) -> Float[Tensor, ""]:
-        """The loss, summed over queries."""
-        return self.weight * InfoNCE(temperature=self.temperature, lexical_weight=lexical_weight)(
-            batch
-        )
+    def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """Return the loss, summed over queries."""
+        return self.weight * contrast(batch, self.temperature)

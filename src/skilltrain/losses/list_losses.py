@@ -7,13 +7,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.losses.scored_batch import (
-    Loss,
-    ScoredBatch,
-    Temperature,
-    find_positives,
-    gain_shares,
-)
+from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature, gain_shares
 
 
 def contrast(
@@ -25,17 +19,15 @@ def contrast(
     exponentials. With one positive and nothing more, this is the softmax cross-entropy of SkillRouter (equations 1 and
     2). With several, no positive is pushed down by another of the same gain.
     """
-    positives, scores = find_positives(batch), batch.filled(0.0)
-    others = (
-        (scores[positives.row] / temperature)
-        .masked_fill(~positives.is_pair, -torch.inf)
-        .logsumexp(1)
-    )
+    scores = batch.filled(0.0)
+    row, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
+    is_lower = batch.valid[row] & (batch.gains[row] < batch.gains[row, column][:, None])
+    others = (scores[row] / temperature).masked_fill(~is_lower, -torch.inf).logsumexp(1)
     if more is not None:
         others = torch.stack([others, more]).logsumexp(0)
-    cells = positives.row, positives.column
-    weights = gain_shares(batch, batch.is_positive)[cells]
-    return (weights * torch.nn.functional.softplus(others - scores[cells] / temperature)).sum()
+    weights = gain_shares(batch, batch.is_positive)[row, column]
+    margins = others - scores[row, column] / temperature  # [positive]
+    return (weights * torch.nn.functional.softplus(margins)).sum()
 
 
 class ListwiseCE(Loss):

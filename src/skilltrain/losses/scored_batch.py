@@ -1,4 +1,4 @@
-"""What every loss is, what it sees (scores, gains and who counts), and the candidates that are compared in that."""
+"""What every loss is, and what it sees: scores, gains and which candidates count."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
@@ -46,9 +46,8 @@ class ScoredBatch:
 
     Losses return the sum over queries: the trainer divides by the number of queries in the global step, so that
     neither ranks nor accumulation change what a query weighs. Gradients through invalid candidates are exactly zero.
-    Where a loss learns from teacher scores, every valid candidate has one; where it adds `lexical_scores`, every
-    candidate. `truncated(dim)` is the same batch scored by the first `dim` coordinates of an encoder's vectors, made
-    unit vectors again.
+    Where a loss learns from teacher scores, every valid candidate has one. `truncated(dim)` is the same batch scored by
+    the first `dim` coordinates of an encoder's vectors, made unit vectors again.
 
     Gains are any finite numbers; a trainer counts them from that of an irrelevant skill, so that in-batch negatives,
     which nobody judged, have 0. `positive` names the skills to find, by their verdicts; None: those of gain > 0.
@@ -59,7 +58,6 @@ class ScoredBatch:
     valid: Bool[Tensor, "query candidate"]
     teacher_scores: Float[Tensor, "query candidate"] | None = None
     sides: SideScores | None = None
-    lexical_scores: Float[Tensor, "query candidate"] | None = None
     truncated: "Callable[[int], ScoredBatch] | None" = None
     positive: Bool[Tensor, "query candidate"] | None = None
 
@@ -85,61 +83,14 @@ class Loss(Config):
 
     needs_teacher_scores: ClassVar[bool] = False
 
+    @property
+    def needs_sides(self) -> bool:
+        """Whether the loss reads `ScoredBatch.sides`, which only an encoder's batch has."""
+        return False
+
     @abstractmethod
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Some candidates, each with those of its query that it is compared with.
-
-    One row per candidate chosen, not a square of candidates per query: memory grows with judged x candidates, which
-    thousands of in-batch negatives allow.
-    """
-
-    row: Int[Tensor, "chosen"]
-    column: Int[Tensor, "chosen"]
-    difference: Float[Tensor, "chosen candidate"]  # of the chosen candidate's gain and the other's
-    is_pair: Bool[Tensor, "chosen candidate"]
-    num_queries: int
-
-    @property
-    def gaps(self) -> Float[Tensor, "chosen candidate"]:
-        """How far the higher gain of each pair is above the lower one."""
-        return self.difference.abs()
-
-    def margins(
-        self, scores: Float[Tensor, "query candidate"]
-    ) -> Float[Tensor, "chosen candidate"]:
-        """How far the candidate of higher gain scores above the other one."""
-        sign = torch.where(self.difference < 0, -1, 1)
-        return sign * (scores[self.row, self.column][:, None] - scores[self.row])
-
-    def mean(self, each: Float[Tensor, "chosen candidate"]) -> Float[Tensor, ""]:
-        """Sum over queries of the mean of `each` over the query's pairs."""
-        num_pairs = self.is_pair.sum(1)
-        of_query = num_pairs.new_zeros(self.num_queries).index_add(0, self.row, num_pairs)
-        summed = torch.where(self.is_pair, each, 0.0).sum(1)
-        return (summed / of_query[self.row].clamp(min=1)).sum()
-
-
-def find_positives(batch: ScoredBatch) -> Compared:
-    """The positives of a batch, with the candidates that each should outrank: the valid ones of lower gain."""
-    row, column = batch.is_positive.nonzero(as_tuple=True)
-    difference = batch.gains[row, column][:, None] - batch.gains[row]
-    return Compared(row, column, difference, batch.valid[row] & (difference > 0), len(batch.gains))
-
-
-def find_pairs(batch: ScoredBatch) -> Compared:
-    """Every pair of a higher and a lower gain, once: also of two negatives, one of them rejected.
-
-    Two of gain 0 are no pair, so candidates of another gain are rows: below 0 they also meet those of gain 0.
-    """
-    row, column = (batch.valid & (batch.gains != 0)).nonzero(as_tuple=True)
-    difference = batch.gains[row, column][:, None] - batch.gains[row]
-    is_pair = (difference > 0) | (difference < 0) & (batch.gains[row] == 0)
-    return Compared(row, column, difference, batch.valid[row] & is_pair, len(batch.gains))
 
 
 def gain_shares(

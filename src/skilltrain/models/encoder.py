@@ -10,10 +10,9 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from skilltrain.config import Config
+from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
-from skilltrain.models.bert import read_bert
 from skilltrain.models.micro_batches import (
     Groups,
     Texts,
@@ -191,18 +190,6 @@ def load_encoder(
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
-def open_to_answer(config: EncoderConfig, device: torch.device) -> Encoder:
-    """As `load_encoder`, no more to be trained: on a CPU plain BERT is read without transformers, in half the time."""
-    folder = loading.resolve_model(config.source)
-    found = read_bert(folder) if device.type == "cpu" else None
-    if found is None:
-        return load_encoder(config, device).requires_grad_(False)
-    network, tokenizer = found
-    settings = _settings(folder, config, network.config)
-    network = network.to(loading.resolve_dtype(config.precision, device))
-    return Encoder(network.eval().requires_grad_(False), tokenizer, settings)
-
-
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
     """What the recipe says, else what training saved, else what a base model's own files say, else our defaults.
 
@@ -219,7 +206,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         least = EncoderSettings().query_max_tokens
         found, prompts = foreign_settings(folder, model_config, config.pooling, least)
         base |= found
-    settings = EncoderSettings.model_validate((stored or base) | given)
+    settings = validate(EncoderSettings, (stored or base) | given, folder)
     limit = loading.num_positions(model_config)
     over = {
         name: limit

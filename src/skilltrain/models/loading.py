@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from skilltrain.config import Config, ModelSource
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json
-from skilltrain.models.bert import PROBE
 from skilltrain.templates import SEEN, SkillFields
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -27,6 +26,7 @@ from skilltrain.texts import printable
 CHECKPOINT_FILE = "skilltrain.json"
 Kind = Literal["encoder", "reranker"]
 Precision = Literal["auto", "float32", "bfloat16"]
+_PROBE = "a b c d e"  # letters that any tokenizer knows whose files are whole
 _MAX_MISSING_RATIO = 2  # a new head and a pooler may be missing, or 4-bit weights share a byte
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _WEIGHTS_FILE = "model.safetensors"
@@ -261,7 +261,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
-    if {*tokenizer.encode(PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
+    if {*tokenizer.encode(_PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
         what = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
         raise SkilltrainError(
             what, where=folder, fix="copy them from the model that it was trained from"

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
+from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
 from skilltrain.models.micro_batches import (
@@ -85,7 +86,7 @@ class Reranker(nn.Module):
         return [replace(pair, rows=row) for pair, row in zip(pairs, rows, strict=True)]
 
     def direction(self) -> Float[Tensor, "dim"] | None:
-        """The head's row of `yes` less its row of `no`, or its only row; None for the other forms. In float32 or wider.
+        """The head's row of `yes` less its row of `no`, or its only row, in float32 or wider; None for the form pair.
 
         Read once per step: its gradient is as large as the vocabulary's whole table.
         """
@@ -115,12 +116,6 @@ class Reranker(nn.Module):
         segments = (
             torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
         ).long() * mask
-        if (
-            self.settings.template.form == "cosine_pair"
-        ):  # of mean vectors, each token having attended to both
-            hidden = at_least_float32(self.network(**inputs, attention_mask=mask).last_hidden_state)
-            query, skill = pool(hidden, mask - segments, "mean"), pool(hidden, segments, "mean")
-            return nn.functional.cosine_similarity(query, skill, dim=-1)
         if (
             getattr(self.network.config, "type_vocab_size", None) or 0
         ) > 1:  # XLM-R's table of segments has one row
@@ -167,28 +162,24 @@ def load_reranker(
 ) -> Reranker:
     """The reranker that `config` names, in evaluation mode (on the device meta: shapes); `options` as `load_encoder`.
 
-    Causal language models score by yes/no logits, others by a classification head with one output. The form cosine_pair
-    grows from an encoder; with `new_head`, as training says, so do forms whose head is then new. Raises SkilltrainError
-    if there is no such model, it is an encoder, or its folder does not hold all of it.
+    Causal language models score by yes/no logits, others by a classification head with one output. With `new_head`, as
+    training says, a template of the form pair makes a reranker of an encoder. Raises SkilltrainError if there is no
+    such model, it is an encoder, or its folder does not hold all of it.
     """
-    from transformers import (
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = loading.resolve_model(config.source)
-    form = None if config.template is None else config.template.form
-    grows = form == "cosine_pair" or (new_head and form is not None)
-    stored = (
-        {} if grows and loading.is_encoder(folder) else loading.stored_settings(folder, "reranker")
-    )
+    may_be_encoder = new_head and config.template is not None
+    if may_be_encoder and loading.is_encoder(folder):
+        stored = {}
+    else:
+        stored = loading.stored_settings(folder, "reranker")
     model_config = loading.load_model_config(folder)
     causal = any("CausalLM" in name for name in model_config.architectures or [])
     given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     if causal and "template" not in stored | given:
         stored["template"] = {"form": "yes_no"}
-    settings = RerankerSettings.model_validate(stored | given)
+    settings = validate(RerankerSettings, stored | given, folder)
     was_causal = stored.get("template", {}).get("form") == "yes_no"
     if settings.template.form == "yes_no" and not (causal or was_causal):
         raise SkilltrainError(
@@ -200,14 +191,13 @@ def load_reranker(
         update={"template": with_fields(settings.template, config.fields)}
     )
     given = {**loading.loading_options(config, model_config, device), **options}
-    auto_class: Any = AutoModel
-    if settings.template.form != "cosine_pair":
-        given.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
-        is_decoder = causal and settings.template.form == "yes_no"
-        auto_class = AutoModelForCausalLM if is_decoder else AutoModelForSequenceClassification
-        given |= {} if is_decoder else {"num_labels": 1}
-    new_head &= auto_class is AutoModelForSequenceClassification
-    network = loading.load_network(auto_class, folder, tokenizer, given, new_head)
+    given.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
+    if causal and settings.template.form == "yes_no":
+        network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, given)
+    else:
+        given["num_labels"] = 1
+        auto_class = AutoModelForSequenceClassification
+        network = loading.load_network(auto_class, folder, tokenizer, given, new_head)
     for head in loading.heads(network):
         head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
         head.register_forward_pre_hook(loading.in_own_dtype)

@@ -1,4 +1,4 @@
-"""A system is a list of rankers: the first ranks the pool, each next one orders what the one before it found."""
+"""A system is a list of rankers: the first ranks the pool, each next one orders its candidates."""
 
 import math
 import time
@@ -28,9 +28,6 @@ from skilltrain.retrieval.rankers import (
 from skilltrain.retrieval.rankings import SavedConfig
 from skilltrain.terminal import say, without_bars
 
-_OLD_KEYS = ("lexical", "encoder", "embeddings", "reranker", "judge")
-_NEW_FORM = "rankers: [{kind: dense, source: …}, {kind: rerank, source: …, keep: 20}]"
-
 
 class SystemConfig(Config):
     """One way to rank the pool for a query."""
@@ -40,17 +37,6 @@ class SystemConfig(Config):
         min_length=1,
         description="the first ranks the pool, each next one orders what the one before it found",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _new_form(cls, values: Any) -> Any:
-        if (
-            isinstance(values, Mapping)
-            and "rankers" not in values
-            and (old := values.keys() & set(_OLD_KEYS))
-        ):
-            raise ValueError(f"'{min(old)}' is of the old form; write for example {_NEW_FORM}")
-        return values
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
@@ -63,12 +49,18 @@ class SystemConfig(Config):
 
 @dataclass(frozen=True)
 class RankedStage:
-    """What one ranker of a system answered.
+    """The answer of one ranker of a system.
 
-    `name` is the system's for its last ranker, `<system>/<number> <kind>` for those before. `seconds` are those of a
-    query when all were ranked together, `alone` those of each query that was asked alone, while at most `gpu_bytes` lay
-    on the GPU, models included (0 for a ranker that put nothing there). `counts` is what a ranker that asks a chat
-    model has to tell. The ranker after it sees the first `num_passed` skills, or all (None).
+    Attributes:
+        name: The system's name for its last ranker, `<system>/<number> <kind>` for the others.
+        kind: Kind of the ranker.
+        rankings: Its rankings.
+        seconds: Mean time of a query when all were ranked together.
+        alone: Time of each query that was ranked by itself.
+        counts: Report of a ranker that asks a chat model.
+        num_passed: How many skills the next ranker reads; None for all.
+        gpu_bytes: Peak GPU memory of the queries ranked by themselves, models included; 0 for a
+            ranker that used none.
     """
 
     name: str
@@ -81,6 +73,7 @@ class RankedStage:
     gpu_bytes: int = 0
 
     def skill_ids(self) -> dict[str, list[str]]:
+        """Return the ranked skill ids by query id."""
         return {
             query_id: [skill_id for skill_id, _ in ranking]
             for query_id, ranking in self.rankings.items()
@@ -90,23 +83,23 @@ class RankedStage:
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
 
     def joined(self, other: "RankedStage") -> "RankedStage":
-        """The same ranker's answers over this pool and another; seconds are those of a query, over both."""
-        seconds = self.seconds * len(self.rankings) + other.seconds * len(other.rankings)
+        """Return the answers of the same ranker over this pool and another."""
         rankings = self.rankings | other.rankings
-        alone, gpu_bytes = self.alone + other.alone, max(self.gpu_bytes, other.gpu_bytes)
+        seconds = self.seconds * len(self.rankings) + other.seconds * len(other.rankings)
         return replace(
             self,
             rankings=rankings,
             seconds=seconds / len(rankings),
-            alone=alone,
-            gpu_bytes=gpu_bytes,
+            alone=self.alone + other.alone,
+            gpu_bytes=max(self.gpu_bytes, other.gpu_bytes),
         )
 
 
 class Cascade:
-    """Runs systems for the same queries over one pool; what two systems begin with in common runs once.
+    """Runs systems for the same queries over one pool. A common beginning of two systems runs once.
 
-    `opened` keeps models by `key_of`. That of `OWN` is the model in training; what it is part of runs anew each time.
+    `opened` keeps models by `key_of`. The model in training is there as `OWN`. It runs anew each
+    time, as does every ranker after it.
     """
 
     def __init__(
@@ -118,98 +111,113 @@ class Cascade:
     ) -> None:
         if not queries:
             raise SkilltrainError("there is no query to rank for")
-        self.queries, self.skills, self.depth = queries, skills, depth
+        self.queries = queries
+        self.skills = skills
+        self.depth = depth
         self._opened = {} if opened is None else opened
         self._answers: dict[str, RankedStage] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
-        """What each ranker answers, the last cut at the depth; `num_timed` queries are asked again, alone."""
+        """Run all rankers in order and return one stage per ranker.
+
+        The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time,
+        to measure latency; not by rankers from the first that asks a server or reads a file.
+        """
         keeps = keeps_of(system, self.depth)
-        times = self._times_alone(system, keeps, num_timed)
-        passed = [*map(num_read, system.rankers[1:]), None]
+        rankers = [
+            ranker.model_copy(update={"keep": keep})
+            for ranker, keep in zip(system.rankers, keeps, strict=True)
+        ]
+        num_local = [*map(_is_remote, rankers), True].index(True)
+        if num_timed and num_local < len(rankers):
+            start = f", from {rankers[num_local].kind} on" if num_local else ""
+            what = "not timed, for it asks a server or reads rankings from a file"
+            say(f"{system.name}{start}: {what}")
         stages: list[RankedStage] = []
-        for number, ((alone, gpu_bytes), num_passed) in enumerate(
-            zip(times, passed, strict=True), 1
-        ):
-            stage = self._answer(system, keeps, number, stages[-1].rankings if stages else None)
+        candidates: Rankings | None = None
+        for number, keep in enumerate(keeps, 1):
+            stage = self._answer(system.name, rankers[:number], keep, candidates)
             name = f"{system.name}/{number} {stage.kind}"
-            stages.append(
-                replace(stage, name=name, alone=alone, gpu_bytes=gpu_bytes, num_passed=num_passed)
-            )
-        cut = {query_id: ranking[: self.depth] for query_id, ranking in stages[-1].rankings.items()}
-        return (*stages[:-1], replace(stages[-1], name=system.name, rankings=cut))
+            num_passed = num_read(rankers[number]) if number < len(rankers) else None
+            stage = replace(stage, name=name, num_passed=num_passed)
+            if num_timed and number <= num_local:
+                ranker = open_ranker(rankers[number - 1], self.skills, self._opened)
+                stage = self._timed(stage, ranker, keep, candidates, num_timed)
+            stages.append(stage)
+            candidates = stage.rankings
+        last = stages.pop()
+        cut = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
+        return (*stages, replace(last, name=system.name, rankings=cut))
 
     def release(self, later: Iterable[SystemConfig]) -> None:
         """Let go of all models and vectors that no `later` system needs."""
-        needed = {OWN} | {key_of(part) for system in later for part in parts_of(system.rankers)}
+        needed = {OWN}
+        for system in later:
+            needed |= {key_of(part) for part in parts_of(system.rankers)}
         self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
 
     def _answer(
-        self, system: SystemConfig, keeps: Sequence[int], number: int, before: Rankings | None
+        self,
+        name: str,
+        rankers: Sequence[RankerConfig],
+        keep: int,
+        candidates: Rankings | None,
     ) -> RankedStage:
-        rankers, kind = system.rankers[:number], system.rankers[number - 1].kind
-        key = repr(
-            [
-                ranker.model_copy(update={"keep": n})
-                for ranker, n in zip(rankers, keeps, strict=False)
-            ]
-        )
+        """Return the answer of the last of `rankers`, from memory if these ran before."""
+        key = repr(rankers)
         if key in self._answers:
             return self._answers[key]
+        kind = rankers[-1].kind
         ranker = open_ranker(rankers[-1], self.skills, self._opened)
         started = time.perf_counter()
-        rankings = ranker.rank(self.queries, before, keeps[number - 1])
+        rankings = ranker.rank(self.queries, candidates, keep)
         seconds = (time.perf_counter() - started) / len(self.queries)
-        if not all(math.isfinite(score) for ranking in rankings.values() for _, score in ranking):
-            what = f"ranker {number}, {kind}, gave scores that are no numbers"
-            raise SkilltrainError(what, where=f"system {system.name}")
+        for ranking in rankings.values():
+            if not all(math.isfinite(score) for _, score in ranking):
+                what = f"ranker {len(rankers)}, {kind}, gave scores that are no numbers"
+                raise SkilltrainError(what, where=f"system {name}")
         counts = ranker.counts if isinstance(ranker, Asking) else {}
-        answer = RankedStage(system.name, kind, rankings, seconds, (), counts)
+        answer = RankedStage(name, kind, rankings, seconds, (), counts)
         if not any(map(is_own, parts_of(rankers))):
             self._answers[key] = answer
         return answer
 
-    def _times_alone(
-        self, system: SystemConfig, keeps: Sequence[int], num: int
-    ) -> list[tuple[tuple[float, ...], int]]:
-        """(seconds, most bytes on the GPU) of each ranker, for each of `num` queries asked alone, after one to warm up.
-
-        Rankers from the first that asks a server or reads a file are not timed. Queries have ids of their own, so that
-        no score that is remembered of them helps.
-        """
-        away = ApiConfig | AskingConfig | SavedConfig
-        is_local = [
-            not any(isinstance(part, away) for part in parts_of([ranker]))
-            for ranker in system.rankers
-        ]
-        timed = system.rankers[: [*is_local, False].index(False)] if num else ()
-        if num and len(timed) < len(system.rankers):
-            start = f", from {system.rankers[len(timed)].kind} on" if timed else ""
-            say(
-                f"{system.name}{start}: not timed, for it asks a server or reads rankings from a file"
-            )
-        rankers = [open_ranker(ranker, self.skills, self._opened) for ranker in timed]
-        measured: list[list[tuple[float, int]]] = [[] for _ in system.rankers]
+    def _timed(
+        self,
+        stage: RankedStage,
+        ranker: Ranker,
+        keep: int,
+        candidates: Rankings | None,
+        num_timed: int,
+    ) -> RankedStage:
+        """Add latency and GPU memory: run queries one at a time, after one to warm up."""
+        seconds: list[float] = []
+        gpu_bytes = 0
         with without_bars():
-            for number, query in enumerate([self.queries[0], *self.queries[:num]]):
-                rankings: Rankings | None = None
-                for place, ranker in enumerate(rankers):
-                    if torch.cuda.is_available():
-                        torch.cuda.reset_peak_memory_stats()
-                    before, started = torch.cuda.memory_allocated(), time.perf_counter()
-                    rankings = ranker.rank(
-                        [replace(query, query_id=f"{system.name} {number}")], rankings, keeps[place]
-                    )
-                    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
-                    measured[place].append((seconds, peak if peak > before else 0))
-        return [
-            (tuple(s for s, _ in row[1:]), max((used for _, used in row[1:]), default=0))
-            for row in measured
-        ]
+            for number, query in enumerate([self.queries[0], *self.queries[:num_timed]]):
+                # A new id, so that no score that a ranker remembers helps.
+                alone = replace(query, query_id=f"{stage.name} {number}")
+                given = candidates and {alone.query_id: candidates[query.query_id]}
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                allocated = torch.cuda.memory_allocated()
+                started = time.perf_counter()
+                ranker.rank([alone], given, keep)
+                seconds.append(time.perf_counter() - started)
+                peak = torch.cuda.max_memory_allocated()
+                if number and peak > allocated:
+                    gpu_bytes = max(gpu_bytes, peak)
+        return replace(stage, alone=tuple(seconds[1:]), gpu_bytes=gpu_bytes)
+
+
+def _is_remote(ranker: RankerConfig) -> bool:
+    """Return whether a ranker asks a server or reads saved rankings."""
+    remote = ApiConfig | AskingConfig | SavedConfig
+    return any(isinstance(part, remote) for part in parts_of([ranker]))
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:
-    """How many skills each ranker keeps (or orders): as many as are asked for, and as those after it need."""
+    """Return how many skills each ranker keeps, at least `depth` and what the later rankers need."""
     keeps: list[int] = []
     for ranker in reversed(system.rankers):
         keeps.append(max(depth, *keeps, 1) if ranker.keep is None else ranker.keep)
@@ -223,7 +231,7 @@ def run_systems(
     depth: int,
     num_timed: int = 0,
 ) -> dict[str, tuple[RankedStage, ...]]:
-    """System name → what each of its rankers answers, the last one with the `depth` best skills of each query.
+    """Run systems and return the stages of each by its name, the last with `depth` skills.
 
     Raises SkilltrainError as `check_systems` does, and for an empty pool, before any work.
     """
@@ -231,16 +239,19 @@ def run_systems(
     if systems and not skills:
         raise SkilltrainError("the pool is empty")
     cascade = Cascade(queries, skills, depth)
-    found: dict[str, tuple[RankedStage, ...]] = {}
+    stages: dict[str, tuple[RankedStage, ...]] = {}
     for number, system in enumerate(systems, 1):
         say(f"{system.name}: {len(queries)} queries over {len(skills)} skills")
-        found[system.name] = cascade.run(system, num_timed)
+        stages[system.name] = cascade.run(system, num_timed)
         cascade.release(systems[number:])
-    return found
+    return stages
 
 
 def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> None:
-    """Raise SkilltrainError for what can be known before work; `has_own`: `source: self` is a model in training."""
+    """Raise SkilltrainError for faults that can be known before work.
+
+    With `has_own`, `source: self` is a model in training.
+    """
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise SkilltrainError("two systems have the same name", where="systems")

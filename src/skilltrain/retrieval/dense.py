@@ -7,31 +7,28 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float32
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
-from skilltrain.models.encoder import Encoder, EncoderConfig, open_to_answer
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
-from skilltrain.retrieval.vectors import Parts, Positions, VectorCache, cached_vectors
+from skilltrain.retrieval.rankings import Keep
+from skilltrain.retrieval.vectors import Parts, VectorCache, Vectors, cached_vectors
 from skilltrain.terminal import progress
 
-_BLOCK = (
-    2048  # texts whose token ids are in memory at once, and vectors that are given out together
-)
+_BLOCK = 2048  # texts whose token ids are in memory at once
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
-_SAVE_SECONDS = 60  # a slow model's vectors are given out earlier
-_ENOUGH_TOKENS = 512  # on a CPU a micro-batch of so many tokens is as fast a token as a larger one
+_SAVE_SECONDS = 60  # a slow model yields its vectors before a block is complete
+_ENOUGH_TOKENS = 512  # larger micro-batches are no faster on a CPU
 
 
 class OpenConfig(EncoderConfig):
@@ -59,9 +56,7 @@ class DenseConfig(EncoderSource):
     """An encoder that finds the skills nearest to a query."""
 
     kind: Literal["dense"] = "dense"
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
 
     def open(self, opened: dict[str, Any] | None = None) -> "SkillEncoder":
         return open_encoder(self, opened)
@@ -69,7 +64,10 @@ class DenseConfig(EncoderSource):
 
 @dataclass(frozen=True)
 class SkillEncoder:
-    """An encoder opened for retrieval; `identity` tells its vectors from those of any other (empty without a cache)."""
+    """An encoder opened for retrieval.
+
+    `identity` distinguishes its vectors from those of other encoders. It is empty without a cache.
+    """
 
     model: Encoder
     source: str
@@ -78,36 +76,42 @@ class SkillEncoder:
     identity: str
 
     def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
-        """The ranker of a pool, of which `kept` has the vectors; queries go into no cache, so that it can be timed."""
+        """Return the ranker of a pool. `kept` holds its vectors if they are known.
+
+        It does not cache queries, so that it can be timed.
+        """
         chunks = kept or self.encode_chunks([*skills.values()])
         return PoolRanker([*skills], VectorIndex(chunks, replace(self, cache=None).encode_queries))
 
-    def encode_skills(self, skills: Sequence[Skill]) -> Float32[np.ndarray, "skill dim"]:
-        """One unit vector per skill, of its first window; equal texts are encoded once, cached texts not at all."""
+    def encode_skills(self, skills: Sequence[Skill]) -> Vectors:
+        """Return one unit vector per skill, of its first window."""
         settings = self.model.settings
         texts = [settings.template.render_skill(skill) for skill in skills]
-        return self._vectors(texts, settings.max_tokens, "encoding skills")
+        return self._encode(texts, settings.max_tokens, "encoding skills")
 
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
-        """The unit vectors of all windows of each skill, by which queries find it; for repeats see `encode_skills`."""
+        """Return the unit vectors of all windows of each skill."""
         settings = self.model.settings
-        texts = [settings.chunk_texts(skill) for skill in skills]
-        vectors = self._vectors(
-            [*chain.from_iterable(texts)], settings.max_tokens, "encoding skills"
-        )
-        return ChunkVectors(
-            vectors, starts_of([len(of_skill) for of_skill in texts]), settings.chunks.pool
-        )
+        texts: list[str] = []
+        counts: list[int] = []
+        for skill in skills:
+            windows = settings.chunk_texts(skill)
+            texts += windows
+            counts.append(len(windows))
+        vectors = self._encode(texts, settings.max_tokens, "encoding skills")
+        return ChunkVectors(vectors, starts_of(counts), settings.chunks.pool)
 
-    def encode_queries(self, texts: Sequence[str]) -> Float32[np.ndarray, "query dim"]:
-        """One unit vector per raw query; the template's prompt and cap are applied here."""
+    def encode_queries(self, texts: Sequence[str]) -> Vectors:
+        """Return one unit vector per raw query. The template's prompt and cap are applied here."""
         settings = self.model.settings
         rendered = [settings.template.render_query(text) for text in texts]
-        return self._vectors(rendered, settings.query_max_tokens, "encoding queries")
+        return self._encode(rendered, settings.query_max_tokens, "encoding queries")
 
-    def _vectors(self, texts: Sequence[str], max_tokens: int, description: str) -> np.ndarray:
-        def encode(some: list[str], _: Positions) -> Parts:
-            return self.encode_texts(some, max_tokens, description, Counter())
+    def _encode(self, texts: Sequence[str], max_tokens: int, description: str) -> Vectors:
+        """Encode each distinct text that the cache lacks."""
+
+        def encode(new: list[str]) -> Parts:
+            return self.encode_texts(new, max_tokens, description, Counter())
 
         return cached_vectors(texts, max_tokens, self.cache, encode)
 
@@ -115,42 +119,43 @@ class SkillEncoder:
     def encode_texts(
         self, texts: Sequence[str], max_tokens: int, description: str, count: Counter[str]
     ) -> Parts:
-        """Yield (places in `texts`, which come longest first, and their unit vectors).
+        """Yield (positions in `texts`, their unit vectors).
 
-        `count` starts empty, and grows by texts, their tokens, and the slots that these took, padding included. Raises
-        SkilltrainError where a vector is no number.
+        Args:
+            texts: Long texts first.
+            count: Empty. Grows by `texts`, `tokens`, and `slots`, which are tokens and padding.
+
+        Raises:
+            SkilltrainError: A vector holds something that is not a number.
         """
-        if not texts:
-            return
         model = self.model
+        min_tokens = _ENOUGH_TOKENS if model.device.type == "cpu" else self.token_budget
         started = saved = time.monotonic()
-        enough = _ENOUGH_TOKENS if model.device.type == "cpu" else self.token_budget
-        places: list[int] = []
+        positions: list[int] = []
         vectors: list[torch.Tensor] = []
         with progress(description, len(texts), 0) as show:
-            for start, ids in _tokenized(model, texts, max_tokens):
-                for group in even_groups([len(text) for text in ids], self.token_budget, enough):
-                    batch = [ids[position] for position in group]
+            for start, token_ids in _tokenized(model, texts, max_tokens):
+                lengths = [len(ids) for ids in token_ids]
+                for group in even_groups(lengths, self.token_budget, min_tokens):
+                    batch = [token_ids[number] for number in group]
                     vectors.append(model(batch))
-                    places += [start + position for position in group]
-                    count.update(
-                        texts=len(batch), tokens=sum(map(len, batch)), slots=model.num_slots(batch)
-                    )
-                    show(
-                        count["texts"],
-                        f"{count['tokens'] / max(1e-9, time.monotonic() - started):,.0f} tokens/s",
-                    )
-                    is_due = len(places) >= _BLOCK or time.monotonic() - saved > _SAVE_SECONDS
-                    if count["texts"] < len(texts) and not is_due:
+                    positions += [start + number for number in group]
+                    num_tokens = sum(map(len, batch))
+                    count.update(texts=len(batch), tokens=num_tokens, slots=model.num_slots(batch))
+                    now = time.monotonic()
+                    speed = count["tokens"] / max(1e-9, now - started)
+                    show(count["texts"], f"{speed:,.0f} tokens/s")
+                    is_due = len(positions) >= _BLOCK or now - saved > _SAVE_SECONDS
+                    if not is_due and count["texts"] < len(texts):
                         continue
-                    found = torch.cat(vectors).float().cpu().numpy()
-                    if not np.isfinite(found).all():
-                        source = model.backbone.config.name_or_path
-                        raise SkilltrainError(
-                            "the encoder gave vectors that are no numbers", where=source
-                        )
-                    yield np.array(places), found
-                    places, vectors, saved = [], [], time.monotonic()
+                    rows = torch.cat(vectors).float().cpu().numpy()
+                    if not np.isfinite(rows).all():
+                        what = "the encoder gave vectors that are no numbers"
+                        raise SkilltrainError(what, where=model.backbone.config.name_or_path)
+                    yield np.array(positions), rows
+                    positions = []
+                    vectors = []
+                    saved = time.monotonic()
 
 
 def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> SkillEncoder:
@@ -160,7 +165,7 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     folder = source.cache if isinstance(source, EncoderSource) else None
     model, identity = opened.get(key, (None, ""))
     if model is None or (folder and not identity):
-        model = open_to_answer(source, default_device())
+        model = load_encoder(source, default_device()).requires_grad_(False)
         identity = _identity(model) if folder else ""
         pack_linear_layers(model.backbone, source.token_budget)
         opened[key] = (model, identity)
@@ -182,19 +187,15 @@ def _identity(model: Encoder) -> str:
 def _tokenized(
     model: Encoder, texts: Sequence[str], max_tokens: int
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yield (where a block starts, its texts' token ids); beside a GPU, tokenised while the model works."""
+    """Yield (start of a block, token ids of its texts), tokenized while a GPU works."""
 
     def tokenize(start: int) -> list[np.ndarray]:
-        block = texts[start : start + _BLOCK]
-        parts = (
-            block[first : first + _TOKENIZED_AT_ONCE]
-            for first in range(0, len(block), _TOKENIZED_AT_ONCE)
-        )
-        return [
-            np.asarray(ids, dtype=np.int32)
-            for some in parts
-            for ids in model.tokenize(some, max_tokens)
-        ]
+        stop = min(start + _BLOCK, len(texts))
+        token_ids: list[np.ndarray] = []
+        for first in range(start, stop, _TOKENIZED_AT_ONCE):
+            some = texts[first : min(first + _TOKENIZED_AT_ONCE, stop)]
+            token_ids += [np.asarray(ids, np.int32) for ids in model.tokenize(some, max_tokens)]
+        return token_ids
 
     starts = range(0, len(texts), _BLOCK)
     if model.device.type == "cpu":
@@ -203,8 +204,9 @@ def _tokenized(
     with ThreadPoolExecutor(1) as thread:
         ahead = thread.submit(tokenize, 0)
         for start in starts:
-            ids, ahead = ahead.result(), thread.submit(tokenize, start + _BLOCK)
-            yield start, ids
+            token_ids = ahead.result()
+            ahead = thread.submit(tokenize, start + _BLOCK)
+            yield start, token_ids
 
 
 def even_groups(lengths: Sequence[int], token_budget: int, enough: int) -> Groups:

@@ -1,9 +1,13 @@
-"""A ranker that is asked with search queries which a chat model writes for each task (SkillFlow, A.2; own prompts)."""
+"""A ranker that is asked with search queries, which a chat model writes for each task.
+
+SkillFlow, appendix A.2; the prompts are our own.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -17,7 +21,7 @@ from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankings import fuse
+from skilltrain.retrieval.rankings import Keep, fuse
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.retrieval.select import Ask, AskConfig, Prompt, questions_of
 
@@ -51,100 +55,101 @@ class ExpandConfig(AskConfig):
     query_chars: int = Field(
         default=8000, ge=1, description="how much of a task the chat model sees"
     )
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per task; null: as many as needed"
-    )
+    keep: Keep = None
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, list[str]]:
-        """What it asks; `skills` play no part."""
+        """Return its questions; `skills` play no part."""
         return _questions(self, LLM(self.llm), self.count, queries)
 
 
 @dataclass
 class Expand:
-    """A ranker and who writes its queries. `counts` says how the last `rank` went: tasks asked for, faults, cost."""
+    """A ranker that is asked with written queries.
+
+    Attributes:
+        counts: Of the last `rank`: tasks asked for, faults and cost.
+    """
 
     config: ExpandConfig
     ranker: Ranker
     counts: dict[str, Any] = field(default_factory=dict)
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The `keep` best skills of each task by all of its queries; a task for which none was written is its own."""
-        written = self._write(queries)
-        asked: dict[str, list[Query]] = {}
-        for query in queries:
-            texts = enumerate(written.get(query.query_id, [query.text]), 1)
-            asked[query.query_id] = [
-                replace(query, query_id=f"{query.query_id}#{n}", text=text) for n, text in texts
-            ]
-        given = candidates and {
-            one.query_id: candidates[query_id] for query_id, row in asked.items() for one in row
-        }
-        found = self.ranker.rank(
-            [one for row in asked.values() for one in row], given, self.config.of.keep or keep
-        )
-        rows = {query_id: [found[one.query_id] for one in row] for query_id, row in asked.items()}
-        return {query_id: joined(row, self.config.join)[:keep] for query_id, row in rows.items()}
+        """Return the `keep` best skills of each task by all its queries.
+
+        A task for which the model writes no usable query is asked as it is.
+        """
+        texts_by_task = self._write(queries)
+        task_of: dict[str, str] = {}
+        written: list[Query] = []
+        for task in queries:
+            for number, text in enumerate(texts_by_task.get(task.query_id, [task.text]), 1):
+                query_id = f"{task.query_id}#{number}"
+                task_of[query_id] = task.query_id
+                written.append(replace(task, query_id=query_id, text=text))
+        if candidates is not None:
+            candidates = {query_id: candidates[task_id] for query_id, task_id in task_of.items()}
+        answers = self.ranker.rank(written, candidates, self.config.of.keep or keep)
+        rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
+        for query_id, task_id in task_of.items():
+            rankings[task_id].append(answers[query_id])
+        return {task_id: joined(row, self.config.join)[:keep] for task_id, row in rankings.items()}
 
     def _write(self, queries: Sequence[Query]) -> dict[str, list[str]]:
-        """query_id → the queries written for it; absent where the model is down or gives no usable answer."""
-        first = self.config.asks(queries, ())
-        estimate_cost(first)
-        found = ask_all(first, drop_if_down=True)
-        self.counts = found.counts()
-        values = found.values
-        if self.config.count > 1 and found.dropped and "down" not in self.counts["unusable"]:
-            unwritten = {fault.query_id for fault in found.dropped}
-            rest = [query for query in queries if query.query_id in unwritten]
-            single = ask_all(_questions(self.config, first.llm, 1, rest), drop_if_down=True)
+        """Return the written queries by task, where the model gives a usable answer."""
+        questions = self.config.asks(queries, ())
+        estimate_cost(questions)
+        outcome = ask_all(questions, drop_if_down=True)
+        self.counts = outcome.counts()
+        values = outcome.values
+        if self.config.count > 1 and outcome.dropped and "down" not in self.counts["unusable"]:
+            # One query is easier to write than several (SkillFlow, A.2).
+            missing = {row.query_id for row in outcome.dropped}
+            rest = [query for query in queries if query.query_id in missing]
+            single = ask_all(_questions(self.config, questions.llm, 1, rest), drop_if_down=True)
             values = [*values, *single.values]
-            self.counts |= single.used | {
-                "num_single": len(single.values),
-                "num_unusable": len(single.dropped),
-            }
-        return {ask.query_id: texts for ask, texts in values}
+            self.counts |= single.used
+            self.counts["num_single"] = len(single.values)
+            self.counts["num_unusable"] = len(single.dropped)
+        return {item.query_id: texts for item, texts in values}
 
 
 def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
-    """The rankings of several queries as one, best first; equal scores stand in the order in which they were found.
+    """Join the rankings of several queries; equal scores stay in the order of the rankings.
 
-    union and max: the best score that a query gave. mean: over all queries, one that did not find a skill counting
-    with its lowest score. rrf: see `fuse`.
+    Args:
+        rankings: One ranking per query.
+        join: union or max: the best score of a skill. mean: its mean score over all queries; a
+            query that did not find it counts with its lowest score. rrf: see `fuse`.
     """
     if join == "rrf" and len(rankings) > 1:
         return fuse(rankings, (1.0,) * len(rankings), "rrf")
     is_mean = join == "mean"
-    rows = [
-        (dict(row), min(score for _, score in row) if is_mean else -math.inf)
-        for row in rankings
-        if row
-    ]
-    of_skill = {
-        skill_id: [row.get(skill_id, low) for row, low in rows]
-        for row, _ in rows
-        for skill_id in row
-    }
-    totals = {
-        skill_id: fmean(scores) if is_mean else max(scores) for skill_id, scores in of_skill.items()
-    }
+    combine = fmean if is_mean else max
+    rows = [dict(ranking) for ranking in rankings if ranking]
+    absent = [min(row.values()) if is_mean else -math.inf for row in rows]
+    totals: dict[str, float] = {}
+    for skill_id in dict.fromkeys(chain.from_iterable(rows)):
+        totals[skill_id] = combine(
+            row.get(skill_id, score) for row, score in zip(rows, absent, strict=True)
+        )
     return sorted(totals.items(), key=lambda pair: -pair[1])
 
 
 def _questions(
     config: ExpandConfig, llm: LLM, count: int, queries: Sequence[Query]
 ) -> Questions[Ask, list[str]]:
-    wanted = _ONE if count == 1 else _SEVERAL.format(count=count)
-    prompt = Prompt(
-        _SYSTEM, wanted, partial(read_queries, count), 16 * count, "writing search queries"
-    )
+    question = _ONE if count == 1 else _SEVERAL.format(count=count)
+    read = partial(read_queries, count)
+    prompt = Prompt(_SYSTEM, question, read, 16 * count, "writing search queries")
     return questions_of(config, llm, prompt, [Ask(query) for query in queries])
 
 
 def read_queries(count: int, ask: Ask, answer: str) -> list[str]:
-    """The queries of an answer, each once and `count` at most. Raises AnswerError where there is none."""
+    """Read up to `count` different queries. Raises AnswerError for none, or one that is too long."""
     texts = [answer.strip("\"'`“” \n")] if count == 1 else read_texts(answer)
     lines = dict.fromkeys(untrusted_line(text, _MAX_CHARS + 1) for text in texts)
-    found = [line for line in lines if line][:count]
-    if not found or max(map(len, found)) > _MAX_CHARS:
+    queries = [line for line in lines if line][:count]
+    if not queries or max(map(len, queries)) > _MAX_CHARS:
         raise AnswerError("no_query", f"a query has 1 to {_MAX_CHARS} characters")
-    return found
+    return queries

@@ -1,6 +1,7 @@
 """Lexical search: BM25 over whole skills, for text that mixes Latin and CJK scripts."""
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,8 @@ from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
 from skilltrain.records import Skill
-from skilltrain.retrieval.nearest import Found, PoolRanker, Positions, starts_of
+from skilltrain.retrieval.nearest import Found, PoolRanker, Positions
+from skilltrain.retrieval.rankings import Keep
 from skilltrain.retrieval.vectors import places_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
@@ -48,9 +50,7 @@ class LexicalConfig(Config):
 
     kind: Literal["lexical"] = "lexical"
     fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
 
     def check(self) -> None:
         """There is nothing to check before the pool is read."""
@@ -73,15 +73,20 @@ def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
 
 
 def words_and_bigrams(text: str) -> list[str]:
-    """The words and numbers of `text` (`read_pdf-file` has three), and the character bigrams of its CJK runs."""
+    """Return the words and numbers of `text`, and the character bigrams of its CJK runs.
+
+    `read_pdf-file` has three words.
+    """
     runs: list[str] = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
         return runs
-    parts = (
-        [run[i : i + 2] for i in range(max(1, len(run) - 1))] if _CJK_RUN.match(run) else [run]
-        for run in runs
-    )
-    return [term for part in parts for term in part]
+    terms: list[str] = []
+    for run in runs:
+        if _CJK_RUN.match(run):
+            terms += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
+        else:
+            terms.append(run)
+    return terms
 
 
 class Vocabulary:
@@ -106,8 +111,9 @@ class Vocabulary:
         ]
 
     def add(self, text: str) -> list[int]:
-        """The numbers of the terms of `text`; new terms get the next ones."""
-        numbers, stems = self.numbers, map(self._stem, words_and_bigrams(text.lower()))
+        """Return the numbers of the terms of `text`. New terms get the next numbers."""
+        numbers = self.numbers
+        stems = map(self._stem, words_and_bigrams(text.lower()))
         return [numbers.setdefault(stem, len(numbers)) for stem in stems if stem]
 
 
@@ -137,11 +143,9 @@ class BM25Index:
             )
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
         by_term = counts.T.tocsr()
-        self.counts, self.texts, self.starts = (
-            by_term.data,
-            by_term.indices,
-            by_term.indptr.astype(np.int64),
-        )
+        self.counts = by_term.data
+        self.texts = by_term.indices
+        self.starts = by_term.indptr.astype(np.int64)
         num_with = np.diff(self.starts)
         saturation = K1 * (1 - B + B * lengths / lengths.mean())
         shares = self.counts / (self.counts + saturation[self.texts])
@@ -150,30 +154,25 @@ class BM25Index:
     def _counted(self, texts: Sequence[str], before: "BM25Index | None") -> Any:
         from scipy.sparse import csr_array, vstack
 
-        places = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
-        new = np.flatnonzero(places < 0)
-        added = (
-            self.vocabulary.add(texts[int(place)])
-            for place in track(new, "reading terms", len(new))
-        )
-        terms = [np.array(of_text, np.int32) for of_text in added]
-        width, row_starts = (
-            len(self.vocabulary.numbers),
-            starts_of([len(of_text) for of_text in terms]),
-        )
-        ones, columns = (
-            np.ones(row_starts[-1], np.int32),
-            np.concatenate([*terms, np.empty(0, np.int32)]),
-        )
-        counts: Any = csr_array((ones, columns, row_starts), shape=(len(new), width))
+        rows = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
+        new = np.flatnonzero(rows < 0)
+        terms = array("i")  # 4 bytes per term
+        starts = [0]
+        for position in track(new, "reading terms", len(new)):
+            terms.extend(self.vocabulary.add(texts[int(position)]))
+            starts.append(len(terms))
+        width = len(self.vocabulary.numbers)
+        ones = np.ones(len(terms), np.int32)
+        columns = np.array(terms, dtype=np.int32)
+        counts: Any = csr_array((ones, columns, starts), shape=(len(new), width))
         counts.sum_duplicates()
         if before is None:
             return counts
         shape = len(before.starts) - 1, len(before.keys)
-        kept = csr_array((before.counts, before.texts, before.starts), shape=shape).T.tocsr()
-        kept.resize((len(before.keys), width))
-        places[new] = len(before.keys) + np.arange(len(new))
-        return vstack([kept, counts]).tocsr()[places]
+        known = csr_array((before.counts, before.texts, before.starts), shape=shape).T.tocsr()
+        known.resize((len(before.keys), width))
+        rows[new] = len(before.keys) + np.arange(len(new))
+        return vstack([known, counts]).tocsr()[rows]
 
     @property
     def num_skills(self) -> int:
@@ -220,9 +219,10 @@ class BM25Index:
         return [words[number] for number in sorted(worth, key=lambda number: -worth[number])]
 
     def search(self, texts: Sequence[str], k: int) -> Found:
-        """Each query's `k` best texts, as many as there are; equal scores stand in the order of the texts."""
+        """Return the `k` best texts of each query. Ties go to the lower position."""
         k = min(k, len(self.keys))
-        positions, best = np.empty((len(texts), k), np.int64), np.empty((len(texts), k), np.float32)
+        positions = np.empty((len(texts), k), np.int64)
+        best = np.empty((len(texts), k), np.float32)
         for row, query in enumerate(track(texts, "lexical search", len(texts))):
             scores = self.scores(query)
             positions[row] = top_k(scores, k)
@@ -230,7 +230,8 @@ class BM25Index:
         return positions, best
 
     def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
-        return (self.scores(text)[some] for text, some in zip(texts, positions, strict=True))
+        for text, candidates in zip(texts, positions, strict=True):
+            yield self.scores(text)[candidates]
 
 
 def _idf(num_texts: int, num_with: Int64[np.ndarray, " term"]) -> Float64[np.ndarray, " term"]:
@@ -238,11 +239,11 @@ def _idf(num_texts: int, num_with: Int64[np.ndarray, " term"]) -> Float64[np.nda
 
 
 def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k"]:
-    """Positions of the `k` highest scores, best first, equal ones by position (a plain partition leaves that open)."""
+    """Return the positions of the `k` highest scores, best first. Ties go to the lower position."""
     if k <= 0:
         return np.empty(0, dtype=np.int64)
-    bar = np.partition(scores, len(scores) - k)[len(scores) - k]
-    above, level = np.flatnonzero(scores > bar), np.flatnonzero(scores == bar)
-    return np.concatenate([above[np.argsort(-scores[above], kind="stable")], level])[:k].astype(
-        np.int64, copy=False
-    )
+    lowest = np.partition(scores, len(scores) - k)[len(scores) - k]
+    above = np.flatnonzero(scores > lowest)
+    above = above[np.argsort(-scores[above], kind="stable")]
+    ties = np.flatnonzero(scores == lowest)
+    return np.concatenate([above, ties])[:k].astype(np.int64, copy=False)

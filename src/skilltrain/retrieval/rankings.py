@@ -1,9 +1,9 @@
 """Rankings as values: several fused into one, and those on disk as a ranker beside live ones."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,55 +16,47 @@ from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.tables import RANKINGS, read_table, table_from_rows, table_path
 from skilltrain.terminal import say
 
+Keep = Annotated[
+    int | None, Field(ge=1, description="skills kept per query; null: as many as needed")
+]
 Method = Literal["z", "rrf"]
 RRF_K = 60
-"""Of reciprocal rank fusion where a recipe says nothing (Cormack et al., 2009)."""
+"""The customary constant of reciprocal rank fusion (Cormack et al., 2009)."""
 
 
 def fuse(
     legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
 ) -> Ranking:
-    """All skills that the `legs` found, best first; equal scores stand in the order in which they were found.
+    """Return all skills of the `legs`, best first. Ties keep the order in which they were found.
 
-    `z` adds each leg's scores, made z-scores over the skills that any leg found, times the leg's weight. A skill that a
-    leg did not find gets the lowest score that this leg gave. `rrf` adds weight / (rrf_k + rank); a leg adds nothing to
-    a skill that it did not find (Cormack et al., 2009).
+    Method `z` adds weight * z-score. The z-scores of a leg are over all skills that any leg found;
+    a skill that the leg did not find counts with the leg's lowest score. Method `rrf` adds
+    weight / (rrf_k + rank), and nothing for a skill not found (Cormack et al., 2009).
     """
-    return weighted(*comparable_scores(legs, method, rrf_k), weights)
-
-
-def comparable_scores(
-    legs: Sequence[Ranking], method: Method, rrf_k: int = RRF_K
-) -> tuple[list[str], Float64[np.ndarray, "leg skill"]]:
-    """All skills that the `legs` found, in the order in which they were found, and what each leg says of each."""
-    skill_ids = list(dict.fromkeys(skill_id for leg in legs for skill_id, _ in leg))
-    comparable = np.zeros((len(legs), len(skill_ids)))
-    for row, leg in zip(comparable if skill_ids else (), legs, strict=False):
-        scores, lowest = dict(leg), min((score for _, score in leg), default=0.0)
+    skill_ids: dict[str, None] = {}
+    for leg in legs:
+        skill_ids.update((skill_id, None) for skill_id, _ in leg)
+    if not skill_ids:
+        return []
+    # One leg at a time: a matrix product may round equal columns differently.
+    totals = np.zeros(len(skill_ids))
+    for leg, weight in zip(legs, weights, strict=True):
         if method == "rrf":
-            scores, lowest = (
-                {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)},
-                0.0,
-            )
-        row[:] = [scores.get(skill_id, lowest) for skill_id in skill_ids]
-        if method == "z" and np.ptp(row) <= 1e-12 * np.abs(row).max():
-            row[:] = 0.0  # all are alike: they tell nothing apart
-        elif method == "z":
-            row[:] = (row - row.mean()) / row.std()
-    return skill_ids, comparable
+            leg = [(skill_id, 1 / (rrf_k + rank)) for rank, (skill_id, _) in enumerate(leg, 1)]
+        scores = dict(leg)
+        lowest = min(scores.values(), default=0.0) if method == "z" else 0.0
+        row = np.array([scores.get(skill_id, lowest) for skill_id in skill_ids])
+        totals += weight * (_z_scores(row) if method == "z" else row)
+    order = np.argsort(-totals, kind="stable")
+    fused = [*zip(skill_ids, totals.tolist(), strict=True)]
+    return [fused[position] for position in order]
 
 
-def weighted(
-    skill_ids: list[str], comparable: Float64[np.ndarray, "leg skill"], weights: Sequence[float]
-) -> Ranking:
-    """The skills by the weighted sum of what the legs say, best first; equal sums keep their order."""
-    total = np.zeros(len(skill_ids))
-    for row, weight in zip(
-        comparable, weights, strict=True
-    ):  # a matrix product may round equal columns unequally
-        total += weight * row
-    order = np.argsort(-total, kind="stable")
-    return [(skill_ids[place], float(total[place])) for place in order]
+def _z_scores(scores: Float64[np.ndarray, " skill"]) -> Float64[np.ndarray, " skill"]:
+    """Normalise `scores`; all 0 if they are equal but for rounding."""
+    if np.ptp(scores) <= 1e-12 * np.abs(scores).max():
+        return np.zeros_like(scores)
+    return (scores - scores.mean()) / scores.std()
 
 
 class SavedConfig(Config):
@@ -77,9 +69,7 @@ class SavedConfig(Config):
     stage: str | None = Field(
         default=None, description="which of a table's rankings; null where it holds one"
     )
-    keep: int | None = Field(
-        default=None, ge=1, description="skills kept per query; null: as many as needed"
-    )
+    keep: Keep = None
 
     def check(self) -> None:
         for path in self.rankings:
@@ -87,15 +77,15 @@ class SavedConfig(Config):
                 raise SkilltrainError("no rankings table here", where=path)
 
     def open(self) -> "Saved":
-        """The rankings. Raises SkilltrainError for a stage that is not there and a query that two tables rank."""
+        """Read the rankings. Raises SkilltrainError for a query that two tables rank."""
         rankings: Rankings = {}
         for path in self.rankings:
-            found = read_rankings(path, self.stage)
-            if twice := rankings.keys() & found.keys():
-                raise SkilltrainError(
-                    f"query '{min(twice)}' is ranked in an earlier table as well", where=path
-                )
-            rankings |= found
+            table = read_rankings(path, self.stage)
+            repeated = rankings.keys() & table.keys()
+            if repeated:
+                what = f"query '{min(repeated)}' is ranked in an earlier table as well"
+                raise SkilltrainError(what, where=path)
+            rankings |= table
         return Saved(self.rankings[0], rankings, ())
 
 
@@ -111,53 +101,64 @@ class Saved:
         return replace(self, pool=skills.keys())
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The first `keep` saved skills of each query, of the candidates alone where there are some.
+        """Return the first `keep` saved skills of each query, or those among its candidates.
 
-        One that was not ranked gets none, with a warning. Raises SkilltrainError for a skill that the pool lacks.
+        A query without a saved ranking gets none, with a warning.
+
+        Raises:
+            SkilltrainError: The pool lacks a ranked skill.
         """
-        query_ids = [query.query_id for query in queries]
-        if missing := [query_id for query_id in query_ids if query_id not in self.rankings]:
-            count = f"{len(missing)} of {len(query_ids)}"
-            say(
-                f"warning: {self.path}: no ranking for {count} queries, first '{missing[0]}'; they score 0"
-            )
-        found: Rankings = {}
-        for query_id in query_ids:
+        rankings: Rankings = {}
+        missing: list[str] = []
+        for query in queries:
+            query_id = query.query_id
+            if query_id not in self.rankings:
+                missing.append(query_id)
             ranking = self.rankings.get(query_id, [])
-            if lost := [skill_id for skill_id, _ in ranking if skill_id not in self.pool]:
-                what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool, first '{lost[0]}'"
-                raise SkilltrainError(what, where=f"{self.path}, query {query_id}")
+            lost = [skill_id for skill_id, _ in ranking if skill_id not in self.pool]
+            if lost:
+                what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool"
+                where = f"{self.path}, query {query_id}"
+                raise SkilltrainError(f"{what}, first '{lost[0]}'", where=where)
             allowed = self.pool if candidates is None else dict(candidates[query_id])
-            found[query_id] = [pair for pair in ranking if pair[0] in allowed][:keep]
-        return found
+            rankings[query_id] = [pair for pair in ranking if pair[0] in allowed][:keep]
+        if missing:
+            count = f"{len(missing)} of {len(queries)} queries, first '{missing[0]}'"
+            say(f"warning: {self.path}: no ranking for {count}; they score 0")
+        return rankings
 
 
 def read_rankings(path: Path, stage: str | None) -> Rankings:
-    """query_id → ranking, of a RANKINGS table. SkilltrainError: it lacks `stage`, or has several and none is named."""
-    table = read_table(path, RANKINGS)
-    stages = sorted(set(table.column("stage").to_pylist()))
-    if stage not in (stages if len(stages) != 1 else [*stages, None]):
-        what = (
-            f"holds no rankings of stage '{stage}'"
-            if stage
-            else f"holds rankings of {len(stages)} stages"
-        )
-        raise SkilltrainError(
-            what, where=path, fix=f"give stage=… as one of {', '.join(stages[:8])}"
-        )
+    """Read the rankings of a RANKINGS table by query id.
+
+    Raises:
+        SkilltrainError: The table lacks `stage`, or has several stages and none is given.
+    """
+    rows = read_table(path, RANKINGS).to_pylist()
+    stages = sorted({row["stage"] for row in rows})
+    if stage is None and len(stages) == 1:
+        stage = stages[0]
+    if stage not in stages:
+        what = f"holds rankings of {len(stages)} stages"
+        if stage is not None:
+            what = f"holds no rankings of stage '{stage}'"
+        fix = f"give stage=… as one of {', '.join(stages[:8])}"
+        raise SkilltrainError(what, where=path, fix=fix)
     rankings: Rankings = {}
-    for row in sorted(table.to_pylist(), key=lambda row: row["rank"]):
-        if stage in (None, row["stage"]):
+    for row in sorted(rows, key=lambda row: row["rank"]):
+        if row["stage"] == stage:
             rankings.setdefault(row["query_id"], []).append((row["skill_id"], row["score"]))
     return rankings
 
 
 def rankings_table(by_stage: Mapping[str, Rankings]) -> pa.Table:
-    """Rankings by stage as a RANKINGS table; ranks count from 1."""
-    rows = (
-        {"query_id": query_id, "skill_id": skill_id, "rank": rank, "score": score, "stage": stage}
-        for stage, rankings in by_stage.items()
-        for query_id, ranking in rankings.items()
-        for rank, (skill_id, score) in enumerate(ranking, 1)
-    )
-    return table_from_rows(rows, RANKINGS)
+    """Return rankings by stage as a RANKINGS table. Ranks count from 1."""
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for stage, rankings in by_stage.items():
+            for query_id, ranking in rankings.items():
+                for rank, (skill_id, score) in enumerate(ranking, 1):
+                    pair = {"query_id": query_id, "skill_id": skill_id}
+                    yield pair | {"rank": rank, "score": score, "stage": stage}
+
+    return table_from_rows(rows(), RANKINGS)

@@ -6,7 +6,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int32
 from pydantic import Field
 
 from skilltrain.models.cpu_linear import pack_linear_layers
@@ -16,7 +15,7 @@ from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.terminal import track
 
-_REMEMBERED = 10_000  # queries whose scores are held at most
+_MAX_REMEMBERED = 10_000  # queries whose scores are kept in memory
 
 
 class RerankConfig(RerankerConfig):
@@ -48,47 +47,54 @@ class RerankConfig(RerankerConfig):
 
 @dataclass(frozen=True)
 class Rerank:
-    """A reranker at work. It remembers its scores, so that systems which share it score a pair once."""
+    """A reranker over a pool. It remembers its scores, so systems that share it score a pair once.
+
+    Skills with the same text share one score, so their order does not depend on the processor.
+    """
 
     reranker: Reranker
     skills: Mapping[str, Skill]
     token_budget: int
     first_weight: float = 0.0
-    _scores: dict[Query, dict[str, float]] = field(default_factory=dict)
-    _tokens: dict[str, Int32[np.ndarray, " token"]] = field(default_factory=dict)
+    _scores: dict[Query, dict[bytes, float]] = field(default_factory=dict)
+    _tokens: dict[str, bytes] = field(default_factory=dict)
 
     def over(self, skills: Mapping[str, Skill]) -> "Rerank":
         return replace(self, skills=skills, _scores={}, _tokens={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The first `keep` candidates of each query by score, the others behind them in their order."""
+        """Order the first `keep` candidates of each query; the others follow in their order."""
         assert candidates is not None, "a reranker needs candidates"
-        found: Rankings = {}
+        rankings: Rankings = {}
         for query in track(queries, "reranking", len(queries)):
-            before = candidates[query.query_id]
-            scores = self._scored(query, [skill_id for skill_id, _ in before[:keep]])
-            found[query.query_id] = reordered(before, keep, scores, self.first_weight)
-        return found
+            ranking = candidates[query.query_id]
+            scores = self._score(query, [skill_id for skill_id, _ in ranking[:keep]])
+            rankings[query.query_id] = reordered(ranking, keep, scores, self.first_weight)
+        return rankings
 
     @torch.inference_mode()
-    def _scored(self, query: Query, skill_ids: Sequence[str]) -> Mapping[str, float]:
-        if len(self._scores) >= _REMEMBERED:
+    def _score(self, query: Query, skill_ids: Sequence[str]) -> dict[str, float]:
+        if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
-        scores, texts = self._scores.setdefault(query, {}), self.reranker.pairs
-        if asked := [skill_id for skill_id in skill_ids if skill_id not in scores]:
-            new = [skill_id for skill_id in asked if skill_id not in self._tokens]
-            ids = [
-                np.array(of_skill, np.int32)
-                for of_skill in texts.skills([self.skills[s] for s in new])
-            ]
-            self._tokens.update(zip(new, ids, strict=True))
-            query_ids = texts.query(query.text)
-            pairs = [texts.join(query_ids, self._tokens[skill_id]) for skill_id in asked]
+        scores = self._scores.setdefault(query, {})
+        tokens = self._tokenize(skill_ids)
+        new = [ids for ids in dict.fromkeys(tokens.values()) if ids not in scores]
+        if new:
+            tokenizer = self.reranker.pairs
+            query_ids = tokenizer.query(query.text)
+            pairs = [tokenizer.join(query_ids, np.frombuffer(ids, np.int32)) for ids in new]
             groups = self.reranker.micro_batches([pairs], self.token_budget)
-            scores.update(
-                zip(asked, run_micro_batches(self.reranker, pairs, groups).tolist(), strict=True)
-            )
-        return scores
+            values = run_micro_batches(self.reranker, pairs, groups).tolist()
+            scores.update(zip(new, values, strict=True))
+        return {skill_id: scores[ids] for skill_id, ids in tokens.items()}
+
+    def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, bytes]:
+        """Return the token ids of each skill's part of a pair, which identify its text."""
+        new = [skill_id for skill_id in skill_ids if skill_id not in self._tokens]
+        token_ids = self.reranker.pairs.skills([self.skills[skill_id] for skill_id in new])
+        for skill_id, ids in zip(new, token_ids, strict=True):
+            self._tokens[skill_id] = np.array(ids, np.int32).tobytes()
+        return {skill_id: self._tokens[skill_id] for skill_id in skill_ids}
 
 
 def reordered(

@@ -1,9 +1,10 @@
-"""Chat models that choose among the candidates of a query: `select` puts one first, `admit` keeps a few, or none.
+"""Chat models that choose among candidates: `select` puts one first, `admit` keeps a few or none.
 
-`select` is SkillRouter's protocol (appendix C): of all candidates at once, which is best? `admit` has SkillFlow's two
-filters (section A.6): relevancy judges all candidates in one answer, specificity each relevant one alone. The prompts
-are our own. Candidates are untrusted (llm/untrusted.py): an answer can do no more than move one of them to the front,
-or admit it. One that praises itself may still win; screening finds orders to the reader (rule router_order).
+`select` is SkillRouter's protocol (appendix C): which of all candidates is best? `admit` has
+SkillFlow's two filters (section A.6): relevancy judges all candidates in one answer, specificity
+each relevant one alone. The prompts are our own. Candidates are untrusted (llm/untrusted.py): an
+answer can only move one of them to the front, or admit it. One that praises itself may still win;
+screening finds orders to the reader (rule router_order).
 """
 
 import random
@@ -78,15 +79,17 @@ class AskConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A query and what a model sees of it: untrusted `parts` (title, text), then an `order` of ours.
+    """A query and what a model sees of it.
 
-    `choices` are skills among the parts, numbered from 1; `skill_id` is the one that is judged alone.
+    Attributes:
+        parts: Titles and untrusted texts.
+        choices: Skills among the parts, numbered from 1.
+        skill_id: The skill that is judged alone, if any.
     """
 
     query: Query
     parts: tuple[tuple[str, str], ...] = ()
     choices: tuple[Skill, ...] = ()
-    order: str = ""
     skill_id: str = ""
 
     @property
@@ -95,7 +98,15 @@ class Ask:
 
 
 class Prompt(NamedTuple):
-    """What a model is told and asked, how its answer is read, how long that is in tokens, and what a bar calls it."""
+    """A prompt of a chat model.
+
+    Attributes:
+        system: System message; `{mark}` stands for what begins the lines between parts.
+        question: End of the user message; `{count}` stands for the number of choices.
+        read: Returns the value in an answer, or raises AnswerError.
+        answer_tokens: Expected length of an answer.
+        description: Label of the progress bar.
+    """
 
     system: str
     question: str
@@ -107,13 +118,12 @@ class Prompt(NamedTuple):
 def questions_of(
     config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]
 ) -> Questions[Ask, Any]:
-    """What the model is asked, `{mark}` (what begins lines between parts) and `{count}` (of choices) filled in."""
+    """Return the questions of a prompt (see `Questions`). Seeds count from `config.seed` on."""
 
     def messages(ask: Ask) -> tuple[str, str]:
-        mark, parts = framed(
-            [("task", untrusted_text(ask.query.text, config.query_chars)), *ask.parts], "end"
-        )
-        question = prompt.question.format(count=len(ask.choices)) + ask.order
+        task = ("task", untrusted_text(ask.query.text, config.query_chars))
+        mark, parts = framed([task, *ask.parts], "end")
+        question = prompt.question.format(count=len(ask.choices))
         return prompt.system.format(mark=mark), f"{parts}\n{question}"
 
     return Questions(
@@ -129,57 +139,57 @@ def questions_of(
 
 
 def read_choice(ask: Ask, answer: str) -> str:
-    """The skill_id that an answer names. Raises AnswerError where it names none.
+    """Return the id of the skill whose number an answer names. Raises AnswerError if it names none.
 
-    `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3` and `3.5` do not.
+    `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3`
+    and `3.5` do not.
     """
-    found = _NUMBER.fullmatch(answer.strip(" \t\r\n*_`\"'“”"))
-    if found is None or not 1 <= int(found[1]) <= len(ask.choices):
+    match = _NUMBER.fullmatch(answer.strip(" \t\r\n*_`\"'“”"))
+    if match is None or not 1 <= int(match[1]) <= len(ask.choices):
         raise AnswerError("no_number", f"it was not one number from 1 to {len(ask.choices)}")
-    return ask.choices[int(found[1]) - 1].skill_id
+    return ask.choices[int(match[1]) - 1].skill_id
 
 
 def read_relevant(ask: Ask, answer: str) -> list[Skill]:
-    """The skills whose numbers an answer lists, in the order of the candidates. AnswerError: it is no such list."""
+    """Return the skills whose numbers an answer lists. Raises AnswerError if it is no list."""
     numbers = read_numbers(answer, range(1, len(ask.choices) + 1))
     return [skill for number, skill in enumerate(ask.choices, 1) if number in numbers]
 
 
 def read_verdict(ask: Ask, answer: str) -> bool:
-    """Whether an answer says INJECT. Raises AnswerError where it says neither that nor REJECT."""
-    if found := _VERDICT.fullmatch(answer):
-        return found[1].lower() == "inject"
-    raise AnswerError("no_verdict", "it was neither INJECT nor REJECT")
-
-
-_SPECIFIC = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity")
+    """Return whether an answer says INJECT. Raises AnswerError unless it says that or REJECT."""
+    match = _VERDICT.fullmatch(answer)
+    if match is None:
+        raise AnswerError("no_verdict", "it was neither INJECT nor REJECT")
+    return match[1].lower() == "inject"
 
 
 class _ChooseConfig(AskConfig):
-    fields: Literal["full", "nd"] = Field(
-        default="full", description="what it sees of a skill; nd: no body"
-    )
     description_chars: int = Field(default=500, ge=0, description="how much of a description")
-    body_chars: int = Field(default=2000, ge=0, description="how much of a body")
+    body_chars: int | None = Field(
+        default=2000, ge=0, description="how much of a body; null: it sees no body"
+    )
     keep: int
-    first: ClassVar[Prompt]
-    least: ClassVar[int]  # candidates from which on there is something to ask
+    prompt: ClassVar[Prompt]
+    min_candidates: ClassVar[int]  # with fewer there is nothing to ask
 
     def open(self) -> "Select":
         return Select(self, {})
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
-        """What it asks first, about random skills: which candidates a query will have is not known before."""
-        draw, count = random.Random(0), min(self.keep, len(skills))
-        asked = queries if count >= self.least else ()
-        asks = [self.ask(query, draw.sample(skills, count)) for query in asked]
-        return questions_of(self, LLM(self.llm), self.first, asks)
+        """Return the first questions, about random skills: the candidates are not known yet."""
+        generator = random.Random(0)
+        count = min(self.keep, len(skills))
+        asked = queries if count >= self.min_candidates else ()
+        asks = [self.ask(query, generator.sample(skills, count)) for query in asked]
+        return questions_of(self, LLM(self.llm), self.prompt, asks)
 
     def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
-        body_chars = self.body_chars if self.fields == "full" else None
-        texts = [untrusted_skill(skill, self.description_chars, body_chars) for skill in skills]
-        parts = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
-        return Ask(query, parts, tuple(skills), skill_id=skill_id)
+        parts = [
+            (f"candidate {number}", untrusted_skill(skill, self.description_chars, self.body_chars))
+            for number, skill in enumerate(skills, 1)
+        ]
+        return Ask(query, tuple(parts), tuple(skills), skill_id)
 
 
 class SelectConfig(_ChooseConfig):
@@ -189,7 +199,8 @@ class SelectConfig(_ChooseConfig):
     keep: int = Field(
         default=20, ge=1, description="candidates that it sees; the others stay behind these"
     )
-    first, least = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing"), 2
+    prompt = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing")
+    min_candidates = 2
 
 
 class AdmitConfig(_ChooseConfig):
@@ -205,14 +216,23 @@ class AdmitConfig(_ChooseConfig):
     specificity: bool = Field(
         default=False, description="a second filter: relevant skills that tell nothing new go"
     )
-    body_chars: int = Field(default=16_000, ge=0, description="how much of a body")
-    first, least = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy"), 1
+    body_chars: int | None = Field(
+        default=16_000, ge=0, description="how much of a body; null: it sees no body"
+    )
+    prompt = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy")
+    min_candidates = 1
+
+
+_SPECIFICITY_PROMPT = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity")
 
 
 @dataclass
 class Select:
-    """A chat model at work. `counts` says how the last `rank` went: queries asked, faults, the cost; of `admit` also
-    how many skills each filter accepted, of how many.
+    """A chat model that reorders or admits candidates.
+
+    Attributes:
+        counts: Of the last `rank`: queries asked, faults and cost, and of `admit` how many skills
+            each filter accepted.
     """
 
     config: _ChooseConfig
@@ -223,65 +243,70 @@ class Select:
         return replace(self, skills=skills, counts={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The candidates with the chosen one first, as they were without one (a score is minus the rank), or those
-        that are admitted (`_admitted`). Where the model is down, all goes on without it, with a warning.
+        """Put the chosen candidate first (a score is minus the rank), or return the admitted ones.
+
+        If the model is down, or an answer is not usable, the order stays, with a warning.
         """
         assert candidates is not None, "a chat model needs candidates"
-        given = {query.query_id: candidates[query.query_id] for query in queries}
-        shown = [
-            (query, [self.skills[one] for one, _ in given[query.query_id][:keep]])
-            for query in queries
-        ]
-        asks = [
-            self.config.ask(query, row) for query, row in shown if len(row) >= self.config.least
-        ]
-        questions = questions_of(self.config, LLM(self.config.llm), self.config.first, asks)
+        config = self.config
+        llm = LLM(config.llm)
+        asks: list[Ask] = []
+        for query in queries:
+            skills = [self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep]]
+            if len(skills) >= config.min_candidates:
+                asks.append(config.ask(query, skills))
+        questions = questions_of(config, llm, config.prompt, asks)
         if asks:
             estimate_cost(questions)
-        asked = ask_all(questions, drop_if_down=True)
-        self.counts = asked.counts()
-        if asked.dropped:
-            reasons = ", ".join(
-                f"{count} {kind}" for kind, count in self.counts["unusable"].items()
-            )
+        outcome = ask_all(questions, drop_if_down=True)
+        self.counts = outcome.counts()
+        if outcome.dropped:
+            unusable = self.counts["unusable"]
+            reasons = ", ".join(f"{count} {kind}" for kind, count in unusable.items())
             say(
-                f"{questions.description}: no usable answer for {len(asked.dropped)} of {len(asks)}: {reasons}"
+                f"{questions.description}: no usable answer for "
+                f"{len(outcome.dropped)} of {len(asks)}: {reasons}"
             )
-        if isinstance(self.config, AdmitConfig):
-            return self._admitted(
-                self.config, questions.llm, asked, {one: row[:keep] for one, row in given.items()}
-            )
-        chosen = {ask.query_id: [skill_id] for ask, skill_id in asked.values}
-        found: Rankings = {}
-        for query_id, row in given.items():
-            ordered = dict.fromkeys([*chosen.get(query_id, ()), *(skill_id for skill_id, _ in row)])
-            found[query_id] = [(skill_id, -float(rank)) for rank, skill_id in enumerate(ordered, 1)]
-        return found
+        rankings = {query.query_id: candidates[query.query_id] for query in queries}
+        if isinstance(config, AdmitConfig):
+            admitted = self._admit(config, llm, outcome)
+            for query_id, ranking in rankings.items():
+                ranking = ranking[:keep]
+                if query_id in admitted:
+                    ranking = [pair for pair in ranking if pair[0] in admitted[query_id]]
+                rankings[query_id] = ranking[: config.most]
+            return rankings
+        chosen = {item.query_id: [skill_id] for item, skill_id in outcome.values}
+        for query_id, ranking in rankings.items():
+            skill_ids = [*chosen.get(query_id, ()), *(skill_id for skill_id, _ in ranking)]
+            ordered = enumerate(dict.fromkeys(skill_ids), 1)
+            rankings[query_id] = [(skill_id, -float(rank)) for rank, skill_id in ordered]
+        return rankings
 
-    def _admitted(
-        self, config: AdmitConfig, llm: LLM, relevant: Outcome[Ask, Any], given: Rankings
-    ) -> Rankings:
-        """The admitted candidates; without a usable list the first `most`, without a verdict the relevant."""
-        found = [(one, skill) for one, skills in relevant.values for skill in skills]
-        alone = [config.ask(one.query, [skill], skill.skill_id) for one, skill in found]
-        second = ask_all(
-            questions_of(config, llm, _SPECIFIC, alone if config.specificity else ()),
-            drop_if_down=True,
-        )
-        refused = {
-            (one.query_id, one.skill_id) for one, is_worth_it in second.values if not is_worth_it
-        }
-        admitted = {(one.query_id, one.skill_id) for one in alone} - refused
-        judged = {one.query_id: len(one.choices) for one, _ in relevant.values}
+    def _admit(
+        self, config: AdmitConfig, llm: LLM, outcome: Outcome[Ask, list[Skill]]
+    ) -> dict[str, set[str]]:
+        """Return the ids of admitted skills by query id, for queries with a usable list.
+
+        A relevant skill without a usable second verdict is admitted.
+        """
+        relevant: list[Ask] = []
+        admitted: dict[str, set[str]] = {}
+        for item, skills in outcome.values:
+            relevant += [config.ask(item.query, [skill], skill.skill_id) for skill in skills]
+            admitted[item.query_id] = {skill.skill_id for skill in skills}
+        asks = relevant if config.specificity else ()
+        questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
+        second = ask_all(questions, drop_if_down=True)
+        num_specific = 0
+        for item, is_specific in second.values:
+            num_specific += is_specific
+            if not is_specific:
+                admitted[item.query_id].remove(item.skill_id)
+        num_seen = sum(len(item.choices) for item, _ in outcome.values)
         self.counts |= second.used
         self.counts["accepted"] = {
-            "relevancy": (len(alone), sum(judged.values())),
-            "specificity": (len(second.values) - len(refused), len(second.values)),
+            "relevancy": (len(relevant), num_seen),
+            "specificity": (num_specific, len(second.values)),
         }
-        rankings: Rankings = {}
-        for query_id, row in given.items():
-            kept = [
-                pair for pair in row if query_id not in judged or (query_id, pair[0]) in admitted
-            ]
-            rankings[query_id] = kept[: config.most]
-        return rankings
+        return admitted

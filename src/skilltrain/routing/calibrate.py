@@ -4,7 +4,8 @@ Each query is routed twice: over the pool as it is, and as if the skills that se
 so that whatever is answered then is wrong. All figures are by cross-validation over the queries.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import floor
 from pathlib import Path
@@ -17,12 +18,11 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import check_pool, knowing_copies
+from skilltrain.evaluation.benchmarks.benchmark import Task, check_pool, knowing_copies
 from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.evaluation.bootstrap import share
 from skilltrain.files import write_json
 from skilltrain.routing.answer import Calibration, Calibrator, Traced
-from skilltrain.routing.fusion import fitted_elsewhere, folds_of
 from skilltrain.routing.indexing import CALIBRATION_FILE
 from skilltrain.routing.router import Router
 from skilltrain.terminal import track
@@ -84,7 +84,7 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     if config.clusters is not None:
         gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
         benchmark = knowing_copies(benchmark, copies_of(gold, router.skills, config.clusters))
-    _, folds = folds_of(benchmark.tasks, config.folds, config.seed)
+    folds = assign_folds(benchmark.tasks, config.folds, config.seed)
     cases: list[Case] = []
     for task in track(benchmark.tasks, "routing", len(benchmark.tasks)):
         relevance = task.relevance
@@ -192,9 +192,8 @@ def _figures(
     """
     fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
     rows: list[list[float]] = []
-    for (traced, right, is_served), calibrator in zip(
-        cases, fitted_elsewhere(fit, cases, folds), strict=True
-    ):
+    calibrators = fit_out_of_fold(fit, cases, folds)
+    for (traced, right, is_served), calibrator in zip(cases, calibrators, strict=True):
         top, size = (
             max(calibrator.probabilities(traced), default=0.0),
             calibrator.num_likely(traced),
@@ -214,6 +213,54 @@ def _figures(
         "calibration_error": calibration_error(tops, right),
         "risk_coverage": risk_coverage(tops, right),
     }
+
+
+def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> Int64[np.ndarray, " query"]:
+    """Return the fold of each query. Queries that share a gold skill are in the same fold.
+
+    Groups of such queries go, in an order drawn by `seed`, to the fold with the fewest queries.
+
+    Raises:
+        SkilltrainError: There are fewer groups than folds.
+    """
+    from scipy.cluster.hierarchy import DisjointSet
+
+    linked = DisjointSet()
+    for task in tasks:
+        first, *others = task.relevance.gold
+        linked.add(first)
+        for other in others:
+            linked.add(other)
+            linked.merge(first, other)
+    groups = [linked[min(task.relevance.gold)] for task in tasks]
+    sizes = Counter(groups)
+    if len(sizes) < num_folds:
+        what = (
+            f"{len(tasks)} queries for {len(sizes)} unrelated gold skills cannot be cut into "
+            f"{num_folds} folds"
+        )
+        raise SkilltrainError(what, fix="give fewer folds, or more queries")
+    names = [*sizes]
+    num_queries = np.zeros(num_folds, dtype=np.int64)
+    folds: dict[str, int] = {}
+    for position in np.random.default_rng(seed).permutation(len(names)).tolist():
+        name = names[position]
+        folds[name] = int(num_queries.argmin())
+        num_queries[folds[name]] += sizes[name]
+    return np.array([folds[group] for group in groups], dtype=np.int64)
+
+
+def fit_out_of_fold(
+    fit: Callable[[Sequence[Case]], Calibrator],
+    cases: Sequence[Case],
+    folds: Int64[np.ndarray, " case"],
+) -> list[Calibrator]:
+    """Return for each case the calibrator fitted on the cases of the other folds."""
+    fitted: list[Calibrator] = []
+    for fold in range(folds.max() + 1):
+        others = [case for case, own_fold in zip(cases, folds, strict=True) if own_fold != fold]
+        fitted.append(fit(others))
+    return [fitted[fold] for fold in folds]
 
 
 def calibration_error(

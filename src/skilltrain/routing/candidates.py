@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import pyarrow as pa
 from pydantic import Field, field_validator
 
 from skilltrain.config import Config, InputPath
@@ -55,48 +54,52 @@ class CandidatesConfig(Config):
 
 
 def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
-    """Write RANKINGS; the counts of queries and rows."""
+    """Write RANKINGS and return the counts of queries and rows."""
     queries = select_queries(config.queries, config.split)
-    stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)[
-        config.system.name
-    ]
-    table = rankings_table({stages[-1].name: stages[-1].rankings})
+    stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)
+    last = stages[config.system.name][-1]
+    table = rankings_table({last.name: last.rankings})
     write_table(table, RANKINGS, out)
     return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
 
 def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
-    return plan_ranking(
-        [config.system], select_queries(config.queries, config.split), read_pool(config.pool)
-    )
+    queries = select_queries(config.queries, config.split)
+    return plan_ranking([config.system], queries, read_pool(config.pool))
 
 
 def plan_ranking(
     systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]
 ) -> dict[str, Any]:
-    """How much would be ranked, and about what chat models and embeddings servers would take, by system (`--dry-run`).
+    """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
 
-    Asks nobody. `dollars` are those of all together, None where a price is not known. Raises SkilltrainError for
-    systems that cannot run, as a run does.
+    Returns:
+        Counts and, if chat models or embeddings servers take part, their costs by system and
+        ranker, and the dollars of all together (None if a price is not known).
+
+    Raises:
+        SkilltrainError: A system cannot run.
     """
     check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
     asked: dict[str, dict[str, Any]] = {}
-    seen: set[str] = set()
+    prices: list[Any] = []
+    seen: set[str] = set()  # systems share their embeddings
     for system in systems:
         for part in parts_of(system.rankers):
             if isinstance(part, AskingConfig):
-                costs = asked.setdefault(system.name, {})
-                name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
-                costs[name] = estimate_cost(part.asks(queries, skills))
-            elif (
-                isinstance(part, ApiConfig) and key_of(part) not in seen
-            ):  # what two systems share is asked once
+                cost = estimate_cost(part.asks(queries, skills))
+            elif isinstance(part, ApiConfig) and key_of(part) not in seen:
                 seen.add(key_of(part))
-                asked.setdefault(system.name, {})[part.kind] = plan_encoding(part, skills, queries)
+                cost = plan_encoding(part, skills, queries)
+            else:
+                continue
+            costs = asked.setdefault(system.name, {})
+            name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
+            costs[name] = cost
+            prices.append(cost["dollars"])
     if not asked:
         return counts
-    prices = [cost["dollars"] for costs in asked.values() for cost in costs.values()]
     return counts | {"asked": asked, "dollars": None if None in prices else round(sum(prices), 6)}
 
 
@@ -117,52 +120,47 @@ class TeacherConfig(Config):
     @field_validator("rankers")
     @classmethod
     def _give_scores(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
-        if kinds := [
-            ranker.kind for ranker in rankers if isinstance(ranker, SelectConfig | AdmitConfig)
-        ]:
-            raise ValueError(f"{kinds[0]} chooses skills and gives no scores to learn from")
+        for ranker in rankers:
+            if isinstance(ranker, SelectConfig | AdmitConfig):
+                raise ValueError(f"{ranker.kind} chooses skills and gives no scores to learn from")
         return rankers
 
 
 def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
-    """Write the lists with the scores; their spread tells which teacher_temperature they need.
+    """Write the lists with scores. Their spread tells which teacher_temperature they need.
 
-    Raises SkilltrainError for a list without its query or skills, and a skill that gets no number.
+    Raises:
+        SkilltrainError: A list has no query text, or a skill is not in the pool or gets no number.
     """
     for part in parts_of(config.rankers):
         part.check()
-    lists, skills = read_table(config.lists, LISTS), read_pool(config.pool)
-    members = {
-        row["query_id"]: row["skill_ids"]
-        for row in lists.select(["query_id", "skill_ids"]).to_pylist()
-    }
-    queries = {query.query_id: query for query in read_queries(config.lists)}
-    if not members:
+    lists = read_table(config.lists, LISTS).to_pylist()
+    if not lists:
         raise SkilltrainError("holds no list to score", where=config.lists)
-    if missing := [query_id for query_id in members if query_id not in queries]:
-        raise SkilltrainError(
-            f"the list of query {missing[0]!r} has no query text", where=config.lists
-        )
-    if lost := sorted(
-        {skill_id for row in members.values() for skill_id in row}
-        - {one.skill_id for one in skills}
-    ):
-        what = f"{len(lost)} skill(s) of the lists are not in this pool, {lost[0]!r} among them"
-        raise SkilltrainError(
-            what, where=config.pool, fix="give the pool that the lists were made from"
-        )
-    scores = member_scores(
-        config.rankers, [queries[query_id] for query_id in members], members, skills
-    )
-    field = LISTS.schema.field("teacher_scores")
-    place = LISTS.schema.get_field_index(field.name)
-    write_table(lists.set_column(place, field, pa.array(scores, field.type)), LISTS, out)
+    queries = {query.query_id: query for query in read_queries(config.lists)}
+    skills = read_pool(config.pool)
+    pool = {skill.skill_id for skill in skills}
+    lost: set[str] = set()
+    for row in lists:
+        if row["query_id"] not in queries:
+            what = f"the list of query {row['query_id']!r} has no query text"
+            raise SkilltrainError(what, where=config.lists)
+        lost |= {*row["skill_ids"]} - pool
+    if lost:
+        what = f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
+        fix = "give the pool that the lists were made from"
+        raise SkilltrainError(what, where=config.pool, fix=fix)
+    members = {row["query_id"]: row["skill_ids"] for row in lists}
+    asked = [queries[query_id] for query_id in members]
+    scores = member_scores(config.rankers, asked, members, skills)
+    rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
+    write_table(rows, LISTS, out)
     for spec in (QUERIES, JUDGEMENTS):
         write_table(read_table(config.lists, spec), spec, out)
-    every = [score for row in scores for score in row]
-    spread = {"min": min(every), "mean": fmean(every), "max": max(every)}
+    flat = [score for row in scores.values() for score in row]
+    spread = {"min": min(flat), "mean": fmean(flat), "max": max(flat)}
     score = {name: round(value, 4) for name, value in spread.items()}
-    return {"num_lists": len(scores), "num_pairs": len(every), "score": score}
+    return {"num_lists": len(lists), "num_pairs": len(flat), "score": score}
 
 
 def member_scores(
@@ -170,29 +168,33 @@ def member_scores(
     queries: Sequence[Query],
     members: Mapping[str, Sequence[str]],
     skills: Sequence[Skill],
-) -> list[list[float]]:
-    """What the last of `rankers` makes of each query's `members`, in their order.
+) -> dict[str, list[float]]:
+    """Score each query's `members` by the last of `rankers`.
 
-    Raises SkilltrainError where it gives one no score, or one that is no number.
+    Returns:
+        Scores by query id, in the order of the members.
+
+    Raises:
+        SkilltrainError: A member gets no score, or one that is no number.
     """
-    most, opened = max(map(len, members.values())), dict[str, Ranker]()
-    found: Rankings = {
+    longest = max(map(len, members.values()))
+    opened: dict[str, Ranker] = {}
+    rankings: Rankings = {
         query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
     }
     for ranker in rankers:
         if isinstance(ranker, FuseConfig):
-            legs = tuple(leg.model_copy(update={"keep": most}) for leg in ranker.of)
+            legs = tuple(leg.model_copy(update={"keep": longest}) for leg in ranker.of)
             ranker = ranker.model_copy(update={"of": legs})
-        found = open_ranker(ranker, skills, opened).rank(queries, found, most)
-    scores: list[list[float]] = []
+        rankings = open_ranker(ranker, skills, opened).rank(queries, rankings, longest)
+    scores: dict[str, list[float]] = {}
     for query_id, row in members.items():
-        given = dict(found[query_id])
-        if bad := [
-            skill_id for skill_id in row if not math.isfinite(given.get(skill_id, math.nan))
-        ]:
-            what = f"gave skill {bad[0]!r} {given.get(bad[0], 'no score')}, and a teacher must give a number"
-            raise SkilltrainError(
-                what, where=f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
-            )
-        scores.append([given[skill_id] for skill_id in row])
+        by_skill = dict(rankings[query_id])
+        for skill_id in row:
+            score = by_skill.get(skill_id, "no score")
+            if isinstance(score, str) or not math.isfinite(score):
+                what = f"gave skill {skill_id!r} {score}, and a teacher must give a number"
+                where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
+                raise SkilltrainError(what, where=where)
+        scores[query_id] = [by_skill[skill_id] for skill_id in row]
     return scores

@@ -20,6 +20,7 @@ from skilltrain.evaluation.bootstrap import Interval, compact, intervals
 from skilltrain.evaluation.metrics import Relevance, per_query
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
+from skilltrain.models.pairs import PairIds
 from skilltrain.models.ranks import of_first_rank
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import tokenized
@@ -45,7 +46,10 @@ class OwnEncoder:
             dict(zip(texts, texts, strict=True)),
             lambda some: encoder.tokenize(some, settings.max_tokens),
         )
-        self.chunk_tokens: list[TokenIds] = [tokens[text] for text in texts]
+        # Each distinct text is encoded once, so equal skills have equal scores.
+        self.text_tokens: list[TokenIds] = [*tokens.values()]
+        numbers = {text: number for number, text in enumerate(tokens)}
+        self.chunk_rows = np.array([numbers[text] for text in texts], dtype=np.int64)
         self.query_tokens = tokenized(
             {query.query_id: query.text for query in queries}, encoder.tokenize_queries
         )
@@ -57,8 +61,9 @@ class OwnEncoder:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """The `keep` nearest skills of each query, of its candidates alone where there are some."""
         asked: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
-        vectors = _finite(self.model(Texts([*asked, *self.chunk_tokens]))).cpu().numpy()
-        pool = ChunkVectors(vectors[len(queries) :], self.starts, self.pool)
+        vectors = _finite(self.model(Texts([*asked, *self.text_tokens]))).cpu().numpy()
+        chunks = vectors[len(queries) :][self.chunk_rows]
+        pool = ChunkVectors(chunks, self.starts, self.pool)
         index = VectorIndex(pool, lambda _: vectors[: len(queries)])
         return PoolRanker(self.skill_ids, index).rank(queries, candidates, keep)
 
@@ -76,21 +81,25 @@ class OwnReranker:
         """The first `keep` candidates of each query by score, the others behind them in their order."""
         candidates = of_first_rank(candidates)
         assert candidates is not None, "a reranker needs candidates"
-        firsts = {
-            query: [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
-            for query in queries
-        }
-        lists = [
-            self.reranker.tokenize(query.text, [self.skills[s] for s in firsts[query]])
-            for query in queries
-        ]
-        found = iter(_finite(self.model(Pairs([pairs for pairs in lists if pairs]))).tolist())
+        rows: dict[str, dict[str, tuple[int, ...]]] = {}  # query id → skill id → token ids
+        lists: list[list[PairIds]] = []
+        for query in queries:
+            skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
+            skills = [self.skills[skill_id] for skill_id in skill_ids]
+            pairs = self.reranker.tokenize(query.text, skills)
+            token_ids = [tuple(pair.ids) for pair in pairs]
+            rows[query.query_id] = dict(zip(skill_ids, token_ids, strict=True))
+            # Each distinct pair is scored once, so equal skills have equal scores.
+            distinct = dict(zip(token_ids, pairs, strict=True))
+            if distinct:
+                lists.append([*distinct.values()])
+        values = iter(_finite(self.model(Pairs(lists))).tolist())
         rankings: Rankings = {}
-        for query, skill_ids in firsts.items():
-            scores = {skill_id: next(found) for skill_id in skill_ids}
-            rankings[query.query_id] = reordered(
-                candidates[query.query_id], keep, scores, self.first_weight
-            )
+        for query_id, row in rows.items():
+            scores = {ids: next(values) for ids in dict.fromkeys(row.values())}
+            by_skill = {skill_id: scores[ids] for skill_id, ids in row.items()}
+            ranking = candidates[query_id]
+            rankings[query_id] = reordered(ranking, keep, by_skill, self.first_weight)
         return rankings
 
 

@@ -1,9 +1,11 @@
-"""What becomes of the rejections' gradient beside that of positives, of other negatives and of in-batch negatives.
+"""Measure how much of the gradient of rejected skills survives beside that of all other candidates.
 
-R3 reports that "bilateral balancing" dilutes the push away from rejected skills in a bi-encoder, and that a
-cross-encoder loses nothing of it; how that was measured is not public. The measures here are ours.
+R3 reports that "bilateral balancing" dilutes the push away from rejected skills in a bi-encoder,
+and that a cross-encoder loses nothing of it. How that was measured is not public; the measures here
+are ours.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -27,19 +29,27 @@ from skilltrain.training.stages import load_data, open_step
 from skilltrain.training.steps import EncoderStep, Pairs, Texts
 from skilltrain.training.training_set import TrainingList
 
-IN_BATCH, DIRECTIONS = "in-batch", "other directions"
+IN_BATCH = "in-batch"
+DIRECTIONS = "other directions"
 Vectors = Float[Tensor, "row dim"]
-Rows = tuple[tuple[str, str], Float[Tensor, "row figure"]]
-"""Where and which part; of each query or skill norm, share, cosine, product with the whole, and slope."""
+Part = tuple[str, str]
+"""Where a gradient is taken (scores, queries, skills); its verdict or kind of candidate."""
+Rows = Float[Tensor, "row 5"]
+"""For each query or skill: norm, share, cosine to the whole, product with the whole, and slope."""
 
 
 @dataclass(frozen=True)
 class PartOfGradient:
-    """What one part of a loss does at the scores, the queries' vectors or the skills' vectors: means over `num` rows.
+    """What one part of a loss does at the scores, or at the vectors of queries or skills.
 
-    `norm` is that of its gradient, `share` its part of all parts' norms, `cosine` that to the whole loss's gradient.
-    `survival` is how far the whole goes along this part's own gradient, in lengths of it: 1 is all of it, below 0 the
-    reverse. `slope` is d loss / d score.
+    Attributes:
+        num: Number of rows (queries or skills); the other values are means over them.
+        norm: Norm of the part's gradient.
+        share: Its share of the norms of all parts.
+        cosine: Its cosine to the gradient of the whole loss.
+        survival: How far the whole goes along the part's gradient, in lengths of it. 1: all of it
+            survives; below 0: the reverse.
+        slope: d loss / d score.
     """
 
     at: str
@@ -53,9 +63,13 @@ class PartOfGradient:
 
 
 def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradient]:
-    """The parts over the first batches of a training, by the model that it starts from; nothing is trained.
+    """Measure the parts over the first batches of a training run, with the model it starts from.
 
-    Raises SkilltrainError for a loss that does not see one table of scores, and lists without a rejected skill.
+    Nothing is trained.
+
+    Raises:
+        SkilltrainError: The loss does not see one table of scores, or no list holds a rejected
+            skill.
     """
     is_late = isinstance(config, TrainEncoderConfig) and config.late_interaction is not None
     if is_late or isinstance(config.loss, Matryoshka):
@@ -63,130 +77,130 @@ def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradi
             "gradients are taken apart for a plain loss alone", where="loss", fix="name one"
         )
     data = load_data(config)
-    if not any(Verdict.REJECTED in one.verdicts for one in data.lists):
+    if not any(Verdict.REJECTED in row.verdicts for row in data.lists):
         raise SkilltrainError(
             "no list holds a rejected skill", where="data.lists", fix="give a quota judged"
         )
     step = open_step(config, data, default_device()).eval()
-    batches = [
-        *islice(chain.from_iterable(step_batches(step.data.lists, config.training)), num_batches)
-    ]
-    of_batch = _of_encoder if isinstance(step, EncoderStep) else _of_reranker
-    found: dict[tuple[str, str], list[Tensor]] = {}
+    lists = chain.from_iterable(step_batches(step.data.lists, config.training))
+    batches = [*islice(lists, num_batches)]
+    take_apart = _encoder_parts if isinstance(step, EncoderStep) else _reranker_parts
+    rows_by_part: dict[Part, list[Rows]] = defaultdict(list)
     for batch in track(batches, "taking gradients apart", len(batches)):
-        for key, rows in of_batch(step, batch):
-            found.setdefault(key, []).append(rows)
-    return [mean_of(*key, torch.cat(rows)) for key, rows in found.items() if any(map(len, rows))]
+        for part, rows in take_apart(step, batch):
+            rows_by_part[part].append(rows)
+    joined = {part: torch.cat(rows) for part, rows in rows_by_part.items()}
+    return [mean_of(*part, rows) for part, rows in joined.items() if len(rows)]
 
 
-def mean_of(at: str, part: str, rows: Float[Tensor, "row figure"]) -> PartOfGradient:
-    """The means of a part's rows; survival is that of all rows together, for a single one may have next to no norm."""
-    norm, share, cosine, along, slope = rows.mean(0).tolist()
-    squares = float((rows[:, 0] ** 2).mean())
-    return PartOfGradient(
-        at, part, len(rows), norm, share, cosine, along / squares if squares else 1.0, slope
-    )
+def mean_of(at: str, part: str, rows: Rows) -> PartOfGradient:
+    """Return the means of a part's rows.
+
+    Survival is that of all rows together, because a single row may have next to no norm.
+    """
+    norm, share, cosine, product, slope = rows.mean(0).tolist()
+    mean_square = float((rows[:, 0] ** 2).mean())
+    survival = product / mean_square if mean_square else 1.0
+    return PartOfGradient(at, part, len(rows), norm, share, cosine, survival, slope)
 
 
-def write_gradients(found: Sequence[PartOfGradient], config: TrainConfig, num_batches: int) -> None:
-    """gradients.json, gradients.md and gradients.html with the bars, in the folder `config.out`."""
+def write_gradients(parts: Sequence[PartOfGradient], config: TrainConfig, num_batches: int) -> None:
+    """Write gradients.json, gradients.md and gradients.html (with bars) to `config.out`."""
     about = {
         "stage": config.stage,
         "model": config.model.source,
         "loss": config.loss.model_dump(mode="json"),
-    }
-    about |= {
-        "gains": {str(v): gain for v, gain in config.data.gains.items()},
+        "gains": {str(verdict): gain for verdict, gain in config.data.gains.items()},
         "num_batches": num_batches,
     }
-    values = {
-        "about": about,
-        "places": list(dict.fromkeys(row.at for row in found)),
-        "found": found,
-    }
+    places = [*dict.fromkeys(part.at for part in parts)]
+    values = {"about": about, "places": places, "found": parts}
     with staged_folder(config.out) as folder:
-        write_json(folder / "gradients.json", about | {"parts": [asdict(row) for row in found]})
+        write_json(folder / "gradients.json", about | {"parts": [asdict(part) for part in parts]})
         write_text(folder / "gradients.md", markdown("gradients", **values))
         write_text(folder / "gradients.html", html_page("gradients", **values))
 
 
-def _of_encoder(step: Any, batch: Sequence[TrainingList]) -> Iterator[Rows]:
-    skill_ids = sorted({skill_id for one in batch for skill_id in one.skill_ids})
-    texts = [step.query_ids[one.query] for one in batch] + [
-        step.skill_ids[skill_id] for skill_id in skill_ids
-    ]
+def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
+    skill_ids = sorted({*chain.from_iterable(row.skill_ids for row in batch)})
+    texts = [step.query_ids[row.query] for row in batch]
+    texts += [step.skill_ids[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
         vectors = step(Texts(texts)).double().cpu()
-    queries, skills = (
-        part.clone().requires_grad_() for part in vectors.split([len(batch), len(skill_ids)])
-    )
+    queries = vectors[: len(batch)].clone().requires_grad_()
+    skills = vectors[len(batch) :].clone().requires_grad_()
     scored = encoder_scores(batch, batch, queries, queries, skill_ids, skills, step.context)
-    slopes, *wholes = torch.autograd.grad(step.loss(scored), (scored.scores, queries, skills))
+    inputs = (scored.scores, queries, skills)
+    slopes, query_gradients, skill_gradients = torch.autograd.grad(step.loss(scored), inputs)
+
     names = [[IN_BATCH if counts else "" for counts in row] for row in scored.valid.tolist()]
-    for row, one in zip(names, batch, strict=True):
-        for skill_id, verdict in zip(one.skill_ids, one.verdicts, strict=True):
-            row[skill_ids.index(skill_id)] = str(verdict)
+    for cells, row in zip(names, batch, strict=True):
+        for skill_id, verdict in zip(row.skill_ids, row.verdicts, strict=True):
+            cells[skill_ids.index(skill_id)] = str(verdict)
     yield from at_scores(slopes, names)
-    queries, skills = queries.detach(), skills.detach()
-    cells = {part: torch.where(mask, slopes, 0.0) for part, mask in _masks(names).items()}
-    yield from at_vectors(
-        "queries", {part: cell @ skills for part, cell in cells.items()}, wholes[0], queries
-    )
-    yield from at_vectors(
-        "skills", {part: cell.T @ queries for part, cell in cells.items()}, wholes[1], skills
-    )
+
+    queries = queries.detach()
+    skills = skills.detach()
+    slopes_by_part = {part: torch.where(mask, slopes, 0.0) for part, mask in _masks(names).items()}
+    by_query = {part: cells @ skills for part, cells in slopes_by_part.items()}
+    by_skill = {part: cells.T @ queries for part, cells in slopes_by_part.items()}
+    yield from at_vectors("queries", by_query, query_gradients, queries)
+    yield from at_vectors("skills", by_skill, skill_gradients, skills)
 
 
-def _of_reranker(step: Any, batch: Sequence[TrainingList]) -> Iterator[Rows]:
+def _reranker_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
     with torch.no_grad():
-        flat = step(Pairs([step.pairs(one) for one in batch])).double().cpu()
-    scored = list_scores(batch, flat.requires_grad_(), step.loss.needs_teacher_scores)
+        scores = step(Pairs([step.pairs(row) for row in batch])).double().cpu()
+    scored = list_scores(batch, scores.requires_grad_(), step.loss.needs_teacher_scores)
     (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)
     width = slopes.shape[1]
-    yield from at_scores(
-        slopes, [[*map(str, one.verdicts), *[""] * (width - len(one.verdicts))] for one in batch]
-    )
+    names = [[*map(str, row.verdicts)] + [""] * (width - len(row.verdicts)) for row in batch]
+    yield from at_scores(slopes, names)
 
 
 def _masks(names: Sequence[Sequence[str]]) -> dict[str, Bool[Tensor, "query skill"]]:
-    """Part → the cells of that name."""
-    parts = sorted({name for row in names for name in row} - {""})
+    """Return the cells of each name."""
+    parts = sorted({*chain.from_iterable(names)} - {""})
     return {part: torch.tensor([[name == part for name in row] for row in names]) for part in parts}
 
 
 def at_scores(
     slopes: Float[Tensor, "query skill"], names: Sequence[Sequence[str]]
-) -> Iterator[Rows]:
-    """For each part and query that has any: the sum of its slopes' amounts, their share, and the mean slope.
+) -> Iterator[tuple[Part, Rows]]:
+    """Yield the rows of each part at the scores, one for each query that has the part.
 
-    `names` has the part that each cell is of, "" for none.
+    Args:
+        slopes: d loss / d score.
+        names: The part of each cell, "" for none.
     """
     masks = _masks(names)
-    amounts = {part: (slopes.abs() * mask).sum(1) for part, mask in masks.items()}
-    in_all = sum(amounts.values(), torch.zeros(len(slopes))).clamp(min=1e-300)
+    totals = (slopes.abs() * sum(masks.values())).sum(1).clamp(min=1e-300)  # [query]
     for part, mask in masks.items():
-        amount, slope = amounts[part], (slopes * mask).sum(1) / mask.sum(1)
-        figures = torch.stack(
-            [amount, amount / in_all, torch.ones_like(amount), amount**2, slope], 1
-        )
-        yield ("scores", part), figures[mask.any(1)]
+        norm = (slopes.abs() * mask).sum(1)  # [query]
+        slope = (slopes * mask).sum(1) / mask.sum(1)  # [query]
+        rows = torch.stack([norm, norm / totals, torch.ones_like(norm), norm**2, slope], 1)
+        yield ("scores", part), rows[mask.any(1)]
 
 
 def at_vectors(
-    at: str, parts: Mapping[str, Vectors], whole: Vectors, vectors: Vectors
-) -> Iterator[Rows]:
-    """For each part and row that it reaches: its gradient's norm and share, its cosine and product with the `whole`.
+    at: str, gradients: Mapping[str, Vectors], whole: Vectors, vectors: Vectors
+) -> Iterator[tuple[Part, Rows]]:
+    """Yield the rows of each part at the vectors, one for each vector that the part reaches.
 
-    What the parts do not add up to comes from a loss's other directions. All are cut to what turns the unit `vectors`.
+    The rest of the `whole` that the parts' `gradients` do not add up to comes from a loss's other
+    directions. Of all gradients only what turns the unit `vectors` counts.
     """
-    every = {**parts, DIRECTIONS: whole - sum(parts.values(), torch.zeros_like(whole)), "": whole}
-    turning = {
-        part: rows - (rows * vectors).sum(1, keepdim=True) * vectors for part, rows in every.items()
-    }
-    whole = turning.pop("")
-    in_all = sum((rows.norm(dim=1) for rows in turning.values()), torch.zeros(len(whole)))
-    for part, rows in turning.items():
-        norm, along = rows.norm(dim=1), (rows * whole).sum(1)
-        cosine = along / (norm * whole.norm(dim=1)).clamp(min=1e-300)
-        figures = torch.stack([norm, norm / in_all, cosine, along, torch.zeros_like(norm)], 1)
-        yield (at, part), figures[norm > 1e-9 * in_all.max()]
+
+    def turning(gradient: Vectors) -> Vectors:
+        return gradient - (gradient * vectors).sum(1, keepdim=True) * vectors
+
+    rest = whole - sum(gradients.values())
+    parts = {part: turning(rows) for part, rows in {**gradients, DIRECTIONS: rest}.items()}
+    whole = turning(whole)
+    norms = {part: rows.norm(dim=1) for part, rows in parts.items()}  # [row]
+    totals = torch.stack([*norms.values()]).sum(0)  # [row]
+    for part, norm in norms.items():
+        product = (parts[part] * whole).sum(1)  # [row]
+        cosine = product / (norm * whole.norm(dim=1)).clamp(min=1e-300)
+        rows = torch.stack([norm, norm / totals, cosine, product, torch.zeros_like(norm)], 1)
+        yield (at, part), rows[norm > 1e-9 * totals.max()]

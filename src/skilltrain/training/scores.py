@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.losses import EncoderLoss, RerankerLoss, infonce_in
+from skilltrain.losses import EncoderLoss, RerankerLoss
 from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
 from skilltrain.models.micro_batches import on_device
 from skilltrain.models.pooling import at_least_float32
 from skilltrain.texts import name_key
-from skilltrain.training.training_set import TrainingList, TrainingSet, skill_of
+from skilltrain.training.training_set import TrainingList, TrainingSet
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ScoreContext:
     """What stays the same over a training: what the loss needs, and which skills and queries belong together.
 
     `groups` are a skill's name and near-duplicate cluster: skills that share one answer the same
-    queries. `answers` are, for a query's text, the groups of all its answers. `lexical` are BM25 scores, if any.
+    queries. `answers` are, for a query's text, the groups of all its answers.
     """
 
     in_batch: bool
@@ -32,7 +32,6 @@ class ScoreContext:
     needs_teacher_scores: bool
     groups: Mapping[str, tuple[str, ...]]
     answers: Mapping[str, Set[str]]
-    lexical: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
@@ -51,14 +50,7 @@ class ScoreContext:
                 g for skill_id in one.positives for g in groups_of(skill_id)
             )
         groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
-        return cls(
-            in_batch,
-            infonce_in(loss).needs_sides,
-            loss.needs_teacher_scores,
-            groups,
-            answers,
-            data.lexical,
-        )
+        return cls(in_batch, loss.needs_sides, loss.needs_teacher_scores, groups, answers)
 
 
 def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) -> None:
@@ -125,33 +117,29 @@ def encoder_scores(
     Vectors are unit vectors; `all_queries` are those of `batch`, given where the loss needs sides. For a loss that
     learns from a teacher only the candidates that the teacher scored are valid: no in-batch negatives.
     """
-    device, cells = skill_vectors.device, _Cells.among(own, skill_ids)
-    valid = (
-        cells.mask | in_batch_negatives(own, skill_ids, context) if context.in_batch else cells.mask
-    )
-    lexical, negatives = None, []
-    if context.lexical:  # 0 for what BM25 did not find
-        of_queries, ids = [context.lexical[one.query] for one in own], [*map(skill_of, skill_ids)]
-        rows = [[of_query.get(skill_id, 0.0) for skill_id in ids] for of_query in of_queries]
-        lexical = on_device(np.array(rows, np.float32).reshape(len(own), len(ids)), device)
-    if all_queries is not None:
-        negatives = [
-            on_device(part, device) for part in _side_negatives(own, batch, skill_ids, context)
-        ]
+    device = skill_vectors.device
+    cells = _Cells.among(own, skill_ids)
+    valid = cells.mask
+    if context.in_batch:
+        valid = valid | in_batch_negatives(own, skill_ids, context)
+    sides = _side_negatives(own, batch, skill_ids, context) if all_queries is not None else ()
+    negatives = [on_device(part, device) for part in sides]
 
     def scored(dim: int | None = None) -> ScoredBatch:
-        """By the cosines of the whole vectors, or of their first `dim` coordinates, made unit vectors again."""
-        queries, skills = _first(query_vectors, dim), _first(skill_vectors, dim)
-        scores, sides = _cosines(queries, skills), None
-        if all_queries is not None:
-            asked, (column, *masks) = _first(all_queries, dim), negatives
-            positives = skills[column]
-            pairs = (queries, asked), (positives, asked), (positives, skills)
-            sides = SideScores(
-                *(SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True))
-            )
-        found = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
-        return replace(found, sides=sides, lexical_scores=lexical, truncated=scored)
+        """Score by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
+        queries = _first(query_vectors, dim)
+        skills = _first(skill_vectors, dim)
+        scores = _cosines(queries, skills)
+        result = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
+        result = replace(result, truncated=scored)
+        if all_queries is None:
+            return result
+        others = _first(all_queries, dim)
+        column, *masks = negatives
+        positives = skills[column]
+        pairs = (queries, others), (positives, others), (positives, skills)
+        terms = [SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)]
+        return replace(result, sides=SideScores(*terms))
 
     return scored()
 

@@ -17,7 +17,6 @@ from skilltrain.losses import (
     ListwiseCE,
     Matryoshka,
     RerankerLoss,
-    infonce_in,
 )
 from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -184,13 +183,12 @@ class TrainEncoderConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainEncoderConfig":
-        gains = self.data.gains
         if self.dev is not None:
             self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
-        if (
-            infonce_in(self.loss).push_share
-            and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]
-        ):
+        gains = self.data.gains
+        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
+        if pushes and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
@@ -218,13 +216,9 @@ class TrainRerankerConfig(Config):
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainRerankerConfig":
-        if infonce_in(self.loss).needs_sides:
+        if self.loss.needs_sides:
             raise ValueError(
                 "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
-            )
-        if infonce_in(self.loss).lexical_weight:
-            raise ValueError(
-                "loss: lexical_weight is for an encoder; a reranker can be fused with BM25"
             )
         if self.training.varlen:
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
@@ -244,26 +238,21 @@ def is_quantized(config: TrainConfig) -> bool:
     return config.adapter is not None and config.adapter.quantize != "none"
 
 
-def load_model(
-    config: TrainConfig, device: torch.device, new_head: bool = True
-) -> Encoder | Reranker:
-    """The model that training starts from, with its adapter; new layers depend on the seed alone.
-
-    Raises SkilltrainError for a reranker that lacks its head, unless that may be `new_head`.
-    """
+def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
+    """Load the model that training starts from, with its adapter. New layers depend on the seed alone."""
     set_seed(config.training.seed)
-    if (
-        config.adapter is None
-    ):  # float32: most of AdamW's steps are too small to change a number in bfloat16
-        source = config.model.model_copy(update={"precision": "float32"})
-        config = config.model_copy(update={"model": source})
-    if isinstance(config, TrainEncoderConfig):
-        model = load_encoder(config.model, device, quantizing_options(config.adapter))
+    source = config.model
+    if config.adapter is None:
+        # Most of AdamW's steps are too small to change a number in bfloat16.
+        source = source.model_copy(update={"precision": "float32"})
+    options = quantizing_options(config.adapter)
+    if isinstance(source, EncoderConfig):
+        model = load_encoder(source, device, options)
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
             what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
             raise SkilltrainError(what, where="loss.dims")
     else:
-        model = load_reranker(config.model, device, quantizing_options(config.adapter), new_head)
+        model = load_reranker(source, device, options, new_head=True)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
     return model

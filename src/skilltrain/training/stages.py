@@ -24,7 +24,6 @@ from skilltrain.data.contamination import (
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.load import load_benchmark
 from skilltrain.files import cache_folder
-from skilltrain.losses import infonce_in
 from skilltrain.models.activations import layer_bytes
 from skilltrain.models.cpu_linear import train_with_onednn
 from skilltrain.models.encoder import Encoder
@@ -109,10 +108,10 @@ def plan_training(config: TrainConfig) -> dict[str, Any]:
 
 
 def load_data(config: TrainConfig) -> TrainingSet:
-    """The lists, checked; what their loss needs beside them is found now."""
+    """Read and check the lists; for an encoder with in-batch negatives, cluster near-duplicate skills."""
     is_encoder = isinstance(config, TrainEncoderConfig)
-    clusters = config.near_duplicates if is_encoder and config.in_batch_negatives else None
-    data = load_training_set(config.data, clusters, infonce_in(config.loss).lexical_weight > 0)
+    near_duplicates = config.near_duplicates if is_encoder and config.in_batch_negatives else None
+    data = load_training_set(config.data, near_duplicates)
     check_teacher_scores(data, config.loss)
     return data
 

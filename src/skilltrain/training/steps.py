@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss, infonce_in
+from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
@@ -163,8 +163,7 @@ class EncoderStep(_Step[Encoder]):
             scores = max_sim(
                 _tokens(of_queries, queries[rank::world], dim), _tokens(of_skills, skills, dim)
             )
-            scored = replace(scored, scores=scores, sides=None, truncated=None)
-            loss = loss + late(scored, infonce_in(self.loss).lexical_weight)
+            loss = loss + late(replace(scored, scores=scores, sides=None, truncated=None))
         return loss + of_skills[:0, :dim].sum()  # keeps the graph where this rank has no query
 
     def lengths(self, one: TrainingList) -> list[int]:

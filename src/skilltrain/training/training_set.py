@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -10,15 +10,13 @@ from typing import Literal
 from pydantic import Field, FiniteFloat, field_validator
 
 from skilltrain.config import Config, InputPath, InputPaths
-from skilltrain.data.near_duplicates import near_duplicate_clusters, read_clusters
+from skilltrain.data.near_duplicates import near_duplicate_clusters
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.ranks import made_by_first_rank
-from skilltrain.records import POSITIVE, Query, Skill, Verdict
-from skilltrain.retrieval.lexical import BM25Index, LexicalConfig
+from skilltrain.records import POSITIVE, Skill, Verdict
+from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import starts_of
-from skilltrain.retrieval.rankers import LEG_KEEP, open_ranker
-from skilltrain.retrieval.rankings import fuse
 from skilltrain.tables import LISTS, QUERIES, read_skills, read_table, read_verdicts
 from skilltrain.terminal import track
 
@@ -48,9 +46,6 @@ class ListsSource(Config):
     )
     max_lists: int | None = Field(
         default=None, ge=1, description="use only so many first lists of each folder"
-    )
-    clusters: InputPath | None = Field(
-        default=None, description="CLUSTERS of the pool; null: by near_duplicates"
     )
     held_out: InputPaths = Field(
         default=(), description="benchmarks whose queries and gold no list may hold"
@@ -110,21 +105,20 @@ class TrainingList:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """All lists, the skills they name (windows too, by keys of their own: `on_best_windows`), the near-duplicate
-    clusters of those that are in one, and the `lexical_scores` of every query's text, where the loss adds them.
+    """All lists, the skills that they name, and the near-duplicate cluster of each skill that has a near-duplicate.
+
+    Windows of skills have keys of their own (`on_best_windows`).
     """
 
     lists: tuple[TrainingList, ...]
     skills: Mapping[str, Skill]
     clusters: Mapping[str, int] = field(default_factory=dict)
-    lexical: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def load_training_set(
-    source: ListsSource, near_duplicates: float | None = None, with_lexical: bool = False
-) -> TrainingSet:
-    """Read and check the tables; skills whose bodies' Jaccard reaches `near_duplicates` share a cluster,
-    unless the source names a table of clusters. Raises SkilltrainError for a list that cannot be trained on.
+def load_training_set(source: ListsSource, near_duplicates: float | None = None) -> TrainingSet:
+    """Read and check the tables. Skills whose bodies' Jaccard reaches `near_duplicates` share a cluster.
+
+    Raises SkilltrainError for a list that cannot be trained on.
     """
     pool = {skill.skill_id: skill for skill in read_skills(source.pool)}
     lists = list[TrainingList]()
@@ -133,13 +127,8 @@ def load_training_set(
     _check_rejections(lists)
     used = sorted({skill_id for one in lists for skill_id in one.skill_ids})
     skills = {skill_id: pool[skill_id] for skill_id in used}
-    clusters = made_by_first_rank(lambda: _clusters(source, skills, near_duplicates))
-    lexical: dict[str, dict[str, float]] = {}
-    if with_lexical:
-        lexical = made_by_first_rank(
-            lambda: lexical_scores((one.query for one in lists), [*pool.values()])
-        )
-    return TrainingSet(tuple(lists), skills, clusters, lexical)
+    clusters = made_by_first_rank(lambda: _clusters(skills, near_duplicates))
+    return TrainingSet(tuple(lists), skills, clusters)
 
 
 def _check_rejections(lists: Sequence[TrainingList]) -> None:
@@ -154,21 +143,6 @@ def _check_rejections(lists: Sequence[TrainingList]) -> None:
                 raise SkilltrainError(
                     what, where=f"the list of query {one.query_id!r}", fix="judge the text once"
                 )
-
-
-def lexical_scores(texts: Iterable[str], pool: Sequence[Skill]) -> dict[str, dict[str, float]]:
-    """Query text → skill_id → (BM25 - lowest) / standard deviation, both those of the query's 100 best of the `pool`.
-
-    Up to a constant per query, which no softmax sees, these are the z-scores that a `fuse` of `lexical` adds.
-    """
-    queries = [Query(text, text, "", "", "") for text in dict.fromkeys(texts)]
-    scores: dict[str, dict[str, float]] = {}
-    for text, best in open_ranker(LexicalConfig(), pool, {}).rank(queries, None, LEG_KEEP).items():
-        ranking = fuse([best], [1.0], "z")
-        scores[text] = {
-            skill_id: z - ranking[-1][1] for skill_id, z in ranking if z > ranking[-1][1]
-        }
-    return scores
 
 
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
@@ -199,16 +173,11 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
     return replace(data, lists=tuple(lists), skills=skills)
 
 
-def _clusters(
-    source: ListsSource, skills: Mapping[str, Skill], near_duplicates: float | None
-) -> dict[str, int]:
-    """skill_id → cluster of the skills that have near-duplicates among `skills`."""
+def _clusters(skills: Mapping[str, Skill], near_duplicates: float | None) -> dict[str, int]:
+    """Return the cluster of each skill that has near-duplicates among `skills`, by skill id."""
     if near_duplicates is None:
         return {}
-    if source.clusters is None:
-        clusters = near_duplicate_clusters([*skills.values()], near_duplicates)
-    else:
-        clusters = read_clusters(source.clusters, skills)
+    clusters = near_duplicate_clusters([*skills.values()], near_duplicates)
     sizes = Counter(clusters[skill_id] for skill_id in skills)
     return {skill_id: clusters[skill_id] for skill_id in skills if sizes[clusters[skill_id]] > 1}
 

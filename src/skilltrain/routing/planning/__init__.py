@@ -1,1 +1,1 @@
-"""Compound tasks: cut into steps, a skill found for each, and the steps put in order (SkillWeaver, section 4)."""
+"""Compound tasks: steps, a skill for each, and their order (SkillWeaver, section 4)."""

@@ -1,8 +1,8 @@
-"""Plans: a skill for each step (SkillWeaver, section 4.3, equation 4), and how they are shown.
+"""Choose a skill for each step of a plan (SkillWeaver, section 4.3, equation 4), and render plans.
 
-A candidate's score is alpha x similarity + (1 - alpha) x its mean compatibility with the skills of earlier steps. The
-similarity is the ranker's score, stretched from 0 to 1 over a step's candidates, so that any ranker will do. Texts of
-tasks and skills are untrusted.
+The score of a candidate is alpha x similarity + (1 - alpha) x its mean compatibility with the
+skills of earlier steps. The similarity is the ranker's score, rescaled to 0..1 over the candidates
+of a step, so that any ranker will do. Texts of tasks and skills are untrusted.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -21,10 +21,9 @@ from skilltrain.report.page import counted
 from skilltrain.routing.planning.rules import GIVES, TAKES, Round, dependencies, kinds_in
 from skilltrain.texts import printable, words_of
 
-_NOT_PLAIN = re.compile(
-    r"[^\w .,:/()'’，。：-]"
-)  # what Mermaid could read as its own: written as a number
+NUM_CANDIDATES = 10  # skills retrieved for a step: as deep as plans are measured
 _LABEL_CHARS = 80
+_MERMAID_SYNTAX = re.compile(r"[^\w .,:/()'’，。：-]")  # characters written by number in a label
 
 
 class ComposeConfig(Config):
@@ -33,21 +32,21 @@ class ComposeConfig(Config):
     alpha: float = Field(
         default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count"
     )
-    candidates: int = Field(
-        default=10, ge=1, description="skills found for a step, of which one is chosen"
-    )
-    min_score: float | None = Field(
-        default=None, description="the least score of a skill that fits; null: any but 0"
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step, those that it waits for (from 0), what was found for it, and the chosen skill; None: nothing fits."""
+    """A step of a plan.
+
+    Attributes:
+        after: Positions of the earlier steps that it waits for.
+        candidates: Retrieved skills, best first.
+        skill: The chosen skill; None if nothing fits.
+    """
 
     text: str
     after: tuple[int, ...]
-    candidates: tuple[tuple[str, float], ...]
+    candidates: Ranking
     skill: Skill | None
 
     @property
@@ -57,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps of a task, how they came about round by round, and notes for whoever reads it."""
+    """The steps of a task, the rounds that led to them, and notes for the reader."""
 
     task: Query
     steps: tuple[Step, ...]
@@ -67,109 +66,125 @@ class Plan:
 
     @property
     def levels(self) -> list[list[int]]:
-        """Which steps (from 0) can be done at once, level after level; no circle, for steps wait for earlier ones."""
-        level: list[int] = []
-        for step in self.steps:
-            level.append(max((level[earlier] + 1 for earlier in step.after), default=0))
-        return [
-            [place for place, own in enumerate(level) if own == number]
-            for number in range(max(level) + 1)
-        ]
+        """Positions of steps that can be done at the same time, level by level."""
+        level_of: list[int] = []
+        levels: list[list[int]] = []
+        for position, step in enumerate(self.steps):
+            level = max((level_of[earlier] + 1 for earlier in step.after), default=0)
+            level_of.append(level)
+            if level == len(levels):
+                levels.append([])
+            levels[level].append(position)
+        return levels
 
 
 def compose(
     task: str,
     texts: Sequence[str],
-    found: Sequence[Ranking],
+    rankings: Sequence[Ranking],
     skills: Mapping[str, Skill],
-    config: ComposeConfig,
+    alpha: float,
 ) -> tuple[Step, ...]:
-    """A step for each text, with one of the skills that were `found` for it."""
+    """Return a step for each text, with one of the skills retrieved for it."""
     steps: list[Step] = []
-    for text, waits, ranking in zip(texts, dependencies(task, texts), found, strict=True):
-        fitting = [
-            pair for pair in ranking if config.min_score is None or pair[1] >= config.min_score
-        ]
-        if not any(score for _, score in fitting):  # BM25 scores 0 where it knows no word of a text
-            fitting = []
-        before = [step.skill for step in steps if step.skill]
-        chosen = skills[_best(fitting, before, skills, config.alpha)] if fitting else None
-        steps.append(Step(text, waits, tuple(fitting), chosen))
+    for text, after, ranking in zip(texts, dependencies(task, texts), rankings, strict=True):
+        # BM25 scores 0 where it knows no word of a text: nothing fits.
+        candidates = ranking if any(score for _, score in ranking) else []
+        earlier = [step.skill for step in steps if step.skill]
+        skill = _best_skill(candidates, earlier, skills, alpha) if candidates else None
+        steps.append(Step(text, after, candidates, skill))
     return tuple(steps)
 
 
-def _best(
-    ranking: Ranking, before: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
-) -> str:
-    """The skill with the highest score, of equal ones the first."""
+def _best_skill(
+    ranking: Ranking, earlier: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
+) -> Skill:
+    """Return the skill with the highest score; of equal ones the first."""
     scores = [score for _, score in ranking]
-    low, width = min(scores), max(scores) - min(scores)
-    total = {skill_id: (score - low) / width if width else 1.0 for skill_id, score in ranking}
-    if before:
-        for skill_id, similarity in total.items():
-            fit = fmean(compatibility(one, skills[skill_id]) for one in before)
-            total[skill_id] = alpha * similarity + (1 - alpha) * fit
-    return max(total, key=total.__getitem__)
+    lowest = min(scores)
+    width = max(scores) - lowest
+
+    def total(candidate: tuple[str, float]) -> float:
+        skill_id, score = candidate
+        similarity = (score - lowest) / width if width else 1.0
+        if not earlier:
+            return similarity
+        fit = fmean(compatibility(skill, skills[skill_id]) for skill in earlier)
+        return alpha * similarity + (1 - alpha) * fit
+
+    return skills[max(ranking, key=total)[0]]
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
-    """How well one skill follows another, from 0 to 1: the mean of three shares.
+    """Return how well one skill follows another, from 0 to 1: the mean of three shares.
 
-    These are of categories in common (Jaccard), of words in common, and of what the later takes and the earlier gives.
+    These are of common categories (Jaccard), of common words, and of the kinds of data that the
+    later skill takes and the earlier gives.
     """
-    (ours, words, gives, _), (theirs, others, _, takes) = _traits(earlier), _traits(later)
-    categories = len(ours & theirs) / max(1, len(ours | theirs))
-    shared = len(words & others) / max(1, min(len(words), len(others)))
-    return (categories + shared + len(gives & takes) / max(1, len(takes))) / 3
+    first = _traits(earlier)
+    second = _traits(later)
+    all_categories = first.categories | second.categories
+    shares = (
+        len(first.categories & second.categories) / max(1, len(all_categories)),
+        len(first.words & second.words) / max(1, min(len(first.words), len(second.words))),
+        len(first.gives & second.takes) / max(1, len(second.takes)),
+    )
+    return sum(shares) / 3
+
+
+class _Traits(NamedTuple):
+    """What name and description tell of a skill; `gives` and `takes` are kinds of data."""
+
+    categories: frozenset[str]
+    words: frozenset[str]
+    gives: frozenset[str]
+    takes: frozenset[str]
 
 
 @lru_cache(maxsize=20_000)
-def _traits(skill: Skill) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
-    """(categories, words, kinds of data that it gives, those that it takes) as its name and description tell."""
-    said = f"{skill.name}. {skill.description}"
-    categories = frozenset(
-        part.strip().lower() for part in (skill.category or "").split(",") if part.strip()
+def _traits(skill: Skill) -> _Traits:
+    text = f"{skill.name}. {skill.description}"
+    categories = (part.strip().lower() for part in (skill.category or "").split(","))
+    words = (word for word in words_of(text) if len(word) > 3 or not word.isascii())
+    return _Traits(
+        frozenset(categories) - {""},
+        frozenset(words),
+        gives=kinds_in(text, GIVES),
+        takes=kinds_in(text, TAKES),
     )
-    words = frozenset(word for word in words_of(said) if len(word) > 3 or not word.isascii())
-    return categories, words, kinds_in(said, GIVES), kinds_in(said, TAKES)
 
 
 def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
-    """The plan as a graph in lines: each step below its level, what it waits for, and its skill."""
+    """Render a plan as lines, level by level: each step, what it waits for, and its skill."""
     levels = plan.levels
-    lines = [
-        f"{counted(len(plan.steps), 'step')} in {counted(len(levels), 'level')}, made by {plan.made_by}"
-    ]
+    num_steps = counted(len(plan.steps), "step")
+    lines = [f"{num_steps} in {counted(len(levels), 'level')}, made by {plan.made_by}"]
     lines += [f"note: {printable(note)}" for note in plan.notes]
     for number, level in enumerate(levels, 1):
         lines.append(f"level {number}{', side by side' if len(level) > 1 else ''}")
-        for place in level:
-            step, skill = plan.steps[place], plan.steps[place].skill
-            waits = (
-                f"  (after {', '.join(str(other + 1) for other in step.after)})"
-                if step.after
-                else ""
-            )
-            named = (
-                f"{printable(skill.name, 60)}  ({printable(skill.skill_id)})"
-                if skill
-                else "no skill fits"
-            )
-            lines += [f"  {place + 1}. {printable(step.text, 100)}{waits}", f"     → {named}"]
-            lines += [
-                f"     !! FLAGGED {flag.rule}: {flag.reason}"
-                for flag in flags.get(step.skill_id or "", ())
-            ]
+        for position in level:
+            step = plan.steps[position]
+            line = f"  {position + 1}. {printable(step.text, 100)}"
+            if step.after:
+                line += f"  (after {', '.join(str(earlier + 1) for earlier in step.after)})"
+            lines.append(line)
+            if step.skill is None:
+                lines.append("     → no skill fits")
+                continue
+            skill_id = step.skill.skill_id
+            lines.append(f"     → {printable(step.skill.name, 60)}  ({printable(skill_id)})")
+            for flag in flags.get(skill_id, ()):
+                lines.append(f"     !! FLAGGED {flag.rule}: {flag.reason}")
     return lines
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values; steps count from 1."""
+    """Render a plan as JSON values. Steps are counted from 1."""
     steps = [
         {
             "step": number,
             "text": step.text,
-            "depends_on": [place + 1 for place in step.after],
+            "depends_on": _from_one(step.after),
             "skill_id": step.skill_id,
             "name": step.skill and step.skill.name,
             "candidates": [
@@ -178,24 +193,32 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         }
         for number, step in enumerate(plan.steps, 1)
     ]
-    rounds = [
-        {"steps": list(one.texts), "hints": list(one.hints), "jaccard": one.jaccard}
-        for one in plan.rounds
-    ]
-    levels = [[place + 1 for place in level] for level in plan.levels]
-    told = {"task": plan.task.text, "made_by": plan.made_by, "notes": list(plan.notes)}
-    return told | {"steps": steps, "levels": levels, "rounds": rounds}
+    return {
+        "task": plan.task.text,
+        "made_by": plan.made_by,
+        "notes": plan.notes,
+        "steps": steps,
+        "levels": [_from_one(level) for level in plan.levels],
+        "rounds": [
+            {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
+        ],
+    }
+
+
+def _from_one(positions: Sequence[int]) -> list[int]:
+    return [position + 1 for position in positions]
 
 
 def plan_mermaid(plan: Plan) -> str:
-    """The plan as a Mermaid flowchart."""
+    """Render a plan as a Mermaid flowchart."""
 
     def label(text: str) -> str:
-        return _NOT_PLAIN.sub(lambda found: f"#{ord(found[0])};", printable(text, _LABEL_CHARS))
+        plain = printable(text, _LABEL_CHARS)
+        return _MERMAID_SYNTAX.sub(lambda match: f"#{ord(match[0])};", plain)
 
     lines = ["flowchart TD"]
     for number, step in enumerate(plan.steps, 1):
         skill = label(step.skill.name) if step.skill else "no skill fits"
         lines.append(f'    s{number}["{number}. {label(step.text)}<br/>{skill}"]')
-        lines += [f"    s{place + 1} --> s{number}" for place in step.after]
+        lines += [f"    s{earlier} --> s{number}" for earlier in _from_one(step.after)]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""What a chat model is asked to plan, and how its answers are read: steps, and two baselines (SkillWeaver, 4.1, 7.3).
+"""Chat models that plan: the decomposer and two baselines (SkillWeaver, sections 4.1 and 7.3).
 
-Prompts are our own. Tasks and skills are untrusted: llm/untrusted.py says what is done about it.
+The prompts are our own. Tasks and skills are untrusted text (llm/untrusted.py).
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _STEP_CHARS = 500
 
 
 def read_steps(ask: Ask, answer: str) -> Round:
-    """The steps in an answer. Raises AnswerError or ValueError where it is refused."""
+    """Read the steps in an answer. Raises AnswerError or ValueError if it is not usable."""
     texts = tuple(untrusted_line(text, _STEP_CHARS) for text in read_texts(_array_in(answer)))
     if not all(texts):
         raise ValueError("a text of the array is empty")
@@ -37,7 +37,7 @@ def read_steps(ask: Ask, answer: str) -> Round:
 
 
 def read_choices(ask: Ask, answer: str) -> Round:
-    """The skills of `ask.choices` whose numbers an answer lists, one step each. Raises the same."""
+    """Read the numbers of skills of `ask.choices`: one step each. Raises like `read_steps`."""
     numbers = read_numbers(_array_in(answer), range(1, len(ask.choices) + 1))
     _check_count(numbers)
     skills = [ask.choices[number - 1] for number in dict.fromkeys(numbers)]
@@ -46,7 +46,8 @@ def read_choices(ask: Ask, answer: str) -> Round:
 
 
 def _array_in(answer: str) -> str:
-    return answer[answer.find("[") : answer.rfind("]") + 1]  # some models say a word before it
+    """Cut off the words that some models put around an array."""
+    return answer[answer.find("[") : answer.rfind("]") + 1]
 
 
 def _check_count(steps: Sequence[object]) -> None:
@@ -60,7 +61,7 @@ class _Turn(BaseModel):
 
 
 def read_search(ask: Ask, answer: str) -> str:
-    """What to search for, "" where the model is done. Raises ValueError where the answer is neither."""
+    """Read what to search for; "" if the model is done. Raises ValueError if it says neither."""
     turn = read_object(answer, _Turn)
     search = untrusted_line(turn.search or "", _STEP_CHARS)
     if not search and not turn.done:
@@ -69,7 +70,7 @@ def read_search(ask: Ask, answer: str) -> str:
 
 
 class ModelConfig(AskConfig):
-    """A chat model that plans: what it is asked, and how its answers are read."""
+    """A chat model that plans."""
 
     query_chars: int = Field(default=4000, ge=1, description="how much of a task it sees")
     prompt: ClassVar[Prompt]
@@ -79,9 +80,6 @@ class StepsConfig(ModelConfig):
     """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
 
     kind: Literal["llm"] = "llm"
-    true_count: bool = Field(
-        default=False, description="tell it how many steps the gold plan has (an upper bound)"
-    )
     prompt = Prompt(_STEPS + _RULE, "", read_steps, 120, "planning")
 
 
@@ -96,8 +94,7 @@ class DirectConfig(ModelConfig):
 
 
 class ReactConfig(ModelConfig):
-    """ReAct: a chat model that thinks, searches, and reads what it found, until it stops."""
+    """ReAct: a chat model that thinks, searches, and reads the results, until it stops."""
 
     kind: Literal["react"] = "react"
-    shown: int = Field(default=5, ge=1, description="skills that it reads after each search")
     prompt = Prompt(_REACT + _RULE, "", read_search, 120, "planning")

@@ -1,12 +1,14 @@
-"""Plans for compound tasks: decompose, retrieve, compose; with a chat model, again with hints (SkillWeaver, section 4).
+"""Plans for compound tasks: decompose, retrieve, compose (SkillWeaver, section 4).
 
-Skill-Aware Decomposition gives what was found for the steps back to the model. A round is a set of steps, the hints
-found for them, and how much these are the hints of the round before (Jaccard). The paper stops above .6, which its own
-rounds (.32, .47, .52) never reach: there, the number of rounds is what stops.
+Skill-Aware Decomposition shows the model the skills retrieved for its steps, and it plans again. A
+round is a set of steps with these hints and their Jaccard similarity to the hints of the previous
+round. The paper stops above .6, which its own rounds (.32, .47, .52) never reach: there the number
+of rounds decides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, zip_longest
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,12 +16,11 @@ from pydantic import Field
 from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task
 from skilltrain.llm import LLM, Outcome, ask_all
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask, questions_of
-from skilltrain.routing.planning.compose import ComposeConfig, Plan, compose
+from skilltrain.routing.planning.compose import NUM_CANDIDATES, ComposeConfig, Plan, compose
 from skilltrain.routing.planning.decompose import (
     DirectConfig,
     ModelConfig,
@@ -31,9 +32,10 @@ from skilltrain.routing.router import Router
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
-"""(texts, how many) → the skills that are found for each text."""
+"""Retrieves a number of skills for each text."""
 AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
 _DESCRIPTION_CHARS = 140
+_NUM_READ = 5  # skills that ReAct reads after each search
 _MAY_HELP = "skills that exist and may help"
 
 
@@ -82,208 +84,197 @@ class PlannerConfig(Config):
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans over the pool `skills`, in which `find` finds.
+    """Plans tasks over a pool.
 
-    `known` are a benchmark's tasks by query_id, of which a planner may be told gold skills and the number of steps.
-    `lenient`: where the model is down, rules plan and a note says so; else that is an error.
+    Attributes:
+        config: How to plan.
+        skills: The pool.
+        find: Retrieves skills of the pool.
+        golds: Gold skills by query id, where known: LLM-Direct always sees them.
+        lenient: Let rules plan, with a note, if the chat model is down. Otherwise that is an error.
     """
 
     config: PlannerConfig
     skills: Mapping[str, Skill]
     find: Find
-    known: Mapping[str, Task] = field(default_factory=dict)
+    golds: Mapping[str, Collection[str]] = field(default_factory=dict)
     lenient: bool = False
 
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
-        """One plan for each task, in order; where a model's answers are of no use, by rules, with a note."""
+        """Return a plan for each task: by rules, with a note, if no answer of a model is usable."""
         decomposer = self.config.decomposer
-        rounds, faults = (
-            self._asked(decomposer, tasks) if isinstance(decomposer, ModelConfig) else ({}, {})
-        )
+        rounds: dict[str, list[Round]] = {}
+        faults: dict[str, str] = {}
+        if isinstance(decomposer, ModelConfig):
+            rounds, faults = self._ask_model(decomposer, tasks)
         for task in tasks:
-            if task.query_id not in rounds:
-                is_whole = isinstance(decomposer, WholeConfig)
-                rounds[task.query_id] = [
-                    Round((one_line(task.text),) if is_whole else steps_by_rules(task.text))
-                ]
-        texts = [rounds[task.query_id][-1].texts for task in tasks]
+            if isinstance(decomposer, WholeConfig):
+                rounds[task.query_id] = [Round((one_line(task.text),))]
+            elif task.query_id not in rounds:
+                rounds[task.query_id] = [Round(steps_by_rules(task.text))]
+
+        final_rounds = [rounds[task.query_id][-1] for task in tasks]
+        retrieved = find_each(self.find, [final.texts for final in final_rounds], NUM_CANDIDATES)
         plans: list[Plan] = []
-        for task, rankings in zip(
-            tasks, find_each(self.find, texts, self.config.compose.candidates), strict=True
-        ):
-            own, fault = tuple(rounds[task.query_id]), faults.get(task.query_id)
-            rankings = [[(skill_id, 1.0)] for skill_id in own[-1].chosen] or rankings
-            steps = compose(task.text, own[-1].texts, rankings, self.skills, self.config.compose)
+        for task, final, rankings in zip(tasks, final_rounds, retrieved, strict=True):
+            if final.chosen:
+                rankings = [[(skill_id, 1.0)] for skill_id in final.chosen]
+            alpha = self.config.compose.alpha
+            steps = compose(task.text, final.texts, rankings, self.skills, alpha)
+            fault = faults.get(task.query_id)
             notes = (f"planned by rules, for {fault}",) if fault else ()
-            plans.append(Plan(task, steps, own, "rules" if fault else decomposer.kind, notes))
+            made_by = "rules" if fault else decomposer.kind
+            plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
         return plans
 
-    def _asked(
+    def _ask_model(
         self, config: StepsConfig | DirectConfig | ReactConfig, tasks: Sequence[Query]
     ) -> tuple[dict[str, list[Round]], dict[str, str]]:
-        """(query_id → the rounds of those tasks that the model has steps for, query_id → why others have none)."""
-        llm = LLM(config.llm)  # once, for it keeps to one budget
+        """Ask the model to plan each task.
+
+        Returns:
+            Rounds by query id; reason by query id, for tasks that it has no steps for.
+        """
+        llm = LLM(config.llm)  # one for all requests, because it counts the budget
 
         def ask(asks: Sequence[Ask]) -> Outcome[Ask, Any]:
             questions = questions_of(config, llm, config.prompt, asks)
             return ask_all(questions, drop_if_down=self.lenient)
 
-        if isinstance(config, StepsConfig):
-            asked = ask([self._steps(config, task) for task in tasks])
+        if isinstance(config, ReactConfig):
+            outcome = self._search(ask, tasks)
         elif isinstance(config, DirectConfig):
-            asked = ask(self._choices(config, tasks))
+            outcome = ask(self._choices(config, tasks))
         else:
-            asked = self._searched(config, ask, tasks)
-        rounds: dict[str, list[Round]] = {one.query_id: [found] for one, found in asked.values}
+            outcome = ask([Ask(task) for task in tasks])
+        rounds = {item.query_id: [steps] for item, steps in outcome.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
-            self._refine(config, ask, [one.query for one, _ in asked.values], rounds)
-        why = {
-            fault.query_id: f"no answer of the model was usable: {fault.reason}"
-            for fault in asked.dropped
-        }
-        without = (task.query_id for task in tasks if task.query_id not in rounds)
-        return rounds, {
-            query_id: why.get(query_id, "the model looked for nothing") for query_id in without
-        }
+            self._refine(ask, [item.query for item, _ in outcome.values], rounds)
 
-    def _refine(
-        self,
-        config: StepsConfig,
-        ask: AskAll,
-        active: Sequence[Query],
-        rounds: dict[str, list[Round]],
-    ) -> None:
-        """Add to `rounds` all further ones; a task for which the model fails keeps the steps it has."""
+        faults = {
+            task.query_id: "the model looked for nothing"
+            for task in tasks
+            if task.query_id not in rounds
+        }
+        for row in outcome.dropped:
+            if row.query_id in faults:
+                faults[row.query_id] = f"no answer of the model was usable: {row.reason}"
+        return rounds, faults
+
+    def _refine(self, ask: AskAll, tasks: Sequence[Query], rounds: dict[str, list[Round]]) -> None:
+        """Have the model plan again with hints, and append to `rounds`.
+
+        A task for which the model fails keeps the steps it has.
+        """
         settings = self.config.hints
         for number in range(settings.rounds + 1):
+            texts = [rounds[task.query_id][-1].texts for task in tasks]
+            retrieved = find_each(self.find, texts, settings.count)
             asks: list[Ask] = []
-            found = find_each(
-                self.find, [rounds[task.query_id][-1].texts for task in active], settings.count
-            )
-            for task, rankings in zip(active, found, strict=True):
-                own = rounds[task.query_id]
-                # Every step's first skill comes before any step's second.
-                by_rank = [
-                    row[place][0]
-                    for place in range(settings.count)
-                    for row in rankings
-                    if place < len(row)
-                ]
-                hints = tuple(dict.fromkeys(by_rank))[: settings.count]
-                before = {*own[-2].hints} if number else set[str]()
-                alike = len({*hints} & before) / len({*hints} | before) if number else None
-                own[-1] = replace(own[-1], hints=hints, jaccard=alike)
-                if hints and (alike is None or alike <= settings.stop_above):
-                    asks.append(self._steps(config, task, hints))
+            for task, rankings in zip(tasks, retrieved, strict=True):
+                history = rounds[task.query_id]
+                # The first skill of every step comes before the second of any step.
+                by_rank = chain.from_iterable(zip_longest(*rankings))
+                skill_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
+                hints = tuple(skill_ids)[: settings.count]
+                jaccard = None
+                if number:
+                    earlier = set(history[-2].hints)
+                    jaccard = len(earlier & {*hints}) / len(earlier | {*hints})
+                history[-1] = replace(history[-1], hints=hints, jaccard=jaccard)
+                if hints and (jaccard is None or jaccard <= settings.stop_above):
+                    lines = self._describe(hints, settings.show == "described")
+                    asks.append(Ask(task, ((_MAY_HELP, lines),)))
             if number == settings.rounds or not asks:
                 break
-            asked = ask(asks)
-            active = [one.query for one, _ in asked.values]
-            for one, again in asked.values:
-                rounds[one.query_id].append(again)
-
-    def _steps(self, config: StepsConfig, task: Query, hints: Sequence[str] = ()) -> Ask:
-        """What the model sees that writes steps."""
-        parts = (
-            ((_MAY_HELP, self._told(hints, self.config.hints.show == "described")),)
-            if hints
-            else ()
-        )
-        num = (
-            len(self.known[task.query_id].steps)
-            if config.true_count and task.query_id in self.known
-            else 0
-        )
-        return Ask(task, parts, order=f"Write exactly {num} steps." if num else "")
+            outcome = ask(asks)
+            tasks = [item.query for item, _ in outcome.values]
+            for item, steps in outcome.values:
+                rounds[item.query_id].append(steps)
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
-        """What LLM-Direct sees: a list of skills in order of id, so that no place tells the gold ones among them."""
+        """Return what LLM-Direct sees: skills by id, so that gold ones do not stand out."""
         asks: list[Ask] = []
-        for task, ranking in zip(
-            tasks, self.find([task.text for task in tasks], config.shown), strict=True
-        ):
-            gold = self.known[task.query_id].relevance.gold if task.query_id in self.known else ()
-            both = [*dict.fromkeys([*sorted(gold), *(skill_id for skill_id, _ in ranking)])]
-            skills = tuple(self.skills[skill_id] for skill_id in sorted(both[: config.shown]))
-            lines = "\n".join(
+        rankings = self.find([task.text for task in tasks], config.shown)
+        for task, ranking in zip(tasks, rankings, strict=True):
+            gold = sorted(self.golds.get(task.query_id, ()))
+            skill_ids = [*dict.fromkeys([*gold, *(skill_id for skill_id, _ in ranking)])]
+            skills = [self.skills[skill_id] for skill_id in sorted(skill_ids[: config.shown])]
+            lines = [
                 f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
-            )
-            asks.append(Ask(task, ((_MAY_HELP, lines),), choices=skills))
+            ]
+            asks.append(Ask(task, ((_MAY_HELP, "\n".join(lines)),), choices=tuple(skills)))
         return asks
 
-    def _searched(
-        self, config: ReactConfig, ask: AskAll, tasks: Sequence[Query]
-    ) -> Outcome[Ask, Any]:
-        """What ReAct searches for, one step a search."""
-        searches: dict[str, tuple[str, ...]] = {}
+    def _search(self, ask: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
+        """Let ReAct search, one step for each search."""
+        searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
         faults: list[Dropped] = []
         asks = [Ask(task) for task in tasks]
         for _ in range(MAX_STEPS):
-            asked = ask(asks)
-            faults += asked.dropped
-            going, asks = [(one, search) for one, search in asked.values if search], list[Ask]()
-            if not going:
+            outcome = ask(asks)
+            faults += outcome.dropped
+            turns = [(item, search) for item, search in outcome.values if search]
+            if not turns:
                 break
-            rankings = self.find([search for _, search in going], config.shown)
-            for (one, search), ranking in zip(going, rankings, strict=True):
-                searches[one.query_id] = (*searches.get(one.query_id, ()), search)
-                turn = f"search: {untrusted_line(search)}\n{self._told([one for one, _ in ranking], described=True)}"
-                asks.append(replace(one, parts=(*one.parts, ("so far", turn.strip()))))
-        found = [
-            (Ask(task), Round(searches[task.query_id]))
+            asks = []
+            rankings = self.find([search for _, search in turns], _NUM_READ)
+            for (item, search), ranking in zip(turns, rankings, strict=True):
+                searches[item.query_id].append(search)
+                lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
+                part = ("so far", f"search: {search}\n{lines}".strip())
+                asks.append(replace(item, parts=(*item.parts, part)))
+        rounds = [
+            (Ask(task), Round(tuple(searches[task.query_id])))
             for task in tasks
-            if task.query_id in searches
+            if searches[task.query_id]
         ]
-        return Outcome(found, faults, {})
+        return Outcome(rounds, faults, {})
 
-    def _told(self, skill_ids: Sequence[str], described: bool) -> str:
-        """What the model reads of skills: their names, or a line each with the beginning of the description."""
+    def _describe(self, skill_ids: Sequence[str], described: bool) -> str:
+        """Name skills in one line, or on a line each with the beginning of the description."""
         skills = [self.skills[skill_id] for skill_id in skill_ids]
+        names = [untrusted_line(skill.name) for skill in skills]
         if not described:
-            return ", ".join(untrusted_line(skill.name) for skill in skills)
-        told = (
-            f"{untrusted_line(s.name)}: {untrusted_line(s.description, _DESCRIPTION_CHARS)}"
-            for s in skills
-        )
-        return "\n".join(told)
+            return ", ".join(names)
+        texts = [untrusted_line(skill.description, _DESCRIPTION_CHARS) for skill in skills]
+        return "\n".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
 
 
 def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[list[Ranking]]:
-    """What is found for every step of every task, asked for at once."""
-    texts = [text for steps in tasks for text in steps]
-    found = iter(find(texts, keep) if texts else ())
-    return [[next(found) for _ in steps] for steps in tasks]
+    """Retrieve skills for the steps of all tasks in one call."""
+    texts = [*chain.from_iterable(tasks)]
+    rankings = iter(find(texts, keep) if texts else ())
+    return [[*islice(rankings, len(steps))] for steps in tasks]
 
 
 def plan_task(
     config: PlannerConfig, text: str, router: Router
 ) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
-    """(the plan for one task, what the safety screening found in the skills that are chosen).
+    """Plan one task; rules plan, with a note, if the chat model is down.
 
-    Where the chat model is down, rules plan, and a note says so. A step that the router's calibration finds no skill
-    for has none. Raises SkilltrainError for an empty task.
+    A step that the router's calibration finds no skill for has none.
+
+    Returns:
+        The plan; what the safety screening flags in chosen skills, by skill id.
+
+    Raises:
+        SkilltrainError: The task is empty.
     """
     if not text.strip():
         raise SkilltrainError("the task is empty")
-    flags: dict[str, tuple[Flag, ...]] = {}
+    flags: dict[str | None, tuple[Flag, ...]] = {}
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
-        answers = [router.route(one, keep) for one in texts]
-        flags.update(
-            {
-                routed.skill_id: routed.flags
-                for answer in answers
-                for routed in answer.skills
-                if routed.flags
-            }
-        )
-        return [
-            [(one.skill_id, one.score) for one in answer.skills if answer.fits]
-            for answer in answers
-        ]
+        rankings: list[Ranking] = []
+        for step in texts:
+            answer = router.route(step, keep)
+            skills = answer.skills if answer.fits else ()
+            flags.update((routed.skill_id, routed.flags) for routed in skills)
+            rankings.append([(routed.skill_id, routed.score) for routed in skills])
+        return rankings
 
     task = Query("task", text, kind="multi", origin="", split="")
     (plan,) = Planner(config, router.skills, find, lenient=True).plan([task])
-    return plan, {
-        step.skill_id: flags[step.skill_id] for step in plan.steps if step.skill_id in flags
-    }
+    chosen = [step.skill_id for step in plan.steps if step.skill_id and flags.get(step.skill_id)]
+    return plan, {skill_id: flags[skill_id] for skill_id in chosen}

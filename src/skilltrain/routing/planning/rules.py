@@ -1,8 +1,9 @@
-"""What rules of English and Chinese read in a task: its steps, and which step waits for which. No model is needed.
+"""Rules of English and Chinese that cut a task into steps and order them, without a model.
 
-Sentences and list items are cut, then clauses: at words of order (then, finally, 然后), and where "and" or a comma
-stands before a verb of action. What holds neither such a verb nor a question is the task's setting and no step.
-What steps take and give is read by a list of kinds of data: rough, and no better than their words.
+Sentences and list items are cut first, then clauses: at words of order (then, finally, 然后), and
+where "and" or a comma stands before a verb of action. A clause without such a verb and without a
+question is the task's setting, not a step. What steps take and give is read by a list of kinds of
+data. All of this is rough, and no better than its word lists.
 """
 
 import re
@@ -11,26 +12,38 @@ from dataclasses import dataclass
 
 from skilltrain.texts import one_line
 
-_VERBS = (
-    "add|alert|analyse|analyze|annotate|append|archive|arrange|ask|assess|audit|backup|benchmark|book|build|buy|"
-    "calculate|call|capture|categorize|chart|check|clean|collect|combine|compare|compile|compose|compress|compute|"
-    "configure|convert|copy|count|crawl|create|crop|cut|debug|delete|deliver|deploy|describe|design|detect|determine|"
-    "diagnose|discover|display|download|draft|draw|edit|email|embed|encode|encrypt|estimate|evaluate|examine|execute|"
-    "explain|explore|export|extract|fetch|figure|fill|filter|find|fix|forecast|format|gather|generate|geocode|get|"
-    "give|grab|group|identify|import|index|inform|insert|inspect|install|integrate|introduce|investigate|keep|label|"
-    "launch|learn|let|list|load|locate|look|make|manage|map|mark|measure|merge|migrate|modify|monitor|move|normalize|"
-    "notify|obtain|open|optimize|organize|outline|parse|pick|ping|plan|play|plot|post|predict|prepare|present|print|"
-    "process|produce|provide|publish|pull|push|put|query|rank|read|recommend|record|refactor|remind|remove|rename|"
-    "render|replace|reply|report|request|research|reserve|resize|retrieve|review|rewrite|run|save|scan|schedule|"
-    "scrape|search|see|select|send|set|share|show|simulate|solve|sort|split|start|stop|store|stream|suggest|"
-    "summarise|summarize|sync|tag|tell|test|tidy|track|train|transcribe|transfer|transform|translate|trim|turn|"
-    "update|upload|use|validate|verify|view|visit|visualize|watch|work|write"
+
+def _any_of(words: str) -> str:
+    """Return a regex for any of these words."""
+    return "|".join(words.split())
+
+
+_VERBS = _any_of(
+    """
+    add alert analyse analyze annotate append archive arrange ask assess audit backup benchmark
+    book build buy calculate call capture categorize chart check clean collect combine compare
+    compile compose compress compute configure convert copy count crawl create crop cut debug
+    delete deliver deploy describe design detect determine diagnose discover display download
+    draft draw edit email embed encode encrypt estimate evaluate examine execute explain explore
+    export extract fetch figure fill filter find fix forecast format gather generate geocode get
+    give grab group identify import index inform insert inspect install integrate introduce
+    investigate keep label launch learn let list load locate look make manage map mark measure
+    merge migrate modify monitor move normalize notify obtain open optimize organize outline
+    parse pick ping plan play plot post predict prepare present print process produce provide
+    publish pull push put query rank read recommend record refactor remind remove rename render
+    replace reply report request research reserve resize retrieve review rewrite run save scan
+    schedule scrape search see select send set share show simulate solve sort split start stop
+    store stream suggest summarise summarize sync tag tell test tidy track train transcribe
+    transfer transform translate trim turn update upload use validate verify view visit
+    visualize watch work write
+    """
 )
-_ZH_VERBS = (
-    "查找|查询|查看|搜索|检索|获取|下载|抓取|爬取|读取|阅读|提取|收集|生成|创建|制作|绘制|撰写|编写|编辑|翻译|总结|"
-    "汇总|归纳|分析|比较|对比|计算|统计|转换|转成|转为|保存|导出|导入|上传|发送|发给|发到|发布|通知|提醒|部署|运行|"
-    "执行|测试|检查|验证|监控|推荐|规划|安排|预订|整理|合并|拆分|压缩|打开|列出|给出|告诉|显示|展示|训练|标注|识别|"
-    "更新|删除|添加|设置|配置|备份|查|画|写|存|找|做|用"
+_ZH_VERBS = _any_of(
+    """
+    查找 查询 查看 搜索 检索 获取 下载 抓取 爬取 读取 阅读 提取 收集 生成 创建 制作 绘制 撰写 编写 编辑 翻译 总结 汇总 归纳 分析 比较 对比 计算 统计 转换 转成
+    转为 保存 导出 导入 上传 发送 发给 发到 发布 通知 提醒 部署 运行 执行 测试 检查 验证 监控 推荐 规划 安排 预订 整理 合并 拆分 压缩 打开 列出 给出 告诉 显示
+    展示 训练 标注 识别 更新 删除 添加 设置 配置 备份 查 画 写 存 找 做 用
+    """
 )
 _VERB = rf"(?:re-?)?(?:{_VERBS})\b"
 _ZH_VERB = f"(?:{_ZH_VERBS}|[把将用给])"
@@ -58,11 +71,14 @@ _OPENING = re.compile(
 )
 _ASKS = r"^(?:what|how|which|who|where|why|\w{3,}ing)\b|\bI\s+(?:need|want)\b|[什怎如哪]\w"
 _ACTS = re.compile(rf"\b{_VERB}|{_ZH_VERB}|{_ASKS}", re.I)
-_KINDS = (
-    "address|article|audio|calendar|chart|code|coordinate|csv|dashboard|data|database|dataset|diagram|document|email|"
-    "event|excel|file|graph|html|image|invoice|issue|json|list|map|markdown|message|note|page|paper|pdf|photo|"
-    "picture|plan|post|presentation|report|result|route|schedule|score|script|slide|spreadsheet|summary|table|text|"
-    "ticket|transcript|translation|url|video|website"
+_KINDS = _any_of(
+    """
+    address article audio calendar chart code coordinate csv dashboard data database dataset
+    diagram document email event excel file graph html image invoice issue json list map
+    markdown message note page paper pdf photo picture plan post presentation report result
+    route schedule score script slide spreadsheet summary table text ticket transcript
+    translation url video website
+    """
 )
 _HAN_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
 _KIND = re.compile(rf"\b({_KINDS})s?\b|({_HAN_KINDS})", re.I)
@@ -93,14 +109,18 @@ _FETCHES = re.compile(
 
 MAX_STEPS = 20
 Waits = tuple[tuple[int, ...], ...]
-"""For each step the earlier ones that it waits for, counted from 0."""
+"""Positions of the earlier steps that each step waits for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A task cut into steps, the skill of each where a model chose it, and the hints that were found for them.
+    """One decomposition of a task.
 
-    `jaccard` says how much these are the hints of the round before.
+    Attributes:
+        texts: The steps.
+        chosen: The skill of each step, if a model chose them.
+        hints: Skills retrieved for the steps.
+        jaccard: Similarity of the hints to those of the previous round.
     """
 
     texts: tuple[str, ...]
@@ -110,62 +130,77 @@ class Round:
 
 
 def steps_by_rules(task: str) -> tuple[str, ...]:
-    """The first 20 steps of `task` in order; a task that no rule cuts is one step."""
-    clauses = [
-        clause
-        for sentence in _SENTENCE.split(task)
-        if sentence
-        for clause in _clauses(one_line(sentence))
-    ]
+    """Return the first 20 steps of a task in order. A task that no rule cuts is one step."""
+    clauses: list[str] = []
+    for sentence in _SENTENCE.split(task):
+        if sentence:
+            clauses += _clauses(one_line(sentence))
     steps = [clause for clause in clauses if _ACTS.search(clause)] or [one_line(task)]
     return tuple(dict.fromkeys(steps))[:MAX_STEPS]
 
 
 def _clauses(sentence: str) -> list[str]:
-    """The clauses of one sentence, in the order in which they are done."""
+    """Return the clauses of a sentence, in the order in which they are done."""
     plain = _OPENING.sub("", sentence)
-    if found := _TWO.match(plain):
-        pair = (found[2], found[3]) if found[2] else (found[6], found[4])
-        in_order = reversed(pair) if found[1] or found[5] else pair
-        return [clause for part in in_order for clause in _clauses(part)]
+    match = _TWO.match(plain)
+    if match:
+        first = match[2] or match[6]
+        second = match[3] or match[4]
+        if match[1] or match[5]:  # before
+            return _clauses(second) + _clauses(first)
+        return _clauses(first) + _clauses(second)
     parts = [_OPENING.sub("", part).strip(" ,;:.!?，。") for part in _ORDER.split(plain)]
     return [part for part in parts if len(part) > 1]
 
 
 def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
-    """The kinds of data (chart, csv …) that a text names; `near` GIVES those it says are made, near TAKES worked on."""
-    said = " ".join(near.findall(text)) if near else text
-    return frozenset((latin or other).lower() for latin, other in _KIND.findall(said))
+    """Return the kinds of data (chart, csv …) that a text names.
+
+    Args:
+        text: The text.
+        near: `GIVES` for kinds that the text says are made, `TAKES` for kinds that are worked on.
+    """
+    if near is not None:
+        text = " ".join(near.findall(text))
+    return frozenset((latin or chinese).lower() for latin, chinese in _KIND.findall(text))
 
 
 def dependencies(task: str, texts: Sequence[str]) -> Waits:
-    """What each step of a task waits for.
+    """Return what each step of a task waits for.
 
-    A step that brings something new (find, download, 查找) waits for nobody, unless it or what stands between it and
-    the step before points back (it, the result, then, 然后). Any other works on what is there: it waits for all earlier
-    steps that no other waits for yet. One that is said to go side by side with the step before (also, 同时) waits for
-    what that one waits for. And whoever names the output of an earlier step waits for it.
+    - A step beside its predecessor (also, 同时) waits for what the predecessor waits for.
+    - A step that brings something new (find, download, 查找) waits for none, unless it or the words
+      before it point back (it, the result, then, 然后).
+    - Any other step works on what is there: it waits for all earlier steps that no step waits for
+      yet.
+    - A step that names a kind of data waits for the last earlier step that makes it.
     """
-    task, after = one_line(task), list[tuple[int, ...]]()
-    for place, text in enumerate(texts):
+    task = one_line(task)
+    after: list[tuple[int, ...]] = []
+    for position, text in enumerate(texts):
         waits: set[int] = set()
-        between = _between(task, texts[place - 1], text) if place else ""
-        if place and _APART.search(f"{between} {text}"):
-            waits |= {*after[-1]}
-        elif place and (_BACK.search(f"{between} {text}") or not _FETCHES.match(text)):
-            waits |= {*range(place)} - {other for one in after for other in one}
+        if position:
+            words = f"{_between(task, texts[position - 1], text)} {text}"
+            if _APART.search(words):
+                waits.update(after[-1])
+            elif _BACK.search(words) or not _FETCHES.match(text):
+                waits.update(set(range(position)).difference(*after))
         for kind in kinds_in(text):
             makers = [
-                earlier for earlier in range(place) if kind in kinds_in(texts[earlier], GIVES)
+                earlier for earlier in range(position) if kind in kinds_in(texts[earlier], GIVES)
             ]
-            waits |= {*makers[-1:]}
+            waits.update(makers[-1:])
         after.append(tuple(sorted(waits)))
     return tuple(after)
 
 
-def _between(task: str, one: str, other: str) -> str:
-    """What the task says between two steps, "before" if it names the later one first; "" if it does not quote both."""
-    end, start = task.find(one) + len(one), task.find(other)
-    if one not in task or start < 0:
+def _between(task: str, first: str, second: str) -> str:
+    """Return the words of the task between two steps.
+
+    "before" if it names the second step first, "" if it does not quote both.
+    """
+    if first not in task or second not in task:
         return ""
+    end = task.find(first) + len(first)
+    start = task.find(second)
     return task[end:start] if start >= end else "before"

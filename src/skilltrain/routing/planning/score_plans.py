@@ -1,6 +1,7 @@
-"""The stage `plans`: plan a benchmark's compound tasks in one or several ways, and score the plans."""
+"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.report.page import markdown
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.select import Ask, questions_of
-from skilltrain.routing.planning.compose import Plan, plan_json
+from skilltrain.routing.planning.compose import NUM_CANDIDATES, Plan, plan_json
 from skilltrain.routing.planning.decompose import ModelConfig
 from skilltrain.routing.planning.planner import Find, Planner, PlannerConfig, find_each
 from skilltrain.version import __version__
@@ -76,30 +77,31 @@ class PlansConfig(Config):
 
     @property
     def scored(self) -> tuple[str, ...]:
-        """The measures of every task."""
+        """Names of all measures."""
         return measure_names()
 
     @property
     def num_systems(self) -> int:
-        """How many ways to plan are compared."""
+        """Number of ways to plan."""
         return len(self.planners)
 
 
 def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
-    """Write the plans and what they are worth; the summary holds the means of all tasks."""
-    benchmark, skills, pool = _opened(config)
-    tasks, find = benchmark.tasks, finder(config.system, pool)
-    known = {task.query.query_id: task for task in tasks}
+    """Write the plans and their scores; the summary holds the means over all tasks."""
+    benchmark, skills, pool = _open(config)
+    tasks = benchmark.tasks
+    find = finder(config.system, pool)
+    golds = {task.query.query_id: task.relevance.gold for task in tasks}
     plans = {
-        one.name: Planner(one, skills, find, known).plan(benchmark.queries)
-        for one in config.planners
+        planner.name: Planner(planner, skills, find, golds).plan(benchmark.queries)
+        for planner in config.planners
     }
-    results = _results(config, tasks, plans, find, skills)
+    results = _results(tasks, plans, find, skills)
     slices: dict[str, tuple[SliceMeans, ...]] = {}
-    for one in results:
-        labels = _labels(tasks, one, skills)
-        slices[one.name] = shown(
-            means_by_slice([one], labels, config.scored, most_values=_MOST_VALUES)
+    for result in results:
+        labels = _labels(tasks, result, skills)
+        slices[result.name] = shown(
+            means_by_slice([result], labels, config.scored, most_values=_MOST_VALUES)
         )
     rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
     pairs = [(results[0].name, other.name) for other in results[1:]]
@@ -135,39 +137,38 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
         "comparisons": compared,
     }
     write_json(out / "metrics.json", to_jsonable_python(found))
-    scores = (
-        (one.name, query_id, row) for one in results for query_id, row in one.per_query.items()
-    )
-    made = (
-        (name, plan.task.query_id, plan_json(plan)) for name, own in plans.items() for plan in own
-    )
-    for file, rows in {"per_query.jsonl": scores, "plans.jsonl": made}.items():
-        write_jsonl(
-            out / file,
-            ({"system": name, "query_id": query_id, **row} for name, query_id, row in rows),
-        )
+    scores: list[dict[str, Any]] = []
+    for result in results:
+        for query_id, row in result.per_query.items():
+            scores.append({"system": result.name, "query_id": query_id, **row})
+    write_jsonl(out / "per_query.jsonl", scores)
+    rows: list[dict[str, Any]] = []
+    for name, task_plans in plans.items():
+        for plan in task_plans:
+            rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
+    write_jsonl(out / "plans.jsonl", rows)
     means = {
-        name: {key: round(one.mean, 4) for key, one in own[0].means[name].items()}
-        for name, own in slices.items()
+        name: {measure: round(mean.mean, 4) for measure, mean in parts[0].means[name].items()}
+        for name, parts in slices.items()
     }
     return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
 
 def plan_plans(config: PlansConfig) -> dict[str, Any]:
-    """How much would be planned, and about what each chat model's first request for every task will take."""
-    benchmark, _, pool = _opened(config)
+    """Count the tasks and estimate the cost of each chat model's first requests (`--dry-run`)."""
+    benchmark, _, pool = _open(config)
     asks = [Ask(task.query) for task in benchmark.tasks]
     costs: dict[str, Any] = {}
     for planner in config.planners:
-        if isinstance(model := planner.decomposer, ModelConfig):
-            costs[planner.name] = estimate_cost(
-                questions_of(model, LLM(model.llm), model.prompt, asks)
-            )
+        model = planner.decomposer
+        if isinstance(model, ModelConfig):
+            questions = questions_of(model, LLM(model.llm), model.prompt, asks)
+            costs[planner.name] = estimate_cost(questions)
     return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
-    """What finds skills for steps by `system`, whose models stay open."""
+    """Return a function that retrieves skills for steps by `system`, whose models stay open."""
     opened: dict[str, Ranker] = {}
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
@@ -180,10 +181,11 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
     return find
 
 
-def _opened(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
-    """(the benchmark, all its skills by id, those that can be found).
+def _open(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
+    """Return the benchmark, all skills by id, and the skills that can be found.
 
-    Raises SkilltrainError for a model that is not there, and where there are no steps, no pool or no gold.
+    Raises SkilltrainError for a model that is not there, and for a benchmark without steps, pool or
+    gold skills.
     """
     check_systems([config.system])
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -194,96 +196,99 @@ def _opened(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skil
         raise SkilltrainError(
             "its tasks have no steps", where=config.benchmark, fix="it needs plans.parquet"
         )
-    away = {
-        skill.skill_id: skill for skill in (read_pool(config.held_out) if config.held_out else ())
-    }
-    every = {skill.skill_id: skill for skill in pool} | away
-    return (
-        check_pool(benchmark, every),
-        every,
-        [skill for skill in pool if skill.skill_id not in away],
-    )
+    held_out = read_pool(config.held_out) if config.held_out else []
+    skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
+    held_out_ids = {skill.skill_id for skill in held_out}
+    visible = [skill for skill in pool if skill.skill_id not in held_out_ids]
+    return check_pool(benchmark, skills), skills, visible
 
 
 def _results(
-    config: PlansConfig,
     tasks: Sequence[Task],
     plans: Mapping[str, Sequence[Plan]],
     find: Find,
     skills: Mapping[str, Skill],
 ) -> list[SystemResult]:
-    """The measures of every plan; the oracle looks as deep for each gold step's own words as plans do for theirs."""
-    depth = max(planner.compose.candidates for planner in config.planners)
-    own_words = find_each(find, [[step.text for step in task.steps] for task in tasks], depth)
+    """Measure every plan. The oracle retrieves skills for the gold steps' own words."""
+    gold_texts = [[step.text for step in task.steps] for task in tasks]
+    oracle = [_skill_ids(row) for row in find_each(find, gold_texts, NUM_CANDIDATES)]
     tokens = {
-        one: estimate_tokens(f"{s.name} {s.description} {s.body}") for one, s in skills.items()
+        skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
+        for skill_id, skill in skills.items()
     }
     results: list[SystemResult] = []
-    for name, own in plans.items():
+    for name, task_plans in plans.items():
         values: dict[str, dict[str, float]] = {}
-        for task, plan, by_words in zip(tasks, own, own_words, strict=True):
-            found = [[skill_id for skill_id, _ in step.candidates] for step in plan.steps]
-            oracle = [[skill_id for skill_id, _ in ranking] for ranking in by_words]
+        for task, plan, oracle_ids in zip(tasks, task_plans, oracle, strict=True):
+            retrieved = _skill_ids([step.candidates for step in plan.steps])
             chosen = [step.skill_id for step in plan.steps]
-            values[task.query.query_id] = plan_values(task, found, chosen, oracle, skills, tokens)
+            values[task.query.query_id] = plan_values(
+                task, retrieved, chosen, oracle_ids, skills, tokens
+            )
         results.append(SystemResult(name, values, {}))
     return results
+
+
+def _skill_ids(rankings: Sequence[Ranking]) -> list[list[str]]:
+    return [[skill_id for skill_id, _ in ranking] for ranking in rankings]
 
 
 def _labels(
     tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
 ) -> dict[str, Labels]:
-    """query_id → difficulty, categories, and whether the number of steps is right (the DA-conditioned table)."""
+    """Return each task's difficulty, categories, and whether it has the right number of steps."""
     labels: dict[str, Labels] = {}
     for task in tasks:
-        query_id, num = task.query.query_id, len(task.steps)
-        over = result.per_query[query_id]["steps"] - num
-        count = "as many as gold" if not over else "too many" if over > 0 else "too few"
-        difficulty = "easy" if num <= 2 else "medium" if num == 3 else "hard"
-        categories = tuple(
-            dict.fromkeys(skills[s.skill_id].category or "none" for s in task.steps if s.skill_id)
-        )
-        of_gold = {"category": categories} if categories else {}
+        query_id = task.query.query_id
+        num_steps = len(task.steps)
+        surplus = result.per_query[query_id]["steps"] - num_steps
+        planned = "too many" if surplus > 0 else "too few" if surplus else "as many as gold"
+        difficulty = "easy" if num_steps <= 2 else "medium" if num_steps == 3 else "hard"
+        gold = [skills[step.skill_id] for step in task.steps if step.skill_id]
+        categories = tuple(dict.fromkeys(skill.category or "none" for skill in gold))
         labels[query_id] = {
             **task.labels,
             "difficulty": difficulty,
-            "steps planned": count,
-            **of_gold,
+            "steps planned": planned,
+            **({"category": categories} if categories else {}),
         }
     return labels
 
 
 def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """What each round of Skill-Aware Decomposition came to: tasks that reached it, mean steps, DA, Jaccard of hints.
+    """Summarise each round: tasks that reached it, and means over all tasks.
 
-    A task that stopped before counts with its last round.
+    A task that stopped earlier counts with its last round.
     """
     rows: list[dict[str, Any]] = []
     for number in range(max(len(plan.rounds) for plan in plans)):
-        own = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
-        counts = [len(one.texts) for one in own]
-        alike = [one.jaccard for one in own if one.jaccard is not None] if number else []
+        rounds = [plan.rounds[: number + 1][-1] for plan in plans]
+        counts = [len(row.texts) for row in rounds]
+        exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+        jaccards = [row.jaccard for row in rounds if number and row.jaccard is not None]
         rows.append(
             {
                 "round": number,
                 "reached": sum(len(plan.rounds) > number for plan in plans),
                 "steps": fmean(counts),
-                "DA": fmean(
-                    num == len(task.steps) for num, task in zip(counts, tasks, strict=True)
-                ),
-                "jaccard": fmean(alike) if alike else None,
+                "DA": fmean(exact),
+                "jaccard": fmean(jaccards) if jaccards else None,
             }
         )
     return rows
 
 
 def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
-    """A sentence for each planner whose model gave no plan for some tasks, and for steps that nothing fits."""
+    """Say how many tasks rules planned in place of a model, and how many steps no skill fits."""
     notes: list[str] = []
-    for name, own in plans.items():
-        if told := [plan.notes[0] for plan in own if plan.notes]:
-            notes.append(f"{name}: rules planned {len(told)} of {len(own)} tasks, first: {told[0]}")
-        steps = [step for plan in own for step in plan.steps]
-        if empty := sum(step.skill_id is None for step in steps):
-            notes.append(f"{name}: nothing fits {empty} of {len(steps)} steps")
+    for name, task_plans in plans.items():
+        by_rules = [plan.notes[0] for plan in task_plans if plan.notes]
+        if by_rules:
+            share = f"{len(by_rules)} of {len(task_plans)} tasks"
+            notes.append(f"{name}: rules planned {share}, first: {by_rules[0]}")
+        skill_ids = [
+            step.skill_id for step in chain.from_iterable(plan.steps for plan in task_plans)
+        ]
+        if None in skill_ids:
+            notes.append(f"{name}: nothing fits {skill_ids.count(None)} of {len(skill_ids)} steps")
     return notes
