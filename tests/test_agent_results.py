@@ -122,7 +122,7 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
         ([row(condition="")], "condition"),
         ([row(retrieved="a")], "retrieved"),
         ([{"condition": "none", "task": "t1", "passed": True}], "trial"),
-        ([row(), row("gold", "t2")], "different query sets"),
+        ([row(), row("gold", "t2")], "holds other queries (1) than system none (1)"),
     ],
 )
 def test_rows_that_are_no_trials_are_refused(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,14 @@ def test_a_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
         *("Table Join", "table-join"),
         *("图表", "chart"),  # a drop that names no skill: the positive of its query
     ]
+
+
+def test_a_pair_of_two_sources_is_shown_once(tmp_path: Path):
+    twice = [DROPS[1], replace(DROPS[1], source="semantic")]
+
+    shown = values_of(write_runs(tmp_path, drops=twice))["shown_drops"]
+
+    assert [drop.skill_id for drop in shown] == ["t/join"]
 
 
 def test_a_source_that_gave_nothing_is_named(tmp_path: Path):

@@ -143,7 +143,7 @@ def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_dr
     [
         ([], ["Hit@1"], "needs at least one system, one query and one measure"),
         ([ONE], [], "needs at least one system, one query and one measure"),
-        ([ONE, ONE], ["Hit@1"], "two systems are named 'one'"),
+        ([ONE, ONE], ["Hit@1"], "system one: another system has the same name"),
         ([ONE, system("b", [1, 1])], ["Hit@1"], "system b: .*first 'q3'"),
         (
             [ONE, system("b", [1, 1, 1])],

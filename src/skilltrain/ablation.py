@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic_core import to_jsonable_python
@@ -34,7 +34,7 @@ from skilltrain.version import __version__
 
 EVALUATIONS = ("evaluate", "plans")  # stages that score queries, each with a per_query.jsonl
 _SEED = "seed"
-_STEP_NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
+_StepName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
 _REFERENCE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 Recipe = dict[str, Any]
 Scores = dict[str, dict[str, float]]
@@ -47,7 +47,7 @@ class AblationConfig(Config):
     ablation: str = Field(min_length=1, description="title of the tables")
     claim: str = Field(min_length=1, description="what is tested, in one sentence")
     baseline: str = Field(description="the variant that the others are compared with")
-    steps: dict[str, Recipe] = Field(
+    steps: dict[_StepName, Recipe] = Field(
         min_length=1,
         description="name: recipe of a stage, without out; '{NAME}' in a text is the folder of "
         "another step, '{seed}' the seed, {{ }} plain braces. An evaluation ranks with one system",
@@ -72,10 +72,6 @@ class AblationConfig(Config):
         if self.baseline not in self.variants:
             names = ", ".join(self.variants)
             raise ValueError(f"baseline: no variant '{self.baseline}'; variants: {names}")
-        for name in self.steps:
-            if name == _SEED or not _STEP_NAME.fullmatch(name):
-                rule = f"letters, digits, _ and -, and not '{_SEED}'"
-                raise ValueError(f"steps: '{name}' cannot name a step: {rule}")
         return self
 
 
@@ -106,14 +102,11 @@ def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, lis
         SkilltrainError: For any fault that can be known before work begins.
     """
     grid = validate(AblationConfig, load_recipe(file, overrides), file)
-    cells: dict[tuple[str, str], Cell] = {}
-    try:
-        for seed, variant in itertools.product(grid.seeds, grid.variants):
-            cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
-            cells.setdefault((variant, str(cell.evaluations)), cell)
-        _check_evaluations(grid, list(cells.values()))
-    except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=f"{file}: {error.where}", fix=error.fix) from error
+    cells: dict[str, Cell] = {}
+    for seed, variant in itertools.product(grid.seeds, grid.variants):
+        cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
+        cells.setdefault(f"{variant} {cell.evaluations}", cell)
+    _check_evaluations(grid, list(cells.values()))
     return grid, list(cells.values())
 
 
@@ -126,12 +119,12 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
     recipes = _variant_recipes(grid, variant)
     runs_folder = grid.runs or grid.out / "steps"
     runs: dict[str, Any] = {}
-    values: dict[str, Any] = {_SEED: seed}
+    values: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
 
     def resolve(name: str) -> Any:
         """Return the seed or a step's folder. A step that is not in `runs` is added."""
         where = f"step '{name}' of variant '{variant}'"
-        if name not in recipes and name != _SEED:
+        if name not in recipes and name not in values:
             fix = f"steps: {', '.join(recipes)}; plain braces are written {{{{ }}}}"
             raise SkilltrainError(f"'{{{name}}}' is no step", where=f"variant '{variant}'", fix=fix)
         if name not in values:

@@ -1,13 +1,14 @@
 """Commands that compare systems and agents, and one that shows the rows of a table."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.table import Table
 
 from skilltrain.cli.app import (
@@ -150,7 +151,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
         return
     report = quietly(score_predictions, config)
     console.print(terminal_table(report, console.width))
-    sections = report.sections(report.systems[0])
+    sections = to_jsonable_python(report.sections(report.systems[0]))
     if scores is not None:
         write_json(scores, sections)
         write_per_query(report, scores.with_name(f"{scores.stem}.per_query.jsonl"))
@@ -206,26 +207,24 @@ def show_table(
     if unknown := wanted.keys() - set(table.column_names):
         fix = f"its columns: {', '.join(table.column_names)}"
         raise SkilltrainError(f"no column '{min(unknown)}'", where=file, fix=fix)
-    found = [row for batch in table.to_batches() for row in batch.to_pylist() if _fits(row, wanted)]
+    matching = [row for batch in table.to_batches() for row in batch.to_pylist()]
+    for name, value in wanted.items():
+        is_list = pa.types.is_list(table.schema.field(name).type)
+        matching = [
+            row for row in matching if value in (row[name] if is_list else [_text(row[name])])
+        ]
     if as_json:
-        for row in found:
+        for row in matching:
             typer.echo(json.dumps(row, default=str))
         return
     console.print(
-        f"{file}: {len(found):,} of {table.num_rows:,} rows, {table.num_columns} columns",
+        f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns",
         markup=False,
     )
-    for row in islice(found, rows):
+    for row in islice(matching, rows):
         typer.echo("")
         for name, value in row.items():
             typer.echo(f"{printable(name):>14}  {printable(_text(value), _CELL_CHARS)}")
-
-
-def _fits(row: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
-    return all(
-        value in (row[name] if isinstance(row[name], list) else [_text(row[name])])
-        for name, value in wanted.items()
-    )
 
 
 def _text(value: Any) -> str:

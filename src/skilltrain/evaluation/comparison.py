@@ -35,31 +35,36 @@ class SystemResult:
 
 
 def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
-    """The ids of all systems' queries, in the first one's order. SkilltrainError: a name twice, other queries."""
-    first, names = results[0], [system.name for system in results]
-    for at, system in enumerate(results):
-        if system.name in names[:at]:
-            raise SkilltrainError(
-                f"two systems are named '{system.name}'", fix="give each system a name of its own"
-            )
+    """Return the ids of all systems' queries, in the first system's order.
+
+    Raises:
+        SkilltrainError: If two systems have one name, or a system holds other queries than the first.
+    """
+    first = results[0]
+    names: set[str] = set()
+    for system in results:
+        where = f"system {system.name}"
+        if system.name in names:
+            fix = "give each system a name of its own"
+            raise SkilltrainError("another system has the same name", where=where, fix=fix)
+        names.add(system.name)
         if odd := sorted(system.per_query.keys() ^ first.per_query.keys()):
-            held = f"(system {first.name} holds {len(first.per_query)}, this one {len(system.per_query)})"
-            what = f"runs over different query sets compared: {len(odd)} queries stand on one side only {held}"
-            fix = "score all systems on the same queries"
-            raise SkilltrainError(
-                f"{what}, first '{odd[0]}'", where=f"system {system.name}", fix=fix
+            what = (
+                f"holds other queries ({len(system.per_query)}) than system {first.name} "
+                f"({len(first.per_query)}), first '{odd[0]}'"
             )
+            raise SkilltrainError(what, where=where, fix="score all systems on the same queries")
     return tuple(first.per_query)
 
 
 def values_of(
     system: SystemResult, query_ids: Sequence[str], measures: Sequence[str]
 ) -> Float[np.ndarray, "query measure"]:
-    """The system's values in the orders asked for. Raises SkilltrainError for one that is missing or not finite."""
-    rows = [system.per_query[query_id] for query_id in query_ids]
-    values = np.array([row.get(name, math.nan) for row in rows for name in measures]).reshape(
-        len(rows), len(measures)
-    )
+    """Return the system's values. Raises SkilltrainError for one that is missing or not finite."""
+    values = np.full((len(query_ids), len(measures)), math.nan)
+    for row, query_id in enumerate(query_ids):
+        scores = system.per_query[query_id]
+        values[row] = [scores.get(name, math.nan) for name in measures]
     if len(bad := np.argwhere(~np.isfinite(values))):
         row, column = bad[0]
         what = f"{len(bad)} values are missing or not finite, first {measures[column]} of query '{query_ids[row]}'"

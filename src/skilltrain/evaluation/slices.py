@@ -1,7 +1,7 @@
 """Results by slice: of all queries, and of those that share the value of a label (kind, tier, difficulty, length …)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -61,10 +61,6 @@ class SliceMeans:
         means = {name: row[measure].mean for name, row in self.means.items() if measure in row}
         best = frozenset(name for name, mean in means.items() if mean == max(means.values()))
         return best if len(best) < len(means) else frozenset()
-
-    def to_json(self, system: str) -> dict[str, dict[str, Any]]:
-        """One system's measure → {mean, low, high, n}."""
-        return {measure: asdict(mean) for measure, mean in self.means[system].items()}
 
 
 def means_by_slice(
@@ -165,25 +161,23 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
         for q, wanted in golds.items()
         if wanted
     }
-    parts, labels = quartiles(words), dict[str, Labels]()
+    parts = quartiles(words)
+    labels: dict[str, Labels] = {}
     for task in tasks:
-        query_id, text = task.query.query_id, task.query.text
-        asked = language_of(text) or ("en" if text.isascii() else None)
-        computed = {
-            "direction": {
-                f"{asked}2{skill.lang}" for skill in golds[query_id] if asked and skill.lang
-            },
-            "domain": {
-                _domains()[skill.category]
-                for skill in golds[query_id]
-                if skill.category in _domains()
-            },
+        query_id = task.query.query_id
+        text = task.query.text
+        gold = golds[query_id]
+        language = language_of(text) or ("en" if text.isascii() else None)
+        directions = {f"{language}2{skill.lang}" for skill in gold if language and skill.lang}
+        domains = {_domains().get(skill.category or "", "") for skill in gold} - {""}
+        known = {
+            "direction": tuple(sorted(directions)),
+            "domain": tuple(sorted(domains)),
+            **task.labels,
+            LENGTH: "terse" if len(words_of(text)) <= MOST_TERSE else "long",
+            DESCRIPTION: parts.get(query_id, ""),
         }
-        found: dict[str, str | tuple[str, ...]] = {
-            name: tuple(sorted(some)) for name, some in computed.items() if some
-        }
-        found |= {**task.labels, LENGTH: "terse" if len(words_of(text)) <= MOST_TERSE else "long"}
-        labels[query_id] = found | ({DESCRIPTION: parts[query_id]} if query_id in parts else {})
+        labels[query_id] = {label: value for label, value in known.items() if value}
     return labels
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, Task
-from skilltrain.evaluation.bootstrap import RESAMPLES, SEED
+from skilltrain.evaluation.bootstrap import RESAMPLES, SEED, Interval
 from skilltrain.evaluation.comparison import Comparison, SystemResult, compare
 from skilltrain.evaluation.metrics import COPIES, Measure, Relevance, as_found
 from skilltrain.evaluation.slices import (
@@ -137,11 +137,9 @@ class Report:
                 return f"{said}: {words} {c.baseline} (difference {c.difference}, {p_equals(c.p_holm)} after Holm)."
         return f"{said}."
 
-    def sections(self, system: str) -> dict[str, dict[str, Any]]:
-        """`{"all" | "single" | "multi": {measure: {mean, low, high, n}}}`; a kind without queries is left out."""
-        return {
-            part.value: part.to_json(system) for part in self.slices if part.label in (ALL, KIND)
-        }
+    def sections(self, system: str) -> dict[str, Mapping[str, Interval]]:
+        """Return the means by measure of `all`, `single` and `multi`. A kind without queries is left out."""
+        return {part.value: part.means[system] for part in self.slices if part.label in (ALL, KIND)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""

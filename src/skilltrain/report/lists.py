@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -32,19 +32,14 @@ SHORT_BODY = 200  # characters; too few to teach what a skill does
 NUM_PER_CHECK = 20  # lists shown of each check, besides the sample
 NUM_PER_FILTER = 50  # dropped candidates shown of each filter
 _INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # settings that name earlier runs
-ItemT = TypeVar("ItemT")
-
-
-def _other_language(text: str, skill: Skill) -> bool:
-    language = language_of(text[:4000])
-    return None not in (language, skill.lang) and language != skill.lang
-
 
 # What each check means stands in the page's template.
 POSITIVE_CHECKS: Mapping[str, Callable[[str, Skill], bool]] = {
     "leak": lambda text, skill: names_skill(text, skill.name),
     "program_leak": lambda text, skill: names_program(text, skill.body),
-    "other_language": _other_language,
+    "other_language": lambda text, skill: (
+        bool(skill.lang) and language_of(text[:4000]) not in (None, skill.lang)
+    ),
     "short_positive": lambda text, skill: len(skill.body) < SHORT_BODY,
 }
 """Check → whether it points at a positive of a list, given the query's text."""
@@ -171,7 +166,10 @@ def page_values(
     filtered = {name: drops[stage, name] for stage, name in drops if stage == "filter"}
     shown_drops: list[Dropped] = []
     for name, of_filter in filtered.items():
-        sample = _sample(of_filter, NUM_PER_FILTER, name)
+        pairs = {
+            (drop.query_id, drop.skill_id): drop for drop in of_filter
+        }  # sources may share one
+        sample = _sample(list(pairs.values()), NUM_PER_FILTER, name)
         shown_drops += sorted(sample, key=lambda drop: drop.value or 0.0)  # close calls first
 
     findings: dict[str, dict[str, set[str]]] = {}
@@ -212,10 +210,8 @@ def _count_by_source(runs: Sequence[Run]) -> Counter[str] | None:
     return Counter({row["values"]: row["counts"] for row in counts})
 
 
-def _sample(items: Sequence[ItemT], count: int, seed: str) -> list[ItemT]:
-    """Sample up to `count` of the items, in their order."""
-    positions = random.Random(f"0/{seed}").sample(range(len(items)), min(count, len(items)))
-    return [items[position] for position in sorted(positions)]
+def _sample(items: Sequence[Any], count: int, seed: str) -> list[Any]:
+    return random.Random(seed).sample(items, min(count, len(items)))
 
 
 def check_list(

@@ -5,17 +5,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
+from pathlib import Path
 
 import numpy as np
 from markdown_it import MarkdownIt
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import Config, InputPath, parse_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.benchmarks.benchmark import Benchmark, wanted_skills
 from skilltrain.evaluation.benchmarks.skillrouter import ORIGIN
-from skilltrain.evaluation.bootstrap import Interval, cluster_sums, intervals, separation
+from skilltrain.evaluation.bootstrap import Interval, cluster_sums, separation
 from skilltrain.evaluation.comparison import (
     SystemResult,
     holm,
@@ -24,7 +24,7 @@ from skilltrain.evaluation.comparison import (
     values_of,
 )
 from skilltrain.evaluation.metrics import Measure, per_query
-from skilltrain.evaluation.slices import Row
+from skilltrain.evaluation.slices import Row, means_of
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
@@ -57,19 +57,6 @@ _MENTIONS = {
     "mentions a reference file": re.compile(
         r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"
     ),
-}
-
-
-# The shares of tasks that an agent passes without skills and with the gold ones: SkillsBench's leaderboard (84 tasks,
-# 5 trials each) as SkillRouter prints it, appendix H, table 16.
-AGENTS = {
-    "Gemini CLI (Flash)": (0.313, 0.487),
-    "Claude Code (Opus 4.5)": (0.220, 0.453),
-    "Codex (GPT-5.2)": (0.306, 0.447),
-    "Claude Code (Opus 4.6)": (0.306, 0.445),
-    "Gemini CLI (Pro)": (0.276, 0.412),
-    "Claude Code (Sonnet 4.5)": (0.173, 0.318),
-    "Claude Code (Haiku 4.5)": (0.110, 0.277),
 }
 
 
@@ -152,47 +139,44 @@ def analyse_results(
 
 
 def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
-    """What `system` changed (SkillRouter, section 5.5.1): the queries that are right by `measure`, which is 0 or 1, in
-    both, in `system` alone (fixed), in `baseline` alone (broken) and in neither; `p` is exact (`sign_test`).
+    """Return which queries `system` changed, by a measure that is 0 or 1 (SkillRouter, section 5.5.1).
+
+    Queries are right in both systems, in `system` alone (fixed), in `baseline` alone (broken) or in neither. `p` is
+    exact (`sign_test`).
     """
     query_ids = same_queries([baseline, system])
-    before, after = (values_of(result, query_ids, [measure])[:, 0] for result in (baseline, system))
-    net, _ = cluster_sums((after - before)[:, np.newaxis], baseline.clusters_of(query_ids))
-    row: Row = {
-        "baseline": baseline.name,
-        "system": system.name,
-        "measure": measure,
-        "p": sign_test(net[:, 0]),
-    }
-    for cell, was_right, is_right in (
-        ("both", 1, 1),
-        ("fixed", 0, 1),
-        ("broken", 1, 0),
-        ("neither", 0, 0),
-    ):
-        row[cell] = np.array(query_ids)[(before == was_right) & (after == is_right)].tolist()
+    before, after = (values_of(result, query_ids, [measure]) for result in (baseline, system))
+    net, _ = cluster_sums(after - before, baseline.clusters_of(query_ids))
+    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure}
+    row["p"] = sign_test(net[:, 0])
+    cells = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
+    for cell, (was_right, is_right) in cells.items():
+        chosen = (before == was_right) & (after == is_right)
+        row[cell] = np.array(query_ids)[chosen[:, 0]].tolist()
     return row
 
 
 def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
-    """The share of tasks that each agent, and their average, may pass with each system of `means` (system → measure →
-    mean): without skills + coverage x (with gold - without), for each of COVERAGES.
+    """Estimate the share of tasks that each agent passes with each system (SkillRouter, appendix H).
+
+    The estimate is: without skills + coverage x (with gold skills - without), for each coverage in COVERAGES. `means`
+    maps system → measure → mean. The last agent is the average of all.
     """
-    average = {AVERAGE: tuple(map(fmean, zip(*AGENTS.values(), strict=True)))}
-    found: list[Row] = []
+    text = Path(__file__).with_name("agents.yaml").read_text(encoding="utf-8")
+    agents = parse_yaml(text, "agents.yaml")
+    agents[AVERAGE] = np.mean(list(agents.values()), axis=0).tolist()
+    rates: list[Row] = []
     for system, row in means.items():
         coverages = {name: row[name] for name in COVERAGES if name in row}
-        for agent, (without, with_gold) in (AGENTS | average).items() if coverages else ():
+        for agent, (without, with_gold) in agents.items() if coverages else ():
             gain = with_gold - without
-            estimates = {
-                name: Interval(
-                    without + c.mean * gain, without + c.low * gain, without + c.high * gain, c.n
-                )
-                for name, c in coverages.items()
-            }
-            rates = {"without_skills": without, "with_gold": with_gold}
-            found.append({"system": system, "agent": agent, **rates, "estimates": estimates})
-    return found
+            estimates: dict[str, Interval] = {}
+            for name, c in coverages.items():
+                mean, low, high = (without + gain * share for share in (c.mean, c.low, c.high))
+                estimates[name] = Interval(mean, low, high, c.n)
+            known = {"without_skills": without, "with_gold": with_gold}
+            rates.append({"system": system, "agent": agent, **known, "estimates": estimates})
+    return rates
 
 
 def tell_unserved(
@@ -218,10 +202,7 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
 
     Recall at this cutoff is what later rankers cannot exceed, Hit at it the Hit@1 of a perfect next ranker.
     """
-    relevances, clusters = (
-        benchmark.relevances,
-        [task.cluster or task.query.query_id for task in benchmark.tasks],
-    )
+    relevances = benchmark.relevances
     found: list[Row] = []
     for system, ranked in stages.items():
         for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):
@@ -230,17 +211,11 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
             cutoffs = sorted({passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
             measures = [Measure(name, k) for name in ("Recall", "Precision") for k in cutoffs]
             measures += [Measure("MRR", longest), Measure("Hit", passed)]
-            rows = per_query(stage.skill_ids(), relevances, measures).values()
-            columns = np.array([[row[str(measure)] for measure in measures] for row in rows])
-            means = dict(zip(map(str, measures), intervals(columns, clusters), strict=True))
-            found.append(
-                {
-                    "system": system,
-                    "stage": f"{number} {stage.kind}",
-                    "num_passed": passed,
-                    "means": means,
-                }
-            )
+            scores = per_query(stage.skill_ids(), relevances, measures)
+            result = SystemResult(system, scores, {}, benchmark.clusters)
+            means = means_of([result], list(relevances), list(map(str, measures)))[system]
+            row: Row = {"system": system, "stage": f"{number} {stage.kind}"}
+            found.append(row | {"num_passed": passed, "means": means})
     return found
 
 
@@ -307,34 +282,26 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     """
     from scipy.stats import mannwhitneyu
 
-    rows = {"gold": [structure_features(body) for body in gold_bodies]}
-    rows["other"] = [
-        structure_features(body) for body in track(other_bodies, "structure of skills", None)
-    ]
-    for side, own in rows.items():
-        if not own:
-            raise SkilltrainError(
-                f"no {side} skills, whose structure could be compared", where="analysis.structure"
-            )
+    rows = {
+        "gold": [structure_features(body) for body in gold_bodies],
+        "other": [structure_features(b) for b in track(other_bodies, "structure of skills", None)],
+    }
+    for side, features in rows.items():
+        if not features:
+            what = f"no {side} skills, whose structure could be compared"
+            raise SkilltrainError(what, where="analysis.structure")
+    gold, others = (np.array([[*row.values()] for row in side]) for side in rows.values())
+    test = mannwhitneyu(gold, others, alternative="two-sided")
+    effects = test.statistic / (len(gold) * len(others))
+    p_values = holm(test.pvalue)
     compared: list[Row] = []
-    for name in rows["gold"][0]:
-        gold, others = (
-            np.array([row[name] for row in own], dtype=np.float64) for own in rows.values()
-        )
+    for column, name in enumerate(rows["gold"][0]):
         middle = np.mean if name in _MENTIONS else np.median
-        test = mannwhitneyu(gold, others, alternative="two-sided")
-        found = {
-            "feature": name,
-            "gold": float(middle(gold)),
-            "others": float(middle(others)),
-            "p": float(test.pvalue),
-        }
-        effect = float(test.statistic) / (len(gold) * len(others))
-        compared.append(
-            found | {"effect": effect, "num_gold": len(gold), "num_others": len(others)}
-        )
-    adjusted = holm([row["p"] for row in compared])
-    return [row | {"p": p} for row, p in zip(compared, adjusted, strict=True)]
+        medians = {"gold": middle(gold[:, column]), "others": middle(others[:, column])}
+        tested = {"p": p_values[column], "effect": float(effects[column])}
+        counts = {"num_gold": len(gold), "num_others": len(others)}
+        compared.append({"feature": name} | medians | tested | counts)
+    return compared
 
 
 def structure_features(body: str) -> dict[str, float]:

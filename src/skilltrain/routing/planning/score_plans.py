@@ -1,13 +1,13 @@
 """Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import to_jsonable_python
 
 from skilltrain.config import Config, InputPath
 from skilltrain.data.pool.read import read_pool
@@ -124,7 +124,7 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
     )
     by_slice = {
         name: [
-            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.to_json(name)}
+            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
             for s in own
         ]
         for name, own in slices.items()
@@ -134,9 +134,9 @@ def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
         **about,
         "planners": by_slice,
         "rounds": rounds,
-        "comparisons": [asdict(comparison) for comparison in compared],
+        "comparisons": compared,
     }
-    write_json(out / "metrics.json", found)
+    write_json(out / "metrics.json", to_jsonable_python(found))
     scores: list[dict[str, Any]] = []
     for result in results:
         for query_id, row in result.per_query.items():
