@@ -307,6 +307,9 @@ def load_network(
     ):
         if keys:
             raise _misfit(folder, f"{len(keys)} are {fault}, such as {min(keys)}")
+    for parameter in network.parameters():
+        if parameter.device.type == "cpu":  # else mapped: whoever cuts the file ends this process
+            parameter.data = parameter.data.clone()
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
         what = (

@@ -1,12 +1,13 @@
 """Late interaction: order candidates by MaxSim between the tokens of a query and of a skill."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -40,24 +41,30 @@ class LateConfig(OpenConfig):
 class TokenVectors:
     """Unit vectors of skills' tokens in 8 bits, which changes cosines by up to 1e-3.
 
-    `rows` holds a scale and 8-bit values for each token; those of skill i begin at `starts[i]`.
+    `file` holds a `row` (a scale and 8-bit values) for each token. Rows of skill i begin at `starts[i]`.
     """
 
-    rows: np.ndarray
+    file: BinaryIO
     starts: Int64[np.ndarray, " skill_and_end"]
+    row: np.dtype[Any]
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
+        """Open what `save_tokens` wrote into `folder`: gigabytes for a large pool, so a skill's are read when needed."""
         starts = np.load(folder / "starts.npy")
-        file = folder / "tokens.bin"
-        return cls(np.memmap(file, _rows_of(file.stat().st_size // starts[-1] - 4), "r"), starts)
+        file = (folder / "tokens.bin").open("rb")
+        num_bytes = os.fstat(file.fileno()).st_size
+        return cls(file, starts, _rows_of(num_bytes // starts[-1] - 4))
 
     @property
     def num_skills(self) -> int:
         return len(self.starts) - 1
 
     def of(self, position: int) -> np.ndarray:
-        return self.rows[self.starts[position] : self.starts[position + 1]]
+        start, end = self.starts[position : position + 2].tolist()
+        size = self.row.itemsize
+        rows = os.pread(self.file.fileno(), (end - start) * size, start * size)
+        return np.frombuffer(rows, self.row, end - start)  # raises ValueError if the file was cut
 
 
 def _rows_of(dim: int) -> np.dtype[Any]:

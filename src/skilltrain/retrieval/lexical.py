@@ -118,7 +118,7 @@ class Vocabulary:
 
 
 class BM25Index:
-    """Texts by term, scored by Lucene's BM25 formula; the arrays may be memory-mapped.
+    """Texts by term, scored by Lucene's BM25 formula.
 
     `keys` tell the texts apart by content. `counts` and `weights` are how often a term occurs in a text and what that
     scores; those of term t stand from starts[t] to starts[t + 1], and `texts` has their texts' positions, which rise.
@@ -144,7 +144,7 @@ class BM25Index:
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
         by_term = counts.T.tocsr()
         self.counts = by_term.data
-        self.texts = by_term.indices
+        self.texts = by_term.indices.astype(np.int32)
         self.starts = by_term.indptr.astype(np.int64)
         num_with = np.diff(self.starts)
         saturation = K1 * (1 - B + B * lengths / lengths.mean())
@@ -185,10 +185,10 @@ class BM25Index:
 
     @classmethod
     def load(cls, folder: Path) -> "BM25Index":
-        """The index that `save` wrote into `folder`, its arrays memory-mapped."""
+        """The index that `save` wrote into `folder`."""
         index = cls.__new__(cls)
         for name in cls._ARRAYS:
-            setattr(index, name, np.load(folder / f"{name}.npy", mmap_mode="r"))
+            setattr(index, name, np.load(folder / f"{name}.npy"))
         index.vocabulary = Vocabulary(read_json(folder / "stems.json"))
         return index
 

@@ -47,10 +47,8 @@ class ChunkVectors:
 
     @classmethod
     def load(cls, folder: Path) -> "ChunkVectors":
-        """What `save` wrote into `folder`, memory-mapped."""
-        vectors, starts = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("vectors", "starts")
-        )
+        """What `save` wrote into `folder`."""
+        vectors, starts = (np.load(folder / f"{name}.npy") for name in ("vectors", "starts"))
         return cls(vectors, starts, read_json(folder / "pool.json"))
 
     @property
