@@ -1,6 +1,7 @@
 """A router: of a pool, or in a folder that answers as its rankers do, is updated in place, and is never half there."""
 
 import json
+import os
 import shutil
 import threading
 from dataclasses import asdict
@@ -9,14 +10,15 @@ import numpy as np
 import pytest
 
 from skilltrain.config import validate
-from skilltrain.data.pool.read import read_pool, skill_file
+from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import locked
+from skilltrain.files import LOCAL_FILE, locked
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import SkillEncoder
+from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.routing import indexing
-from skilltrain.routing.index import Index
+from skilltrain.routing.index import Contents, Index
 from skilltrain.routing.indexing import write_index
 from skilltrain.routing.router import Router
 from skilltrain.tables import SKILLS, write_table
@@ -46,7 +48,8 @@ def hybrid(model, **dense):
 
 def made(folder, pool=POOL, rankers=LEXICAL):
     """A router in `folder`."""
-    write_index(folder, system_of(rankers), pool, {}, folder / "pool")
+    contents = Contents(folder / "pool", {folder / "pool": pool}, ())
+    write_index(folder, system_of(rankers), contents, {})
     return folder
 
 
@@ -81,10 +84,11 @@ def test_whatever_is_asked_gets_an_answer_or_is_empty(library):
 def test_the_file_of_a_skill_is_found_by_its_pool(library, tmp_path):
     succeeds("pool", f"sources={library}/skills", f"out={tmp_path}/pool")
     file = library / "skills" / "documents" / "pdf-merge" / "SKILL.md"
-    assert skill_file(tmp_path / "pool", "documents/pdf-merge") == file
-    assert skill_file(file.parent, "pdf-merge") == file  # a source that is one skill
-    assert skill_file(tmp_path / "pool", "documents/gone") is None
-    assert skill_file(library / "skills" / "data", "../documents/pdf-merge") is None
+    folders = skill_folders(tmp_path / "pool")
+    assert find_skill_file(folders, "documents/pdf-merge") == file
+    assert find_skill_file([file.parent], "pdf-merge") == file  # a source that is one skill
+    assert find_skill_file(folders, "documents/gone") is None
+    assert find_skill_file([library / "skills" / "data"], "../documents/pdf-merge") is None
     lines = succeeds(
         "route", "merge these pdf files", "--pool", tmp_path / "pool", "--top", 2
     ).out.splitlines()
@@ -355,6 +359,128 @@ def test_a_router_may_be_moved_with_what_lies_in_it_and_do_without_late_interact
     assert (
         not [*folder.rglob("tokens.bin")] and len(ids(Router.load(folder), "join two tables")) == 6
     )
+
+
+def test_only_the_local_file_holds_absolute_paths(model, tmp_path):
+    write_table(POOL, SKILLS, tmp_path / "pool")
+    rankers = json.dumps(hybrid(model, cache=str(tmp_path / "vectors")))
+    folder = tmp_path / "router"
+    succeeds("index", f"pool={tmp_path}/pool", f"rankers={rankers}", f"out={folder}")
+
+    holds_path = [
+        file.name
+        for file in folder.rglob("*")
+        if file.is_file() and str(tmp_path).encode() in file.read_bytes()
+    ]
+    answer = ids(Router.load(folder), "join two tables")
+    moved = shutil.move(folder, tmp_path / "moved")
+
+    assert holds_path == [LOCAL_FILE]
+    assert ids(Router.load(moved), "join two tables") == answer
+    (moved / LOCAL_FILE).unlink()
+    with pytest.raises(SkilltrainError, match="moved/local:model-"):
+        Router.load(moved)
+
+
+def test_a_router_that_takes_anothers_place_is_noticed(tmp_path):
+    folder, other = made(tmp_path / "router"), made(tmp_path / "other", POOL[:1])
+    reader = Router.load(folder)
+    folder.rename(tmp_path / "old")
+    shutil.copytree(other, folder)
+
+    is_other = reader.refresh()
+
+    assert is_other and not reader.refresh()
+    assert [*reader.skills] == ["s0"]
+
+
+def test_a_router_that_is_overwritten_in_place_answers_on(model_folders, tmp_path):
+    folder, other = tmp_path / "router", tmp_path / "other"
+    for router, pool in ((folder, POOL), (other, POOL[:2])):
+        encoder = shutil.copytree(model_folders["qwen3"], router / "encoder")
+        made(router, pool, hybrid(encoder))
+    reader = Router.load(folder)
+    before = ids(reader, "join tables")
+    for file in folder.rglob("*.safetensors"):
+        file.write_bytes(b"")  # cut, as a copy begins
+    (tokens,) = folder.rglob("tokens.bin")
+    size = tokens.stat().st_size
+    os.truncate(tokens, 0)
+
+    with pytest.raises(ValueError, match="buffer"):
+        reader.route("join tables")
+    os.truncate(tokens, size)
+    during = {skill.skill_id for skill in reader.route("join tables").skills}
+    shutil.copytree(other, folder, dirs_exist_ok=True)
+
+    assert during == {*before}
+    assert reader.refresh() and {*reader.skills} == {"s0", "s1"}
+    assert {*ids(reader, "join tables")} == {"s0", "s1"}
+
+
+# Of strangers --------------------------------------------------------------------------------------------------------
+
+URL = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture(params=["api", "select", "expand"])
+def foreign(request, tmp_path):
+    """A router of a stranger, with a ranker that asks a server with the value of SOME_API_KEY."""
+    server = {"base_url": URL, "api_key_env": "SOME_API_KEY", "model": "m"}
+    rankers = {
+        "api": [{"kind": "fuse", "of": [*LEXICAL, {"kind": "api", **server}]}],
+        "select": [*LEXICAL, {"kind": "select", "llm": {"kind": "openai", **server}}],
+        "expand": [{"kind": "expand", "of": LEXICAL[0], "llm": {"kind": "openai", **server}}],
+    }
+    folder = made(tmp_path / "router")
+    if request.param == "api":
+        part = folder / "index-1" / "part-2"
+        part.mkdir()
+        ChunkVectors.one_each(np.eye(len(POOL))).save(part)
+    record_other(folder, rankers=rankers[request.param])
+    return folder
+
+
+def test_only_local_rankers_run_unasked(foreign):
+    commands = [("route", "x", "--router"), ("plan", "x", "--router"), ("serve",)]
+
+    lines = [skilltrain(*command, foreign).error_line for command in commands]
+    lines.append(skilltrain("index", f"out={foreign}").error_line)
+    lines.append(skilltrain("calibrate", f"router={foreign}", "queries=q", "out=c").error_line)
+
+    for line in lines[:-1]:
+        assert f"this router sends texts to {URL} (if you trust it: --allow-server {URL}" in line
+
+
+def test_a_server_that_is_allowed_is_opened(foreign):
+    router = Router.load(foreign, allow_servers=[f"{URL}/"])
+
+    assert len(router.skills) == 6
+    with pytest.raises(SkilltrainError, match="sends texts to"):
+        Router.load(foreign, allow_servers=["http://127.0.0.1:99/v1"])
+
+
+def test_a_router_reads_no_other_variable(foreign):
+    file = foreign / "index-1" / "index.json"
+    file.write_text(file.read_text().replace("SOME_API_KEY", "AWS_SECRET_ACCESS_KEY"))
+
+    line = skilltrain("route", "x", "--router", foreign, "--allow-server", URL).error_line
+
+    assert "reads the environment variable AWS_SECRET_ACCESS_KEY (only names that end in" in line
+
+
+def test_a_foreign_router_is_not_taken_up(foreign, tmp_path):
+    folder = made(tmp_path / "mine")
+    reader = Router.load(folder)
+    shutil.copytree(foreign, folder, dirs_exist_ok=True)
+
+    with pytest.raises(SkilltrainError, match="sends texts to"):
+        reader.refresh()
+
+    assert ids(reader, "join tables", 1) == ["s1"]
+
+
+# The command ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_makes_a_router_and_takes_up_changes(tmp_path):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -28,6 +29,7 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import locked
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
@@ -35,6 +37,7 @@ from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.routing import service as service_module
 from skilltrain.routing.access import read_access
+from skilltrain.routing.index import Contents
 from skilltrain.routing.indexing import write_index
 from skilltrain.routing.router import Router
 from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
@@ -44,8 +47,8 @@ from skilltrain.routing.service import (
     Service,
     entry_of,
     skill_at,
-    update_from,
     uri_of,
+    watched_contents,
 )
 from skilltrain.tables import QUERIES, RANKINGS, read_table
 from small_library import skilltrain, succeeds, write_library
@@ -486,50 +489,225 @@ def test_a_log_holds_no_half_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_watched_folder_replaces_its_own_skills_alone(tmp_path):
-    write_index(tmp_path / "router", BM25, [*POOL.values()], {}, tmp_path)
-    router = Router.load(tmp_path / "router")
-    for name in ("documents/pdf-merge", "new-one"):
-        write_skill(tmp_path / "mine", name, "another body")
-    update_from(router, tmp_path / "mine")
-    assert [*router.skills] == [
-        "evil",
-        "documents/pdf-merge",
-        "new-one",
-    ]  # csv-repair is gone, theirs stays
-    changed, new = router.skills["documents/pdf-merge"], router.skills["new-one"]
-    assert (changed.body, changed.category, new.category) == (
-        "Do it: another body.",
-        "documents",
-        None,
-    )
-    (tmp_path / "mine" / "new-one" / "SKILL.md").unlink()
-    (tmp_path / "mine" / "documents" / "pdf-merge" / "SKILL.md").unlink()
-    with pytest.raises(SkilltrainError):
-        update_from(router, tmp_path / "mine")
-    assert len(router.skills) == 3, "an empty folder empties no router"
+@pytest.fixture
+def claude(tmp_path) -> tuple[Path, Path]:
+    """(a folder of two skills, a router that is made from it by the stages pool and index)."""
+    folder, router = tmp_path / "claude" / "skills", tmp_path / "router"
+    write_skill(folder, "jq", "query json files")
+    write_skill(folder, "tools/weather", "tell the weather")
+    succeeds("pool", f"sources={folder}", f"out={router}/pool")
+    succeeds("index", f"pool={router}/pool", "rankers=[{kind: lexical}]", f"out={router}")
+    return folder, router
 
 
-def test_an_update_that_fails_is_tried_again_and_said_once(tmp_path, monkeypatch, capsys):
-    async def looks(*_, **__):
-        for changes in (set(), set(), set(), set(), {"a change"}, set()):
-            yield changes
+def watching(router: Path, *folders: Path) -> Service:
+    """A server's work on a router, after its first look at the watched folders."""
+    service = Service(Router.load(router), "mark", None)
+    service.update(folders)
+    return service
 
-    outcomes = [
-        SkilltrainError("another process writes"),
-        SkilltrainError("another process writes"),
-        None,
-        None,
-    ]
 
-    def update(*_):
-        if (outcome := outcomes.pop(0)) is not None:
-            raise outcome
+def described(router: Path) -> dict[str, str]:
+    """Skill id → description, as the router's folder has them."""
+    return {skill_id: skill.description for skill_id, skill in Router.load(router).skills.items()}
 
-    monkeypatch.setattr("watchfiles.awatch", looks)
-    monkeypatch.setattr("skilltrain.routing.service.update_from", update)
-    asyncio.run(service_of().watch(tmp_path))
-    assert outcomes == [] and capsys.readouterr().err.count("another process writes") == 1
+
+def test_a_folder_of_the_same_name_is_added(claude, tmp_path):
+    folder, router = claude
+    codex = tmp_path / "codex" / "skills"
+    write_skill(codex, "bahn", "find trains")
+
+    service = watching(router, codex)
+    write_skill(codex, "bus", "find buses")
+    service.update([codex])
+
+    assert [*described(router)] == ["jq", "tools/weather", "bahn", "bus"]
+    assert {skill.source for skill in service.router.skills.values()} == {folder.name}
+
+
+def test_a_removed_skill_leaves_disk_and_memory(claude, capsys):
+    folder, router = claude
+    service = watching(router, folder)
+
+    write_skill(folder, "jq", "query yaml files")
+    shutil.rmtree(folder / "tools")
+    service.update([folder])
+
+    assert described(router) == {"jq": "query yaml files"}
+    assert [*service.router.skills] == ["jq"]
+    assert "removed from the router: tools/weather\n" in capsys.readouterr().err
+
+
+def test_a_folder_is_known_from_anywhere(claude, tmp_path, monkeypatch):
+    folder, _ = claude
+    monkeypatch.chdir(tmp_path)
+    succeeds("pool", "sources=claude/skills", "out=pool")
+    succeeds("index", "pool=pool", "rankers=[{kind: lexical}]", "out=relative")
+    monkeypatch.chdir("/")
+    service = watching(tmp_path / "relative", folder)
+
+    shutil.rmtree(folder / "jq")
+    service.update([folder])
+    counts = succeeds("index", f"out={tmp_path}/relative").out
+
+    assert [*described(tmp_path / "relative")] == ["tools/weather"]
+    assert "1 skills: 0 new, 0 changed, 0 gone" in counts
+
+
+def test_a_copy_of_a_source_is_refused_until_the_router_is_told(claude, tmp_path):
+    folder, router = claude
+    moved = shutil.copytree(folder, tmp_path / "my_skills")
+
+    refused = skilltrain("serve", router, "--watch", moved)
+    succeeds("index", f"pool={moved}", f"out={router}")
+    service = watching(router, moved)
+    shutil.rmtree(moved / "jq")
+    service.update([moved])
+
+    assert f"my_skills: has skills of {folder}, which is not watched" in refused.error_line
+    assert f"run skilltrain index pool={moved}" in refused.error_line
+    assert [*described(router)] == ["tools/weather"]
+
+
+def test_a_part_of_a_source_is_refused(claude):
+    folder, router = claude
+
+    refused = skilltrain("serve", router, "--watch", folder / "tools")
+
+    assert f"has skills of {folder}, which is not watched" in refused.error_line
+
+
+def test_watched_folders_do_not_overwrite_each_other(claude, tmp_path):
+    folder, router = claude
+    codex = tmp_path / "codex" / "skills"
+    write_skill(codex, "jq", "query json, differently")
+    write_skill(codex, "tools/weather", "tell the weather")
+
+    service = watching(router, folder, codex)
+
+    assert described(router) == {
+        "jq": "query json files",
+        "tools/weather": "tell the weather",
+        "jq~2": "query json, differently",
+    }
+    shutil.rmtree(folder / "tools")
+    shutil.rmtree(codex / "jq")
+    service.update([folder, codex])
+    assert [*described(router)] == ["jq", "tools/weather"], "the other folder still has it"
+
+
+def test_sources_of_one_pool_are_watched_apart(claude, tmp_path):
+    folder, router = claude
+    codex = tmp_path / "codex" / "skills"
+    write_skill(codex, "jq", "another jq")
+    succeeds("pool", f"sources=[{folder}, {codex}]", f"out={tmp_path}/both")
+    succeeds("index", f"pool={tmp_path}/both", f"out={router}")
+
+    service = watching(router, folder, codex)
+    before = described(router)
+    shutil.rmtree(codex / "jq")
+    service.update([folder, codex])
+
+    assert [*before] == ["jq", "tools/weather", "jq~2"]
+    assert [*described(router)] == ["jq", "tools/weather"]
+
+
+def test_an_emptied_folder_loses_its_skills(claude, tmp_path):
+    folder, router = claude
+    codex = tmp_path / "codex"
+    write_skill(codex, "bahn", "find trains")
+    service = watching(router, folder, codex)
+
+    shutil.rmtree(codex / "bahn")
+    service.update([folder, codex])
+
+    assert [*described(router)] == ["jq", "tools/weather"]
+
+
+def test_skills_of_a_folder_that_is_gone_stay(claude, capsys):
+    folder, router = claude
+    service = watching(router, folder)
+
+    away = folder.rename(folder.with_name("away"))
+    service.update([folder])
+    stayed = [*described(router)]
+    shutil.rmtree(away / "jq")
+    away.rename(folder)
+    service.update([folder])
+
+    assert stayed == ["jq", "tools/weather"] and [*described(router)] == ["tools/weather"]
+    assert capsys.readouterr().err.count(f"{folder}: this watched folder is gone") == 1
+
+
+def test_index_reads_watched_folders_too(claude, tmp_path):
+    folder, router = claude
+    codex = tmp_path / "codex"
+    write_skill(codex, "bahn", "find trains")
+    watching(router, folder, codex)
+    shutil.rmtree(folder / "jq")
+    write_skill(codex, "bus", "find buses")
+
+    counts = succeeds("index", f"out={router}").out
+    again = succeeds("index", f"pool={router}/pool", "rankers=[{kind: lexical}]", f"out={router}")
+
+    assert "3 skills: 1 new, 0 changed, 1 gone" in counts
+    assert "3 skills: 0 new, 0 changed, 0 gone" in again.out
+    assert [*described(router)] == ["tools/weather", "bahn", "bus"]
+
+
+def test_another_pool_forgets_watched_folders(claude, tmp_path):
+    folder, router = claude
+    codex = tmp_path / "codex"
+    write_skill(codex, "bahn", "find trains")
+    watching(router, codex)
+
+    succeeds("index", f"pool={folder}", f"out={router}")
+
+    assert [*described(router)] == ["jq", "tools/weather"]
+
+
+def test_a_skill_without_a_category_keeps_the_routers(tmp_path):
+    folder, router = tmp_path / "mine", tmp_path / "router"
+    skills = [replace(PDF, skill_id="pdf-merge")]
+    write_index(router, BM25, Contents(folder, {folder: skills}, ()), {})
+    for name in ("pdf-merge", "new-one"):
+        write_skill(folder, name, "another body")
+
+    watching(router, folder)
+
+    categories = {name: skill.category for name, skill in Router.load(router).skills.items()}
+    assert categories == {"pdf-merge": "documents", "new-one": None}
+
+
+def test_an_update_that_fails_is_tried_again_and_said_once(claude, capsys):
+    folder, router = claude
+    service = Service(Router.load(router), "mark", None)
+    shutil.rmtree(folder / "jq")
+
+    async def look():
+        await service._try("update", lambda: service.update([folder]))
+
+    with locked(router):
+        asyncio.run(look())
+        asyncio.run(look())
+    asyncio.run(look())
+
+    assert capsys.readouterr().err.count("another process is writing") == 1
+    assert [*described(router)] == ["tools/weather"]
+
+
+def test_an_update_of_a_router_that_was_written_meanwhile_is_refused(claude):
+    folder, router = claude
+    service = watching(router, folder)
+    contents = watched_contents(service.router, [folder])
+    write_skill(folder, "bahn", "find trains")
+    watching(router, folder)
+
+    with pytest.raises(SkilltrainError, match="another process has written meanwhile"):
+        service.router.update(contents)
+    service.update([folder])
+
+    assert [*described(router)] == ["bahn", "jq", "tools/weather"]
 
 
 # As a process --------------------------------------------------------------------------------------------------------

@@ -418,18 +418,19 @@ def test_duplicates_and_colliding_ids():
         skill("a", "n", "4"),
     ]
     skills, dropped = merge_sources([first, second], drop_duplicates=True)
-    assert [(kept.skill_id, kept.body) for kept in skills] == [
-        ("a", "Body  one"),
-        ("a~3", "Other"),
-        ("a~2", "Third"),
-        ("a~4", "4"),
-        ("c", "Other"),
+    assert [[(kept.skill_id, kept.body) for kept in source] for source in skills] == [
+        [("a", "Body  one"), ("a~3", "Other"), ("a~2", "Third")],
+        [("a~4", "4"), ("c", "Other")],
     ]
     assert [(told.skill_id, told.reason, told.other_id) for told in dropped] == [
         (skill_id, "has the same name and body as a", "a") for skill_id in "ab"
     ]
     skills, dropped = merge_sources([first, [], second], drop_duplicates=False)
-    assert [kept.skill_id for kept in skills] == ["a", "a~3", "a~2", "a~4", "b", "c"]
+    assert [[kept.skill_id for kept in source] for source in skills] == [
+        ["a", "a~3", "a~2"],
+        [],
+        ["a~4", "b", "c"],
+    ]
     assert [told.skill_id for told in dropped] == ["a"]
 
 

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from filelock import FileLock, Timeout
 
 from skilltrain.errors import SkilltrainError, reason_of
 
+LOCAL_FILE = "local.json"
+"""Absolute paths of this machine, in the folder of a pool or a router; whatever shares the folder leaves it out."""
 _MAX_LINE = 64 * 2**20
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark, too
 BROKEN_LINES = (OSError, EOFError, ValueError, zlib.error)
@@ -153,6 +155,12 @@ def read_json(path: Path) -> Any:
         raise SkilltrainError(f"is not JSON: {reason_of(error)}", where=path) from error
 
 
+def read_local(folder: Path) -> dict[str, Any]:
+    """Read the local file of a folder; empty where there is none."""
+    file = folder / LOCAL_FILE
+    return read_json(file) if file.is_file() else {}
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
@@ -207,6 +215,22 @@ def json_object(line: bytes, unique_keys: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found {type(value).__name__}")
     return value
+
+
+def stamps(folder: Path, endings: tuple[str, ...] = ("",)) -> set[tuple[str, int, int]]:
+    """Return path, inode and time of change of the files below a folder whose names end so, in lower case.
+
+    The time of change cannot be set, so a file that is overwritten or replaced gets another stamp.
+    """
+    found: set[tuple[str, int, int]] = set()
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.lower().endswith(endings):
+                with suppress(OSError):
+                    file = Path(parent, name)
+                    status = file.stat()
+                    found.add((str(file), status.st_ino, status.st_ctime_ns))
+    return found
 
 
 def cache_folder(name: str) -> Path:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from skilltrain.config import Config, InputMark, to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
+    LOCAL_FILE,
     fingerprint,
     locked,
     read_json,
@@ -156,7 +157,9 @@ def input_fingerprint(path: Path) -> str:
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
         parts = {
-            part.name: fingerprint(part) for part in path.iterdir() if part.name != CHECKPOINTS
+            part.name: fingerprint(part)
+            for part in path.iterdir()
+            if part.name not in (CHECKPOINTS, LOCAL_FILE)
         }
         return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:

@@ -29,6 +29,10 @@ PoolFolder = Annotated[
     Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")
 ]
 Task = Annotated[str, typer.Argument(help="a task in plain words")]
+AllowServer = Annotated[
+    list[str] | None,
+    typer.Option(help="URL that the router's rankers may send tasks to; may be repeated"),
+]
 if TYPE_CHECKING:
     from skilltrain.routing.answer import RoutedSkill
     from skilltrain.routing.router import Router
@@ -93,6 +97,7 @@ def route(
         str | None, typer.Option(help="reranker for the first 20 candidates")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
+    allow_server: AllowServer = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the skills for a task, those marked that the safety screening flags; or say that none fits.
@@ -105,7 +110,8 @@ def route(
     if encoder:  # its vectors are kept for the next task
         rankers = [{"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}]
     rankers += [{"kind": "rerank", "source": reranker}] if reranker else []
-    answer = quietly(lambda: _open(router, pool, rankers, "skilltrain route").route(task, top))
+    opened = quietly(_open, router, pool, rankers, "skilltrain route", allow_server)
+    answer = quietly(opened.route, task, top)
     if as_json:
         rows = [
             asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills
@@ -142,6 +148,7 @@ def plan(
         list[str] | None, typer.Argument(help="key=value: hints.rounds, compose.alpha, …")
     ] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
+    allow_server: AllowServer = None,
     as_json: AsJson = False,
 ) -> None:
     """Cut a compound task into steps, find a skill for each (without a router by BM25), and say which waits for which.
@@ -159,7 +166,8 @@ def plan(
     config = validate(
         PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan"
     )
-    opened = quietly(_open, router, pool, [{"kind": "lexical"}], "skilltrain plan")
+    rankers = [{"kind": "lexical"}]
+    opened = quietly(_open, router, pool, rankers, "skilltrain plan", allow_server)
     made, flags = quietly(plan_task, config, task, opened)
     if as_json:
         found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
@@ -169,14 +177,18 @@ def plan(
 
 
 def _open(
-    router: Path | None, pool: Path | None, rankers: list[dict[str, Any]], where: str
+    router: Path | None,
+    pool: Path | None,
+    rankers: list[dict[str, Any]],
+    where: str,
+    allow_server: list[str] | None,
 ) -> "Router":
     """The router that is given, or one over the pool."""
     from skilltrain.api import open_router
     from skilltrain.routing.router import Router
 
     if router is not None and pool is None:
-        return Router.load(router)
+        return Router.load(router, allow_server or ())
     if pool is None or router is not None:
         raise SkilltrainError("give either --router or --pool", where=where)
     return open_router(pool, rankers)
@@ -191,8 +203,10 @@ def serve(
         Literal["stdio", "http"], typer.Option(help="stdio: for one agent that starts it")
     ] = "stdio",
     watch: Annotated[
-        Path | None, typer.Option(help="folder of SKILL.md files: changes go into the router")
+        list[Path] | None,
+        typer.Option(help="folder of SKILL.md files: changes go into the router; may be repeated"),
     ] = None,
+    allow_server: AllowServer = None,
     flagged: Annotated[
         Literal["mark", "withhold"], typer.Option(help="for skills that screening flags")
     ] = "mark",
@@ -221,14 +235,19 @@ def serve(
     try:
         from skilltrain.routing.access import read_access
         from skilltrain.routing.servers import serve_http, serve_stdio
-        from skilltrain.routing.service import RouteLog, Service
+        from skilltrain.routing.service import RouteLog, Service, watched_contents
     except ModuleNotFoundError as error:
         raise SkilltrainError(
             f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'"
         ) from error
-    if watch is not None and not watch.is_dir():
-        raise SkilltrainError("no such folder", where=watch)
-    service = Service(Router.load(router), flagged, RouteLog(log) if log else None)
+    watch = [folder.resolve() for folder in watch or ()]
+    for folder in watch:
+        if not folder.is_dir():
+            raise SkilltrainError("no such folder", where=folder)
+    opened = Router.load(router, allow_server or ())
+    if watch:
+        watched_contents(opened, watch)
+    service = Service(opened, flagged, RouteLog(log) if log else None)
     if mcp == "stdio":
         serve_stdio(service, watch)
     else:

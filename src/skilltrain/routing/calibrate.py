@@ -23,6 +23,7 @@ from skilltrain.evaluation.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.evaluation.bootstrap import share
 from skilltrain.files import write_json
 from skilltrain.routing.answer import Calibration, Calibrator, Traced
+from skilltrain.routing.index import AllowedServers
 from skilltrain.routing.indexing import CALIBRATION_FILE
 from skilltrain.routing.router import Router
 from skilltrain.terminal import track
@@ -58,6 +59,7 @@ class CalibrateConfig(Config):
     )
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
     seed: Seed = Field(default=0, description="seed of the folds")
+    allow_servers: AllowedServers = ()
     out: Path = Field(
         description=f"folder to write: {CALIBRATION_FILE}, which the stage index takes in"
     )
@@ -77,7 +79,7 @@ def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
     for a router whose first skills are never right.
     """
-    router = Router.load(config.router)
+    router = Router.load(config.router, config.allow_servers)
     assert router.index is not None
     record = router.index.record
     benchmark = check_pool(load_benchmark(config.queries, config.split), router.skills.keys())

@@ -1,26 +1,34 @@
-"""A router on disk: all that a request needs, ready to be memory-mapped, in a folder that readers and one writer share.
+"""A router on disk: all that a request needs, in a folder that readers and one writer share.
 
 The folder holds one generation, `index-N`, and a pointer to it, `router.json`. A writer (see `indexing`) makes the next
-generation beside, then moves the pointer in one step and removes the one before. A reader that has opened a generation
-keeps it: its files stay mapped after they are removed.
+generation beside, then moves the pointer in one step and removes the one before. A reader has what it opened in memory
+(token vectors: an open file), and notices by `stamp` that another generation or router took its place. Nothing is
+memory-mapped: if such a file is cut, the process ends. Absolute paths lie in `local.json` beside the pointer, and the
+index has names for them, so the rest may be shared.
 """
 
+import hashlib
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import feather
+from pydantic import Field
 
 from skilltrain.config import Config, validate
+from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import inside, read_json
+from skilltrain.files import inside, read_json, read_local, stamps
+from skilltrain.llm.settings import ServerConfig
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -35,16 +43,32 @@ _PARTS = {"lexical": BM25Index, "dense": ChunkVectors, "api": ChunkVectors, "lat
 POINTER, RECORD, SKILLS_FILE, KEYS_FILE = "router.json", "index.json", "skills.arrow", "keys.npy"
 _NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")  # of a generation, and of what becomes one
 _AGAIN = "run skilltrain index again"
+_LOCAL = "local:"  # begins the name of a path outside the router's folder
+AllowedServers = Annotated[
+    tuple[str, ...], Field(description="servers that the router's rankers may send texts to")
+]
+
+
+class Contents(NamedTuple):
+    """Skills of a router by the folder or file that they come from, and the folders that `serve` watches."""
+
+    pool: Path
+    skills: Mapping[Path, Sequence[Skill]]
+    watched: Collection[Path]
 
 
 class IndexRecord(Config):
-    """What a generation says of itself. `models` has a fingerprint for each source of the rankers, `files` sizes."""
+    """What a generation says of itself. `models` has a fingerprint for each source of the rankers, `files` sizes.
+
+    `sources` has the number of skills of each folder or file that they come from; the skills are in that order.
+    """
 
     pool: str
+    sources: dict[str, int]
+    watched: list[str]
     rankers: list[dict[str, Any]]
     models: dict[str, str]
     calibration: Calibration | None
-    num_skills: int
     files: dict[str, int]
     skilltrain: str
 
@@ -52,32 +76,37 @@ class IndexRecord(Config):
     def of(
         cls,
         router: Path,
+        paths: dict[str, str],
         system: SystemConfig,
-        num_skills: int,
-        pool: Path,
+        contents: Contents,
         calibration: Calibration | None,
     ) -> "IndexRecord":
-        """What the next generation says of itself, but for its files; with the calibration if that applies."""
-        stored = partial(_stored, router)
+        """What the next generation says of itself, but for its files; with the calibration if that applies.
+
+        `paths` gets the paths outside the router's folder by the names that the record has for them.
+        """
+        stored = partial(_stored, router, paths)
         rankers: list[dict[str, Any]] = []
         for ranker in system.rankers:
             weights = (
                 {"weights": list(ranker.leg_weights())} if isinstance(ranker, FuseConfig) else {}
             )
             rankers.append(_with_paths(ranker.model_dump(mode="json"), stored) | weights)
-        sources = {
+        models = {
             source for part in parts_of(system.rankers) if (source := getattr(part, "source", None))
         }
-        models = {stored(source): model_fingerprint(source) for source in sorted(sources)}
+        models = {stored(source): model_fingerprint(source) for source in sorted(models)}
         if calibration and (calibration.system, calibration.models) != (rankers, models):
             calibration = None
         values = {
-            "pool": stored(str(pool)),
+            "pool": stored(str(contents.pool)),
+            "sources": {stored(str(path)): len(skills) for path, skills in contents.skills.items()},
+            "watched": [stored(str(path)) for path in contents.skills if path in contents.watched],
             "rankers": rankers,
             "models": models,
             "calibration": calibration,
         }
-        return cls(**values, num_skills=num_skills, files={}, skilltrain=__version__)
+        return cls(**values, files={}, skilltrain=__version__)
 
     def system(self, router: Path) -> SystemConfig:
         """What ranks, where the router lies in the folder `router`."""
@@ -104,16 +133,16 @@ class StoredSkills(Mapping[str, Skill]):
         return len(self._rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
-    """What a router answers from: what ranks, the skills by id, and where these were read from."""
+    """What a router answers from: what ranks, the skills by id, and the folders that may hold their files."""
 
     system: SystemConfig
     skills: Mapping[str, Skill]
-    pool: Path | None
+    folders: Sequence[Path]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Index(Held):
     """A generation, opened: a key of each skill's content, and by `key_of` what each ranker holds of the pool."""
 
@@ -122,6 +151,7 @@ class Index(Held):
     record: IndexRecord
     keys: np.ndarray
     parts: Mapping[str, Any]
+    stamp: set[tuple[str, int, int]]
 
     @classmethod
     def open(cls, router: Path) -> "Index":
@@ -141,13 +171,49 @@ class Index(Held):
                 what = f"is half-written or damaged: {reason_of(error)}"
                 raise SkilltrainError(what, where=folder, fix=_AGAIN) from error
 
+    def contents(self, skills: Iterable[Skill]) -> Contents:
+        """Return skills by the sources that the index has for their ids; new ones are of the first source."""
+        sources = self.folders[: len(self.record.sources)]
+        repeated = map(repeat, sources, self.record.sources.values())
+        source_of = dict(zip(self.skills, chain.from_iterable(repeated), strict=True))
+        groups: dict[Path, list[Skill]] = {source: [] for source in sources}
+        for skill in skills:
+            groups[source_of.get(skill.skill_id, sources[0])].append(skill)
+        watched = [Path(_placed(self.folder.parent, name)) for name in self.record.watched]
+        return Contents(self.pool, groups, watched)
+
+    def is_current(self) -> bool:
+        """Whether the router's folder still holds this generation, in the very files that were opened."""
+        folder = generation(self.folder.parent)
+        return folder == self.folder and stamps(folder) == self.stamp
+
     def check_models(self) -> None:
         """Raise SkilltrainError where a model is not the one that the index was made with."""
-        for source, known in self.record.models.items():
-            if model_fingerprint(_placed(self.folder.parent, source)) != known:
+        for name, known in self.record.models.items():
+            source = _placed(self.folder.parent, name)
+            if model_fingerprint(source) != known:
                 raise SkilltrainError(
                     f"is of another model: {source} has changed", where=self.folder, fix=_AGAIN
                 )
+
+
+def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: Path) -> None:
+    """Check the servers that the rankers of a router would send texts to, before any ranker is opened.
+
+    Raises SkilltrainError for a server that is not `allowed` (None: all are), and for a variable of its key that is not
+    called `…_API_KEY`.
+    """
+    for part in parts_of(system.rankers):
+        server = getattr(part, "llm", part)
+        if not isinstance(server, ServerConfig):
+            continue
+        url, variable = server.base_url, server.api_key_env
+        if allowed is not None and not {url, f"{url}/"} & {*allowed}:
+            fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
+            raise SkilltrainError(f"this router sends texts to {url}", where=where, fix=fix)
+        if not variable.endswith("_API_KEY"):
+            what = f"this router reads the environment variable {variable}"
+            raise SkilltrainError(what, where=where, fix="only names that end in _API_KEY are read")
 
 
 def generation(router: Path) -> Path:
@@ -181,25 +247,26 @@ def sweep(router: Path) -> Path:
 def _open(folder: Path) -> Index:
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
+    stamp = stamps(folder)
     record = validate(IndexRecord, read_json(folder / RECORD), folder / RECORD)
     for name, size in record.files.items():
         file = inside(folder, name, folder / RECORD)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
     system = record.system(folder.parent)
-    skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=True))
-    keys = np.load(folder / KEYS_FILE, mmap_mode="r")
+    skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
+    keys = np.load(folder / KEYS_FILE)
     parts = {
         key_of(part): _PARTS[part.kind].load(folder / name)
         for name, part in kept_parts(system).items()
     }
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {
-        record.num_skills
+        sum(record.sources.values())
     }:
         raise ValueError("its parts are of different pools")
-    return Index(
-        system, skills, Path(_placed(folder.parent, record.pool)), folder, record, keys, parts
-    )
+    pool, *sources = (Path(_placed(folder.parent, name)) for name in (record.pool, *record.sources))
+    folders = [*sources, *skill_folders(pool)]
+    return Index(system, skills, folders, pool, folder, record, keys, parts, stamp)
 
 
 def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
@@ -222,14 +289,25 @@ def _with_paths(value: Any, change: Callable[[str], str]) -> Any:
     }
 
 
-def _stored(router: Path, name: str) -> str:
-    """A path below the router's folder as `./…`, so that it may be moved; another one as a whole path."""
-    path, root = Path(name).expanduser().resolve(), router.resolve()
-    if not path.exists():
+def _stored(router: Path, paths: dict[str, str], name: str) -> str:
+    """A path below the router's folder as `./…`, so that it may be moved; another one as a name that `paths` gets."""
+    given, root = Path(name).expanduser(), router.resolve()
+    if not (given.is_absolute() or given.exists()):
         return name
-    return f"./{path.relative_to(root)}" if path.is_relative_to(root) else str(path)
+    path = given.resolve()
+    if path.is_relative_to(root):
+        return f"./{path.relative_to(root)}"
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+    stored = f"{_LOCAL}{path.name}-{digest}"
+    paths[stored] = str(path)
+    return stored
 
 
 def _placed(router: Path, name: str) -> str:
-    """The inverse of `_stored`. Raises SkilltrainError for a path that leaves the router's folder."""
-    return str(inside(router, name[2:], router)) if name.startswith("./") else name
+    """The inverse of `_stored`; a name that this machine does not know is looked for in the router's folder.
+
+    Raises SkilltrainError for a path that leaves the router's folder.
+    """
+    if name.startswith(_LOCAL):
+        name = read_local(router).get(name, f"./{name}")
+    return str(inside(router.resolve(), name[2:], router)) if name.startswith("./") else name

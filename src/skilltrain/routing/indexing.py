@@ -1,6 +1,9 @@
 """Stage `index`: a router in a folder, made of a pool and rankers; run again, it takes up what has changed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,9 +12,9 @@ from pyarrow import feather
 from pydantic import Field
 
 from skilltrain.config import Config, InputPath, validate
-from skilltrain.data.pool.read import read_pool
+from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import locked, read_json, staged_folder, write_json
+from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.dense import DenseConfig
@@ -25,18 +28,25 @@ from skilltrain.routing.index import (
     POINTER,
     RECORD,
     SKILLS_FILE,
+    AllowedServers,
+    Contents,
     Index,
     IndexRecord,
+    check_servers,
     kept_parts,
     sweep,
 )
 from skilltrain.tables import SKILLS, table_from_rows
+from skilltrain.terminal import say
 
 CALIBRATION_FILE = "calibration.json"
 
 
 class IndexConfig(Config):
-    """Make a router, or bring one up to date: only skills that are new or changed are encoded."""
+    """Make a router, or bring one up to date: only skills that are new or changed are encoded.
+
+    With the router's own pool, the folders that `serve` watched for it are read again too.
+    """
 
     stage: Literal["index"]
     pool: InputPath | None = Field(
@@ -48,6 +58,7 @@ class IndexConfig(Config):
     calibration: InputPath | None = Field(
         default=None, description="folder of the stage calibrate; null: as it has it"
     )
+    allow_servers: AllowedServers = ()
     out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
 
 
@@ -57,33 +68,75 @@ def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
     Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
     answer a new task, and for a calibration of other rankers or models.
     """
-    system, pool, skills = _wanted(config)
+    system, contents = _wanted(config)
     calibration = None
     if config.calibration is not None:
         file = config.calibration / CALIBRATION_FILE
         calibration = validate(Calibration, read_json(file), file)
-    return write_index(out, system, skills, {}, pool, calibration)
+    return write_index(out, system, contents, {}, calibration)
 
 
 def plan_index(config: IndexConfig) -> dict[str, Any]:
     """The counts of skills that are new, changed and gone (`--dry-run`)."""
-    return _changes(_before(config.out), _wanted(config)[-1])[0]
+    _, contents = _wanted(config)
+    skills = _with_unique_ids(contents).skills
+    return _changes(_before(config.out), [*chain(*skills.values())])[0]
 
 
-def _wanted(config: IndexConfig) -> tuple[SystemConfig, Path, list[Skill]]:
-    """(what ranks, the pool and its skills): those of the router where the settings do not say."""
-    pool, rankers = config.pool, config.rankers
-    if pool is None or rankers is None:
-        try:
-            before = Index.open(config.out)
-        except SkilltrainError as error:
-            raise SkilltrainError(
-                error.what, where=error.where, fix="give pool=… and rankers=…"
-            ) from error
-        pool, rankers = pool or before.pool, rankers or before.system.rankers
+def _wanted(config: IndexConfig) -> tuple[SystemConfig, Contents]:
+    """(what ranks, the skills): those of the router where the settings do not say."""
+    before: Index | None = None
+    pool = config.pool
+    rankers = config.rankers
+    try:
+        before = Index.open(config.out)
+        pool = pool or before.pool
+        rankers = rankers or before.system.rankers
+    except SkilltrainError as error:
+        if pool is None or rankers is None:
+            fix = "give pool=… and rankers=…"
+            raise SkilltrainError(error.what, where=error.where, fix=fix) from error
     system = SystemConfig(name="router", rankers=rankers)
+    check_servers(system, None if config.rankers else config.allow_servers, config.out)
     check_rankers(system)
-    return system, pool, read_pool(pool)
+    skills = read_by_source(pool)
+    watched = before.contents(()).watched if before and before.pool == pool.resolve() else []
+    for folder in watched:
+        skills.setdefault(folder, [])
+    return system, read_watched(Contents(pool, skills, watched), watched)
+
+
+def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
+    """Return `contents` with the skills that watched folders hold now; their categories are those by id in `contents`.
+
+    A folder that is gone is not read: it may come back. Raises SkilltrainError for a folder that is new in `contents`
+    and has skills of a source not in `folders`: removed from the folder, they would stay in the router.
+    """
+    known = {skill.skill_id: skill for skill in chain(*contents.skills.values())}
+    skills = dict(contents.skills)
+    for folder in folders:
+        if not folder.is_dir():
+            say(f"{folder}: this watched folder is gone")
+            continue
+        skills[folder] = group = list[Skill]()
+        with suppress(SkilltrainError):  # it holds no skill
+            for skill in read_pool(folder):
+                category = getattr(known.get(skill.skill_id), "category", None)
+                group.append(replace(skill, category=skill.category or category))
+        if folder not in contents.skills:
+            others = {
+                path: contents.skills[path] for path in contents.skills if path not in folders
+            }
+            _check_new(folder, {skill.skill_id for skill in group}, others)
+    return contents._replace(skills=skills, watched={*contents.watched, *folders})
+
+
+def _check_new(folder: Path, ids: set[str], others: Mapping[Path, Sequence[Skill]]) -> None:
+    for source, skills in others.items():
+        if folder.is_relative_to(source) or any(skill.skill_id in ids for skill in skills):
+            what = f"has skills of {source}, which is not watched"
+            fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
+            raise SkilltrainError(what, where=folder, fix=fix)
 
 
 def _before(router: Path) -> Index | None:
@@ -106,27 +159,36 @@ def check_rankers(system: SystemConfig) -> None:
 def write_index(
     router: Path,
     system: SystemConfig,
-    skills: Sequence[Skill],
+    contents: Contents,
     models: dict[str, Any],
-    pool: Path,
     calibration: Calibration | None = None,
+    before: Index | None = None,
 ) -> dict[str, int]:
-    """Make the folder `router` answer with `skills` from now on; how many of them are new, changed and gone.
+    """Make the folder `router` answer with other skills from now on; how many of them are new, changed and gone.
 
-    `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
-    another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
-    Raises SkilltrainError for an empty pool, for a calibration of other rankers or models, and where another process
-    writes.
+    An id that two sources use for different skills becomes another one in the second. `models` holds the encoders that
+    are open, by `key_of`. Only new texts are encoded, and read for BM25. Without another calibration the router keeps
+    its own where that still applies. Nothing is written where nothing changes. Raises SkilltrainError for an empty
+    pool, for a calibration of other rankers or models, where another process writes, and where one has written since
+    `before` was opened.
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
-        before, folder = _before(router), sweep(router)
+        if before is None:
+            before = _before(router)
+        elif not before.is_current():
+            raise SkilltrainError("another process has written meanwhile", where=router)
+        folder, contents = sweep(router), _with_unique_ids(contents)
+        skills = [*chain(*contents.skills.values())]
         counts, keys = _changes(before, skills)
         known = calibration or (before and before.record.calibration)
-        record = IndexRecord.of(router, system, len(skills), pool, known)
+        paths = read_local(router)
+        record = IndexRecord.of(router, paths, system, contents, known)
         if calibration and record.calibration is None:
             what = "the calibration is of other rankers or models"
             raise SkilltrainError(what, where=router, fix="run skilltrain calibrate on this router")
+        if paths != read_local(router):
+            write_json(router / LOCAL_FILE, paths)
         if (
             before
             and before.record.model_copy(update={"files": {}}) == record
@@ -158,6 +220,13 @@ def write_index(
         write_json(router / POINTER, {"index": folder.name})
         sweep(router)
     return counts
+
+
+def _with_unique_ids(contents: Contents) -> Contents:
+    if len(contents.skills) == 1:
+        return contents
+    merged, _ = merge_sources([*contents.skills.values()], drop_duplicates=False)
+    return contents._replace(skills=dict(zip(contents.skills, merged, strict=True)))
 
 
 def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, int], np.ndarray]:

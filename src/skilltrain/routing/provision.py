@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from skilltrain.data.pool.read import read_pool, skill_file
+from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
 from skilltrain.data.screening import screen_texts
 from skilltrain.data.screening.bundled import (
     MAX_BYTES,
@@ -60,7 +60,8 @@ def provision(
                 fault = f"skill '{skill_id}' is not in the pool"
                 raise SkilltrainError(fault, where=f"query {query_id}")
     distinct = dict.fromkeys(chain.from_iterable(chosen.values()))
-    files = {skill_id: _files_of(skills[skill_id], pool, flagged) for skill_id in distinct}
+    folders = skill_folders(pool)
+    files = {skill_id: _files_of(skills[skill_id], folders, flagged) for skill_id in distinct}
     names: dict[str, dict[str, str]] = {}
     with staged_folder(out) as folder:
         for query_id, skill_ids in chosen.items():
@@ -79,9 +80,9 @@ def provision(
     return {"num_skills": num_skills, "num_flagged": [*files.values()].count(None)}
 
 
-def _files_of(skill: Skill, pool: Path, flagged: Flagged) -> list[BundledFile] | None:
+def _files_of(skill: Skill, folders: list[Path], flagged: Flagged) -> list[BundledFile] | None:
     """Return the files that go with a skill, as they were screened; None for a flagged skill."""
-    original = skill_file(pool, skill.skill_id)
+    original = find_skill_file(folders, skill.skill_id)
     files, num_left_out = bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
     flags = screen_texts(skill, files) if flagged == "leave_out" else ()

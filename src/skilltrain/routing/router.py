@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.data.pool.read import skill_file
+from skilltrain.data.pool.read import find_skill_file, skill_folders
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
@@ -19,7 +19,7 @@ from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
 from skilltrain.routing.answer import Answer, RoutedSkill, Traced, Why
-from skilltrain.routing.index import Held, Index, generation
+from skilltrain.routing.index import Contents, Held, Index, check_servers
 from skilltrain.routing.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
 
@@ -112,12 +112,14 @@ class _Opened:
 
     def screened(self, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
         """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
-        path = skill_file(self.held.pool, skill.skill_id) if self.held.pool else None
+        path = find_skill_file(self.held.folders, skill.skill_id)
         return path, _flags(skill, path and path.parent)
 
 
 class Router:
     """Answers tasks over one pool; its models stay open, and any number of threads may ask it."""
+
+    _allow_servers: Collection[str] = ()
 
     def __init__(
         self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None
@@ -128,16 +130,21 @@ class Router:
         """
         if not skills:
             raise SkilltrainError("the pool is empty")
-        self._now = _open(Held(system, {skill.skill_id: skill for skill in skills}, pool), {})
+        folders = skill_folders(pool) if pool else []
+        self._now = _open(Held(system, {skill.skill_id: skill for skill in skills}, folders), {})
 
     @classmethod
-    def load(cls, folder: Path | str) -> "Router":
+    def load(cls, folder: Path | str, allow_servers: Collection[str] = ()) -> "Router":
         """The router that `fit` or `index` wrote into `folder`, which must be whole, its models unchanged.
 
-        Raises SkilltrainError where there is none, where it is not whole, and where one of its models has changed.
+        Its rankers may send texts to the servers in `allow_servers`. Raises SkilltrainError where there is no router,
+        where it is not whole, where one of its models has changed, and where its rankers name another server.
         """
+        index = Index.open(Path(folder))
+        check_servers(index.system, allow_servers, index.folder.parent)
         router = cls.__new__(cls)
-        router._now = _open(Index.open(Path(folder)), {})
+        router._allow_servers = allow_servers
+        router._now = _open(index, {})
         return router
 
     @property
@@ -184,28 +191,35 @@ class Router:
         """What each ranker makes of a task, as if the skills `without` were not in the pool."""
         return self._now.trace(_query(task), _DEPTH, without)
 
-    def update(self, skills: Sequence[Skill]) -> dict[str, int]:
+    def update(self, skills: Sequence[Skill] | Contents) -> dict[str, int]:
         """Answer with these skills from now on, as will whoever opens the folder; how many are new, changed and gone.
 
-        Only new texts are encoded. Raises SkilltrainError for a router in no folder, and where another process writes.
+        Only new texts are encoded. Raises SkilltrainError for a router in no folder, where another process writes, and
+        for contents of an index that another process has replaced.
         """
+        if not isinstance(skills, Contents):
+            self.refresh()
         now = self._now
         if now.index is None:
             raise SkilltrainError(
                 "this router is in no folder", fix="make one with skilltrain index"
             )
-        found = write_index(
-            now.index.folder.parent, now.index.system, skills, now.models, now.index.pool
-        )
+        index = now.index
+        contents = skills if isinstance(skills, Contents) else index.contents(skills)
+        found = write_index(index.folder.parent, index.system, contents, now.models, before=index)
         self.refresh()
         return found
 
     def refresh(self) -> bool:
-        """Take up what has been written into the router's folder since it was opened; whether there was anything."""
+        """Take up what has been written into the router's folder since it was opened; whether there was anything.
+
+        Raises SkilltrainError as `load` does; the router then answers as before.
+        """
         now = self._now
-        if now.index is None or generation(now.index.folder.parent) == now.index.folder:
+        if now.index is None or now.index.is_current():
             return False
         newer = Index.open(now.index.folder.parent)
+        check_servers(newer.system, self._allow_servers, newer.folder.parent)
         self._now = _open(
             newer, now.models if newer.record.models == now.index.record.models else {}
         )

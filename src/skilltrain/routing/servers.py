@@ -300,14 +300,14 @@ def _part(service: Service, kind: type[PartT], name: str, num_texts: int) -> Par
     return found
 
 
-def serve_stdio(service: Service, watched: Path | None) -> None:
+def serve_stdio(service: Service, watched: Sequence[Path]) -> None:
     """Serve MCP on stdin and stdout until stdin ends."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the log is written
     _run(service, new_mcp_server(service).run_stdio_async, watched)
 
 
 def serve_http(
-    service: Service, watched: Path | None, host: str, port: int, access: Access
+    service: Service, watched: Sequence[Path], host: str, port: int, access: Access
 ) -> None:
     """Serve MCP and HTTP until Ctrl-C or SIGTERM. Raises SkilltrainError where the port is taken."""
     try:
@@ -324,7 +324,7 @@ def serve_http(
     _run(service, partial(server.serve, sockets=[place]), watched)
 
 
-def _run(service: Service, serve: Callable[[], Awaitable[None]], watched: Path | None) -> None:
+def _run(service: Service, serve: Callable[[], Awaitable[None]], watched: Sequence[Path]) -> None:
     """Serve, and write the log at the end."""
     logging.basicConfig(level=logging.WARNING, handlers=[LineHandler()], force=True)
     try:

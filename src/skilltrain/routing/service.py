@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,19 +20,20 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
 import anyio
-import watchfiles
 from anyio.to_thread import run_sync
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from skilltrain.data.pool.read import read_pool
+from skilltrain.data.pool.read import SOURCE_FILES
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import staged_folder
+from skilltrain.files import staged_folder, stamps
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.routing.answer import RoutedSkill
+from skilltrain.routing.index import Contents
+from skilltrain.routing.indexing import read_watched
 from skilltrain.routing.provision import front_matter, skill_text
 from skilltrain.routing.router import Router
 from skilltrain.tables import QUERIES, RANKINGS, write_table
@@ -120,6 +121,7 @@ class Service:
             CollectorRegistry(),
         )
         self._faults: dict[str, str] = {}
+        self._updated: object = None
         skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         skills.set_function(lambda: len(self.router.skills))
         told = "skilltrain_request_seconds", "Seconds of a request", ("request", "outcome")
@@ -137,14 +139,12 @@ class Service:
         finally:
             self._seconds.labels(name, outcome).observe(time.monotonic() - started)
 
-    async def run(self, serve: Callable[[], Awaitable[None]], watched: Path | None) -> None:
+    async def run(self, serve: Callable[[], Awaitable[None]], watched: Sequence[Path]) -> None:
         """Serve while the skills are kept current and the log is written."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._repeat, _LOOK, "refresh", self.router.refresh)
+            tasks.start_soon(self._repeat, _LOOK, "update", partial(self.update, watched))
             if self.log is not None:
                 tasks.start_soon(self._repeat, _WRITE, "log", self.log.flush)
-            if watched is not None:
-                tasks.start_soon(self.watch, watched)
             try:
                 await serve()
             finally:
@@ -155,26 +155,32 @@ class Service:
             await anyio.sleep(seconds)
             await self._try(name, work)
 
-    async def watch(self, watched: Path) -> None:
-        """Update the router for what has changed below `watched`, at first for what changed while nobody watched."""
-        is_current = False
-        async for changes in watchfiles.awatch(
-            watched, yield_on_timeout=True
-        ):  # tries again what failed
-            if changes or not is_current:
-                is_current = await self._try("update", update_from, self.router, watched)
+    def update(self, watched: Sequence[Path]) -> None:
+        """Take up what others wrote into the router's folder, and what changed below watched folders; log removed skills.
 
-    async def _try(self, name: str, work: Callable[..., object], *arguments: object) -> bool:
+        The files are compared each time: not every file system tells of changes. Raises SkilltrainError as
+        `Router.update` does.
+        """
+        self.router.refresh()
+        files = [stamps(folder, SOURCE_FILES) for folder in watched]
+        if not watched or (files, self.router.index) == self._updated:
+            return
+        before = self.router.skills.keys()
+        self.router.update(watched_contents(self.router, watched))
+        if removed := before - self.router.skills.keys():
+            say(f"removed from the router: {', '.join(sorted(removed))}")
+        self._updated = (files, self.router.index)
+
+    async def _try(self, name: str, work: Callable[[], object]) -> None:
         """Do it, counted as a request; after a fault, which is said once, the server goes on as it is."""
         fault = ""
         try:
-            await self.timed(name, work, *arguments)
+            await self.timed(name, work)
         except Exception as error:
             fault = f"{name}: {error}"
         if fault and fault != self._faults.get(name):
             say(fault)
         self._faults[name] = fault
-        return not fault
 
     def search(self, query: str, k: int, filters: Filters | None) -> dict[str, Any]:
         """The `k` best skills for a task, whether any `fits`, and a note that their texts are untrusted.
@@ -221,23 +227,10 @@ class Service:
         return self.flagged == "withhold" and bool(self.router.flags(skill))
 
 
-def update_from(router: Router, watched: Path) -> dict[str, int]:
-    """Let the router answer with what `watched` holds now; skills of other sources stay, and categories are kept.
-
-    Raises SkilltrainError where nothing can be read, or where another process writes.
-    """
-    before, source = router.skills, clean_text(watched.resolve().name)
-    others = [skill for skill in before.values() if skill.source != source]
-    taken = {skill.skill_id for skill in others}
-    read = [skill for skill in read_pool(watched) if skill.skill_id not in taken]
-    known = {
-        skill.skill_id: before[skill.skill_id].category
-        for skill in read
-        if skill.skill_id in before
-    }
-    return router.update(
-        [*others, *(replace(skill, category=known.get(skill.skill_id)) for skill in read)]
-    )
+def watched_contents(router: Router, watched: Sequence[Path]) -> Contents:
+    """The skills of a router, those of watched folders as these are now; raises SkilltrainError as `read_watched` does."""
+    assert router.index is not None
+    return read_watched(router.index.contents(router.skills.values()), watched)
 
 
 def _row(routed: RoutedSkill, skill: Skill) -> dict[str, Any]:

@@ -5,8 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from skilltrain.data.pool.skill_file import (
 )
 from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import BROKEN_LINES, json_object, numbered_lines
+from skilltrain.files import BROKEN_LINES, json_object, numbered_lines, read_local
 from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import SKILLS, read_skills, table_path
@@ -36,6 +35,8 @@ HF_PREFIX = "hf:"
 _SHARDS = (".jsonl", ".jsonl.gz", ".parquet")
 _BATCH_ROWS = 256  # of a table that become Python objects at once
 _LANGUAGE_CHARS = 4_000  # of a body, by which its language is told
+SOURCE_FILES = ("skill.md", *_SHARDS)
+"""Ends of the names of files that may hold skills, in lower case."""
 
 Items = Iterator[Skill | Dropped]
 
@@ -50,7 +51,7 @@ def read_pool(path: Path | str) -> list[Skill]:
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
     sources, dropped = read_sources([path])
-    skills, duplicates = merge_sources(sources, drop_duplicates=False)
+    (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
     counts = counted(drop.filter for drop in dropped + duplicates if drop.filter != CUT)
     if counts:
         num_dropped = sum(counts.values())
@@ -62,11 +63,23 @@ def read_pool(path: Path | str) -> list[Skill]:
     return skills
 
 
-def skill_file(pool: Path, skill_id: str) -> Path | None:
-    """Return the SKILL.md of a skill below `pool` or a source that its run read, if it is there."""
+def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
+    """Read the skills of a pool by the folder or file that they come from.
+
+    Only the stage `pool` writes it down. The source of another pool is the pool itself.
+    """
+    skills = read_pool(pool)
+    counts = read_local(pool)
+    if sum(counts.values()) != len(skills):
+        counts = {str(pool.resolve()): len(skills)}
+    remaining = iter(skills)
+    return {Path(source): [*islice(remaining, counts[source])] for source in counts}
+
+
+def skill_folders(pool: Path) -> list[Path]:
+    """Return the folders that may hold a pool's SKILL.md files: `pool`, and the sources that its run read."""
     sources = record_of(pool).get("recipe", {}).get("sources", ())
-    folders = [Path(source) for source in sources if isinstance(source, str)]
-    return find_skill_file([pool, *folders], skill_id)
+    return [pool, *(Path(source) for source in sources if isinstance(source, str))]
 
 
 def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
@@ -94,7 +107,8 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
         skills.append(_with_language(skill))
     if not skills:
         raise SkilltrainError("there is no skill", where="pool")
-    return merge_sources([skills], drop_duplicates=False)[0]
+    (merged,), _ = merge_sources([skills], drop_duplicates=False)
+    return merged
 
 
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
@@ -139,36 +153,39 @@ def _first_reason(dropped: Sequence[Dropped]) -> str:
 
 def merge_sources(
     sources: Sequence[Sequence[Skill]], drop_duplicates: bool
-) -> tuple[list[Skill], list[Dropped]]:
-    """Return the skills of all sources with unique ids, and the duplicates.
+) -> tuple[list[list[Skill]], list[Dropped]]:
+    """Return the skills of each source under ids that are unique among all sources, and the duplicates.
 
-    Sources keep their order; the skills of one are sorted by id. The same id with the same name and
-    body is one skill. With another content the later skill is called `~2`, `~3`, …; names that a
-    source itself uses are passed over, so that an id keeps its meaning.
+    The skills of a source are in order of id. The same id with the same name, description and body is one skill. With
+    another content the later skill is called `~2`, `~3`, …, passing over names that a source itself uses, so that no id
+    given by a source changes its meaning.
     """
-    given_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
-    ids_by_content: dict[bytes, str] = {}
-    seen: set[tuple[str, bytes]] = set()
-    num_renamed = Counter[str]()
-    merged: dict[str, Skill] = {}
+    given = {skill.skill_id for skills in sources for skill in skills}
+    first_with: dict[bytes, str] = {}
+    seen: set[tuple[str, str, bytes]] = set()
+    last_suffix: Counter[str] = Counter()
+    unique_ids: set[str] = set()
+    merged: list[list[Skill]] = []
     dropped: list[Dropped] = []
-    for skill in chain.from_iterable(
-        sorted(skills, key=attrgetter("skill_id")) for skills in sources
-    ):
-        given_id = skill_id = skill.skill_id
-        content = _content_digest(skill)
-        first_id = ids_by_content.get(content)
-        if first_id is not None and (drop_duplicates or (given_id, content) in seen):
-            reason = f"has the same name and body as {first_id}"
-            dropped.append(Dropped("", given_id, "duplicate", reason, other_id=first_id))
-            continue
-        seen.add((given_id, content))
-        while skill_id in merged or (skill_id != given_id and skill_id in given_ids):
-            num_renamed[given_id] += 1
-            skill_id = f"{given_id}~{num_renamed[given_id] + 1}"
-        ids_by_content.setdefault(content, skill_id)
-        merged[skill_id] = replace(skill, skill_id=skill_id)
-    return list(merged.values()), dropped
+    for skills in sources:
+        merged.append([])
+        for skill in sorted(skills, key=lambda skill: skill.skill_id):
+            content = _content_digest(skill)
+            identity = (skill.skill_id, skill.description, content)
+            first = first_with.get(content)
+            if first is not None and (drop_duplicates or identity in seen):
+                reason = f"has the same name and body as {first}"
+                dropped.append(Dropped("", skill.skill_id, "duplicate", reason, other_id=first))
+                continue
+            seen.add(identity)
+            skill_id = skill.skill_id
+            while skill_id in unique_ids or (skill_id != skill.skill_id and skill_id in given):
+                last_suffix[skill.skill_id] += 1
+                skill_id = f"{skill.skill_id}~{last_suffix[skill.skill_id] + 1}"
+            first_with.setdefault(content, skill_id)
+            unique_ids.add(skill_id)
+            merged[-1].append(replace(skill, skill_id=skill_id))
+    return merged, dropped
 
 
 def _content_digest(skill: Skill) -> bytes:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from skilltrain.config import Config, InputPath, parse_yaml, validate
 from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sources, read_sources
 from skilltrain.data.screening import screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import LOCAL_FILE, write_json
 from skilltrain.records import Skill, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.tables import DROPPED, SKILLS, write_table
@@ -87,7 +89,8 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
     """
     sources, dropped = read_sources(config.sources)
     refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
-    merged, repeated = merge_sources(sources, config.drop_duplicates)
+    by_source, repeated = merge_sources(sources, config.drop_duplicates)
+    merged = list(chain.from_iterable(by_source))
     dropped += repeated
     skills = _fill_categories(merged, config)
     num_own, num_known = (
@@ -104,6 +107,10 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         skills, config.workers, {own: file.parent for own, file in files.items() if file}
     )
     write_table(skills, SKILLS, out)
+    num_kept: Counter[str] = Counter()
+    for source, kept in zip(config.sources, by_source, strict=True):
+        num_kept[clean_text(str(Path(source).resolve()))] += len(kept)
+    write_json(out / LOCAL_FILE, num_kept)
     write_flags(flags, out)
     write_table(dropped, DROPPED, out)
     return {
