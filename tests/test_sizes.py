@@ -17,7 +17,7 @@ MAX_FUNCTION_LINES = 80  # 60 when issue 3 has rewritten the code
 MAX_PARAMETERS = 7
 # Tokens of code in thousands (comments, docstrings and layout are free; an f-string is one token), by ring.
 # ROOM lets a contribution pass; whoever needs more raises the budget in the same commit and says why.
-BUDGETS = {"core": 160, "serving": 15, "papers": 22}
+BUDGETS = {"core": 140, "serving": 16, "papers": 22}
 ROOM = 1.05
 # Where the parts lie that are not core.
 RINGS = {
