@@ -66,7 +66,6 @@ def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:
 
 def killed_in_step(rank: int, number: int, folder: Path, out: Path) -> None:
     """Train until a kill -9 in the `number`-th step."""
-    torch.set_num_threads(1)
     run(signal_in(new_step(folder), number, signal.SIGKILL), out, resume=False)
 
 
