@@ -273,6 +273,10 @@ def leave_folder(folder):
         (cut, "is half-written or damaged: skills.arrow is not there, or not of"),
         (mix_pools, "its parts are of different pools"),
         (leave_folder, "the path '../elsewhere' leaves its folder"),
+        (
+            lambda folder: record_other(folder, num_skills=6),  # as before there were sources
+            "skilltrain, sources, watched (run skilltrain index again)",
+        ),
         (lambda folder: (folder / "router.json").write_text('{"index": "../x"}'), "names no index"),
         (lambda folder: (folder / "router.json").write_text('{"ind'), "is not JSON"),
         (

@@ -835,7 +835,7 @@ def test_bad_settings_are_one_line(places):
         port = taken.getsockname()[1]
         for words, line in {
             "holds no router": ("nowhere",),
-            "nowhere: no such folder": (places[0], "--watch", "nowhere"),
+            "'--watch': dir 'nowhere' does not exist": (places[0], "--watch", "nowhere"),
             "smoke": (places[0], "--mcp", "smoke"),
             "--port": (places[0], "--mcp", "http", "--port", 0),
             f"127.0.0.1:{port}: cannot listen here": (places[0], "--mcp", "http", "--port", port),

@@ -204,7 +204,12 @@ def serve(
     ] = "stdio",
     watch: Annotated[
         list[Path] | None,
-        typer.Option(help="folder of SKILL.md files: changes go into the router; may be repeated"),
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            help="folder of SKILL.md files: changes go into the router; may be repeated",
+        ),
     ] = None,
     allow_server: AllowServer = None,
     flagged: Annotated[
@@ -240,10 +245,7 @@ def serve(
         raise SkilltrainError(
             f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'"
         ) from error
-    watch = [folder.resolve() for folder in watch or ()]
-    for folder in watch:
-        if not folder.is_dir():
-            raise SkilltrainError("no such folder", where=folder)
+    watch = watch or []
     opened = Router.load(router, allow_server or ())
     if watch:
         watched_contents(opened, watch)

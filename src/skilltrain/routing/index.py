@@ -166,10 +166,10 @@ class Index(Held):
             except (SkilltrainError, OSError, ValueError, pa.ArrowException) as error:
                 if generation(router) != folder:
                     continue  # a writer has removed it meanwhile
+                what, where = f"is half-written or damaged: {reason_of(error)}", folder
                 if isinstance(error, SkilltrainError):
-                    raise
-                what = f"is half-written or damaged: {reason_of(error)}"
-                raise SkilltrainError(what, where=folder, fix=_AGAIN) from error
+                    what, where = error.what, error.where
+                raise SkilltrainError(what, where=where, fix=_AGAIN) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
         """Return skills by the sources that the index has for their ids; new ones are of the first source."""

@@ -1,6 +1,6 @@
 """Stage `index`: a router in a folder, made of a pool and rankers; run again, it takes up what has changed."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -78,9 +78,7 @@ def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
 
 def plan_index(config: IndexConfig) -> dict[str, Any]:
     """The counts of skills that are new, changed and gone (`--dry-run`)."""
-    _, contents = _wanted(config)
-    skills = _with_unique_ids(contents).skills
-    return _changes(_before(config.out), [*chain(*skills.values())])[0]
+    return _changes(_before(config.out), [*chain(*_wanted(config)[1].skills.values())])[0]
 
 
 def _wanted(config: IndexConfig) -> tuple[SystemConfig, Contents]:
@@ -109,34 +107,35 @@ def _wanted(config: IndexConfig) -> tuple[SystemConfig, Contents]:
 def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
     """Return `contents` with the skills that watched folders hold now; their categories are those by id in `contents`.
 
-    A folder that is gone is not read: it may come back. Raises SkilltrainError for a folder that is new in `contents`
-    and has skills of a source not in `folders`: removed from the folder, they would stay in the router.
+    A folder that is gone is not read: it may come back. An id that two sources use for different skills becomes another
+    one in the second. Raises SkilltrainError for a folder that is new in `contents` and shares skills with a source not
+    in `folders`: removed from the folder, they would stay in the router.
     """
-    known = {skill.skill_id: skill for skill in chain(*contents.skills.values())}
+    known: dict[str, tuple[Path, Skill]] = {}
+    for source, group in contents.skills.items():
+        known |= {skill.skill_id: (source, skill) for skill in group}
     skills = dict(contents.skills)
     for folder in folders:
         if not folder.is_dir():
             say(f"{folder}: this watched folder is gone")
             continue
-        skills[folder] = group = list[Skill]()
+        group = list[Skill]()
         with suppress(SkilltrainError):  # it holds no skill
-            for skill in read_pool(folder):
-                category = getattr(known.get(skill.skill_id), "category", None)
-                group.append(replace(skill, category=skill.category or category))
-        if folder not in contents.skills:
-            others = {
-                path: contents.skills[path] for path in contents.skills if path not in folders
-            }
-            _check_new(folder, {skill.skill_id for skill in group}, others)
-    return contents._replace(skills=skills, watched={*contents.watched, *folders})
-
-
-def _check_new(folder: Path, ids: set[str], others: Mapping[Path, Sequence[Skill]]) -> None:
-    for source, skills in others.items():
-        if folder.is_relative_to(source) or any(skill.skill_id in ids for skill in skills):
-            what = f"has skills of {source}, which is not watched"
+            group = read_pool(folder)
+        shared = {source for source in contents.skills if folder.is_relative_to(source)}
+        for number, skill in enumerate(group):
+            source, before = known.get(skill.skill_id, (folder, skill))
+            shared.add(source)
+            group[number] = replace(skill, category=skill.category or before.category)
+        if folder not in contents.skills and (unwatched := shared - {*folders}):
+            what = f"has skills of {min(unwatched)}, which is not watched"
             fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
             raise SkilltrainError(what, where=folder, fix=fix)
+        skills[folder] = group
+    if len(skills) > 1:
+        merged, _ = merge_sources([*skills.values()], drop_duplicates=False)
+        skills = dict(zip(skills, merged, strict=True))
+    return contents._replace(skills=skills, watched={*contents.watched, *folders})
 
 
 def _before(router: Path) -> Index | None:
@@ -166,11 +165,10 @@ def write_index(
 ) -> dict[str, int]:
     """Make the folder `router` answer with other skills from now on; how many of them are new, changed and gone.
 
-    An id that two sources use for different skills becomes another one in the second. `models` holds the encoders that
-    are open, by `key_of`. Only new texts are encoded, and read for BM25. Without another calibration the router keeps
-    its own where that still applies. Nothing is written where nothing changes. Raises SkilltrainError for an empty
-    pool, for a calibration of other rankers or models, where another process writes, and where one has written since
-    `before` was opened.
+    `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
+    another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
+    Raises SkilltrainError for an empty pool, for a calibration of other rankers or models, where another process
+    writes, and where one has written since `before` was opened.
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
@@ -178,7 +176,7 @@ def write_index(
             before = _before(router)
         elif not before.is_current():
             raise SkilltrainError("another process has written meanwhile", where=router)
-        folder, contents = sweep(router), _with_unique_ids(contents)
+        folder = sweep(router)
         skills = [*chain(*contents.skills.values())]
         counts, keys = _changes(before, skills)
         known = calibration or (before and before.record.calibration)
@@ -220,13 +218,6 @@ def write_index(
         write_json(router / POINTER, {"index": folder.name})
         sweep(router)
     return counts
-
-
-def _with_unique_ids(contents: Contents) -> Contents:
-    if len(contents.skills) == 1:
-        return contents
-    merged, _ = merge_sources([*contents.skills.values()], drop_duplicates=False)
-    return contents._replace(skills=dict(zip(contents.skills, merged, strict=True)))
 
 
 def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, int], np.ndarray]:

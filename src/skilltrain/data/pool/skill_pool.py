@@ -107,10 +107,8 @@ def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
         skills, config.workers, {own: file.parent for own, file in files.items() if file}
     )
     write_table(skills, SKILLS, out)
-    num_kept: Counter[str] = Counter()
-    for source, kept in zip(config.sources, by_source, strict=True):
-        num_kept[clean_text(str(Path(source).resolve()))] += len(kept)
-    write_json(out / LOCAL_FILE, num_kept)
+    paths = [clean_text(str(Path(source).resolve())) for source in config.sources]
+    write_json(out / LOCAL_FILE, dict(zip(paths, map(len, by_source), strict=True)))
     write_flags(flags, out)
     write_table(dropped, DROPPED, out)
     return {
