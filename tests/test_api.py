@@ -140,6 +140,17 @@ def test_a_killed_fit_goes_on_to_a_router_and_the_recipes_of_it(router):
     )
 
 
+def test_fit_removes_leftovers_of_a_killed_run(tmp_path):
+    leftover = tmp_path / "router" / "recipes" / ".4_filtered.yaml.x.partial"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("half a recipe")
+
+    with pytest.raises(SkilltrainError):
+        skilltrain.fit(tmp_path / "no_skills", tmp_path / "router")
+
+    assert not leftover.exists()
+
+
 def test_fit_without_queries_makes_its_own_and_its_dry_run_writes_nothing(library, tmp_path):
     command = ("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32")
     plan = json.loads(succeeds(*command, "--dry-run").out)["steps"]

@@ -48,6 +48,8 @@ class FitConfig(Config):
 def run_fit(config: FitConfig) -> dict[str, Any]:
     """Run every step that is missing; where the router lies, the counts, and each system's Hit@1 on the dev queries."""
     found: dict[str, Any] = {}
+    for leftover in (config.out / "recipes").glob(".*.partial"):  # of a run that was killed
+        leftover.unlink(missing_ok=True)
     for number, (step, values) in enumerate(recipes_of(config).items(), 1):
         if (
             step == "report"
