@@ -121,6 +121,7 @@ def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_m
         assert sorted(path.name for path in out.iterdir()) == [
             "dropped.parquet",
             "flags.parquet",
+            "local.json",
             "recipe.yaml",
             "run.json",
             "skills.parquet",
