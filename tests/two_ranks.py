@@ -70,10 +70,10 @@ CASES = {
     "fsdp2 reranker": Case("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
     "zero2 encoder": Case("qwen3", 1e-4),  # DeepSpeed computes in float32
     "zero3 reranker": Case("qwen3_reranker", 1e-4),
-    "fsdp2 reranker in bfloat16": Case(
-        "qwen3_reranker", 0.02, recompute=True
-    ),  # of the losses, not of the weights
-    "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.02, recompute=True),
+    # Tolerance of the losses, not of the weights. The rounding of bfloat16 depends on the processor:
+    # without AVX the third loss differs by .022.
+    "fsdp2 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
+    "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
 }
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 _FSDP = {
