@@ -27,7 +27,7 @@ REMOVED: dict[str, str] = {
     "fields": "set body_chars: null, and a chat model sees no body",
     "min_score": "calibrate a router and plan with --router: it finds no skill where none fits",
     "true_count": "leave it out: a model is not told the number of gold steps",
-    "mode": "leave it out, for there is no Batch API any more and all requests are live",
+    "llm.mode": "leave it out, for there is no Batch API any more and all requests are live",
     "poll_seconds": "leave it out, for there is no Batch API any more",
     "llm.batch_size": "leave it out, for there is no Batch API any more",
     "--interpolate": "choose a checkpoint with --checkpoint instead",
@@ -231,7 +231,7 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         sorted({name for c in sections for name in c.model_fields}),
     )
     if kind == "extra_forbidden":
-        names = path[-1], key, f"{values.get('stage')}.{key}"
+        names = path[-1], ".".join(path[-2:]), f"{values.get('stage')}.{key}"
         advice = next(filter(None, map(removed_advice, names)), "")
         allowed = f"{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
         return f"unknown key '{key}'{advice or allowed}"
