@@ -16,10 +16,10 @@ import bm25s
 import numpy as np
 
 from skilltrain.data.pool.read import read_pool
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark
-from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.bootstrap import intervals
-from skilltrain.evaluation.metrics import parse_measures, per_query
+from skilltrain.metrics.benchmarks.benchmark import Benchmark
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.metrics.bootstrap import intervals
+from skilltrain.metrics.measures import parse_measures, per_query
 from skilltrain.records import Skill
 from skilltrain.retrieval.lexical import Vocabulary, top_k
 

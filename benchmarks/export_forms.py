@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from skilltrain.data.pool.read import read_pool
-from skilltrain.evaluation.bootstrap import intervals, paired_differences
-from skilltrain.evaluation.metrics import Relevance, parse_measures, per_query
-from skilltrain.export.folder import save_model
 from skilltrain.export.forms import ONNX, ONNX_INT8, write_form
 from skilltrain.files import read_jsonl
+from skilltrain.metrics.bootstrap import intervals, paired_differences
+from skilltrain.metrics.measures import Relevance, parse_measures, per_query
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.micro_batches import TokenIds, micro_batches, model_inputs
 from skilltrain.models.pooling import pool
+from skilltrain.models.saving import save_model
 
 MEASURES, BUDGET = ("Hit@1", "nDCG@10"), 4096
 Arrays = dict[str, np.ndarray]

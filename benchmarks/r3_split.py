@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skilltrain.data.draws import split_groups
+from skilltrain.data.sampling import split_groups
 from skilltrain.files import read_jsonl, staged_folder
 
 NUM_OTHERS = 4_000  # skills of the pool beside those that are judged

@@ -320,9 +320,9 @@ def _write_qwen3(case: Case, folder: Path, tokenizer_folder: Path) -> None:
 def _export(case: Case, base: Path, folder: Path) -> None:
     import torch
 
-    from skilltrain.export.folder import save_model
     from skilltrain.models.encoder import EncoderConfig, load_encoder
     from skilltrain.models.reranker import RerankerConfig, load_reranker
+    from skilltrain.models.saving import save_model
     from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 
     torch.manual_seed(SEED)

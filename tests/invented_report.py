@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.evaluation.bootstrap import intervals
-from skilltrain.evaluation.comparison import SystemResult
-from skilltrain.evaluation.metrics import (
+from skilltrain.evaluation.analyse import COVERAGES, outcomes, pass_rates
+from skilltrain.evaluation.report import Report, build_report
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.metrics.bootstrap import intervals
+from skilltrain.metrics.comparison import SystemResult
+from skilltrain.metrics.measures import (
     DEFAULT_MEASURES,
     SET_COMPAT,
     Measure,
@@ -19,10 +21,8 @@ from skilltrain.evaluation.metrics import (
     parse_measures,
     per_query,
 )
+from skilltrain.papers.skillrouter.field_attention import FIELDS
 from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import Report, build_report
-from skilltrain.routing.analyse import COVERAGES, outcomes, pass_rates
-from skilltrain.routing.field_attention import FIELDS
 
 HOSTILE = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*\u202eevil\u2066\u200b"
 # name, how well it ranks, p50 in ms of its stages

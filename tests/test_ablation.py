@@ -18,7 +18,9 @@ import yaml
 from safetensors.torch import load_file
 
 from skilltrain import ablation
-from skilltrain.ablation import (
+from skilltrain.config import apply_overrides
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.ablate import (
     AblationConfig,
     Cell,
     make_results,
@@ -27,11 +29,9 @@ from skilltrain.ablation import (
     results_page,
     run_ablation,
 )
-from skilltrain.config import apply_overrides
-from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.comparison import holm
+from skilltrain.evaluation.page import markdown
 from skilltrain.files import read_json, write_json
-from skilltrain.report.page import markdown
+from skilltrain.metrics.comparison import holm
 from small_library import contents, succeeds, write_library
 
 ROOT = Path(__file__).parents[1]

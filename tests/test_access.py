@@ -13,10 +13,10 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.routing.access import read_access
-from skilltrain.routing.router import Router
-from skilltrain.routing.servers import new_http_app
-from skilltrain.routing.service import Service
+from skilltrain.serving.access import read_access
+from skilltrain.serving.router import Router
+from skilltrain.serving.servers import new_http_app
+from skilltrain.serving.service import Service
 
 PAGE = "https://app.example.com"
 ROUTES = {

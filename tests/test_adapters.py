@@ -13,11 +13,11 @@ from transformers import AutoModel
 
 import training_runs
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import save_model
 from skilltrain.losses import InfoNCE
 from skilltrain.models.adapters import AdapterConfig, add_adapter, merge_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate
 from skilltrain.training.checkpoint import load_weights

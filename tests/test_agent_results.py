@@ -7,8 +7,8 @@ import pytest
 
 from benchmark_folders import jsonl, write_ours
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.agent_results import Trial, agent_results, read_trials, task_values
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.metrics.measures import Relevance
+from skilltrain.papers.skillflow.agent_results import Trial, agent_results, read_trials, task_values
 from small_library import skilltrain, succeeds
 
 GOLD = {"t1": Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, {"a2": "a"})}

@@ -7,16 +7,7 @@ import pytest
 from scipy.stats import mannwhitneyu
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.evaluation.bootstrap import Interval
-from skilltrain.evaluation.comparison import SystemResult
-from skilltrain.evaluation.metrics import Relevance
-from skilltrain.models.encoder import EncoderConfig
-from skilltrain.records import Query, Skill
-from skilltrain.retrieval.cascade import RankedStage
-from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.routing.analyse import (
+from skilltrain.evaluation.analyse import (
     AVERAGE,
     compare_structure,
     latencies,
@@ -26,6 +17,15 @@ from skilltrain.routing.analyse import (
     structure_features,
     truncation,
 )
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.metrics.bootstrap import Interval
+from skilltrain.metrics.comparison import SystemResult
+from skilltrain.metrics.measures import Relevance
+from skilltrain.models.encoder import EncoderConfig
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.cascade import RankedStage
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.templates import EncoderTemplate, SkillTemplate
 
 # What rankers let through, and take ----------------------------------------------------------------------------------

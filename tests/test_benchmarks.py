@@ -9,9 +9,9 @@ import pytest
 
 from benchmark_folders import Files, jsonl, skillrouter, write, write_ours
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, check_pool, joined
-from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.metrics import Relevance, as_found
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, joined
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.metrics.measures import Relevance, as_found
 from skilltrain.records import Query, Skill
 
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task
-from skilltrain.evaluation.bootstrap import share
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.metrics.benchmarks.benchmark import Task
+from skilltrain.metrics.bootstrap import share
+from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query
-from skilltrain.routing.answer import Calibrator, Traced
-from skilltrain.routing.calibrate import (
+from skilltrain.serving.answer import Calibrator, Traced
+from skilltrain.serving.calibrate import (
     assign_folds,
     bound,
     calibration_error,
@@ -22,7 +22,7 @@ from skilltrain.routing.calibrate import (
     fit_out_of_fold,
     risk_coverage,
 )
-from skilltrain.routing.router import Router
+from skilltrain.serving.router import Router
 from small_library import QUERIES, skilltrain, succeeds
 
 RANKERS = "[{kind: lexical}]"

@@ -12,9 +12,9 @@ from skilltrain.data import filter_layers
 from skilltrain.data.filter_layers import PAIR, CeilingLayer, FilterPool
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
-from skilltrain.export.folder import save_model
 from skilltrain.losses import InfoNCE
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
+from skilltrain.models.saving import save_model
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.dense import DenseConfig, EncoderSource, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import (
+from skilltrain.metrics.bootstrap import (
     Interval,
     compact,
     intervals,
@@ -19,7 +19,7 @@ from skilltrain.evaluation.bootstrap import (
     resampled_means,
     separation,
 )
-from skilltrain.evaluation.comparison import (
+from skilltrain.metrics.comparison import (
     MAX_EXACT,
     Comparison,
     SystemResult,

@@ -21,7 +21,7 @@ import resource
 
 from starlette.requests import ClientDisconnect
 
-from skilltrain.routing.connections import LineHandler
+from skilltrain.serving.connections import LineHandler
 from small_library import succeeds, write_library
 
 HALF_HEAD = b"POST /route HTTP/1.1\r\nHost: localhost\r\nContent-Le"
@@ -79,7 +79,7 @@ def running(router: Path, folder: Path, *options: str, seconds: int = 20):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = (
-        "import sys; from skilltrain.routing import connections; from skilltrain.cli import main; "
+        "import sys; from skilltrain.serving import connections; from skilltrain.cli import main; "
         f"connections._SECONDS = {seconds}; main(sys.argv[1:])"
     )
     arguments = ["serve", str(router), "--mcp", "http", "--port", str(port), *options]

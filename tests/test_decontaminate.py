@@ -20,12 +20,12 @@ from skilltrain.data.contamination import (
 )
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.metrics.benchmarks.benchmark import Task
+from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from skilltrain.texts import CJK, words_of
-from skilltrain.training.stages import TrainEncoderConfig, check_held_out
+from skilltrain.training.train import TrainEncoderConfig, check_held_out
 from skilltrain.training.training_set import load_training_set
 from small_library import skilltrain
 

@@ -10,7 +10,9 @@ import pytest
 from benchmark_folders import skillrouter, write
 from llm_server import LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
-from skilltrain.data.distractors import (
+from skilltrain.data.pool.read import read_source
+from skilltrain.errors import SkilltrainError
+from skilltrain.papers.skillrouter.distractors import (
     STRATEGIES,
     Distractor,
     DistractorsConfig,
@@ -19,8 +21,6 @@ from skilltrain.data.distractors import (
     read_draft,
     run_distractors,
 )
-from skilltrain.data.pool.read import read_source
-from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, SKILLS, read_table, write_table
 
@@ -149,7 +149,7 @@ def test_what_comes_to_nothing_is_dropped_with_its_reason_and_no_copy_is_kept(
         [Reply(draft(7)), *(reply for reply, *_ in faults)],
         good_reply,
     )
-    monkeypatch.setattr("skilltrain.data.asking.ATTEMPTS", 1)
+    monkeypatch.setattr("skilltrain.data.llm_stage.ATTEMPTS", 1)
     summary, out = run(settings(benchmark, server, num_distractors=7))
     assert (summary["num_asked"], summary["num_distractors"], summary["num_dropped"]) == (14, 1, 13)
     rows = read_table(out, DROPPED).to_pylist()

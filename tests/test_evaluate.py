@@ -11,13 +11,13 @@ from benchmark_folders import skillrouter, write, write_ours, write_pool
 from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.evaluation.metrics import Relevance
+from skilltrain.evaluation.analyse import AnalysisConfig, analyse_inputs
+from skilltrain.evaluation.candidates import CandidatesConfig
+from skilltrain.evaluation.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.llm.answers import estimate_tokens
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.routing.analyse import AnalysisConfig, analyse_inputs
-from skilltrain.routing.candidates import CandidatesConfig
-from skilltrain.routing.evaluate import EvaluateConfig, run_evaluate
 from skilltrain.stages import dry_run
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
 

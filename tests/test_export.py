@@ -9,10 +9,10 @@ from tokenizers import processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import save_model, yes_no_chat_template
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.models.saving import save_model, yes_no_chat_template
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate
 
@@ -266,7 +266,7 @@ def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(
 
     save_model(open_encoder_of("bert"), tmp_path / "finished", base="bert")
     before = bytes_in(tmp_path)
-    monkeypatch.setattr("skilltrain.export.folder.write_record", disk_full)
+    monkeypatch.setattr("skilltrain.models.saving.write_record", disk_full)
     for name in ("finished", "fresh"):
         with pytest.raises(
             SkilltrainError, match=f"{name}: cannot save the model: No space left on device"

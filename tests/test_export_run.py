@@ -21,12 +21,12 @@ from hub_server import TOKEN, Repository, hub_server
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published
-from skilltrain.export.folder import save_model
 from skilltrain.export.forms import open_model
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import Reranker, RerankerConfig
+from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.training.publish import (

@@ -12,8 +12,8 @@ from transformers import (
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.papers.skillrouter.field_attention import FIELDS, field_attention, token_fields
 from skilltrain.records import Query, Skill
-from skilltrain.routing.field_attention import FIELDS, field_attention, token_fields
 from skilltrain.templates import RerankerTemplate, SkillTemplate
 from tiny_models import bert_tokenizer
 

@@ -22,8 +22,8 @@ from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
 from skilltrain.training.settings import TrainingConfig
-from skilltrain.training.stages import planned_activations
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.train import planned_activations
 from tiny_models import qwen3_tokenizer
 from training_data import training_set
 

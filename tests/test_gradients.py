@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from skilltrain.papers.r3.loss_gradients import at_scores, at_vectors, mean_of
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
-from skilltrain.training.gradients import at_scores, at_vectors, mean_of
 from small_library import skilltrain, succeeds, write_recipe
 
 

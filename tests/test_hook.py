@@ -45,7 +45,7 @@ def server(answer: bytes, code: int = 200, wait: float = 0.0):
 
 def hook(address: str, given: str, seconds: float = 20.0, **variables: str) -> str:
     """What the hook prints; it always exits 0 and says nothing on stderr. Its own limit is for quick machines."""
-    code = f"import skilltrain.routing.hook as hook; hook._SECONDS = {seconds}; hook.main()"
+    code = f"import skilltrain.serving.hook as hook; hook._SECONDS = {seconds}; hook.main()"
     line = [sys.executable, "-c", code, address]
     found = subprocess.run(
         line,
@@ -128,7 +128,7 @@ def test_long_answers_are_cut():
 @pytest.mark.parametrize("closed", ["stdin", "stdout"])
 def test_a_closed_stream_is_silent(closed):
     number = ["stdin", "stdout"].index(closed)
-    code = f"import os; os.close({number}); import skilltrain.routing.hook as hook; hook.main()"
+    code = f"import os; os.close({number}); import skilltrain.serving.hook as hook; hook.main()"
     line = [sys.executable, "-c", code, "http://127.0.0.1:1"]
 
     outcome = subprocess.run(line, input=b"join", capture_output=True, check=False, timeout=120)
@@ -137,7 +137,7 @@ def test_a_closed_stream_is_silent(closed):
 
 
 def test_a_stdin_that_stays_open_does_not_hold_it():
-    code = "import skilltrain.routing.hook as hook; hook.main()"
+    code = "import skilltrain.serving.hook as hook; hook.main()"
 
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
         assert process.wait(120) == 0
@@ -184,7 +184,7 @@ def test_it_does_not_wait_for_a_slow_server():
 
 def test_it_imports_no_package_but_its_own():
     code = (
-        "import sys; before = set(sys.modules); import skilltrain.routing.hook; import sysconfig; "
+        "import sys; before = set(sys.modules); import skilltrain.serving.hook; import sysconfig; "
         "found = {name.partition('.')[0] for name in set(sys.modules) - before}; "
         "print(sorted(found - set(sys.stdlib_module_names)))"
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from skilltrain import tables
+from skilltrain.evaluation.inspect_data import follow_runs, inspect_lists, page_values
+from skilltrain.evaluation.page import percent
 from skilltrain.records import Dropped, Query, Skill
-from skilltrain.report.lists import follow_runs, inspect_lists, page_values
-from skilltrain.report.page import percent
 from skilltrain.tables import DROPPED, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
 from small_library import skilltrain, succeeds
 from test_report import check_safe

@@ -12,13 +12,13 @@ import pytest
 
 from llm_server import KEY, LLMServer, Reply, assert_no_key, llm_server, open_client
 from skilltrain.config import validate
-from skilltrain.data.rewrite import RewriteConfig
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, AnswerError, LLMConfig, Outcome, Questions, ask_all, estimate_cost
 from skilltrain.llm.answers import DATABASE, Completion, Request, Usage, estimate_tokens
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import in_threads
 from skilltrain.llm.settings import BudgetConfig, Prices
+from skilltrain.papers.r3.rewrite import RewriteConfig
 
 SOON = {"Retry-After": "0.01"}
 THIRTY = {"prompt_tokens": 20, "completion_tokens": 10}

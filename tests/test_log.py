@@ -11,7 +11,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.bootstrap import Interval
+from skilltrain.metrics.bootstrap import Interval
 from skilltrain.training.log import TrainingLog, open_trackers
 
 FIGURES = {"loss": 0.5, "learning_rate": 2e-5, "padding_share": 0.25}

@@ -13,9 +13,9 @@ import torch.multiprocessing as multiprocessing
 
 import training_runs
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import Relevance
 from skilltrain.files import locked
 from skilltrain.losses import InfoNCE
+from skilltrain.metrics.measures import Relevance
 from skilltrain.models import cpu_linear
 from skilltrain.records import Query
 from skilltrain.retrieval.cascade import Cascade

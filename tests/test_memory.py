@@ -13,12 +13,12 @@ from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.templates import EncoderTemplate
-from skilltrain.training import loop, stages
+from skilltrain.training import loop
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import out_of_memory_in_one_line
 from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, load_model
-from skilltrain.training.stages import check_fits, planned_activations
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.train import check_fits, planned_activations
 from skilltrain.training.training_set import ListsSource
 from test_plan import NAME_ONLY, lists_by_hand
 from training_data import training_set
@@ -73,7 +73,7 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     least = bytes_each[0] * (sum(sizes.values()) - of_adapter) + bytes_each[1] * of_adapter
     properties = SimpleNamespace(total_memory=least)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(stages, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(train_stage, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", str(num_processes))
     monkeypatch.setenv(f"ACCELERATE_USE_{launch}", "true")
     check_fits(config)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ir_measures import RR, P, R, Success, nDCG
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import (
+from skilltrain.metrics.measures import (
     DEFAULT_MEASURES,
     MEANINGS,
     Measure,

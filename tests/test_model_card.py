@@ -10,9 +10,9 @@ import yaml
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published, RunRecord, model_card, rename_model, shareable
-from skilltrain.export.folder import save_model
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.pairs import RerankerSettings
+from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 from tiny_models import save_bert

@@ -15,11 +15,11 @@ from transformers import AutoModel
 
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.folder import copy_model, save_model
 from skilltrain.models import loading
 from skilltrain.models.encoder import EncoderConfig, EncoderSettings, load_encoder
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.models.saving import copy_model, save_model
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate

@@ -6,8 +6,8 @@ import pytest
 
 from headless_chromium import CHROMIUM, Page, browser
 from invented_report import invented
-from skilltrain.report.lists import inspect_lists
-from skilltrain.report.write import write_report
+from skilltrain.evaluation.inspect_data import inspect_lists
+from skilltrain.evaluation.write import write_report
 from test_inspect import DROPS, EVIL, POOL, ROWS, TEXTS, write_runs
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

@@ -10,10 +10,10 @@ from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
-from skilltrain.training import stages
+from skilltrain.training import train as train_stage
 from skilltrain.training.settings import TrainingConfig
-from skilltrain.training.stages import plan_of
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.train import plan_of
 from skilltrain.training.training_set import TrainingList, TrainingSet
 from small_library import succeeds
 from training_data import training_set
@@ -62,9 +62,11 @@ def test_encoder_by_hand(open_encoder_of, monkeypatch):
     timed, data = [], lists_by_hand()
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
     monkeypatch.setattr(
-        stages, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0
+        train_stage, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0
     )
-    seconds = stages.planned_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
+    seconds = train_stage.planned_seconds(
+        step, [data.lists] * 3, torch.float32, torch.device("cpu")
+    )
     # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
     # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
     assert timed == [(8, 8)]
@@ -114,7 +116,7 @@ def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(
         return plan_of(step, *others)
 
     devices = set()
-    monkeypatch.setattr("skilltrain.training.stages.plan_of", planned)
+    monkeypatch.setattr("skilltrain.training.train.plan_of", planned)
     outcome = succeeds("train", runs / "recipes" / f"{name}.yaml", "--dry-run", *settings)
     plan, summary = (
         json.loads(outcome.out)["plan"],
@@ -133,14 +135,14 @@ def test_a_layer_is_timed_and_the_network_stays_as_it_was(open_encoder_of, name,
     if recompute:
         checkpoint_layers(network)
     names = [key for key, _ in network.named_parameters()]
-    taken = stages._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
+    taken = train_stage._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
     assert 0 < taken < 60
     assert [key for key, value in network.named_parameters() if value.is_meta] == names
 
 
 def test_ranks_share_time_and_activations_and_with_fsdp_the_rest(open_encoder_of, monkeypatch):
     encoder, data = open_encoder_of("bert"), training_set(5)
-    monkeypatch.setattr(stages, "_layer_seconds", lambda *_: 3600.0)
+    monkeypatch.setattr(train_stage, "_layer_seconds", lambda *_: 3600.0)
     alone = encoder_plan(encoder, data)
     monkeypatch.setenv("WORLD_SIZE", "2")
     together = encoder_plan(encoder, data)

@@ -13,14 +13,11 @@ from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import GoldStep, Task
-from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.metrics import Relevance
-from skilltrain.evaluation.plan_measures import measure_names, plan_values
 from skilltrain.llm import AnswerError
-from skilltrain.records import Query, Ranking, Skill
-from skilltrain.retrieval.select import Ask
-from skilltrain.routing.planning.compose import (
+from skilltrain.metrics.benchmarks.benchmark import GoldStep, Task
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.metrics.measures import Relevance
+from skilltrain.papers.skillweaver.compose import (
     Plan,
     Step,
     compose,
@@ -28,9 +25,12 @@ from skilltrain.routing.planning.compose import (
     plan_lines,
     plan_mermaid,
 )
-from skilltrain.routing.planning.decompose import read_steps
-from skilltrain.routing.planning.planner import Planner, PlannerConfig
-from skilltrain.routing.planning.rules import Round, dependencies, steps_by_rules
+from skilltrain.papers.skillweaver.decompose import read_steps
+from skilltrain.papers.skillweaver.plan_measures import measure_names, plan_values
+from skilltrain.papers.skillweaver.planner import Planner, PlannerConfig
+from skilltrain.papers.skillweaver.rules import Round, dependencies, steps_by_rules
+from skilltrain.records import Query, Ranking, Skill
+from skilltrain.retrieval.select import Ask
 from skilltrain.tables import PLANS, write_table
 from small_library import skilltrain, succeeds
 from test_benchmarks import live, mcp_task

@@ -7,8 +7,8 @@ import pytest
 
 from benchmark_folders import write_pool, write_rankings
 from skilltrain.data.pool.skill_file import parse_skill_file
+from skilltrain.papers.skillflow.provision import free_name, write_skill
 from skilltrain.records import Skill
-from skilltrain.routing.provision import free_name, write_skill
 from small_library import skilltrain, succeeds
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from benchmark_folders import write_ours, write_pool
 from llm_server import LLMServer, Reply
-from skilltrain.data.draws import split_groups
-from skilltrain.data.rejections import Group, read_request
+from skilltrain.data.sampling import split_groups
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.bootstrap import agreement, cohens_kappa
-from skilltrain.evaluation.metrics import evaluate_query, parse_measure
 from skilltrain.llm import AnswerError
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.metrics.bootstrap import agreement, cohens_kappa
+from skilltrain.metrics.measures import evaluate_query, parse_measure
+from skilltrain.papers.r3.rejections import Group, read_request
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, RANKINGS, read_table, write_table
 from small_library import skilltrain, succeeds

@@ -14,18 +14,7 @@ import pytest
 from rich.console import Console
 
 from invented_report import invented
-from skilltrain.evaluation.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.evaluation.comparison import SystemResult
-from skilltrain.evaluation.metrics import (
-    DEFAULT_MEASURES,
-    Measure,
-    Relevance,
-    parse_measures,
-    per_query,
-)
-from skilltrain.records import Query, Skill
-from skilltrain.report.evaluation import ANALYSES, Report, build_report
-from skilltrain.report.page import (
+from skilltrain.evaluation.page import (
     axis_around,
     axis_of,
     axis_over,
@@ -36,8 +25,19 @@ from skilltrain.report.page import (
     plain,
     signed,
 )
-from skilltrain.report.write import report_markdown, report_page, terminal_table, write_report
-from skilltrain.routing.field_attention import FIELDS
+from skilltrain.evaluation.report import ANALYSES, Report, build_report
+from skilltrain.evaluation.write import report_markdown, report_page, terminal_table, write_report
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
+from skilltrain.metrics.comparison import SystemResult
+from skilltrain.metrics.measures import (
+    DEFAULT_MEASURES,
+    Measure,
+    Relevance,
+    parse_measures,
+    per_query,
+)
+from skilltrain.papers.skillrouter.field_attention import FIELDS
+from skilltrain.records import Query, Skill
 from skilltrain.texts import visible
 
 RELEVANCES = {

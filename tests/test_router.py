@@ -17,10 +17,10 @@ from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import SkillEncoder
 from skilltrain.retrieval.nearest import ChunkVectors
-from skilltrain.routing import indexing
-from skilltrain.routing.index import Contents, Index
-from skilltrain.routing.indexing import write_index
-from skilltrain.routing.router import Router
+from skilltrain.serving import indexing
+from skilltrain.serving.index import Contents, Index
+from skilltrain.serving.indexing import write_index
+from skilltrain.serving.router import Router
 from skilltrain.tables import SKILLS, write_table
 from small_library import skilltrain, succeeds
 

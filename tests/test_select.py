@@ -13,9 +13,9 @@ from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.llm import AnswerError, estimate_cost
 from skilltrain.llm.answers import Request
+from skilltrain.papers.skillflow.expand import Expand, ExpandConfig, joined, read_queries
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
-from skilltrain.retrieval.expand import Expand, ExpandConfig, joined, read_queries
 from skilltrain.retrieval.select import (
     AdmitConfig,
     Ask,
@@ -25,7 +25,7 @@ from skilltrain.retrieval.select import (
     read_relevant,
     read_verdict,
 )
-from skilltrain.routing.router import Router
+from skilltrain.serving.router import Router
 
 
 def skill(skill_id: str, body: str | None = None, **changed: Any) -> Skill:

@@ -35,13 +35,13 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.routing import service as service_module
-from skilltrain.routing.access import read_access
-from skilltrain.routing.index import Contents
-from skilltrain.routing.indexing import write_index
-from skilltrain.routing.router import Router
-from skilltrain.routing.servers import GetSkillParams, new_http_app, new_mcp_server
-from skilltrain.routing.service import (
+from skilltrain.serving import service as service_module
+from skilltrain.serving.access import read_access
+from skilltrain.serving.index import Contents
+from skilltrain.serving.indexing import write_index
+from skilltrain.serving.router import Router
+from skilltrain.serving.servers import GetSkillParams, new_http_app, new_mcp_server
+from skilltrain.serving.service import (
     PAGE,
     RouteLog,
     Service,

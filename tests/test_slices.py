@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import task_of
-from skilltrain.evaluation.bootstrap import Interval
-from skilltrain.evaluation.comparison import SystemResult
-from skilltrain.evaluation.metrics import Relevance
-from skilltrain.evaluation.slices import (
+from skilltrain.metrics.benchmarks.benchmark import task_of
+from skilltrain.metrics.bootstrap import Interval
+from skilltrain.metrics.comparison import SystemResult
+from skilltrain.metrics.measures import Relevance
+from skilltrain.metrics.slices import (
     SliceMeans,
     gaps,
     labels_of,
@@ -113,7 +113,7 @@ def test_direction_and_domain_come_from_the_query_and_its_gold_skills():
 
 def test_every_category_of_the_taxonomy_is_in_one_super_domain():
     taxonomy = yaml.safe_load((SOURCE / "data/pool/taxonomy.yaml").read_text(encoding="utf-8"))
-    domains = yaml.safe_load((SOURCE / "evaluation/domains.yaml").read_text(encoding="utf-8"))
+    domains = yaml.safe_load((SOURCE / "metrics/domains.yaml").read_text(encoding="utf-8"))
     assert sorted(entry["name"] for entry in taxonomy) == sorted(
         name for of in domains.values() for name in of
     )

@@ -16,7 +16,7 @@ import pytest
 from benchmark_folders import write_pool
 from llm_server import KEY, LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
-from skilltrain.data.draws import largest_remainder, sample_skills
+from skilltrain.data.sampling import largest_remainder, sample_skills
 from skilltrain.data.synthesize import (
     SynthesizeConfig,
     WantedQuery,

@@ -8,11 +8,11 @@ import pytest
 from benchmark_folders import write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation import candidates
+from skilltrain.evaluation.candidates import TeacherConfig, run_teacher
 from skilltrain.losses import KL
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.routing import candidates
-from skilltrain.routing.candidates import TeacherConfig, run_teacher
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.training_set import ListsSource, load_training_set

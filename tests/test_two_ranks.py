@@ -9,7 +9,7 @@ import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 
 import two_ranks
-from skilltrain.models.ranks import gather_rows, rank_and_world
+from skilltrain.distributed import gather_rows, rank_and_world
 from skilltrain.training.checkpoint import checkpoints
 from small_library import forget_ranks
 from two_ranks import CASES, HAS_DEEPSPEED, last_checkpoint

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
+from skilltrain.distributed import made_by_first_rank
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import Relevance
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
+from skilltrain.metrics.measures import Relevance
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
-from skilltrain.models.ranks import made_by_first_rank
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         train,
     )
     from skilltrain.records import Query, Skill
-    from skilltrain.routing.router import Router
+    from skilltrain.serving.router import Router
 
 __all__ = [
     "Query",

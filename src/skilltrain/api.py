@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
-from skilltrain.fitting import QUOTAS, FitConfig, list_steps, run_fit
 from skilltrain.records import Skill
+from skilltrain.serving.fit import QUOTAS, FitConfig, list_steps, run_fit
 from skilltrain.stages import STAGES, parse_recipe, run_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from skilltrain.routing.answer import Answer
-    from skilltrain.routing.router import Router
+    from skilltrain.serving.answer import Answer
+    from skilltrain.serving.router import Router
 
     Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]] | Iterable[Skill]
     Recipe = Mapping[str, Any] | Path | str
@@ -133,7 +133,7 @@ def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
 def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str) -> "Router":
     """A router over a pool; `rankers` is a list as in a recipe, or its YAML. `Router.load` opens an index faster."""
     from skilltrain.retrieval.cascade import SystemConfig
-    from skilltrain.routing.router import Router
+    from skilltrain.serving.router import Router
 
     given = (
         parse_yaml(rankers, "rankers")

@@ -43,7 +43,7 @@ STAGES = {
         ),
         Stage(
             "rejections",
-            "data.rejections",
+            "papers.r3.rejections",
             about="Write requests for groups of skills, and keep which skills a chat model rejects for them, and why (R3).",
             example=f"pool=runs/pool encoder.source={_BASE} llm.kind=openai num_groups=200 out=runs/judged",
             found="{num_queries} requests for {num_groups} groups: {by_verdict}; left out: {dropped}",
@@ -52,7 +52,7 @@ STAGES = {
         ),
         Stage(
             "rewrite",
-            "data.rewrite",
+            "papers.r3.rewrite",
             about="Have a chat model rewrite queries: as a person types, in other words, or tersely.",
             example="queries=runs/judged pool=runs/pool llm.kind=openai style=typed out=runs/typed",
             found="{num_rewritten} of {num_asked} queries rewritten; left out: {dropped}",
@@ -60,7 +60,7 @@ STAGES = {
         ),
         Stage(
             "equivalents",
-            "data.equivalents",
+            "papers.r3.equivalents",
             about="Have a chat model say which candidates serve a query as well as its gold skill.",
             example="queries=runs/queries pool=runs/pool rankings=runs/candidates llm.kind=openai out=runs/equivalent",
             found="{num_equivalents} equivalents of {num_golds} gold skills; not judged: {dropped}",
@@ -68,7 +68,7 @@ STAGES = {
         ),
         Stage(
             "distractors",
-            "data.distractors",
+            "papers.skillrouter.distractors",
             about="Write skills that look like a benchmark's gold skills and do something else (SkillRouter's Hard tier).",
             example="benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors",
             found="{num_distractors} skills that look like {num_gold_skills}; left out: {num_dropped}",
@@ -127,7 +127,7 @@ STAGES = {
         ),
         Stage(
             "train_encoder",
-            "training.stages",
+            "training.train",
             about="Train an encoder.",
             trains=True,
             found="{num_steps} steps on {num_lists} lists, last loss {last_loss}",
@@ -135,7 +135,7 @@ STAGES = {
         ),
         Stage(
             "candidates",
-            "routing.candidates",
+            "evaluation.candidates",
             about="Rank the pool for every query, for the reranker to learn from.",
             example="pool=runs/pool queries=runs/queries system.name=encoder "
             "'system.rankers=[{kind: dense, source: runs/encoder}]' out=runs/candidates",
@@ -145,7 +145,7 @@ STAGES = {
         ),
         Stage(
             "teacher",
-            "routing.candidates",
+            "evaluation.candidates",
             about="Write a reranker's, or any system's, scores into lists, for an encoder to learn from (kl, margin_mse).",
             example="pool=runs/pool lists=runs/encoder_lists "
             "'rankers=[{kind: rerank, source: runs/reranker}]' out=runs/taught",
@@ -154,7 +154,7 @@ STAGES = {
         ),
         Stage(
             "train_reranker",
-            "training.stages",
+            "training.train",
             about="Train a reranker.",
             trains=True,
             found="{num_steps} steps on {num_lists} lists, last loss {last_loss}",
@@ -162,7 +162,7 @@ STAGES = {
         ),
         Stage(
             "index",
-            "routing.indexing",
+            "serving.indexing",
             in_place=True,
             about="Make a router of a pool and rankers, or bring one up to date: only what has changed is encoded.",
             example="pool=runs/pool 'rankers=[{kind: fuse, of: [{kind: lexical}, {kind: dense, source: runs/encoder}], "
@@ -172,7 +172,7 @@ STAGES = {
         ),
         Stage(
             "calibrate",
-            "routing.calibrate",
+            "serving.calibrate",
             about="Fit what a router's scores are worth: probabilities, and when to say that no skill fits.",
             example="router=runs/router queries=runs/queries clusters=runs/clusters out=runs/calibration",
             found="{num_queries} queries: {answered} answered, {falsely_answered} where no skill fits; "
@@ -181,13 +181,13 @@ STAGES = {
         ),
         Stage(
             "evaluate",
-            "routing.evaluate",
+            "evaluation.evaluate",
             about="Compare systems on a benchmark, with 95% intervals.",
             found="{num_queries} queries; look at {out}/report.html",
         ),
         Stage(
             "plans",
-            "routing.planning.score_plans",
+            "papers.skillweaver.score_plans",
             about="Plan a benchmark's compound tasks, and score the plans step by step.",
             example="benchmark=livemcpbench system.name=bm25 'system.rankers=[{kind: lexical}]' out=runs/plans",
             found="{num_tasks} tasks planned; look at {out}/report.md",

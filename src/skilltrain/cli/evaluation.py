@@ -104,9 +104,9 @@ def agents(
 
     Example: skilltrain agents trials.jsonl --benchmark bench --ceiling gold
     """
-    from skilltrain.evaluation.agent_results import CHIEF, agent_results, read_trials
-    from skilltrain.evaluation.benchmarks.load import load_benchmark
-    from skilltrain.report.page import p_equals, signed_interval
+    from skilltrain.evaluation.page import p_equals, signed_interval
+    from skilltrain.metrics.benchmarks.load import load_benchmark
+    from skilltrain.papers.skillflow.agent_results import CHIEF, agent_results, read_trials
 
     relevances = load_benchmark(benchmark).relevances if benchmark else {}
     found = agent_results(read_trials(trials), relevances, ceiling)
@@ -132,8 +132,8 @@ def agents(
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
     """Print the means of one predictions file, by section; with `scores` they go there too, and each query's beside."""
-    from skilltrain.report.write import terminal_table, write_per_query
-    from skilltrain.routing.evaluate import PREDICTION_MEASURES, plan_evaluate, score_predictions
+    from skilltrain.evaluation.evaluate import PREDICTION_MEASURES, plan_evaluate, score_predictions
+    from skilltrain.evaluation.write import terminal_table, write_per_query
 
     config = parse_recipe(
         {"measures": PREDICTION_MEASURES} | values | {"out": "."}, "skilltrain evaluate"

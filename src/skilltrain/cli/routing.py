@@ -34,8 +34,8 @@ AllowServer = Annotated[
     typer.Option(help="URL that the router's rankers may send tasks to; may be repeated"),
 ]
 if TYPE_CHECKING:
-    from skilltrain.routing.answer import RoutedSkill
-    from skilltrain.routing.router import Router
+    from skilltrain.serving.answer import RoutedSkill
+    from skilltrain.serving.router import Router
 
 
 @app.command(context_settings=AS_WRITTEN)
@@ -62,7 +62,7 @@ def fit(
 
     Example: skilltrain fit my_skills --out runs/router && skilltrain route --router runs/router "merge these PDFs"
     """
-    from skilltrain.fitting import FitConfig, plan_fit, run_fit
+    from skilltrain.serving.fit import FitConfig, plan_fit, run_fit
 
     values: dict[str, Any] = {
         "skills": str(skills),
@@ -155,8 +155,8 @@ def plan(
 
     Example: skilltrain plan "download the data, clean it and draw a chart" --pool examples/skill_library/skills
     """
-    from skilltrain.routing.planning.compose import plan_json, plan_lines, plan_mermaid
-    from skilltrain.routing.planning.planner import PlannerConfig, plan_task
+    from skilltrain.papers.skillweaver.compose import plan_json, plan_lines, plan_mermaid
+    from skilltrain.papers.skillweaver.planner import PlannerConfig, plan_task
 
     values = (
         {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}}
@@ -185,7 +185,7 @@ def _open(
 ) -> "Router":
     """The router that is given, or one over the pool."""
     from skilltrain.api import open_router
-    from skilltrain.routing.router import Router
+    from skilltrain.serving.router import Router
 
     if router is not None and pool is None:
         return Router.load(router, allow_server or ())
@@ -235,12 +235,12 @@ def serve(
 
     Example: skilltrain serve runs/router --mcp http --watch my_skills
     """
-    from skilltrain.routing.router import Router
+    from skilltrain.serving.router import Router
 
     try:
-        from skilltrain.routing.access import read_access
-        from skilltrain.routing.servers import serve_http, serve_stdio
-        from skilltrain.routing.service import RouteLog, Service, watched_contents
+        from skilltrain.serving.access import read_access
+        from skilltrain.serving.servers import serve_http, serve_stdio
+        from skilltrain.serving.service import RouteLog, Service, watched_contents
     except ModuleNotFoundError as error:
         raise SkilltrainError(
             f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'"
@@ -280,8 +280,8 @@ def provision_skills(
 
     Example: skilltrain provision runs/report --stage cascade --pool runs/pool --out runs/agent_skills
     """
+    from skilltrain.papers.skillflow.provision import NAMES_FILE, provision
     from skilltrain.retrieval.rankings import read_rankings
-    from skilltrain.routing.provision import NAMES_FILE, provision
 
     found = read_rankings(rankings, stage)
     counts = quietly(provision, found, pool, top, out, flagged)
@@ -307,7 +307,7 @@ def inspect_lists(
 
     Example: skilltrain inspect runs/encoder_lists --out lists.html
     """
-    from skilltrain.report.lists import inspect_lists as inspect
+    from skilltrain.evaluation.inspect_data import inspect_lists as inspect
 
     found = quietly(inspect, lists, out, pool, max_lists)
     odd = (

@@ -202,7 +202,7 @@ def gradients(
 
     Example: skilltrain gradients recipes/r3_emb_0.6b.yaml --batches 50 out=runs/gradients
     """
-    from skilltrain.training.gradients import measure_gradients, write_gradients
+    from skilltrain.papers.r3.loss_gradients import measure_gradients, write_gradients
 
     config = _training(file, overrides)
     if config.out.exists():
@@ -234,7 +234,7 @@ def ablate(
 
     Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
     """
-    from skilltrain.ablation import plan_ablation, run_ablation
+    from skilltrain.evaluation.ablate import plan_ablation, run_ablation
 
     if only_plan:
         show(quietly(plan_ablation, grid, only_settings(overrides)))

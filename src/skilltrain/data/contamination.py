@@ -22,8 +22,8 @@ from pydantic import Field
 from skilltrain.config import Config, InputPath, InputPaths
 from skilltrain.data.near_duplicates import word_trigrams
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task
-from skilltrain.evaluation.benchmarks.load import load_benchmark
+from skilltrain.metrics.benchmarks.benchmark import Task
+from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped, Skill, positives_of
 from skilltrain.tables import (
     DROPPED,

@@ -19,9 +19,9 @@ import torch
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath
+from skilltrain.distributed import made_by_first_rank, of_first_rank, rank_and_world
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
-from skilltrain.models.ranks import made_by_first_rank, of_first_rank, rank_and_world
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
 from skilltrain.retrieval.vectors import longest_first, text_keys
 from skilltrain.tables import QUERIES, read_skills, read_table

@@ -10,8 +10,8 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.draws import stable_number
 from skilltrain.data.mine import SOURCES
+from skilltrain.data.sampling import stable_number
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Verdict, counted

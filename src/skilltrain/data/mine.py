@@ -10,8 +10,8 @@ from jaxtyping import Float32
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.draws import draw
 from skilltrain.data.near_duplicates import Positions, numbered
+from skilltrain.data.sampling import draw
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, open_encoder

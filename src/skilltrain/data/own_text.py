@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from skilltrain.data.draws import stable_number
 from skilltrain.data.query_texts import names_skill, without_name
+from skilltrain.data.sampling import stable_number
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from skilltrain.data.draws import stable_number
+from skilltrain.data.sampling import stable_number
 from skilltrain.llm import AnswerError
 from skilltrain.records import Skill
 from skilltrain.texts import CJK, num_words, words_of

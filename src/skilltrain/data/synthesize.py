@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
-from skilltrain.data.asking import (
+from skilltrain.data.llm_stage import (
     PROMPTS,
     TOKENS_PER_WORD,
     ask,
@@ -21,10 +21,10 @@ from skilltrain.data.asking import (
     questions_of,
     unflagged_skills,
 )
-from skilltrain.data.draws import is_drawn, sample_skills, stable_number
 from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.own_text import own_queries
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
+from skilltrain.data.sampling import is_drawn, sample_skills, stable_number
 from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, Outcome, Questions, estimate_cost

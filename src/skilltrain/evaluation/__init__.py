@@ -1,1 +1,1 @@
-"""How good a ranking is: measures per query, benchmarks, intervals and tests, and analyses."""
+"""Evaluation of systems on benchmarks, its analyses, pages, ablations and candidates."""

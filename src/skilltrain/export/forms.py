@@ -9,12 +9,12 @@ from torch import nn
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
-from skilltrain.export.folder import write_record, write_weights
-from skilltrain.export.modules import IDENTITY, write_modules
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, heads
+from skilltrain.models.modules import IDENTITY, write_modules
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
+from skilltrain.models.saving import write_record, write_weights
 
 ONNX, ONNX_INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"
 _MAX_FILE_BYTES = 2**30  # ONNX's own limit is 2 GiB

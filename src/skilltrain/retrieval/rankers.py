@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from skilltrain.config import Config
+from skilltrain.papers.skillflow.expand import Expand, ExpandConfig
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.api import ApiConfig
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.expand import Expand, ExpandConfig
 from skilltrain.retrieval.late import LateConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rankings import RRF_K, Keep, Method, SavedConfig, fuse

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import read_json, write_json
+from skilltrain.metrics.bootstrap import Interval
 from skilltrain.training.engine import launch_of, shards_weights
 
 WEIGHTS_FILE, STATE_FILE, _DEEPSPEED = "model.safetensors", "state.json", "deepspeed"

@@ -13,15 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from skilltrain.data.pool.read import read_pool
+from skilltrain.distributed import of_first_rank
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.benchmarks.benchmark import Task, check_pool
-from skilltrain.evaluation.benchmarks.load import load_benchmark
-from skilltrain.evaluation.bootstrap import Interval, compact, intervals
-from skilltrain.evaluation.metrics import Relevance, per_query
+from skilltrain.metrics.benchmarks.benchmark import Task, check_pool
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.metrics.bootstrap import Interval, compact, intervals
+from skilltrain.metrics.measures import Relevance, per_query
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.pairs import PairIds
-from skilltrain.models.ranks import of_first_rank
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Rankings, Skill

@@ -18,10 +18,10 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from skilltrain.distributed import of_first_rank
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.models.loading import default_device
-from skilltrain.models.ranks import of_first_rank
 from skilltrain.terminal import launched_ranks
 from skilltrain.training.settings import TrainingConfig
 

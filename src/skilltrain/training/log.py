@@ -13,8 +13,8 @@ from typing import Any, Literal
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.evaluation.bootstrap import Interval
 from skilltrain.files import write_text
+from skilltrain.metrics.bootstrap import Interval
 from skilltrain.terminal import is_main_process
 
 TrackerName = Literal["wandb", "tensorboard"]

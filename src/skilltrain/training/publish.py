@@ -15,13 +15,13 @@ from skilltrain.data.screening.secret_keys import secrets_in, show_beginning
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card, rename_model
-from skilltrain.export.folder import copy_model, save_adapter, save_model
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.files import read_json, staged_folder, write_text
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import Reranker
+from skilltrain.models.saving import copy_model, save_adapter, save_model
 from skilltrain.records import Skill
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.terminal import say

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field, model_validator
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.metrics import Measure, parse_measure, parse_measures
 from skilltrain.losses import (
     EncoderLoss,
     InfoNCE,
@@ -18,6 +17,7 @@ from skilltrain.losses import (
     Matryoshka,
     RerankerLoss,
 )
+from skilltrain.metrics.measures import Measure, parse_measure, parse_measures
 from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, resolve_dtype

@@ -10,17 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss
-from skilltrain.models.activations import checkpoint_layers
-from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
-from skilltrain.models.pooling import max_sim
-from skilltrain.models.ranks import (
+from skilltrain.distributed import (
     gather_rows,
     highest_on_any_rank,
     made_by_first_rank,
     rank_and_world,
 )
+from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss
+from skilltrain.models.activations import checkpoint_layers
+from skilltrain.models.encoder import Encoder
+from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
+from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import tokenized, tokenizer_identity
 from skilltrain.records import Skill

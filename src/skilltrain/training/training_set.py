@@ -11,9 +11,9 @@ from pydantic import Field, FiniteFloat, field_validator
 
 from skilltrain.config import Config, InputPath, InputPaths
 from skilltrain.data.near_duplicates import near_duplicate_clusters
+from skilltrain.distributed import made_by_first_rank
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
-from skilltrain.models.ranks import made_by_first_rank
 from skilltrain.records import POSITIVE, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import starts_of

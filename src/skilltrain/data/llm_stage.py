@@ -1,0 +1,99 @@
+"""What stages that ask a chat model share: prompts (prompts.yaml), seeds and attempts.
+
+Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the prompts
+for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
+joins these; `ask` returns the values and the rows of DROPPED.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import jinja2
+import yaml
+from pydantic import AfterValidator
+
+from skilltrain.data.sampling import stable_number
+from skilltrain.data.screening import flags_to_leave_out
+from skilltrain.llm import LLM, LLMConfig, Outcome, Questions, ask_all, estimate_cost
+from skilltrain.llm.ask import ItemT, ValueT
+from skilltrain.llm.untrusted import fenced
+from skilltrain.records import Dropped, Skill
+from skilltrain.tables import read_skills
+from skilltrain.texts import clean_text, one_line
+
+PROMPTS: Final[dict[str, Any]] = yaml.safe_load(
+    (files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8")
+)
+ATTEMPTS = 3  # answers asked for before an item is dropped
+TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
+_LANGUAGES = {"en": "English", "zh": "Chinese"}
+_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
+
+Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
+"""A text in an answer that shall stand on one line."""
+
+
+@cache
+def _template(name: str, role: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined
+    )  # what is filled in is text, never a template
+    environment.filters["named"] = language_named
+    return environment.from_string(PROMPTS[name][role])
+
+
+def prompt(name: str, untrusted: str, **values: object) -> tuple[str, str]:
+    """Render the system and the user message of a prompt in prompts.yaml.
+
+    Args:
+        name: Key of the prompt.
+        untrusted: Texts of strangers; the template's `fenced` puts them between two marked lines.
+        values: All other values of the template.
+    """
+    values["fenced"] = fenced(untrusted)
+    return _template(name, "system").render(values), _template(name, "user").render(values)
+
+
+def questions_of(
+    llm: LLMConfig,
+    items: Sequence[ItemT],
+    prompt: Callable[[ItemT], tuple[str, str]],
+    read: Callable[[ItemT, str], ValueT],
+    seed: int,
+    answer_tokens: int,
+    description: str,
+) -> Questions[ItemT, ValueT]:
+    """Return the questions of a stage (see `Questions`). Every item and attempt has its own seed."""
+
+    def seed_of(item: ItemT, attempt: int) -> int:
+        number = stable_number(seed, item.query_id, item.skill_id, attempt)
+        return number >> 33  # servers take seeds below 2**31
+
+    return Questions(LLM(llm), items, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
+
+
+def ask(questions: Questions[ItemT, ValueT]) -> Outcome[ItemT, ValueT]:
+    """Say what the questions will cost, then ask them."""
+    estimate_cost(questions)
+    return ask_all(questions)
+
+
+def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
+    """The skills of a pool that its safety screening has not flagged, and the rows of DROPPED of the others."""
+    skills, flags = read_skills(pool), flags_to_leave_out(pool)
+    why = "the safety screening flagged the skill"
+    dropped = [
+        Dropped("", skill.skill_id, "flagged", why) for skill in skills if skill.skill_id in flags
+    ]
+    return [skill for skill in skills if skill.skill_id not in flags], dropped
+
+
+def language_named(lang: str | None, text: str) -> str:
+    """A skill's language outside the fence: only a code is believed, for all else it is `the language of {text}`."""
+    if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
+        return f"the language of {text}"
+    return _LANGUAGES.get(lang, f"the language with the code {lang}")

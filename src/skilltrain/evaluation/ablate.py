@@ -1,0 +1,365 @@
+"""The command `skilltrain ablate`: run a grid of variants and seeds, and compare the variants with a baseline.
+
+A query's value is its mean over the seeds. An interval therefore covers the choice of queries, and the
+standard deviation beside it the randomness of training.
+"""
+
+import copy
+import gc
+import itertools
+import json
+import re
+import shutil
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+from pydantic_core import to_jsonable_python
+
+from skilltrain.config import Config, Seed, load_recipe, set_value, validate
+from skilltrain.errors import SkilltrainError, StoppedError
+from skilltrain.evaluation.page import SHARES, axis_around, ends_of, html_page, markdown
+from skilltrain.files import read_jsonl, write_json, write_text
+from skilltrain.metrics.comparison import MAX_EXACT, SystemResult, adjust, compare, same_queries
+from skilltrain.metrics.slices import Row, means_of
+from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, check_inputs, run_state, what_matters
+from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.terminal import launched_ranks, progress, say
+from skilltrain.version import __version__
+
+EVALUATIONS = ("evaluate", "plans")  # stages that score queries, each with a per_query.jsonl
+_SEED = "seed"
+_StepName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
+_REFERENCE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+Recipe = dict[str, Any]
+Scores = dict[str, dict[str, float]]
+"""query_id → measure → value."""
+
+
+class AblationConfig(Config):
+    """A grid: every variant of a chain of stages, with every seed, evaluated on the same queries."""
+
+    ablation: str = Field(min_length=1, description="title of the tables")
+    claim: str = Field(min_length=1, description="what is tested, in one sentence")
+    baseline: str = Field(description="the variant that the others are compared with")
+    steps: dict[_StepName, Recipe] = Field(
+        min_length=1,
+        description="name: recipe of a stage, without out; '{NAME}' in a text is the folder of "
+        "another step, '{seed}' the seed, {{ }} plain braces. An evaluation ranks with one system",
+    )
+    variants: dict[str, dict[str, Any] | None] = Field(
+        min_length=2,
+        description="name: what differs from `steps`, 'step.key.key': value; list items by number",
+    )
+    seeds: tuple[Seed, ...] = Field(
+        default=(1, 2, 3), min_length=1, description="one cell for each variant and seed"
+    )
+    compare: tuple[str, ...] = Field(
+        default=("Hit@1", "MRR@10"), min_length=1, description="measures to compare variants by"
+    )
+    runs: Path | None = Field(
+        default=None, description="folder of the runs, shared by grids; null: steps in `out`"
+    )
+    out: Path = Field(description="folder to write: ablation.json, ablation.md, ablation.html")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AblationConfig":
+        if self.baseline not in self.variants:
+            names = ", ".join(self.variants)
+            raise ValueError(f"baseline: no variant '{self.baseline}'; variants: {names}")
+        return self
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variant with a seed. `runs` maps each step to its settings, in the order in which they run."""
+
+    variant: str
+    seed: int
+    runs: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def evaluations(self) -> dict[str, Path]:
+        """Folders of the evaluations by step."""
+        return {step: run.out for step, run in self.runs.items() if run.stage in EVALUATIONS}
+
+
+def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, list[Cell]]:
+    """Read a grid and resolve the settings of all its cells, without writing anything.
+
+    A variant that does not use the seed has one cell. Seeds are the outer loop, so that an ablation
+    that is stopped early has whole seeds.
+
+    Raises:
+        SkilltrainError: For any fault that can be known before work begins.
+    """
+    grid = validate(AblationConfig, load_recipe(file, overrides), file)
+    cells: dict[str, Cell] = {}
+    for seed, variant in itertools.product(grid.seeds, grid.variants):
+        cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
+        cells.setdefault(f"{variant} {cell.evaluations}", cell)
+    _check_evaluations(grid, list(cells.values()))
+    return grid, list(cells.values())
+
+
+def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, Any]:
+    """Resolve the settings of a cell's runs by step, each run after those that it reads.
+
+    Only steps that lead to an evaluation run. The name of a run's folder holds a hash of its
+    settings, so that cells with equal settings share the run.
+    """
+    recipes = _variant_recipes(grid, variant)
+    runs_folder = grid.runs or grid.out / "steps"
+    runs: dict[str, Any] = {}
+    values: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
+
+    def resolve(name: str) -> Any:
+        """Return the seed or a step's folder. A step that is not in `runs` is added."""
+        where = f"step '{name}' of variant '{variant}'"
+        if name not in recipes and name not in values:
+            fix = f"steps: {', '.join(recipes)}; plain braces are written {{{{ }}}}"
+            raise SkilltrainError(f"'{{{name}}}' is no step", where=f"variant '{variant}'", fix=fix)
+        if name not in values:
+            values[name] = None  # until the steps that it reads are resolved
+            recipe = _fill(recipes[name], resolve)
+            config = parse_recipe(recipe | {"out": str(runs_folder / name)}, where)
+            check_inputs(config, planned=[run.out for run in runs.values()])
+            identity = what_matters({"recipe": config.model_dump(mode="json")})
+            digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+            values[name] = runs_folder / f"{name}-{digest[:12]}"
+            runs[name] = config.model_copy(update={"out": values[name]})
+        elif values[name] is None:
+            raise SkilltrainError("needs a step that needs this one", where=where)
+        return values[name]
+
+    for name, recipe in recipes.items():
+        if recipe["stage"] in EVALUATIONS:
+            resolve(name)
+    if not runs:
+        what = f"has no step of stage {' or '.join(EVALUATIONS)}"
+        raise SkilltrainError(what, where=f"variant '{variant}'")
+    return runs
+
+
+def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
+    """Return the grid's steps with the changes of a variant."""
+    recipes = copy.deepcopy(grid.steps)
+    for key, value in (grid.variants[variant] or {}).items():
+        set_value(recipes, key, copy.deepcopy(value), f"variant '{variant}', {key}")
+    for name, recipe in recipes.items():
+        if not isinstance(recipe, dict) or "stage" not in recipe or "out" in recipe:
+            what = "must be a recipe with the key stage and without the key out"
+            where = f"step '{name}' of variant '{variant}'"
+            raise SkilltrainError(what, where=where, fix=f"steps: {', '.join(grid.steps)}")
+    return recipes
+
+
+def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
+    """Return `value` with `resolve(NAME)` in the place of every `{NAME}` in its texts."""
+    if isinstance(value, dict):
+        return {key: _fill(item, resolve) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fill(item, resolve) for item in value]
+    if not isinstance(value, str):
+        return value
+    return _REFERENCE.sub(lambda m: m[0][0] if m[1] is None else str(resolve(m[1])), value)
+
+
+def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
+    """Check that each evaluation ranks with one system, and scores all variants alike."""
+    tasks: dict[str, Any] = {}
+    for cell in cells:
+        for step in cell.evaluations:
+            config = cell.runs[step]
+            where = f"step '{step}' of variant '{cell.variant}'"
+            measures = [str(measure) for measure in config.scored]
+            if config.num_systems != 1:
+                what = f"an evaluation of an ablation has one system, found {config.num_systems}"
+                raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
+            if missing := [measure for measure in grid.compare if measure not in measures]:
+                what = f"measures: {missing[0]}, which `compare` names, is missing"
+                raise SkilltrainError(what, where=where)
+            task = (config.benchmark, config.split, measures)
+            if task != tasks.setdefault(step, task):
+                what = f"scores other queries or measures than variant '{cells[0].variant}'"
+                fix = "make a step of its own for each set of queries"
+                raise SkilltrainError(what, where=where, fix=fix)
+
+
+def plan_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """List what `run_ablation` would run, for `--dry-run`. Nothing is written."""
+    _, cells = read_grid(file, overrides)
+    missing: set[Path] = set()
+    for cell in cells:
+        states = {run.out: run_state(run.out) for run in cell.runs.values()}
+        say(f"{cell}: {' → '.join(f'{path.name} ({state})' for path, state in states.items())}")
+        missing.update(path for path, state in states.items() if state != "done")
+    return {"num_cells": len(cells), "num_runs_missing": len(missing)}
+
+
+def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run all cells of a grid, and write ablation.json, ablation.md and ablation.html.
+
+    Finished runs are left as they are, and a training run that was stopped goes on from its newest
+    checkpoint. A cell that fails does not stop the others.
+
+    Raises:
+        SkilltrainError: Before any work for a fault in the file. After the tables are written if a
+            cell failed.
+    """
+    if launched_ranks() > 1:
+        fix = "leave accelerate launch out"
+        raise SkilltrainError("an ablation runs in one process", where=file, fix=fix)
+    grid, cells = read_grid(file, overrides)
+    errors = _run_cells(cells)
+    results = make_results(grid, cells, errors)
+    write_json(grid.out / "ablation.json", to_jsonable_python(results))
+    write_text(grid.out / "ablation.md", markdown("ablation", **results))
+    write_text(grid.out / "ablation.html", results_page(results))
+    say(markdown("ablation", **results))
+    if errors:
+        cell, error = next(iter(errors.items()))
+        what = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
+        raise SkilltrainError(what, where=file, fix="the same command tries them again")
+    return {"out": str(grid.out), "num_cells": len(cells)}
+
+
+def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
+    """Run all cells, and return the one-line error of each cell that failed.
+
+    Runs that cells share are run once, and are not tried again for another cell if they fail.
+    """
+    run_errors: dict[Path, str] = {}
+    cell_errors: dict[str, str] = {}
+    with progress("cells", len(cells)) as show:
+        for number, cell in enumerate(cells, 1):
+            for step, config in cell.runs.items():
+                if config.out not in run_errors:
+                    run_errors[config.out] = _run_step(step, config)
+                if error := run_errors[config.out]:
+                    cell_errors[str(cell)] = error
+                    say(f"cell ({cell}) failed: {error}")
+                    break
+            show(number, f"cell ({cell})")
+    return cell_errors
+
+
+def _run_step(step: str, config: Any) -> str:
+    """Run a step, or finish a training run that was stopped, and return its one-line error."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    try:
+        run_recipe(config, resume=None)
+    except StoppedError as error:
+        fix = "run the same command to go on"
+        raise StoppedError(error.what, where=config.out, fix=fix, number=error.number) from error
+    except SkilltrainError as error:
+        return f"step {step}: {error}"
+    except Exception as error:
+        say(traceback.format_exc())
+        return f"step {step}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        # Free the memory, and let the next training run of this process set accelerate up anew.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    shutil.rmtree(config.out / CHECKPOINTS, ignore_errors=True)  # three times the model's size
+    return ""
+
+
+def make_results(
+    grid: AblationConfig, cells: Sequence[Cell], errors: Mapping[str, str]
+) -> dict[str, Any]:
+    """Make a table for each evaluation, of the cells without error. Holm corrects over all tables."""
+    finished = [cell for cell in cells if str(cell) not in errors]
+    tables = [
+        _table(grid, step, finished) for step in (finished[0].evaluations if finished else ())
+    ]
+    corrected = iter(adjust([c for table in tables for c in table["differences"]]))
+    for table in tables:
+        table["differences"] = [next(corrected) for _ in table["differences"]]
+    rows: list[Row] = []
+    for cell in cells:
+        recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
+        row = {"variant": cell.variant, "seed": cell.seed, "error": errors.get(str(cell))}
+        rows.append(row | {"recipes": recipes})
+    about = grid.model_dump(include={"ablation", "claim", "baseline"})
+    return about | {
+        "version": __version__,
+        "max_exact": MAX_EXACT,
+        "tables": tables,
+        "cells": rows,
+    }
+
+
+def results_page(results: Mapping[str, Any]) -> str:
+    """Return the results as one HTML page."""
+    differences = [c.difference for table in results["tables"] for c in table["differences"]]
+    axis = axis_around(0, ends_of(differences) or [0])
+    return html_page("ablation", **results, axis=axis, shares=SHARES)
+
+
+def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
+    """Score each variant in the evaluation `step`, and compare it with the baseline.
+
+    `metrics` are means with intervals over queries, `seed_sd` the standard deviations (n − 1) of the
+    means of `num_runs` seeds, where there are several.
+    """
+    measures = [str(measure) for measure in cells[0].runs[step].scored]
+    scores: dict[str, list[Scores]] = {}
+    for variant in grid.variants:
+        folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
+        if folders:
+            scores[variant] = [_read_scores(folder, measures) for folder in sorted(folders)]
+
+    systems = [SystemResult(name, _mean_over_seeds(runs), {}) for name, runs in scores.items()]
+    query_ids = same_queries(systems)
+    means = means_of(systems, query_ids, measures)
+    variants: list[Row] = []
+    for variant, runs in scores.items():
+        row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
+        if len(runs) > 1:
+            row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
+        variants.append(row)
+
+    others = [variant for variant in scores if variant != grid.baseline]
+    pairs = [(grid.baseline, other) for other in others if grid.baseline in scores]
+    return {
+        "evaluation": step,
+        "num_queries": len(query_ids),
+        "measures": measures,
+        "variants": variants,
+        "differences": compare(systems, pairs, grid.compare),
+    }
+
+
+def _read_scores(folder: Path, measures: Sequence[str]) -> Scores:
+    scores: Scores = {}
+    for _, row in read_jsonl(folder / "per_query.jsonl"):
+        scores[row["query_id"]] = {name: row[name] for name in measures if name in row}
+    return scores
+
+
+def _mean_over_seeds(runs: Sequence[Scores]) -> Scores:
+    mean: Scores = {}
+    for query_id, values in runs[0].items():
+        mean[query_id] = {name: fmean(run[query_id][name] for run in runs) for name in values}
+    return mean
+
+
+def _deviation(runs: Sequence[Scores], measure: str) -> float:
+    """Return the standard deviation of the runs' means."""
+    means: list[float] = []
+    for scores in runs:
+        means.append(fmean(values[measure] for values in scores.values() if measure in values))
+    return stdev(means)

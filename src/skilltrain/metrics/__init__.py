@@ -1,0 +1,1 @@
+"""Measures of rankings, their intervals, and benchmarks."""

@@ -1,0 +1,36 @@
+"""R3-Skill (Wang et al., 2026), as it is published: test.jsonl and skills_test.jsonl; gold skills have gain 1."""
+
+from pathlib import Path
+
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
+from skilltrain.metrics.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
+from skilltrain.metrics.measures import Relevance
+from skilltrain.records import Query, Skill
+
+
+class _SkillRow(NamedRow):
+    text: str
+
+    def skill(self) -> Skill:
+        """A skill from `name | description | body`, which our templates render back; the body may hold the bar."""
+        name, description, body, *_ = [*self.text.split(" | ", 2), "", ""]
+        return Skill(self.row_id, name=name, description=description, body=body, source="r3")
+
+
+class _QueryRow(Row):
+    query: Text
+    skill_ids: list[Text]
+    lang: Label = ""
+
+
+def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
+    """The benchmark of a folder with both files; a query has no id there and is called by its line, test-17."""
+    skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
+    tasks: list[Task] = []
+    for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
+        query = Query(
+            f"test-{where.rpartition(' ')[2]}", row.query, kind="", origin="r3", split="test"
+        )
+        relevance = Relevance(frozenset(row.skill_ids), dict.fromkeys(row.skill_ids, 1.0))
+        tasks.append(task_of(query, relevance, {"direction": row.lang}, where))
+    return make_benchmark(folder, tasks, split, pool=[row.skill() for row in skills.values()])

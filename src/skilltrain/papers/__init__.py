@@ -1,0 +1,1 @@
+"""The four papers' own parts; they import the core, and the core does not import them."""

@@ -1,0 +1,1 @@
+"""R3: an LLM's rejections as graded supervision."""

@@ -1,0 +1,103 @@
+"""Stage `equivalents`: a chat model says which skills serve a query as well as its gold skill.
+
+Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evaluate` takes whichever
+of them a ranking puts first for that gold skill, and no training takes them for negatives.
+SkillRouter's supplement judges its pool so.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data.llm_stage import ask, questions_of
+from skilltrain.llm import LLMConfig, Questions, estimate_cost, read_numbers
+from skilltrain.papers.r3.rejections import Group, group_prompt
+from skilltrain.records import Judgement, Skill, Verdict, counted
+from skilltrain.tables import (
+    JUDGEMENTS,
+    RANKINGS,
+    read_skills,
+    read_table,
+    rows_by_query,
+    select_judged,
+    select_queries,
+    texts_of,
+    write_queries,
+)
+
+
+class EquivalentsConfig(Config):
+    """Have a chat model say which candidates serve a query as well as its gold skill."""
+
+    stage: Literal["equivalents"] = "equivalents"
+    queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
+    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    rankings: InputPath = Field(
+        description="RANKINGS of the queries, such as those of the stage candidates"
+    )
+    llm: LLMConfig = Field(description="the chat model that judges")
+    depth: int = Field(
+        default=20, ge=1, le=50, description="candidates judged for each gold skill, the best first"
+    )
+    seed: Seed = Field(default=0, description="decides the model's seeds")
+    out: Path = Field(description="folder for queries, judgements and dropped")
+
+
+def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
+    """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
+    outcome = ask(_questions(config))
+    judge = f"llm:{config.llm.model}"
+    # An equivalent of two gold skills of a query stands for the last of them.
+    equivalents: dict[tuple[str, str], Judgement] = {}
+    for group, skills in outcome.values:
+        for skill in skills:
+            ids = (group.query_id, skill.skill_id)
+            equivalents[ids] = Judgement(*ids, Verdict.REQUIRED, judge, group=group.skill_id)
+    judgements = [*read_table(config.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
+    write_queries(select_queries(config.queries, None), judgements, outcome.dropped, out)
+    return {
+        "num_golds": len(outcome.values) + len(outcome.dropped),
+        "num_equivalents": len(equivalents),
+        "dropped": counted(row.filter for row in outcome.dropped),
+        **outcome.used,
+    }
+
+
+def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
+    """Estimate the cost without asking the model (`--dry-run`)."""
+    return estimate_cost(_questions(config))
+
+
+def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
+    skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
+    rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
+    rows = rows_by_query(rankings)
+    ranked = texts_of(rankings.column("skill_id"))
+    judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
+    gold_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
+    groups: list[Group] = []
+    for query, verdicts in select_judged(config.queries, None):
+        skill_ids = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
+        unjudged = [
+            skill_id for skill_id in skill_ids if skill_id in skills and skill_id not in verdicts
+        ]
+        candidates = [skills[skill_id] for skill_id in unjudged[: config.depth]]
+        for skill_id, verdict in sorted(verdicts.items()):
+            # A required skill whose group is another one was found before: it is no gold skill.
+            is_gold = (
+                verdict is Verdict.REQUIRED and gold_of[query.query_id, skill_id] not in verdicts
+            )
+            if is_gold and candidates and skill_id in skills:
+                members = (skills[skill_id], *candidates)
+                groups.append(Group(query.query_id, "", members, query.text))
+    render = partial(group_prompt, "equivalents", 0)
+    return questions_of(config.llm, groups, render, _read, config.seed, 20, "judging candidates")
+
+
+def _read(group: Group, answer: str) -> list[Skill]:
+    """Return the skills whose numbers an answer lists. Raises AnswerError unless all are from 2."""
+    numbers = read_numbers(answer, range(2, len(group.skills) + 1))
+    return [skill for number, skill in enumerate(group.skills, 1) if number in numbers]

@@ -1,0 +1,105 @@
+"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase.
+
+R3's prompt is not public; this one is ours.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data.llm_stage import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of
+from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
+from skilltrain.errors import SkilltrainError
+from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost
+from skilltrain.llm.untrusted import untrusted_line, untrusted_text
+from skilltrain.records import Query, Skill, counted, positives_of
+from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged, write_queries
+from skilltrain.texts import language_of, num_words
+
+
+class Rewriting(NamedTuple):
+    """A query to rewrite, and the skills that answer it, which it must not name."""
+
+    query_id: str
+    query: Query
+    golds: list[Skill]
+    skill_id: str = ""
+
+
+class RewriteConfig(Config):
+    """Have a chat model rewrite queries; what is judged of them stays."""
+
+    stage: Literal["rewrite"] = "rewrite"
+    queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
+    pool: InputPath = Field(
+        description="SKILLS table: a query must not name a skill that answers it"
+    )
+    llm: LLMConfig = Field(description="the chat model that rewrites")
+    style: Literal["typed", "paraphrase", "terse"] = Field(
+        default="typed", description="terse: in 4 to 14 words"
+    )
+    seed: Seed = Field(default=0, description="decides the model's seeds")
+    out: Path = Field(description="folder for queries, judgements and dropped")
+
+
+def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
+    """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query was rewritten."""
+    outcome = ask(_questions(config))
+    if not outcome.values:
+        raise SkilltrainError(
+            f"rewrote no query; the first reason: {outcome.dropped[0].reason}", where=config.queries
+        )
+    origin = f"{config.style} by llm:{config.llm.model}"
+    queries = {
+        item.query_id: replace(item.query, text=text, origin=origin)
+        for item, text in outcome.values
+    }
+    rows = read_table(config.queries, JUDGEMENTS).to_pylist()
+    judgements = [row for row in rows if row["query_id"] in queries]
+    write_queries(queries.values(), judgements, outcome.dropped, out)
+    total_words = sum(num_words(query.text) for query in queries.values())
+    return {
+        "num_asked": len(queries) + len(outcome.dropped),
+        "num_rewritten": len(queries),
+        "mean_words": round(total_words / len(queries), 1),
+        "dropped": counted(row.filter for row in outcome.dropped),
+        **outcome.used,
+    }
+
+
+def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
+    """Estimate the cost without asking the model (`--dry-run`)."""
+    return estimate_cost(_questions(config))
+
+
+def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
+    skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
+    items: list[Rewriting] = []
+    for query, verdicts in select_judged(config.queries, None):
+        golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
+        items.append(Rewriting(query.query_id, query, golds))
+    seen = {item.query.text.casefold() for item in items}
+    style = PROMPTS["rewrite"]["styles"][config.style]
+
+    def render(item: Rewriting) -> tuple[str, str]:
+        names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
+        return prompt("rewrite", untrusted_text(item.query.text, 4000), style=style, names=names)
+
+    def read(item: Rewriting, answer: str) -> str:
+        text = item.query.text
+        max_words = MAX_TERSE_WORDS
+        if config.style != "terse":
+            max_words += 2 * num_words(text)
+        language = language_of(text)
+        if language and language_of(answer) not in (language, None):
+            raise AnswerError("language", "it is in another language than the query")
+        return fit_query(answer, seen, max_words, item.golds)
+
+    mean_words = sum(num_words(item.query.text) for item in items) / len(items)
+    num_tokens = round(TOKENS_PER_WORD * mean_words)
+    return questions_of(
+        config.llm, items, render, read, config.seed, num_tokens, "rewriting queries"
+    )

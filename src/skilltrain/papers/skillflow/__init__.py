@@ -1,0 +1,1 @@
+"""SkillFlow: a cascade of retrieval, reranking and admission."""

@@ -1,0 +1,1 @@
+"""SkillRouter: the recipe's appendices."""

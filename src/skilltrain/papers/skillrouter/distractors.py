@@ -1,0 +1,230 @@
+"""Stage `distractors`: skills that make an Easy tier Hard (SkillRouter, section 3 and appendix B).
+
+The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct.
+The table made here is one more source for the stage `pool`: Hard = Easy + distractors. Three things
+differ on purpose:
+
+- A request asks for one distractor, so that only what fails is asked for again.
+- The other gold skills of the same tasks are named as what must not be written either: they often
+  solve the "different problem of the same domain".
+- No query is shown, so that the benchmark's words do not leak into the pool.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from skilltrain.config import Config, InputPath, Seed
+from skilltrain.data.contamination import open_benchmarks
+from skilltrain.data.llm_stage import PROMPTS, Line, ask, prompt, questions_of
+from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
+from skilltrain.data.pool.skill_file import split_header
+from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
+from skilltrain.records import Skill, counted
+from skilltrain.tables import DROPPED, SKILLS, write_table
+from skilltrain.texts import clean_text, name_key, num_words
+
+STRATEGIES: Final[dict[str, str]] = PROMPTS["distractor"]["strategies"]
+ASKED_WORDS: Final = 400, 1200
+ACCEPTED_WORDS: Final = 150, 2400  # of a body
+MAX_JACCARD: Final = 0.6  # of a body's trigrams with those of a gold body or another distractor, as in stage `filter`
+# Of the longest answer asked for, as a JSON string: 1.3 a word in English prose, more in code and other scripts.
+NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
+_MAX_SIBLINGS, _BODY_CHARS = 12, 4000  # that the model is shown
+
+
+class DistractorsConfig(Config):
+    """Write skills that resemble the gold skills of a benchmark and do not do their work."""
+
+    stage: Literal["distractors"] = "distractors"
+    benchmark: InputPath = Field(
+        description="benchmark whose gold skills are resembled; queries of split train aside"
+    )
+    pool: InputPath | None = Field(
+        default=None, description="SKILLS with the gold skills that the benchmark lacks"
+    )
+    llm: LLMConfig = Field(description="who writes; needs a long llm.max_tokens, such as 3000")
+    num_distractors: int = Field(
+        default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns"
+    )
+    seed: Seed = Field(default=0, description="decides the model's seeds")
+    out: Path = Field(description="folder for skills and dropped")
+
+    @model_validator(mode="after")
+    def _enough_tokens(self) -> "DistractorsConfig":
+        if self.llm.max_tokens < NUM_TOKENS:
+            few = f"llm.max_tokens is {self.llm.max_tokens}, too few for a body of {ASKED_WORDS[1]} words"
+            raise ValueError(f"{few}; set llm.max_tokens={NUM_TOKENS} or more")
+        return self
+
+
+class Distractor(NamedTuple):
+    """A distractor to be written.
+
+    Attributes:
+        siblings: The other gold skills of the queries that need the gold skill.
+        number: Its number among the gold skill's distractors of this strategy, from 1.
+        total: Number of these.
+    """
+
+    skill_id: str
+    gold: Skill
+    siblings: tuple[Skill, ...]
+    strategy: str
+    number: int
+    total: int
+    query_id: str = ""
+
+
+def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
+    """Write SKILLS and DROPPED; an id names the gold skill and the strategy.
+
+    Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens
+    them.
+    """
+    questions = _questions(config)
+    outcome = ask(questions)
+    write_table([skill for _, skill in outcome.values], SKILLS, out)
+    write_table(outcome.dropped, DROPPED, out)
+    return {
+        **_counts(questions),
+        "num_distractors": len(outcome.values),
+        "num_dropped": len(outcome.dropped),
+        "dropped": counted(row.filter for row in outcome.dropped),
+        **outcome.used,
+    }
+
+
+def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
+    """Estimate the cost without asking the model (`--dry-run`)."""
+    questions = _questions(config)
+    return _counts(questions) | estimate_cost(questions)
+
+
+def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
+    num_golds = len({item.gold.skill_id for item in questions.items})
+    return {"num_gold_skills": num_golds, "num_asked": len(questions.items)}
+
+
+def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
+    """Return what is asked: for each gold skill its distractors, all strategies in turn."""
+    golds = gold_skills(config)
+    strategies = [*islice(cycle(STRATEGIES), config.num_distractors)]
+    items: list[Distractor] = []
+    for gold, siblings in golds:
+        for position, strategy in enumerate(strategies):
+            number = strategies[: position + 1].count(strategy)
+            skill_id = f"distractor/{gold.skill_id}/{strategy}"
+            if number > 1:
+                skill_id += f"-{number}"
+            total = strategies.count(strategy)
+            items.append(Distractor(skill_id, gold, siblings, strategy, number, total))
+    known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
+
+    def read(item: Distractor, answer: str) -> Skill:
+        skill = read_draft(item, answer, f"distractors:{config.llm.model}")
+        trigrams = word_trigrams(skill.body)
+        _check(skill, trigrams, known, len(golds))
+        known.append((skill, trigrams))
+        return skill
+
+    return questions_of(
+        config.llm, items, _render, read, config.seed, NUM_TOKENS, "writing distractors"
+    )
+
+
+def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
+    """Return the gold skills, each with the other gold skills of its queries.
+
+    Raises SkilltrainError if neither the benchmark's folder nor the pool holds one of them.
+    """
+    [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
+    skills = {gold.skill_id: gold for gold in benchmark.golds}
+    together: dict[str, dict[str, None]] = {}
+    for task in benchmark.tasks:
+        skill_ids = sorted(task.relevance.gold)
+        for skill_id in skill_ids:
+            together.setdefault(skill_id, {}).update(dict.fromkeys(skill_ids))
+    golds: list[tuple[Skill, tuple[Skill, ...]]] = []
+    for skill_id, skill_ids in together.items():
+        siblings = (skills[other_id] for other_id in skill_ids if other_id != skill_id)
+        golds.append((skills[skill_id], tuple(siblings)))
+    return golds
+
+
+def _render(item: Distractor) -> tuple[str, str]:
+    """Ask for a skill that a search takes for the gold skill, and that is wrong."""
+    gold = item.gold
+    siblings = [
+        f"- {untrusted_line(sibling.name)}: {untrusted_line(sibling.description, 160)}"
+        for sibling in item.siblings[:_MAX_SIBLINGS]
+    ]
+    lines = [
+        f"Category: {untrusted_line(gold.category or 'none given')}",
+        untrusted_skill(gold, 500, _BODY_CHARS),
+        "Not these either:",
+        *(siblings or ["(none)"]),
+    ]
+    return prompt(
+        "distractor",
+        "\n".join(lines),
+        strategy=STRATEGIES[item.strategy],
+        number=item.number,
+        total=item.total,
+        low=ASKED_WORDS[0],
+        high=ASKED_WORDS[1],
+        lang=gold.lang,
+    )
+
+
+class _Draft(BaseModel):
+    """What an answer must hold: texts only. Other keys are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    name: Annotated[Line, Field(min_length=1, max_length=100, pattern=r"\w")]
+    description: Annotated[Line, Field(min_length=1, max_length=1500)]
+    body: Annotated[
+        str,
+        AfterValidator(lambda text: split_header(clean_text(text))[1].strip()),
+        Field(min_length=1),
+    ]
+
+
+def read_draft(item: Distractor, answer: str, source: str) -> Skill:
+    """Read a skill from the one JSON object of an answer, its texts cleaned. Raises ValueError."""
+    draft = read_object(answer, _Draft)
+    gold = item.gold
+    return Skill(
+        item.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source
+    )
+
+
+def _check(
+    skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int
+) -> None:
+    """Raise AnswerError if a body is too short, too long, or a copy of a known one.
+
+    The first `num_golds` known skills are the gold skills.
+
+    A copy of a gold skill would be a right answer that is counted as wrong.
+    """
+    count = num_words(skill.body)
+    low, high = ACCEPTED_WORDS
+    if not low <= count <= high:
+        kind = "too_short" if count < low else "too_long"
+        raise AnswerError(kind, f"its body has {count} words, {low} to {high} are wanted", count)
+    for position, (other, other_trigrams) in enumerate(known):
+        other_id = other.skill_id
+        if name_key(skill.name) == name_key(other.name):
+            raise AnswerError("same_name", f"it has the name of {other_id}", other_id=other_id)
+        similarity = jaccard(trigrams, other_trigrams)
+        if similarity > MAX_JACCARD:
+            kind = "near_copy" if position < num_golds else "duplicate"
+            reason = f"its body is nearly {other_id}'s"
+            raise AnswerError(kind, reason, round(similarity, 4), other_id)

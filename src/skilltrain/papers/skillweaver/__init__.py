@@ -1,0 +1,1 @@
+"""SkillWeaver: plans for compound tasks."""

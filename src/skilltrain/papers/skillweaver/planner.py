@@ -1,0 +1,280 @@
+"""Plans for compound tasks: decompose, retrieve, compose (SkillWeaver, section 4).
+
+Skill-Aware Decomposition shows the model the skills retrieved for its steps, and it plans again. A
+round is a set of steps with these hints and their Jaccard similarity to the hints of the previous
+round. The paper stops above .6, which its own rounds (.32, .47, .52) never reach: there the number
+of rounds decides.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, zip_longest
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from skilltrain.config import Config
+from skilltrain.data.screening import Flag
+from skilltrain.errors import SkilltrainError
+from skilltrain.llm import LLM, Outcome, ask_all
+from skilltrain.llm.untrusted import untrusted_line
+from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, ComposeConfig, Plan, compose
+from skilltrain.papers.skillweaver.decompose import (
+    DirectConfig,
+    ModelConfig,
+    ReactConfig,
+    StepsConfig,
+)
+from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round, steps_by_rules
+from skilltrain.records import Dropped, Query, Ranking, Skill
+from skilltrain.retrieval.select import Ask, questions_of
+from skilltrain.serving.router import Router
+from skilltrain.texts import one_line
+
+Find = Callable[[Sequence[str], int], list[Ranking]]
+"""Retrieves a number of skills for each text."""
+AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
+_DESCRIPTION_CHARS = 140
+_NUM_READ = 5  # skills that ReAct reads after each search
+_MAY_HELP = "skills that exist and may help"
+
+
+class RulesConfig(Config):
+    """Steps by rules of English and Chinese; no model."""
+
+    kind: Literal["rules"] = "rules"
+
+
+class WholeConfig(Config):
+    """The whole task as one step, to see what cutting it adds."""
+
+    kind: Literal["whole"] = "whole"
+
+
+class HintsConfig(Config):
+    """Hints for a chat model that writes steps; other decomposers take none."""
+
+    count: int = Field(default=15, ge=1, description="skills named to the model (H)")
+    rounds: int = Field(
+        default=1, ge=0, description="how often it plans anew at most (T); 0: without hints"
+    )
+    stop_above: float = Field(
+        default=0.6, ge=0, le=1, description="Jaccard of two rounds' hints that ends it (tau)"
+    )
+    show: Literal["names", "described"] = Field(
+        default="names", description="what the model sees of a hint"
+    )
+
+
+class PlannerConfig(Config):
+    """One way to plan."""
+
+    name: str = Field(default="plan", min_length=1, description="what tables call it")
+    decomposer: Annotated[
+        RulesConfig | WholeConfig | StepsConfig | DirectConfig | ReactConfig,
+        Field(discriminator="kind"),
+    ] = Field(default=RulesConfig(), description="what cuts a task into steps")
+    hints: HintsConfig = Field(
+        default=HintsConfig(), description="what is found goes back to the model (kind llm)"
+    )
+    compose: ComposeConfig = Field(
+        default=ComposeConfig(), description="how a skill is chosen for each step"
+    )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans tasks over a pool.
+
+    Attributes:
+        config: How to plan.
+        skills: The pool.
+        find: Retrieves skills of the pool.
+        golds: Gold skills by query id, where known: LLM-Direct always sees them.
+        lenient: Let rules plan, with a note, if the chat model is down. Otherwise that is an error.
+    """
+
+    config: PlannerConfig
+    skills: Mapping[str, Skill]
+    find: Find
+    golds: Mapping[str, Collection[str]] = field(default_factory=dict)
+    lenient: bool = False
+
+    def plan(self, tasks: Sequence[Query]) -> list[Plan]:
+        """Return a plan for each task: by rules, with a note, if no answer of a model is usable."""
+        decomposer = self.config.decomposer
+        rounds: dict[str, list[Round]] = {}
+        faults: dict[str, str] = {}
+        if isinstance(decomposer, ModelConfig):
+            rounds, faults = self._ask_model(decomposer, tasks)
+        for task in tasks:
+            if isinstance(decomposer, WholeConfig):
+                rounds[task.query_id] = [Round((one_line(task.text),))]
+            elif task.query_id not in rounds:
+                rounds[task.query_id] = [Round(steps_by_rules(task.text))]
+
+        final_rounds = [rounds[task.query_id][-1] for task in tasks]
+        retrieved = find_each(self.find, [final.texts for final in final_rounds], NUM_CANDIDATES)
+        plans: list[Plan] = []
+        for task, final, rankings in zip(tasks, final_rounds, retrieved, strict=True):
+            if final.chosen:
+                rankings = [[(skill_id, 1.0)] for skill_id in final.chosen]
+            alpha = self.config.compose.alpha
+            steps = compose(task.text, final.texts, rankings, self.skills, alpha)
+            fault = faults.get(task.query_id)
+            notes = (f"planned by rules, for {fault}",) if fault else ()
+            made_by = "rules" if fault else decomposer.kind
+            plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
+        return plans
+
+    def _ask_model(
+        self, config: StepsConfig | DirectConfig | ReactConfig, tasks: Sequence[Query]
+    ) -> tuple[dict[str, list[Round]], dict[str, str]]:
+        """Ask the model to plan each task.
+
+        Returns:
+            Rounds by query id; reason by query id, for tasks that it has no steps for.
+        """
+        llm = LLM(config.llm)  # one for all requests, because it counts the budget
+
+        def ask(asks: Sequence[Ask]) -> Outcome[Ask, Any]:
+            questions = questions_of(config, llm, config.prompt, asks)
+            return ask_all(questions, drop_if_down=self.lenient)
+
+        if isinstance(config, ReactConfig):
+            outcome = self._search(ask, tasks)
+        elif isinstance(config, DirectConfig):
+            outcome = ask(self._choices(config, tasks))
+        else:
+            outcome = ask([Ask(task) for task in tasks])
+        rounds = {item.query_id: [steps] for item, steps in outcome.values}
+        if isinstance(config, StepsConfig) and self.config.hints.rounds:
+            self._refine(ask, [item.query for item, _ in outcome.values], rounds)
+
+        faults = {
+            task.query_id: "the model looked for nothing"
+            for task in tasks
+            if task.query_id not in rounds
+        }
+        for row in outcome.dropped:
+            if row.query_id in faults:
+                faults[row.query_id] = f"no answer of the model was usable: {row.reason}"
+        return rounds, faults
+
+    def _refine(self, ask: AskAll, tasks: Sequence[Query], rounds: dict[str, list[Round]]) -> None:
+        """Have the model plan again with hints, and append to `rounds`.
+
+        A task for which the model fails keeps the steps it has.
+        """
+        settings = self.config.hints
+        for number in range(settings.rounds + 1):
+            texts = [rounds[task.query_id][-1].texts for task in tasks]
+            retrieved = find_each(self.find, texts, settings.count)
+            asks: list[Ask] = []
+            for task, rankings in zip(tasks, retrieved, strict=True):
+                history = rounds[task.query_id]
+                # The first skill of every step comes before the second of any step.
+                by_rank = chain.from_iterable(zip_longest(*rankings))
+                skill_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
+                hints = tuple(skill_ids)[: settings.count]
+                jaccard = None
+                if number:
+                    earlier = set(history[-2].hints)
+                    jaccard = len(earlier & {*hints}) / len(earlier | {*hints})
+                history[-1] = replace(history[-1], hints=hints, jaccard=jaccard)
+                if hints and (jaccard is None or jaccard <= settings.stop_above):
+                    lines = self._describe(hints, settings.show == "described")
+                    asks.append(Ask(task, ((_MAY_HELP, lines),)))
+            if number == settings.rounds or not asks:
+                break
+            outcome = ask(asks)
+            tasks = [item.query for item, _ in outcome.values]
+            for item, steps in outcome.values:
+                rounds[item.query_id].append(steps)
+
+    def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
+        """Return what LLM-Direct sees: skills by id, so that gold ones do not stand out."""
+        asks: list[Ask] = []
+        rankings = self.find([task.text for task in tasks], config.shown)
+        for task, ranking in zip(tasks, rankings, strict=True):
+            gold = sorted(self.golds.get(task.query_id, ()))
+            skill_ids = [*dict.fromkeys([*gold, *(skill_id for skill_id, _ in ranking)])]
+            skills = [self.skills[skill_id] for skill_id in sorted(skill_ids[: config.shown])]
+            lines = [
+                f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
+            ]
+            asks.append(Ask(task, ((_MAY_HELP, "\n".join(lines)),), choices=tuple(skills)))
+        return asks
+
+    def _search(self, ask: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
+        """Let ReAct search, one step for each search."""
+        searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
+        faults: list[Dropped] = []
+        asks = [Ask(task) for task in tasks]
+        for _ in range(MAX_STEPS):
+            outcome = ask(asks)
+            faults += outcome.dropped
+            turns = [(item, search) for item, search in outcome.values if search]
+            if not turns:
+                break
+            asks = []
+            rankings = self.find([search for _, search in turns], _NUM_READ)
+            for (item, search), ranking in zip(turns, rankings, strict=True):
+                searches[item.query_id].append(search)
+                lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
+                part = ("so far", f"search: {search}\n{lines}".strip())
+                asks.append(replace(item, parts=(*item.parts, part)))
+        rounds = [
+            (Ask(task), Round(tuple(searches[task.query_id])))
+            for task in tasks
+            if searches[task.query_id]
+        ]
+        return Outcome(rounds, faults, {})
+
+    def _describe(self, skill_ids: Sequence[str], described: bool) -> str:
+        """Name skills in one line, or on a line each with the beginning of the description."""
+        skills = [self.skills[skill_id] for skill_id in skill_ids]
+        names = [untrusted_line(skill.name) for skill in skills]
+        if not described:
+            return ", ".join(names)
+        texts = [untrusted_line(skill.description, _DESCRIPTION_CHARS) for skill in skills]
+        return "\n".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
+
+
+def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[list[Ranking]]:
+    """Retrieve skills for the steps of all tasks in one call."""
+    texts = [*chain.from_iterable(tasks)]
+    rankings = iter(find(texts, keep) if texts else ())
+    return [[*islice(rankings, len(steps))] for steps in tasks]
+
+
+def plan_task(
+    config: PlannerConfig, text: str, router: Router
+) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
+    """Plan one task; rules plan, with a note, if the chat model is down.
+
+    A step that the router's calibration finds no skill for has none.
+
+    Returns:
+        The plan; what the safety screening flags in chosen skills, by skill id.
+
+    Raises:
+        SkilltrainError: The task is empty.
+    """
+    if not text.strip():
+        raise SkilltrainError("the task is empty")
+    flags: dict[str | None, tuple[Flag, ...]] = {}
+
+    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
+        rankings: list[Ranking] = []
+        for step in texts:
+            answer = router.route(step, keep)
+            skills = answer.skills if answer.fits else ()
+            flags.update((routed.skill_id, routed.flags) for routed in skills)
+            rankings.append([(routed.skill_id, routed.score) for routed in skills])
+        return rankings
+
+    task = Query("task", text, kind="multi", origin="", split="")
+    (plan,) = Planner(config, router.skills, find, lenient=True).plan([task])
+    chosen = [step.skill_id for step in plan.steps if step.skill_id and flags.get(step.skill_id)]
+    return plan, {skill_id: flags[skill_id] for skill_id in chosen}

@@ -1,0 +1,294 @@
+"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import to_jsonable_python
+
+from skilltrain.config import Config, InputPath
+from skilltrain.data.pool.read import read_pool
+from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation.page import markdown
+from skilltrain.files import write_json, write_jsonl, write_text
+from skilltrain.llm import LLM, estimate_cost
+from skilltrain.llm.answers import estimate_tokens
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.metrics.comparison import SystemResult, compare
+from skilltrain.metrics.slices import SliceMeans, means_by_slice, shown
+from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, Plan, plan_json
+from skilltrain.papers.skillweaver.decompose import ModelConfig
+from skilltrain.papers.skillweaver.plan_measures import MEANINGS, measure_names, plan_values
+from skilltrain.papers.skillweaver.planner import Find, Planner, PlannerConfig, find_each
+from skilltrain.records import Query, Ranker, Ranking, Skill
+from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
+from skilltrain.retrieval.select import Ask, questions_of
+from skilltrain.version import __version__
+
+_SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
+_MOST_VALUES = 50  # of a label: categories are many
+
+
+class PlansConfig(Config):
+    """Plan compound tasks and score the plans against the gold steps and skills."""
+
+    stage: Literal["plans"]
+    benchmark: InputPath = Field(
+        description="folder of a benchmark whose tasks have steps: ours, LiveMCPBench"
+    )
+    split: str | None = Field(
+        default=None, description="score the queries of this split only; null for all"
+    )
+    pool: InputPath | None = Field(
+        default=None, description="the skills to find; null: the benchmark's own"
+    )
+    held_out: InputPath | None = Field(
+        default=None, description="skills not to be found, only their categories count"
+    )
+    system: SystemConfig = Field(
+        description="what finds skills for a step, which is asked like a query"
+    )
+    planners: tuple[PlannerConfig, ...] = Field(
+        default=(PlannerConfig(name="rules"),),
+        min_length=1,
+        description="ways to plan; the first is the baseline",
+    )
+    compare: tuple[str, ...] = Field(
+        default=("DA", "DA±1", "CatR@1", "Skill R@10"),
+        description="measures by which the others are compared to it",
+    )
+    out: Path = Field(
+        description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl"
+    )
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "PlansConfig":
+        if len({planner.name for planner in self.planners}) < len(self.planners):
+            raise ValueError("two planners have the same name")
+        if unknown := sorted({*self.compare} - {*self.scored}):
+            raise ValueError(
+                f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}"
+            )
+        return self
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """Names of all measures."""
+        return measure_names()
+
+    @property
+    def num_systems(self) -> int:
+        """Number of ways to plan."""
+        return len(self.planners)
+
+
+def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
+    """Write the plans and their scores; the summary holds the means over all tasks."""
+    benchmark, skills, pool = _open(config)
+    tasks = benchmark.tasks
+    find = finder(config.system, pool)
+    golds = {task.query.query_id: task.relevance.gold for task in tasks}
+    plans = {
+        planner.name: Planner(planner, skills, find, golds).plan(benchmark.queries)
+        for planner in config.planners
+    }
+    results = _results(tasks, plans, find, skills)
+    slices: dict[str, tuple[SliceMeans, ...]] = {}
+    for result in results:
+        labels = _labels(tasks, result, skills)
+        slices[result.name] = shown(
+            means_by_slice([result], labels, config.scored, most_values=_MOST_VALUES)
+        )
+    rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
+    pairs = [(results[0].name, other.name) for other in results[1:]]
+    compared = compare(results, pairs, config.compare)
+    notes = [*benchmark.notes, *_notes(plans)]
+    about = {
+        "benchmark": benchmark.name,
+        "num_tasks": len(tasks),
+        "num_skills": len(pool),
+        "notes": notes,
+    }
+    values = {
+        "slices": slices,
+        "rounds": rounds,
+        "comparisons": compared,
+        "measures": config.scored,
+    }
+    write_text(
+        out / "report.md", markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED)
+    )
+    by_slice = {
+        name: [
+            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
+            for s in own
+        ]
+        for name, own in slices.items()
+    }
+    found = {
+        "skilltrain": __version__,
+        **about,
+        "planners": by_slice,
+        "rounds": rounds,
+        "comparisons": compared,
+    }
+    write_json(out / "metrics.json", to_jsonable_python(found))
+    scores: list[dict[str, Any]] = []
+    for result in results:
+        for query_id, row in result.per_query.items():
+            scores.append({"system": result.name, "query_id": query_id, **row})
+    write_jsonl(out / "per_query.jsonl", scores)
+    rows: list[dict[str, Any]] = []
+    for name, task_plans in plans.items():
+        for plan in task_plans:
+            rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
+    write_jsonl(out / "plans.jsonl", rows)
+    means = {
+        name: {measure: round(mean.mean, 4) for measure, mean in parts[0].means[name].items()}
+        for name, parts in slices.items()
+    }
+    return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
+
+
+def plan_plans(config: PlansConfig) -> dict[str, Any]:
+    """Count the tasks and estimate the cost of each chat model's first requests (`--dry-run`)."""
+    benchmark, _, pool = _open(config)
+    asks = [Ask(task.query) for task in benchmark.tasks]
+    costs: dict[str, Any] = {}
+    for planner in config.planners:
+        model = planner.decomposer
+        if isinstance(model, ModelConfig):
+            questions = questions_of(model, LLM(model.llm), model.prompt, asks)
+            costs[planner.name] = estimate_cost(questions)
+    return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
+
+
+def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
+    """Return a function that retrieves skills for steps by `system`, whose models stay open."""
+    opened: dict[str, Ranker] = {}
+
+    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
+        queries = [
+            Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)
+        ]
+        rankings = Cascade(queries, skills, keep, opened).run(system)[-1].rankings
+        return [rankings[query.query_id] for query in queries]
+
+    return find
+
+
+def _open(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
+    """Return the benchmark, all skills by id, and the skills that can be found.
+
+    Raises SkilltrainError for a model that is not there, and for a benchmark without steps, pool or
+    gold skills.
+    """
+    check_systems([config.system])
+    benchmark = load_benchmark(config.benchmark, config.split)
+    pool = list(benchmark.pool) if config.pool is None else read_pool(config.pool)
+    if not pool:
+        raise SkilltrainError("plans need a pool to find skills in", fix="give pool=…")
+    if not any(task.steps for task in benchmark.tasks):
+        raise SkilltrainError(
+            "its tasks have no steps", where=config.benchmark, fix="it needs plans.parquet"
+        )
+    held_out = read_pool(config.held_out) if config.held_out else []
+    skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
+    held_out_ids = {skill.skill_id for skill in held_out}
+    visible = [skill for skill in pool if skill.skill_id not in held_out_ids]
+    return check_pool(benchmark, skills), skills, visible
+
+
+def _results(
+    tasks: Sequence[Task],
+    plans: Mapping[str, Sequence[Plan]],
+    find: Find,
+    skills: Mapping[str, Skill],
+) -> list[SystemResult]:
+    """Measure every plan. The oracle retrieves skills for the gold steps' own words."""
+    gold_texts = [[step.text for step in task.steps] for task in tasks]
+    oracle = [_skill_ids(row) for row in find_each(find, gold_texts, NUM_CANDIDATES)]
+    tokens = {
+        skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
+        for skill_id, skill in skills.items()
+    }
+    results: list[SystemResult] = []
+    for name, task_plans in plans.items():
+        values: dict[str, dict[str, float]] = {}
+        for task, plan, oracle_ids in zip(tasks, task_plans, oracle, strict=True):
+            retrieved = _skill_ids([step.candidates for step in plan.steps])
+            chosen = [step.skill_id for step in plan.steps]
+            values[task.query.query_id] = plan_values(
+                task, retrieved, chosen, oracle_ids, skills, tokens
+            )
+        results.append(SystemResult(name, values, {}))
+    return results
+
+
+def _skill_ids(rankings: Sequence[Ranking]) -> list[list[str]]:
+    return [[skill_id for skill_id, _ in ranking] for ranking in rankings]
+
+
+def _labels(
+    tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
+) -> dict[str, Labels]:
+    """Return each task's difficulty, categories, and whether it has the right number of steps."""
+    labels: dict[str, Labels] = {}
+    for task in tasks:
+        query_id = task.query.query_id
+        num_steps = len(task.steps)
+        surplus = result.per_query[query_id]["steps"] - num_steps
+        planned = "too many" if surplus > 0 else "too few" if surplus else "as many as gold"
+        difficulty = "easy" if num_steps <= 2 else "medium" if num_steps == 3 else "hard"
+        gold = [skills[step.skill_id] for step in task.steps if step.skill_id]
+        categories = tuple(dict.fromkeys(skill.category or "none" for skill in gold))
+        labels[query_id] = {
+            **task.labels,
+            "difficulty": difficulty,
+            "steps planned": planned,
+            **({"category": categories} if categories else {}),
+        }
+    return labels
+
+
+def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Summarise each round: tasks that reached it, and means over all tasks.
+
+    A task that stopped earlier counts with its last round.
+    """
+    rows: list[dict[str, Any]] = []
+    for number in range(max(len(plan.rounds) for plan in plans)):
+        rounds = [plan.rounds[: number + 1][-1] for plan in plans]
+        counts = [len(row.texts) for row in rounds]
+        exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+        jaccards = [row.jaccard for row in rounds if number and row.jaccard is not None]
+        rows.append(
+            {
+                "round": number,
+                "reached": sum(len(plan.rounds) > number for plan in plans),
+                "steps": fmean(counts),
+                "DA": fmean(exact),
+                "jaccard": fmean(jaccards) if jaccards else None,
+            }
+        )
+    return rows
+
+
+def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
+    """Say how many tasks rules planned in place of a model, and how many steps no skill fits."""
+    notes: list[str] = []
+    for name, task_plans in plans.items():
+        by_rules = [plan.notes[0] for plan in task_plans if plan.notes]
+        if by_rules:
+            share = f"{len(by_rules)} of {len(task_plans)} tasks"
+            notes.append(f"{name}: rules planned {share}, first: {by_rules[0]}")
+        skill_ids = [
+            step.skill_id for step in chain.from_iterable(plan.steps for plan in task_plans)
+        ]
+        if None in skill_ids:
+            notes.append(f"{name}: nothing fits {skill_ids.count(None)} of {len(skill_ids)} steps")
+    return notes

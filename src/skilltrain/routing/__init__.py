@@ -1,1 +1,0 @@
-"""Systems that answer queries with skills: candidates, evaluation, routing."""

@@ -1,1 +1,0 @@
-"""Compound tasks: steps, a skill for each, and their order (SkillWeaver, section 4)."""

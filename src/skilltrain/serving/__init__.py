@@ -1,0 +1,1 @@
+"""Routers: make, calibrate and serve them."""
