@@ -21,7 +21,7 @@ from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate
 from skilltrain.training.checkpoint import load_weights
-from skilltrain.training.publish import export_run
+from skilltrain.training.export_run import export_run
 from skilltrain.training.settings import TrainEncoderConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.training_set import ListsSource

@@ -13,12 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.forms import ONNX, ONNX_INT8, write_form
+from skilltrain.export.push import check_round_trip
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate
-from skilltrain.training.publish import check_round_trip
 from test_export import scores_of
 from test_model_card import QUERY, SKILLS, run_program
 

@@ -22,6 +22,7 @@ from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published
 from skilltrain.export.forms import open_model
+from skilltrain.export.push import check_round_trip, upload
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.loading import resolve_model
@@ -29,13 +30,7 @@ from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, write_table
-from skilltrain.training.publish import (
-    _upload,
-    check_round_trip,
-    export_run,
-    push_model,
-    save_trained,
-)
+from skilltrain.training.export_run import export_run, push_model, save_trained
 from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
 from skilltrain.training.training_set import ListsSource
 from small_library import skilltrain, succeeds
@@ -396,7 +391,7 @@ def test_a_refused_commit_leaves_the_repository_as_it_was(hub, tmp_path):
     old = {"skilltrain.json": b"{}", "model.safetensors": b"old"}
     hub.repositories[REPO], hub.status_of_commit = Repository(files=dict(old)), 400
     paths = {name: tmp_path / name for name in names}
-    refuses("nothing is half-written", _upload, paths, REPO, False, False)
+    refuses("nothing is half-written", upload, paths, REPO, False, False)
     assert hub.repositories[REPO].files == old and sum("/commit/" in line for line in hub.log) == 1
 
 
@@ -464,7 +459,7 @@ def test_a_pushed_export_names_the_repository(hub, finished, tmp_path):
 
 @pytest.mark.parametrize("path", ["/api/models/", "/api/repos/create", "/preupload/", "/commit/"])
 def test_a_silent_hub_ends_the_push(hub, finished, monkeypatch, path):
-    monkeypatch.setattr("skilltrain.training.publish._HUB_SECONDS", 0.2)
+    monkeypatch.setattr("skilltrain.export.push._HUB_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.path_without_answer = path
 

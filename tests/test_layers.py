@@ -1,4 +1,4 @@
-"""Imports point down only: the layers of CONTRIBUTING.md, checked over every module of src/."""
+"""Imports point down only: four rings and the layers within them, checked over every module of src/."""
 
 import ast
 from collections.abc import Iterator
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from skilltrain.stages import STAGES
-
 PACKAGE = "skilltrain"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
-# Top to bottom. A part is a package or a module directly below skilltrain; parts on one level do not import each other.
+# Top to bottom. A part is a package or a module directly below skilltrain. Parts of one layer do not import each other.
+# The outermost parts (api, cli, __init__) import everything; papers and serving are rings of their own; the rest is core.
 LAYERS = (
     ("__init__", "__main__", "recipe"),
     ("cli",),
@@ -29,10 +28,20 @@ LAYERS = (
     ("runs", "workers"),
     ("terminal", "distributed"),
     ("config",),
-    ("files",),
+    ("files", "plugins"),
     ("errors", "texts", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+# What the code of a training step must not load: chat models, and the screening of skills.
+NOT_IN_TRAINING = ("skilltrain.llm", "skilltrain.data.screening", "skilltrain.papers")
+
+
+def module_name(path: Path) -> str:
+    names = [PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(names).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
 
 
 def part_of(module: str) -> str:
@@ -41,94 +50,155 @@ def part_of(module: str) -> str:
     return names[1] if len(names) > 1 else "__init__"
 
 
-def imported_modules(source: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import of ours in `source`, at the top or inside a function; ours are absolute."""
-    for node in ast.walk(ast.parse(source)):
+def imported_modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of every import of ours, at the top or inside a function; ours are absolute."""
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
             names = [f"{PACKAGE}.(relative)"]
-        elif (
-            isinstance(node, ast.ImportFrom) and node.module == PACKAGE
-        ):  # `from skilltrain import tables`: a part
-            names = [
-                f"{PACKAGE}.{alias.name}" if alias.name in LEVEL else PACKAGE
-                for alias in node.names
-            ]
         elif isinstance(node, ast.ImportFrom):
-            names = [str(node.module)]
-        elif (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith("import_module")
-            and node.args
-        ):
-            names = [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] == PACKAGE)
+            names = [_imported_from(str(node.module), alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [str(item.value) for item in node.args[:1] if isinstance(item, ast.Constant)]
+        for name in names:
+            if name.split(".")[0] == PACKAGE:
+                yield node.lineno, name
+
+
+def _imported_from(module: str, name: str) -> str:
+    """`from skilltrain import tables` imports a module; `from skilltrain.tables import LISTS` a name in one."""
+    full_name = f"{module}.{name}"
+    return full_name if full_name in MODULES else module
 
 
 def violations(source: str, module: str) -> list[str]:
-    """One line for every import of `module` that does not point down."""
-    own = part_of(module)
-    if own not in LEVEL:
-        return [f"{module} has no layer: add '{own}' to LAYERS in tests/test_layers.py"]
-    found = []
-    for line, target in imported_modules(source):
+    """Return one line for every import of `module` that does not point down."""
+    part = part_of(module)
+    if part not in LEVEL:
+        return [f"{module} has no layer: add '{part}' to LAYERS in tests/test_layers.py"]
+    faults: list[str] = []
+    for line, target in imported_modules(ast.parse(source)):
         other = part_of(target)
         if other not in LEVEL:
-            found.append(
-                f"{module}, line {line}: imports {target}, which has no layer in tests/test_layers.py"
-            )
-        elif other != own and LEVEL[other] <= LEVEL[own]:
-            relation = "beside" if LEVEL[other] == LEVEL[own] else "above"
-            found.append(
-                f"{module}, line {line}: imports {target}, but '{other}' stands {relation} '{own}'"
-            )
-    return found
+            fault = f"imports {target}, which has no layer in tests/test_layers.py"
+        elif part == other == "papers" and _paper_of(module) != _paper_of(target):
+            fault = f"imports {target}, which belongs to another paper"
+        elif other != part and LEVEL[other] <= LEVEL[part]:
+            relation = "beside" if LEVEL[other] == LEVEL[part] else "above"
+            fault = f"imports {target}, but '{other}' stands {relation} '{part}'"
+        else:
+            continue
+        faults.append(f"{module}, line {line}: {fault}")
+    return faults
+
+
+def _paper_of(module: str) -> str:
+    return ".".join(module.split(".")[2:3])
+
+
+def loaded_modules(module: str) -> set[str]:
+    """Return what importing `module` loads of ours: imports at the top of modules, followed to the end."""
+    loaded: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in loaded or name not in MODULES:
+            continue
+        loaded.add(name)
+        waiting.append(name.rpartition(".")[0])
+        tree = ast.parse(MODULES[name])
+        for statement in tree.body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                waiting += [target for _, target in imported_modules(statement)]
+    return loaded
+
+
+def cycles(edges: dict[str, set[str]]) -> list[str]:
+    """Return the nodes that can be reached from themselves."""
+    return [node for node in edges if node in _reachable(node, edges)]
+
+
+def _reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = [*edges[start]]
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += edges.get(node, ())
+    return reached
 
 
 def test_every_import_points_down():
-    found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        names = [PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts]
-        module = ".".join(names).removesuffix(".__init__")
-        found += violations(path.read_text(encoding="utf-8"), module)
-    assert not found, "imports that do not point down:\n" + "\n".join(found)
+    faults: list[str] = []
+    for module in sorted(MODULES):
+        faults += violations(MODULES[module], module)
+
+    assert not faults, "imports that do not point down:\n" + "\n".join(faults)
+
+
+def test_modules_form_no_cycle():
+    edges = {
+        module: {target for _, target in imported_modules(ast.parse(source))} - {module, PACKAGE}
+        for module, source in MODULES.items()
+    }
+
+    assert cycles(edges) == []
+
+
+@pytest.mark.parametrize("module", ["skilltrain.training.loop", "skilltrain.training.steps"])
+def test_training_loads_no_chat_model(module: str):
+    loaded = loaded_modules(module)
+
+    assert len(loaded) > 20
+    assert [name for name in sorted(loaded) if name.startswith(NOT_IN_TRAINING)] == []
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "fault"),
     [
-        (
-            "from skilltrain.training.loop import train",
-            "imports skilltrain.training.loop, but 'training' stands",
-        ),
+        ("from skilltrain.training.loop import train", "'training' stands above 'models'"),
         ("import skilltrain.cli as c", "'cli' stands above 'models'"),
-        (
-            "def f():\n    from skilltrain.data import mine",
-            "line 2: imports skilltrain.data, but 'data' stands above",
-        ),
-        ("from skilltrain import stages", "'stages' stands above 'models'"),
+        ("def f():\n    from skilltrain.data import mine", "line 2: imports skilltrain.data.mine"),
+        ("from skilltrain import api", "'api' stands above 'models'"),
         ("from skilltrain.losses import InfoNCE", "'losses' stands beside 'models'"),
         ("from . import loading", "which has no layer"),
-        ("importlib.import_module('skilltrain.export.hub')", "'export' stands above 'models'"),
+        ("importlib.import_module('skilltrain.export.push')", "'export' stands above 'models'"),
+        ("from skilltrain.papers.r3.rewrite import x", "'papers' stands above 'models'"),
         ("from skilltrain.toolbox import saw", "skilltrain.toolbox, which has no layer"),
-        ("import skilltrain.models.pooling\nfrom skilltrain.models.pooling import pool", None),
-        (
-            "from skilltrain.version import __version__\nfrom skilltrain.templates import Skill\nimport torch",
-            None,
-        ),
     ],
 )
-def test_imports_that_do_not_point_down_are_found(source: str, complaint: str | None):
-    found = violations(source, "skilltrain.models.made_up")
-    assert len(found) == (complaint is not None) and (complaint or "") in "".join(found)
-    assert "add 'toolbox' to LAYERS" in violations(source, "skilltrain.toolbox")[0]
+def test_upward_import_is_reported(source: str, fault: str):
+    (line,) = violations(source, "skilltrain.models.made_up")
+
+    assert fault in line
 
 
-def test_stages_import_what_stands_above_them():
-    assert [
-        name
-        for name, stage in STAGES.items()
-        if LEVEL[stage.module.split(".")[0]] <= LEVEL["stages"]
-    ] == []
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import skilltrain.models.pooling\nfrom skilltrain.models.pooling import pool",
+        "from skilltrain.version import __version__\nfrom skilltrain.templates import SkillTemplate",
+        "import torch",
+    ],
+)
+def test_downward_import_is_allowed(source: str):
+    assert violations(source, "skilltrain.models.made_up") == []
+
+
+def test_import_of_another_paper_is_reported():
+    (line,) = violations("import skilltrain.papers.r3.rewrite", "skilltrain.papers.skillflow.x")
+
+    assert "belongs to another paper" in line
+
+
+def test_unknown_part_is_reported():
+    (line,) = violations("", "skilltrain.toolbox")
+
+    assert "add 'toolbox' to LAYERS" in line
+
+
+def test_cycle_is_reported():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]

@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.export.card import Published, RunRecord, model_card, rename_model, shareable
+from skilltrain.export.card import Published, RunRecord, model_card, rename_model
+from skilltrain.files import shareable
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.pairs import RerankerSettings
 from skilltrain.models.saving import save_model

@@ -63,7 +63,7 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
                 get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
             )
             bare += [f"{section.__name__}.{key}"] if not (is_tag or field.description) else []
-            waiting += [inner for inner in sections_of(field.annotation) if inner not in seen]
+            waiting += [inner for inner in sections_of(field) if inner not in seen]
     assert bare == []
     schema = json.loads(json.dumps(schema_of([name])))
     assert schema["properties"].keys() == {"recipe", *stage.config.model_fields} >= {"stage", "out"}

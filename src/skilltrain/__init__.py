@@ -37,7 +37,7 @@ __all__ = [
     "run",
     "train",
 ]
-_HOMES = {"Query": "records", "Skill": "records", "Router": "routing.router"}
+_HOMES = {"Query": "records", "Skill": "records", "Router": "serving.router"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
-from skilltrain.records import Skill
+from skilltrain.records import Query, Ranking, Skill
 from skilltrain.serving.fit import QUOTAS, FitConfig, list_steps, run_fit
 from skilltrain.stages import STAGES, parse_recipe, run_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from skilltrain.data.screening import Flag
+    from skilltrain.papers.skillweaver.compose import Plan
+    from skilltrain.papers.skillweaver.planner import PlannerConfig
     from skilltrain.serving.answer import Answer
     from skilltrain.serving.router import Router
 
@@ -155,6 +158,40 @@ def route(
     return open_router(pool, rankers).route(task, k)
 
 
+def plan_task(
+    config: "PlannerConfig", text: str, router: "Router"
+) -> "tuple[Plan, dict[str, tuple[Flag, ...]]]":
+    """Plan one task; rules plan, with a note, if the chat model is down.
+
+    A step that the router's calibration finds no skill for has none.
+
+    Returns:
+        The plan; what the safety screening flags in chosen skills, by skill id.
+
+    Raises:
+        SkilltrainError: The task is empty.
+    """
+    from skilltrain.papers.skillweaver.planner import Planner
+
+    if not text.strip():
+        raise SkilltrainError("the task is empty")
+    flags: dict[str | None, tuple[Flag, ...]] = {}
+
+    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
+        rankings: list[Ranking] = []
+        for step in texts:
+            answer = router.route(step, keep)
+            skills = answer.skills if answer.fits else ()
+            flags.update((routed.skill_id, routed.flags) for routed in skills)
+            rankings.append([(routed.skill_id, routed.score) for routed in skills])
+        return rankings
+
+    task = Query("task", text, kind="multi", origin="", split="")
+    (plan,) = Planner(config, router.skills, find, lenient=True).plan([task])
+    chosen = [step.skill_id for step in plan.steps if step.skill_id and flags.get(step.skill_id)]
+    return plan, {skill_id: flags[skill_id] for skill_id in chosen}
+
+
 def export_model(
     training: Path | str,
     out: Path | str,
@@ -177,7 +214,7 @@ def export_model(
     >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
     """
     from skilltrain.export.card import Published
-    from skilltrain.training.publish import export_run
+    from skilltrain.training.export_run import export_run
 
     published = Published(repo, license_id, [] if report is None else [Path(report)])
     return export_run(Path(training), Path(out), checkpoint, published)

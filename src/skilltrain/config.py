@@ -10,9 +10,11 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
+from skilltrain.plugins import OneOf
 from skilltrain.texts import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -266,29 +268,37 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
 def _followed(
     config_class: type[BaseModel], location: Sequence[Any], values: Any
 ) -> tuple[list[str], list[type[BaseModel]]]:
-    """(the keys that lead to a fault in `values`, the sections that may stand at its place).
+    """Follow pydantic's location of a fault through the settings.
 
-    pydantic's location also names the chosen members of unions, by their tags: these select among the sections.
+    Returns:
+        The keys that lead to the fault; the classes that the section at its place may have.
     """
     path: list[str] = []
     sections: list[type[BaseModel]] = [config_class]
+    tag = ""  # pydantic also names the chosen member of a union by its tag
     for part in location:
-        chosen = [c for c in sections if part in tags_of(c).values()] if len(sections) > 1 else []
-        if chosen:  # also where it is a key of theirs
-            sections = chosen
+        is_tag = tag == part
+        tag = ""
+        if is_tag:
             continue
-        inner = [
-            m
-            for c in sections
-            if part in c.model_fields
-            for m in sections_of(c.model_fields[part].annotation)
-        ]
+        is_item = isinstance(values, Sequence) and isinstance(part, int)
+        if not is_item and not (isinstance(values, Mapping) and part in values):
+            continue  # a key that is missing
+        path.append(str(part))
+        values = values[part]
+        inner: list[type[BaseModel]] = []
+        for section in sections:
+            if part in section.model_fields:
+                inner += sections_of(section.model_fields[part])
         sections = inner or sections
-        inside_list = isinstance(values, Sequence) and isinstance(part, int)
-        if inside_list or (isinstance(values, Mapping) and part in values):
-            path.append(str(part))
-            values = values[part]
+        if len(sections) > 1 and isinstance(values, Mapping):
+            sections = [c for c in sections if _has_tags(c, values)] or sections
+            tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
+
+
+def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
+    return all(values.get(name) == tag for name, tag in tags_of(section).items())
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:
@@ -296,16 +306,28 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f", did you mean '{near[0]}'?" if near else ";"
 
 
-def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """The classes of settings that a field of this type may hold; of lists and maps, those of their items."""
+def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """Return the settings classes that a field may hold; of lists and maps, those of their items."""
+    return _sections((field.annotation, *field.metadata))
+
+
+def _sections(parts: Sequence[Any]) -> list[type[BaseModel]]:
+    """Return the settings classes in a type and the metadata that follows it."""
+    annotation, *metadata = parts
+    for mark in metadata:
+        if isinstance(mark, OneOf):
+            return mark.classes()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
-        return [
-            model for argument in typing.get_args(annotation) for model in sections_of(argument)
-        ]
-    return []
+    arguments = typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _sections(arguments)
+    sections: list[type[BaseModel]] = []
+    if origin in (typing.Union, types.UnionType, list, tuple, dict):
+        for argument in arguments:
+            sections += _sections((argument,))
+    return sections
 
 
 def tags_of(section: type[BaseModel]) -> dict[str, str]:

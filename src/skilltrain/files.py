@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -16,6 +17,8 @@ from filelock import FileLock, Timeout
 
 from skilltrain.errors import SkilltrainError, reason_of
 
+_HOME = re.compile(r"(/(home|Users)/|[A-Za-z]:\\Users\\|~)[^/\\]*")
+_PARENTS = re.compile(r"\A(/|~|[A-Za-z]:\\).*[/\\](?=[^/\\])", re.DOTALL)
 LOCAL_FILE = "local.json"
 """Absolute paths of this machine, in the folder of a pool or a router; whatever shares the folder leaves it out."""
 _MAX_LINE = 64 * 2**20
@@ -262,3 +265,14 @@ def fingerprint(path: Path) -> str:
             if file == path:
                 raise SkilltrainError(f"cannot be read: {error.strerror}", where=file) from error
     return digest.hexdigest()
+
+
+def shareable(value: Any) -> Any:
+    """Return settings with absolute paths cut to their last part: they name users and machines."""
+    if isinstance(value, Mapping):
+        return {key: shareable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shareable(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return "~" if _HOME.fullmatch(value) else _PARENTS.sub("", value)

@@ -138,7 +138,7 @@ def _describe_fields(
     for name, field in config_class.model_fields.items():
         if name in tags_of(config_class):
             continue
-        sections, default = sections_of(field.annotation), "required"
+        sections, default = sections_of(field), "required"
         if not field.is_required():
             default = (
                 f"default {_brief(field.get_default(call_default_factory=True, validated_data={}))}"

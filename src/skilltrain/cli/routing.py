@@ -155,8 +155,9 @@ def plan(
 
     Example: skilltrain plan "download the data, clean it and draw a chart" --pool examples/skill_library/skills
     """
+    from skilltrain.api import plan_task
     from skilltrain.papers.skillweaver.compose import plan_json, plan_lines, plan_mermaid
-    from skilltrain.papers.skillweaver.planner import PlannerConfig, plan_task
+    from skilltrain.papers.skillweaver.planner import PlannerConfig
 
     values = (
         {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}}

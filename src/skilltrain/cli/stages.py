@@ -136,7 +136,7 @@ def export(
     Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
     """
     from skilltrain.export.card import Published
-    from skilltrain.training.publish import export_run
+    from skilltrain.training.export_run import export_run
 
     if adapter and any((form, reports, repo, license_id)):
         what = "an adapter is written as it is, without a card"
@@ -174,7 +174,7 @@ def push(
     Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
     """
     from skilltrain.export.card import Published
-    from skilltrain.training.publish import push_model
+    from skilltrain.training.export_run import push_model
 
     published = Published(repo, license_id, reports or ())
     summary = quietly(push_model, run, published, form, public, into_existing, only_plan)

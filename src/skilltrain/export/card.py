@@ -10,7 +10,7 @@ import yaml
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
-from skilltrain.files import read_json, write_text
+from skilltrain.files import read_json, shareable, write_text
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
 from skilltrain.runs import record_of
@@ -24,8 +24,6 @@ _CLASSES = {  # class that opens the model → kind, task on the Hub, tags
 }
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OPENED_NAME = re.compile(r'^model = \w+\("(.+)"\)', re.MULTILINE)
-_HOME = re.compile(r"(/(home|Users)/|[A-Za-z]:\\Users\\|~)[^/\\]*")
-_PARENTS = re.compile(r"\A(/|~|[A-Za-z]:\\).*[/\\](?=[^/\\])", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -182,14 +180,3 @@ def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, Path, str]]:
         for part in key.split("."):
             value = value[int(part) if isinstance(value, list) else part]
         yield key, Path(value), sha256
-
-
-def shareable(value: Any) -> Any:
-    """Return settings with absolute paths cut to their last part: they name users and machines."""
-    if isinstance(value, Mapping):
-        return {key: shareable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [shareable(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return "~" if _HOME.fullmatch(value) else _PARENTS.sub("", value)

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.export.card import shareable
-from skilltrain.files import inside, read_json, write_json, write_text
+from skilltrain.files import inside, read_json, shareable, write_json, write_text
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE

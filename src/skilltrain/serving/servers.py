@@ -32,9 +32,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from skilltrain.config import Config, validate
+from skilltrain.data.pool.skill_file import skill_text
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import json_object
-from skilltrain.papers.skillflow.provision import skill_text
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rerank import Rerank

@@ -25,11 +25,11 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from skilltrain.data.pool.read import SOURCE_FILES
+from skilltrain.data.pool.skill_file import front_matter, skill_text
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import staged_folder, stamps
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
-from skilltrain.papers.skillflow.provision import front_matter, skill_text
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.serving.answer import RoutedSkill

@@ -33,8 +33,8 @@ from skilltrain.records import Dropped
 from skilltrain.terminal import is_main_process, launched_ranks, say
 from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator, shards_weights, shares_state
+from skilltrain.training.export_run import save_trained
 from skilltrain.training.loop import GIB, Batch, Run, largest_batch, step_batches, train
-from skilltrain.training.publish import save_trained
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import (
     TrainConfig,

@@ -16,10 +16,10 @@ from skilltrain.data.pool.skill_file import (
     BODY_COLUMNS,
     COLUMNS,
     ID_COLUMNS,
+    SKILL_FILE,
     parse_skill_file,
     skill_from_row,
 )
-from skilltrain.data.screening.bundled import SKILL_FILE
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import BROKEN_LINES, json_object, numbered_lines, read_local
 from skilltrain.records import Dropped, Skill, counted

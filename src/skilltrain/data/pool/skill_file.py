@@ -11,6 +11,7 @@ import yaml
 from skilltrain.records import Dropped, Skill
 from skilltrain.texts import clean_text, one_line
 
+SKILL_FILE = "SKILL.md"
 MAX_HEADER_CHARS = 65_536
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 MAX_ITEMS = 256  # of a list that becomes a text: by YAML aliases a small file says a long text thousands of times
@@ -189,3 +190,17 @@ def first_paragraph(body: str) -> str:
         if prose:
             return one_line(" ".join(prose))[:MAX_DESCRIPTION_CHARS]
     return ""
+
+
+def skill_text(skill: Skill) -> str:
+    """Return the SKILL.md of a skill."""
+    header = yaml.safe_dump(front_matter(skill), allow_unicode=True, sort_keys=False, width=10**6)
+    return f"---\n{header}---\n\n{skill.body}\n"
+
+
+def front_matter(skill: Skill) -> dict[str, Any]:
+    """Return the header of a SKILL.md."""
+    header = {"name": skill.name, "description": skill.description}
+    if skill.license:
+        header["license"] = skill.license
+    return header

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from skilltrain.data.pool.skill_file import SKILL_FILE
 from skilltrain.texts import clean_text, decode_text, printable
 
-SKILL_FILE = "SKILL.md"
 MAX_FILES, MAX_BYTES = (
     500,
     4 * 2**20,

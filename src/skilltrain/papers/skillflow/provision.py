@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Literal
 
 from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
+from skilltrain.data.pool.skill_file import SKILL_FILE, skill_text
 from skilltrain.data.screening import screen_texts
 from skilltrain.data.screening.bundled import (
     MAX_BYTES,
     MAX_FILES,
-    SKILL_FILE,
     BundledFile,
     bundled_files,
 )
@@ -121,17 +119,3 @@ def write_skill(skill: Skill, folder: Path, files: Sequence[BundledFile]) -> Non
         copy.write_bytes(file.content)
         copy.chmod(0o755 if file.is_executable else 0o644)
     (folder / SKILL_FILE).write_text(skill_text(replace(skill, name=folder.name)), encoding="utf-8")
-
-
-def skill_text(skill: Skill) -> str:
-    """Return the SKILL.md of a skill."""
-    header = yaml.safe_dump(front_matter(skill), allow_unicode=True, sort_keys=False, width=10**6)
-    return f"---\n{header}---\n\n{skill.body}\n"
-
-
-def front_matter(skill: Skill) -> dict[str, Any]:
-    """Return the header of a SKILL.md."""
-    header = {"name": skill.name, "description": skill.description}
-    if skill.license:
-        header["license"] = skill.license
-    return header

@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.data.screening import Flag
-from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, Outcome, ask_all
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, ComposeConfig, Plan, compose
@@ -28,7 +26,6 @@ from skilltrain.papers.skillweaver.decompose import (
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round, steps_by_rules
 from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.retrieval.select import Ask, questions_of
-from skilltrain.serving.router import Router
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
@@ -246,35 +243,3 @@ def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[lis
     texts = [*chain.from_iterable(tasks)]
     rankings = iter(find(texts, keep) if texts else ())
     return [[*islice(rankings, len(steps))] for steps in tasks]
-
-
-def plan_task(
-    config: PlannerConfig, text: str, router: Router
-) -> tuple[Plan, dict[str, tuple[Flag, ...]]]:
-    """Plan one task; rules plan, with a note, if the chat model is down.
-
-    A step that the router's calibration finds no skill for has none.
-
-    Returns:
-        The plan; what the safety screening flags in chosen skills, by skill id.
-
-    Raises:
-        SkilltrainError: The task is empty.
-    """
-    if not text.strip():
-        raise SkilltrainError("the task is empty")
-    flags: dict[str | None, tuple[Flag, ...]] = {}
-
-    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
-        rankings: list[Ranking] = []
-        for step in texts:
-            answer = router.route(step, keep)
-            skills = answer.skills if answer.fits else ()
-            flags.update((routed.skill_id, routed.flags) for routed in skills)
-            rankings.append([(routed.skill_id, routed.score) for routed in skills])
-        return rankings
-
-    task = Query("task", text, kind="multi", origin="", split="")
-    (plan,) = Planner(config, router.skills, find, lenient=True).plan([task])
-    chosen = [step.skill_id for step in plan.steps if step.skill_id and flags.get(step.skill_id)]
-    return plan, {skill_id: flags[skill_id] for skill_id in chosen}

@@ -1,0 +1,181 @@
+"""Check a model folder and upload it to the Hugging Face Hub."""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skilltrain.data.screening.secret_keys import secrets_in, show_beginning
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.forms import open_model
+from skilltrain.files import read_json
+from skilltrain.models.encoder import Encoder
+from skilltrain.models.loading import CHECKPOINT_FILE
+from skilltrain.models.reranker import Reranker
+from skilltrain.records import Skill
+from skilltrain.terminal import say
+from skilltrain.texts import printable
+
+_PROBE_QUERIES = ("fill in the tax form and sign it", "deploy the web shop", "PDF 合并")
+_PROBE_SKILLS = (
+    Skill(
+        "1",
+        "pdf-forms",
+        "Fill in PDF forms",
+        "Read the form's fields, then write the values. " * 200,
+    ),
+    Skill("2", "deploy", "Deploy to Kubernetes", "Build the image, then roll it out."),
+)
+_TEXT_SUFFIXES = {".json", ".jinja", ".md", ".txt", ".xml"}
+_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")
+_HUB_SECONDS = 60.0  # of silence; the Hub needs some time for a large commit
+_CONNECT_SECONDS = 10.0
+
+
+def check_folder(folder: Path) -> dict[str, Path]:
+    """Check that a model folder can be published; return its files by name.
+
+    Raises:
+        SkilltrainError: The model would not work elsewhere, or a file holds a secret.
+    """
+    check_round_trip(folder)
+    paths = {name: folder / name for name in read_json(folder / CHECKPOINT_FILE)["files"]}
+    _check_no_secret(paths)
+    return paths
+
+
+@torch.inference_mode()
+def check_round_trip(folder: Path) -> None:
+    """Check that plain sentence-transformers computes what the model does, also for cut texts.
+
+    Raises:
+        SkilltrainError: It cannot open the folder, or gives other scores.
+    """
+    model = open_model(folder)
+    is_late = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
+    if isinstance(model, Reranker):
+        outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
+    else:
+        texts = model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS)
+        rows = [model.with_tokens([ids], len(ids))[0] for ids in texts]
+        outputs = [vectors[1:] if is_late else vectors[0] for vectors in rows]
+    try:
+        plain = torch.cat([*_plain_outputs(model, str(folder), is_late)])
+        difference = (torch.cat(outputs) - plain.float()).abs().max().item()
+    except Exception as error:  # its readers raise anything
+        fault = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
+        raise SkilltrainError(fault, where=folder.name, fix="nothing was sent") from error
+    is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
+    if not difference <= (0.1 if is_half else 1e-4):  # NaN, too; logits reach some tens
+        fault = (
+            f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
+        )
+        fix = "nothing was sent; please report this"
+        raise SkilltrainError(fault, where=folder.name, fix=fix)
+
+
+def _plain_outputs(model: Encoder | Reranker, folder: str, is_late: bool) -> Iterable[Tensor]:
+    """Scores by query of a reranker; vectors of queries, then skills of an encoder."""
+    from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
+
+    texts = [model.settings.template.skill.render(skill) for skill in _PROBE_SKILLS]
+    if isinstance(model, Reranker):
+        pairs = [(query, text) for query in _PROBE_QUERIES for text in texts]
+        scores = CrossEncoder(folder, device="cpu").predict(pairs, convert_to_tensor=True)
+        return scores[None]
+    plain = (MultiVectorEncoder if is_late else SentenceTransformer)(folder, device="cpu")
+    rows = [*plain.encode_query([*_PROBE_QUERIES]), *plain.encode_document(texts)]
+    return [torch.as_tensor(row) for row in rows]
+
+
+def _check_no_secret(paths: Mapping[str, Path]) -> None:
+    """Raise SkilltrainError for a text file that holds what looks like a real key or password."""
+    for name, path in paths.items():
+        text = path.read_text(encoding="utf-8") if path.suffix in _TEXT_SUFFIXES else ""
+        spans = [*secrets_in(text), *(match.span() for match in _URL_PASSWORD.finditer(text))]
+        for start, end in spans:
+            fault = f"holds what looks like a secret: {show_beginning(text[start:end])}"
+            fix = "take it out of the recipe, and revoke it; nothing was sent"
+            raise SkilltrainError(fault, where=name, fix=fix)
+
+
+def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bool) -> str:
+    """Send all files in one commit; return the repository's address."""
+    from huggingface_hub import (
+        CommitOperationAdd,
+        CommitOperationDelete,
+        HfApi,
+        get_token,
+        set_client_factory,
+    )
+    from huggingface_hub.utils import logging
+
+    set_client_factory(_limited_client)
+    logging.set_verbosity_error()  # a warning of the Hub may hold the token
+    api = HfApi(library_name="skilltrain")
+    url = f"{api.endpoint}/{repo}"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # as above
+            old_names = _open_repository(api, repo, public, into_existing)
+            say(f"{url}: uploading")
+            # upload_folder would cut many files into several commits.
+            changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
+            changes += [CommitOperationDelete(name) for name in sorted(old_names - {*paths})]
+            api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
+    except SkilltrainError:
+        raise
+    except Exception as error:  # a broken Hub makes the client raise anything
+        message = getattr(error, "server_message", None) or str(error) or type(error).__name__
+        message = message.replace(get_token() or "[key]", "[key]")
+        fault = f"cannot upload: {printable(message, 200)}"
+        fix = (
+            "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
+        )
+        raise SkilltrainError(fault, where=repo, fix=fix) from None  # --debug would show the token
+    return url
+
+
+def _limited_client() -> Any:
+    """Make the Hub's own HTTP client, with time limits."""
+    import httpx2
+    from huggingface_hub.utils._http import default_client_factory
+
+    client = default_client_factory()
+    client.timeout = httpx2.Timeout(_HUB_SECONDS, connect=_CONNECT_SECONDS)
+    return client
+
+
+def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> set[str]:
+    """Create a repository, or check an existing one; return the names of its files.
+
+    Raises:
+        SkilltrainError: It holds something else than a model of skilltrain, or is not as public as
+            it should be.
+    """
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        info = api.model_info(repo, timeout=_HUB_SECONDS)
+    except GatedRepoError:
+        raise
+    except RepositoryNotFoundError:
+        api.create_repo(repo, private=not public)
+        return set()
+    names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
+    if names == {"README.md"} and not into_existing:
+        fix = "add --into-existing to replace it, or choose another --repo"
+        raise SkilltrainError("the repository exists and holds a README.md", where=repo, fix=fix)
+    if names - {"README.md"} and CHECKPOINT_FILE not in names:
+        fault = "the repository is taken: it holds something else than a model of skilltrain"
+        raise SkilltrainError(fault, where=repo, fix="choose another --repo")
+    if public and info.private:
+        fix = "make it public on its page, or push without --public"
+        raise SkilltrainError("the repository is private, and stays so", where=repo, fix=fix)
+    if not public and not info.private:
+        fix = "add --public, or choose another --repo"
+        raise SkilltrainError("the repository is public", where=repo, fix=fix)
+    return names

@@ -1,0 +1,114 @@
+"""The one door for plug-ins: what each kind of plug-in is called, and where it is imported from.
+
+A plug-in is a class or a function with a name: `rerank` is the name of a ranker. The plug-ins of this package are
+listed in `BUILT_IN`. Another package lists its own as entry points of the group `skilltrain.plugins`, named
+`KIND.NAME`; a recipe may also give an import path, `package.module:Class`, in place of a name.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from skilltrain.errors import SkilltrainError
+
+GROUP = "skilltrain.plugins"
+BUILT_IN: dict[str, dict[str, str]] = {
+    "ranker": {},
+}
+"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
+
+
+@cache
+def plugin_paths(kind: str) -> dict[str, str]:
+    """Return the import paths of all plug-ins of a kind by name; those of this package come first.
+
+    Raises:
+        SkilltrainError: An installed package repeats a name.
+    """
+    paths = dict(BUILT_IN[kind])
+    for entry in entry_points(group=GROUP):
+        entry_kind, _, name = entry.name.partition(".")
+        if entry_kind != kind:
+            continue
+        if paths.get(name, entry.value) != entry.value:
+            what = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
+            raise SkilltrainError(what, where=GROUP, fix="uninstall one of them")
+        paths[name] = entry.value
+    return paths
+
+
+def load_plugin(kind: str, name: str) -> Any:
+    """Import a plug-in by its name, or by an import path `package.module:Class`.
+
+    Raises:
+        SkilltrainError: There is no such plug-in, or it cannot be imported.
+    """
+    paths = plugin_paths(kind)
+    path = name if ":" in name else paths.get(name)
+    if path is None:
+        raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SkilltrainError(f"cannot import {path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a setting as a section of one kind of plug-in. The key `tag` of the section holds its name.
+
+    Use it on the class that all plug-ins of the kind share:
+    `ranker: Annotated[SerializeAsAny[RankerConfig], OneOf("ranker")]`.
+
+    Attributes:
+        kind: Kind of plug-in.
+        tag: Key that holds the name.
+        only: Class attribute that must be true; plug-ins without it are not allowed here.
+    """
+
+    kind: str
+    tag: str = "kind"
+    only: str = ""
+
+    def classes(self) -> list[type[BaseModel]]:
+        """Import and return all classes that are allowed here."""
+        loaded = [load_plugin(self.kind, name) for name in plugin_paths(self.kind)]
+        return [plugin for plugin in loaded if self._allows(plugin)]
+
+    def _allows(self, plugin: type[BaseModel]) -> bool:
+        return not self.only or getattr(plugin, self.only)
+
+    def _choose(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        context: dict[str, Any] = {"discriminator": f"'{self.tag}'"}
+        if self.tag not in value:
+            raise PydanticCustomError("union_tag_not_found", "missing {discriminator}", context)
+        name = str(value[self.tag])
+        is_known = ":" in name or name in plugin_paths(self.kind)
+        if is_known:
+            try:
+                plugin = load_plugin(self.kind, name)
+            except SkilltrainError as error:
+                raise ValueError(error.what) from error
+            if self._allows(plugin):
+                return plugin.model_validate(value)
+        context["tag"] = name
+        raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._choose, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"oneOf": [handler(plugin.__pydantic_core_schema__) for plugin in self.classes()]}

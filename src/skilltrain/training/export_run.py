@@ -1,0 +1,188 @@
+"""Save the model of a training run, export it as a folder, and push it to the Hugging Face Hub."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skilltrain.config import load_recipe, validate
+from skilltrain.errors import SkilltrainError
+from skilltrain.export import Form
+from skilltrain.export.card import Published, RunRecord, model_card, rename_model
+from skilltrain.export.forms import open_model, write_form
+from skilltrain.export.push import check_folder, upload
+from skilltrain.files import staged_folder, write_text
+from skilltrain.models.adapters import merge_adapter
+from skilltrain.models.loading import CHECKPOINT_FILE
+from skilltrain.models.saving import copy_model, save_adapter, save_model
+from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
+from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
+from skilltrain.training.settings import (
+    TrainConfig,
+    TrainEncoderConfig,
+    TrainRerankerConfig,
+    load_model,
+)
+
+_CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
+    "train_encoder": TrainEncoderConfig,
+    "train_reranker": TrainRerankerConfig,
+}
+
+
+def save_trained(
+    config: TrainConfig,
+    checkpoint: Path,
+    out: Path,
+    summary: Mapping[str, Any],
+    adapter_only: bool = False,
+) -> None:
+    """Save the model of a checkpoint with its card. An adapter (LoRA) is merged, or saved alone.
+
+    Runs on the CPU, because the GPU may still hold the model.
+    """
+    model = load_model(config, torch.device("cpu"))
+    load_weights(model, "model", checkpoint)
+    if adapter_only:
+        save_adapter(model, out, config.model.source)
+        return
+    if config.adapter is not None:
+        merge_adapter(model.network)
+    record = RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out)
+    save_model(model.eval(), out, config.model.source, model_card(record))
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    checkpoint: str | None = None,
+    published: Published = Published(),  # noqa: B008
+    form: Form | None = None,
+    adapter_only: bool = False,
+) -> dict[str, Any]:
+    """Write the model of a training run to the folder `out`.
+
+    Args:
+        run: Folder of a training run, finished or not.
+        out: Folder to write; absent or empty.
+        checkpoint: `step-N` or `best`. By default the final model of a finished run, or the newest
+            checkpoint of an unfinished run.
+        published: Facts for the model card that the run does not know.
+        form: Form of the model, if not the one that training saves.
+        adapter_only: Whether to write the adapter (LoRA) alone, without a card.
+
+    Returns:
+        `out`, `stage` and `checkpoint`, the checkpoint that the weights are from.
+
+    Raises:
+        SkilltrainError: The run has no such checkpoint, form, adapter or report.
+    """
+    config, summary = _read_run(run)
+    if published.reports and (checkpoint is not None or not summary):
+        fault = "a report is about the final model of a finished run"
+        raise SkilltrainError(fault, where="--report", fix="leave out --report or --checkpoint")
+    if adapter_only and config.adapter is None:
+        fault = "trained all weights, no adapter"
+        raise SkilltrainError(fault, where=run, fix="export without --adapter")
+    name = summary.get("checkpoint")
+    exported = None
+    with staged_folder(out) as staged:
+        if summary and checkpoint is None and not adapter_only:
+            copy_model(run, staged)
+        else:
+            source = _find_checkpoint(run, checkpoint or name)
+            if source.name != name:
+                summary = {}  # its results are not those of this checkpoint
+                name = exported = source.name
+            save_trained(config, source, staged, summary, adapter_only)
+        if form is not None:
+            write_form(staged, form)
+        if not adapter_only:
+            settings = open_model(staged, "meta").settings
+            recipe = config.model_dump(mode="json")
+            record = RunRecord(settings, recipe, summary, exported, form, run)
+            write_text(staged / "README.md", model_card(record, published))
+    return {"out": str(out), "stage": config.stage, "checkpoint": name}
+
+
+def _read_run(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
+    """Return settings and summary of a run; the summary of an unfinished run is empty."""
+    record = record_of(run)
+    if not record:
+        fix = "give the folder that a training wrote to (its out=…)"
+        raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+    recipe = load_recipe(run / RECIPE_FILE)
+    stage = recipe.get("stage")
+    if stage not in _CONFIGS:
+        raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
+    config = validate(_CONFIGS[stage], recipe, run / RECIPE_FILE)
+    return config, record["summary"] if record["finished"] else {}
+
+
+def _find_checkpoint(run: Path, name: str | None) -> Path:
+    """Return the checkpoint called `name` (`best` is one, too); without a name the newest."""
+    folder = run / CHECKPOINTS
+    paths = {path.name: path for path in checkpoints(folder)}
+    if not paths:
+        fix = "train for longer, or lower training.save_every"
+        raise SkilltrainError("holds no checkpoint", where=folder, fix=fix)
+    name = name or [*paths][-1]
+    path = best_checkpoint(folder) if name == "best" else paths.get(name)
+    if path is None:
+        fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
+        raise SkilltrainError(fault, where=folder)
+    return path
+
+
+def push_model(
+    run: Path,
+    published: Published,
+    form: Form | None = None,
+    public: bool = False,
+    into_existing: bool = False,
+    only_plan: bool = False,
+) -> dict[str, Any]:
+    """Upload a model to the repository `published.repo` on the Hub, in one commit.
+
+    Afterwards the repository holds these files and no others.
+
+    Args:
+        run: Folder of a finished training run, or one that `export_run` wrote.
+        published: Facts for the model card that the run does not know.
+        form: Form of the model, if not the one that training saves.
+        public: Whether the repository is public.
+        into_existing: Whether a repository that holds only a README.md may be written.
+        only_plan: Whether everything is checked but nothing is sent.
+
+    Returns:
+        `url`, `files` (size in bytes by name) and `card`.
+
+    Raises:
+        SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
+    """
+    assert published.repo is not None
+    record = record_of(run)
+    if record and not record.get("finished"):
+        fix = "continue it with --resume, or export a checkpoint and push that"
+        raise SkilltrainError("this training has not finished", where=run, fix=fix)
+    if not record and (form or published.license or published.reports):
+        fix = "give --form, --license and --report to `skilltrain export`"
+        raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
+    for name in (CHECKPOINT_FILE, "config.json", "README.md"):
+        if not (run / name).is_file():
+            fix = "give a finished training run, or an export of one (without --adapter)"
+            raise SkilltrainError(f"holds no model to push: no {name}", where=run, fix=fix)
+    with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
+        folder = Path(scratch) / "model"
+        if record:
+            export_run(run, folder, published=published, form=form)
+        else:
+            copy_model(run, folder)
+            rename_model(folder / "README.md", published.repo)
+        paths = check_folder(folder)
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
+        card = paths["README.md"].read_text(encoding="utf-8")
+        url = None if only_plan else upload(paths, published.repo, public, into_existing)
+    return {"url": url, "files": sizes, "card": card}
