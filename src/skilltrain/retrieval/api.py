@@ -154,7 +154,7 @@ class ApiEncoder:
         return (vectors / lengths[:, None]).astype(np.float32)
 
 
-def plan_encoding(
+def estimate_encoding(
     config: ApiConfig, skills: Sequence[Skill], queries: Sequence[Query]
 ) -> dict[str, Any]:
     """Estimate the cost of encoding, for `--dry-run`. Sends and writes nothing."""
