@@ -74,7 +74,7 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     least = bytes_each[0] * (sum(sizes.values()) - of_adapter) + bytes_each[1] * of_adapter
     properties = SimpleNamespace(total_memory=least)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(train_stage, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("skilltrain.training.train.default_device", lambda: torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", str(num_processes))
     monkeypatch.setenv(f"ACCELERATE_USE_{launch}", "true")
     check_fits(config)
