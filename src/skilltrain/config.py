@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
@@ -292,13 +293,24 @@ def _followed(
                 inner += sections_of(section.model_fields[part])
         sections = inner or sections
         if len(sections) > 1 and isinstance(values, Mapping):
-            sections = [c for c in sections if _has_tags(c, values)] or sections
+            imported = _imported_sections(values)
+            sections = imported or [c for c in sections if _has_tags(c, values)] or sections
             tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
 
 def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
     return all(values.get(name) == tag for name, tag in tags_of(section).items())
+
+
+def _imported_sections(values: Mapping[str, Any]) -> list[type[BaseModel]]:
+    """Return the plug-in that a section names by its import path, `package.module:Class`."""
+    for tag in ("name", "kind"):
+        module, _, attribute = str(values.get(tag)).partition(":")
+        plugin = getattr(sys.modules.get(module), attribute, None)
+        if isinstance(plugin, type) and issubclass(plugin, BaseModel):
+            return [plugin]
+    return []
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:

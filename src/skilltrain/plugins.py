@@ -6,9 +6,10 @@ listed in `BUILT_IN`. Another package lists its own as entry points of the group
 """
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -19,6 +20,16 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
+    "loss": {
+        "infonce": "skilltrain.losses.infonce:InfoNCE",
+        "kl": "skilltrain.losses.list_losses:KL",
+        "list_net": "skilltrain.losses.list_losses:ListNet",
+        "listwise_ce": "skilltrain.losses.list_losses:ListwiseCE",
+        "margin_mse": "skilltrain.losses.pair_losses:MarginMSE",
+        "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
+        "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
+        "ranknet": "skilltrain.losses.pair_losses:RankNet",
+    },
     "ranker": {},
 }
 """Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
@@ -85,7 +96,7 @@ class OneOf:
     def _allows(self, plugin: type[BaseModel]) -> bool:
         return not self.only or getattr(plugin, self.only)
 
-    def _choose(self, value: Any) -> Any:
+    def _choose(self, base: type[BaseModel], value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
         context: dict[str, Any] = {"discriminator": f"'{self.tag}'"}
@@ -98,6 +109,10 @@ class OneOf:
                 plugin = load_plugin(self.kind, name)
             except SkilltrainError as error:
                 raise ValueError(error.what) from error
+            if not (isinstance(plugin, type) and issubclass(plugin, base)):
+                raise ValueError(f"{name} is no subclass of {base.__module__}.{base.__name__}")
+            if inspect.isabstract(plugin):
+                raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return plugin.model_validate(value)
         context["tag"] = name
@@ -106,9 +121,18 @@ class OneOf:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._choose, handler(source))
+        choose = partial(self._choose, source)
+        return core_schema.no_info_before_validator_function(choose, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"oneOf": [handler(plugin.__pydantic_core_schema__) for plugin in self.classes()]}
+        import_path = {
+            "type": "object",
+            "properties": {self.tag: {"type": "string", "pattern": ":"}},
+            "required": [self.tag],
+        }
+        # A union, because pydantic puts its members into `$defs`.
+        schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
+        named = handler(core_schema.union_schema(schemas))
+        return {"oneOf": [*named.get("anyOf", [named]), import_path]}
