@@ -19,6 +19,14 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
+    "filter": {
+        "name": "skilltrain.data.filter_layers:NameLayer",
+        "jaccard": "skilltrain.data.filter_layers:JaccardLayer",
+        "cosine": "skilltrain.data.filter_layers:CosineLayer",
+        "cluster": "skilltrain.data.filter_layers:ClusterLayer",
+        "ceiling": "skilltrain.data.filter_layers:CeilingLayer",
+        "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
+    },
     "ranker": {},
 }
 """Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
@@ -98,10 +106,20 @@ class OneOf:
                 plugin = load_plugin(self.kind, name)
             except SkilltrainError as error:
                 raise ValueError(error.what) from error
+            if not (isinstance(plugin, type) and issubclass(plugin, BaseModel)):
+                raise ValueError(f"{name} is no class of settings")
             if self._allows(plugin):
-                return plugin.model_validate(value)
+                return self._validate(plugin, value)
         context["tag"] = name
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
+
+    def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
+        """Validate a section. One that gives an import path keeps it in place of the name."""
+        name = value[self.tag]
+        if ":" not in name:
+            return plugin.model_validate(value)
+        others = {key: value[key] for key in value if key != self.tag}
+        return plugin.model_validate(others).model_copy(update={self.tag: name})
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
