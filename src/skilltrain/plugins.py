@@ -28,6 +28,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
     },
     "ranker": {},
+    "source": {
+        "semantic": "skilltrain.data.sources:SemanticSource",
+        "lexical": "skilltrain.data.sources:LexicalSource",
+        "taxonomy": "skilltrain.data.sources:TaxonomySource",
+        "random": "skilltrain.data.sources:RandomSource",
+    },
 }
 """Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
 
