@@ -15,7 +15,6 @@ from skilltrain.metrics.bootstrap import intervals
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
     DEFAULT_MEASURES,
-    SET_COMPAT,
     Measure,
     Relevance,
     parse_measures,
@@ -44,7 +43,7 @@ WORDS = (
     "write release notes",
     "parse journaux d’été",
 )
-MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure(SET_COMPAT, 0))
+MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure("Set-Compat", 0))
 
 
 def invented(num_queries: int) -> Report:

@@ -27,6 +27,18 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "ceiling": "skilltrain.data.filter_layers:CeilingLayer",
         "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
     },
+    "measure": {
+        "Hit": "skilltrain.metrics.measures:hit",
+        "MRR": "skilltrain.metrics.measures:mrr",
+        "nDCG": "skilltrain.metrics.measures:ndcg",
+        "nDCG-exp": "skilltrain.metrics.measures:ndcg_exp",
+        "nDCG-bin": "skilltrain.metrics.measures:ndcg_bin",
+        "Recall": "skilltrain.metrics.measures:recall",
+        "Precision": "skilltrain.metrics.measures:precision",
+        "FC": "skilltrain.metrics.measures:full_coverage",
+        "COMP": "skilltrain.metrics.measures:comp",
+        "Set-Compat": "skilltrain.metrics.measures:set_compat",
+    },
     "ranker": {},
     "source": {
         "semantic": "skilltrain.data.sources:SemanticSource",
