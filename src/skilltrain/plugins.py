@@ -19,6 +19,16 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
+    "benchmark": {  # the first whose marker is there reads a folder
+        "livemcpbench": "skilltrain.metrics.benchmarks.livemcpbench:LIVEMCPBENCH",
+        "livemcpbench_clone": "skilltrain.metrics.benchmarks.livemcpbench:CLONE",
+        "skillrouter": "skilltrain.metrics.benchmarks.skillrouter:SKILLROUTER",
+        "r3_skill": "skilltrain.metrics.benchmarks.r3:R3_SKILL",
+        "beir": "skilltrain.metrics.benchmarks.qrels:BEIR",
+        "tables": "skilltrain.metrics.benchmarks.load:TABLES",
+        "skillret": "skilltrain.metrics.benchmarks.qrels:SKILLRET",
+        "skillrouter_tier": "skilltrain.metrics.benchmarks.skillrouter:TIER",
+    },
     "filter": {
         "name": "skilltrain.data.filter_layers:NameLayer",
         "jaccard": "skilltrain.data.filter_layers:JaccardLayer",
