@@ -49,6 +49,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "COMP": "skilltrain.metrics.measures:comp",
         "Set-Compat": "skilltrain.metrics.measures:set_compat",
     },
+    "prompt": {
+        "styles": "skilltrain.data.llm_stage:STYLES",
+        "skillrouter": "skilltrain.data.llm_stage:SKILLROUTER",
+    },
     "ranker": {},
     "source": {
         "semantic": "skilltrain.data.sources:SemanticSource",
