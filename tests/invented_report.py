@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.evaluation.analyse import COVERAGES, outcomes, pass_rates
+from skilltrain.evaluation.analyse import outcomes
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.metrics.bootstrap import intervals
@@ -20,6 +20,7 @@ from skilltrain.metrics.measures import (
     parse_measures,
     per_query,
 )
+from skilltrain.papers.skillrouter.analyses import COVERAGES, pass_rates
 from skilltrain.papers.skillrouter.field_attention import FIELDS
 from skilltrain.records import Query, Skill
 

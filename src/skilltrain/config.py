@@ -45,6 +45,8 @@ REMOVED: dict[str, str] = {
     "lambda_rank": "use ranknet",
     "lexical_weight": "fuse the trained encoder with BM25",
     "margin": "use ranknet",
+    "analysis.num_attention": "use analysis.more=[{kind: attention, num_queries: NUM}]",
+    "analysis.structure": "use analysis.more=[{kind: structure}]",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 

@@ -19,6 +19,11 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
+    "analysis": {
+        "attention": "skilltrain.papers.skillrouter.analyses:Attention",
+        "structure": "skilltrain.papers.skillrouter.analyses:Structure",
+        "pass_rates": "skilltrain.papers.skillrouter.analyses:PassRates",
+    },
     "benchmark": {  # the first whose marker is there reads a folder
         "livemcpbench": "skilltrain.metrics.benchmarks.livemcpbench:LIVEMCPBENCH",
         "livemcpbench_clone": "skilltrain.metrics.benchmarks.livemcpbench:CLONE",

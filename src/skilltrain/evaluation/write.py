@@ -92,6 +92,7 @@ def _values(report: Report) -> dict[str, Any]:
     return {
         "report": report,
         "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
+        "other_analyses": {k: rows for k, rows in report.analysis.items() if k not in ANALYSES},
         "meanings": {name: meaning_of(name) for name in used},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
