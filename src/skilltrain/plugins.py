@@ -6,11 +6,12 @@ listed in `BUILT_IN`. Another package lists its own as entry points of the group
 """
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -130,7 +131,7 @@ class OneOf:
     def _allows(self, plugin: type[BaseModel]) -> bool:
         return not self.only or getattr(plugin, self.only)
 
-    def _choose(self, value: Any) -> Any:
+    def _choose(self, base: type[BaseModel], value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
         context: dict[str, Any] = {"discriminator": f"'{self.tag}'"}
@@ -143,27 +144,36 @@ class OneOf:
                 plugin = load_plugin(self.kind, name)
             except SkilltrainError as error:
                 raise ValueError(error.what) from error
-            if not (isinstance(plugin, type) and issubclass(plugin, BaseModel)):
-                raise ValueError(f"{name} is no class of settings")
+            if not (isinstance(plugin, type) and issubclass(plugin, base)):
+                raise ValueError(f"{name} is no subclass of {base.__module__}:{base.__name__}")
+            if inspect.isabstract(plugin):
+                raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return self._validate(plugin, value)
         context["tag"] = name
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
 
     def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
-        """Validate a section. One that gives an import path keeps it in place of the name."""
-        name = value[self.tag]
-        if ":" not in name:
-            return plugin.model_validate(value)
-        others = {key: value[key] for key in value if key != self.tag}
-        return plugin.model_validate(others).model_copy(update={self.tag: name})
+        """Validate a section; an import path stays in place of the name that the class declares."""
+        declared = get_args(plugin.model_fields[self.tag].annotation)
+        named = {**value, self.tag: declared[0]} if ":" in value[self.tag] and declared else value
+        return plugin.model_validate(named).model_copy(update={self.tag: value[self.tag]})
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._choose, handler(source))
+        choose = partial(self._choose, source)
+        return core_schema.no_info_before_validator_function(choose, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"oneOf": [handler(plugin.__pydantic_core_schema__) for plugin in self.classes()]}
+        import_path = {
+            "type": "object",
+            "properties": {self.tag: {"type": "string", "pattern": ":"}},
+            "required": [self.tag],
+        }
+        # A union, because pydantic puts its members into `$defs`.
+        schemas: list[Any] = [p.__pydantic_core_schema__ for p in self.classes()]
+        named = handler(core_schema.union_schema(schemas))
+        return {"oneOf": [*named.get("anyOf", [named]), import_path]}
