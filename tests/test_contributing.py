@@ -236,7 +236,7 @@ def test_queries_are_written_with_a_prompt(acme, library, monkeypatch, prompt: s
         "synthesize", "pool=pool", f"prompt={prompt}", *settings, "out=written", "--dry-run"
     )
 
-    assert json.loads(outcome.out)["plan"]["num_asked"] == len(SKILLS)
+    assert f'"num_asked": {len(SKILLS)}' in outcome.out
 
 
 def test_help_and_schema_show_the_names(clone, library):

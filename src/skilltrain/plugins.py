@@ -59,12 +59,23 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "styles": "skilltrain.data.llm_stage:STYLES",
         "skillrouter": "skilltrain.data.llm_stage:SKILLROUTER",
     },
-    "ranker": {},
     "source": {
         "semantic": "skilltrain.data.sources:SemanticSource",
         "lexical": "skilltrain.data.sources:LexicalSource",
         "taxonomy": "skilltrain.data.sources:TaxonomySource",
         "random": "skilltrain.data.sources:RandomSource",
+    },
+    "ranker": {
+        "lexical": "skilltrain.retrieval.lexical:LexicalConfig",
+        "dense": "skilltrain.retrieval.dense:DenseConfig",
+        "api": "skilltrain.retrieval.api:ApiConfig",
+        "saved": "skilltrain.retrieval.rankings:SavedConfig",
+        "rerank": "skilltrain.retrieval.rerank:RerankConfig",
+        "late": "skilltrain.retrieval.late:LateConfig",
+        "fuse": "skilltrain.retrieval.fusion:FuseConfig",
+        "select": "skilltrain.retrieval.select:SelectConfig",
+        "admit": "skilltrain.papers.skillflow.admit:AdmitConfig",
+        "expand": "skilltrain.papers.skillflow.expand:ExpandConfig",
     },
 }
 """Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
@@ -99,6 +110,11 @@ def load_plugin(kind: str, name: str) -> Any:
     path = name if ":" in name else paths.get(name)
     if path is None:
         raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
+    return import_path(path)
+
+
+def import_path(path: str) -> Any:
+    """Import what a path `package.module:name` names. Raises SkilltrainError if there is no such thing."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

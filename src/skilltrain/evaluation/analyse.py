@@ -26,7 +26,7 @@ from skilltrain.models.reranker import load_reranker
 from skilltrain.plugins import OneOf
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
-from skilltrain.retrieval.rankers import key_of, parts_of
+from skilltrain.retrieval.rankers import parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 
@@ -93,7 +93,7 @@ def analyse_inputs(
 
 def models_of(systems: Sequence[SystemConfig]) -> list[EncoderConfig | RerankConfig]:
     """Return the distinct models that run on this machine."""
-    parts = {key_of(part): part for system in systems for part in parts_of(system.rankers)}
+    parts = {part.key: part for system in systems for part in parts_of(system.rankers)}
     return [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
 
 
