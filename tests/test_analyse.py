@@ -8,13 +8,9 @@ from scipy.stats import mannwhitneyu
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import (
-    AVERAGE,
-    compare_structure,
     latencies,
     outcomes,
-    pass_rates,
     stage_recalls,
-    structure_features,
     truncation,
 )
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
@@ -22,6 +18,12 @@ from skilltrain.metrics.bootstrap import Interval
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import Relevance
 from skilltrain.models.encoder import EncoderConfig
+from skilltrain.papers.skillrouter.analyses import (
+    AVERAGE,
+    compare_structure,
+    pass_rates,
+    structure_features,
+)
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage
 from skilltrain.retrieval.dense import DenseConfig

@@ -25,6 +25,8 @@ SKILLS_OF_POOL = [
     Skill(f"s{i}", f"name {i}", f"about {word}", f"the body says {word}")
     for i, word in enumerate(["apples", "bridges", "candles", "drums"])
 ]
+STRUCTURE = {"kind": "structure"}
+PASS_RATES = {"kind": "pass_rates"}
 BM25 = {"name": "bm25", "rankers": [{"kind": "lexical"}]}
 
 
@@ -249,7 +251,7 @@ def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
             "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq1\ts3\t1\n",
         },
     )
-    summary = evaluate(tmp_path, systems=[BM25], measures=["Hit@1"], analysis={"structure": True})
+    summary = evaluate(tmp_path, systems=[BM25], measures=["Hit@1"], analysis={"more": [STRUCTURE]})
     assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
     with pytest.raises(
         SkilltrainError, match="1 of 1 predicted skills are not in the pool, first 'elsewhere'"
@@ -292,7 +294,8 @@ def reranked(source: object, name: str = "reranked") -> dict[str, Any]:
 def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_folders):
     """The two rerankers of one source are one model."""
     source = str(model_folders["bert_reranker"])
-    analysis = {"num_timed": 3, "num_attention": 4, "truncation": True, "structure": True}
+    analysis = {"num_timed": 3, "truncation": True}
+    analysis |= {"more": [PASS_RATES, {"kind": "attention", "num_queries": 4}, STRUCTURE]}
     evaluate(
         topics,
         pool=topics / "pool",
@@ -366,7 +369,9 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     )
     task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
-    inputs = analyse_inputs(AnalysisConfig(structure=True), [], benchmark, skills)
+    inputs = analyse_inputs(
+        AnalysisConfig.model_validate({"more": [STRUCTURE]}), [], benchmark, skills
+    )
     assert {(row["num_gold"], row["num_others"]) for row in inputs["structure"]} == {(2, 8)}
 
 
@@ -532,10 +537,10 @@ FAULTS = [  # which a dry run tells as well
 ]
 FAULTS_OF_ANALYSES = [
     (
-        {"analysis": {"num_attention": 1}},
-        "analysis.num_attention: is measured in rerankers, and no system has one",
+        {"analysis": {"more": [{"kind": "attention"}]}},
+        "analysis.more.attention: is measured in rerankers, and no system has one",
     ),
-    (PREDICTIONS | {"analysis": {"structure": True}}, "analysis.structure: no gold skills"),
+    (PREDICTIONS | {"analysis": {"more": [STRUCTURE]}}, "analysis.more.structure: no gold skills"),
 ]
 
 

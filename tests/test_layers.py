@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 LAYERS = (
     ("__init__", "__main__", "recipe"),
     ("cli",),
-    ("api",),
+    ("api", "testing"),
     ("papers", "serving"),
     ("evaluation",),
     ("training",),

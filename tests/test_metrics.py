@@ -10,7 +10,6 @@ from ir_measures import RR, P, R, Success, nDCG
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.measures import (
     DEFAULT_MEASURES,
-    MEANINGS,
     Measure,
     Relevance,
     evaluate_query,
@@ -19,6 +18,7 @@ from skilltrain.metrics.measures import (
     per_query,
     with_copies,
 )
+from skilltrain.plugins import BUILT_IN
 
 BINARY = Relevance(gold=frozenset("abc"), gains=dict.fromkeys("abc", 1.0))
 
@@ -54,7 +54,7 @@ def test_what_names_no_measure_is_told_the_nearest_and_all_allowed(text: str, me
     assert "measures are Hit@k, MRR@k, nDCG@k" in str(error.value)
 
 
-CUT = [name for name in MEANINGS if name != "Set-Compat"]  # the measures with a cutoff
+CUT = [name for name in BUILT_IN["measure"] if name != "Set-Compat"]  # the measures with a cutoff
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_alternatives_and_copies_change_nothing_but_the_name(ranking: list[str],
         Relevance(frozenset("abc"), gains),
     )
     strict, lenient = [
-        [Measure(name, cutoff if name in CUT else 0, how) for name in MEANINGS]
+        [Measure(name, cutoff if name in CUT else 0, how) for name in BUILT_IN["measure"]]
         for how in (False, True)
     ]
     for measures, needs in ((strict, alternatives), (lenient, alternatives | copies)):

@@ -8,8 +8,9 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data import mine as mine_module
-from skilltrain.data.mine import SOURCES, Mine
+from skilltrain.data.mine import Mine
 from skilltrain.errors import SkilltrainError
+from skilltrain.plugins import BUILT_IN
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.tables import DROPPED, QUERIES, RANKINGS, read_table, select_queries, write_table
@@ -136,7 +137,7 @@ def test_a_positive_without_category_has_no_taxonomy_and_all_others_are_elsewher
 
 def test_sources_can_be_switched_off_and_give_alone_what_they_give_among_all(workshop):
     among_all = workshop.mined("s0")
-    for source in SOURCES:
+    for source in BUILT_IN["source"]:
         assert workshop.mined("s0", sources=[source]) == {source: among_all[source]}
     assert workshop.mined("s0", depth=0, num_random=0).keys() == {"taxonomy"}
     assert workshop.mined("s0", skills=POOL[:1]) == {}, "a pool of one skill has no candidate"

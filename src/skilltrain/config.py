@@ -46,6 +46,8 @@ REMOVED: dict[str, str] = {
     "lambda_rank": "use ranknet",
     "lexical_weight": "fuse the trained encoder with BM25",
     "margin": "use ranknet",
+    "analysis.num_attention": "use analysis.more=[{kind: attention, num_queries: NUM}]",
+    "analysis.structure": "use analysis.more=[{kind: structure}]",
     "rejections": "use skilltrain r3 rejections",
     "rewrite": "use skilltrain r3 rewrite",
     "equivalents": "use skilltrain r3 equivalents",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -20,6 +20,29 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
+    "analysis": {
+        "attention": "skilltrain.papers.skillrouter.analyses:Attention",
+        "structure": "skilltrain.papers.skillrouter.analyses:Structure",
+        "pass_rates": "skilltrain.papers.skillrouter.analyses:PassRates",
+    },
+    "benchmark": {  # the first whose marker is there reads a folder
+        "livemcpbench": "skilltrain.metrics.benchmarks.livemcpbench:LIVEMCPBENCH",
+        "livemcpbench_clone": "skilltrain.metrics.benchmarks.livemcpbench:CLONE",
+        "skillrouter": "skilltrain.metrics.benchmarks.skillrouter:SKILLROUTER",
+        "r3_skill": "skilltrain.metrics.benchmarks.r3:R3_SKILL",
+        "beir": "skilltrain.metrics.benchmarks.qrels:BEIR",
+        "tables": "skilltrain.metrics.benchmarks.load:TABLES",
+        "skillret": "skilltrain.metrics.benchmarks.qrels:SKILLRET",
+        "skillrouter_tier": "skilltrain.metrics.benchmarks.skillrouter:TIER",
+    },
+    "filter": {
+        "name": "skilltrain.data.filter_layers:NameLayer",
+        "jaccard": "skilltrain.data.filter_layers:JaccardLayer",
+        "cosine": "skilltrain.data.filter_layers:CosineLayer",
+        "cluster": "skilltrain.data.filter_layers:ClusterLayer",
+        "ceiling": "skilltrain.data.filter_layers:CeilingLayer",
+        "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
+    },
     "loss": {
         "infonce": "skilltrain.losses.infonce:InfoNCE",
         "kl": "skilltrain.losses.list_losses:KL",
@@ -29,6 +52,28 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
         "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
         "ranknet": "skilltrain.losses.pair_losses:RankNet",
+    },
+    "measure": {
+        "Hit": "skilltrain.metrics.measures:hit",
+        "MRR": "skilltrain.metrics.measures:mrr",
+        "nDCG": "skilltrain.metrics.measures:ndcg",
+        "nDCG-exp": "skilltrain.metrics.measures:ndcg_exp",
+        "nDCG-bin": "skilltrain.metrics.measures:ndcg_bin",
+        "Recall": "skilltrain.metrics.measures:recall",
+        "Precision": "skilltrain.metrics.measures:precision",
+        "FC": "skilltrain.metrics.measures:full_coverage",
+        "COMP": "skilltrain.metrics.measures:comp",
+        "Set-Compat": "skilltrain.metrics.measures:set_compat",
+    },
+    "prompt": {
+        "styles": "skilltrain.data.llm_stage:STYLES",
+        "skillrouter": "skilltrain.data.llm_stage:SKILLROUTER",
+    },
+    "source": {
+        "semantic": "skilltrain.data.sources:SemanticSource",
+        "lexical": "skilltrain.data.sources:LexicalSource",
+        "taxonomy": "skilltrain.data.sources:TaxonomySource",
+        "random": "skilltrain.data.sources:RandomSource",
     },
     "ranker": {
         "lexical": "skilltrain.retrieval.lexical:LexicalConfig",
@@ -130,9 +175,15 @@ class OneOf:
             if inspect.isabstract(plugin):
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
-                return plugin.model_validate(value)
+                return self._validate(plugin, value)
         context["tag"] = name
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
+
+    def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
+        """Validate a section; an import path stays in place of the name that the class declares."""
+        declared = get_args(plugin.model_fields[self.tag].annotation)
+        named = {**value, self.tag: declared[0]} if ":" in value[self.tag] and declared else value
+        return plugin.model_validate(named).model_copy(update={self.tag: value[self.tag]})
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

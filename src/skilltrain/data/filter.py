@@ -20,6 +20,7 @@ from skilltrain.data.filter_layers import (
     Pairs,
 )
 from skilltrain.errors import SkilltrainError
+from skilltrain.plugins import plugin_paths
 from skilltrain.records import POSITIVE, Dropped, Skill, Verdict, counted
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.stage import Stage, Summary
@@ -65,7 +66,7 @@ class Filter(Stage):
     )
     layers: tuple[Layer, ...] = Field(
         default=(NameLayer(), JaccardLayer(), CosineLayer()),
-        description="layers in order: name, jaccard, cosine, cluster, ceiling, rank_window",
+        description=f"layers in order: {', '.join(plugin_paths('filter'))}",
     )
     judged_positives: Literal["drop", "keep"] = Field(
         default="drop",
@@ -79,15 +80,14 @@ class Filter(Stage):
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
-        for name in names:
-            if name in ("cosine", "ceiling") and self.encoder is None:
-                raise ValueError(
-                    f"the layer '{name}' needs the section 'encoder' (or leave the layer out of 'layers')"
-                )
-        if "cluster" in names and self.clusters is None:
-            raise ValueError(
-                "the layer 'cluster' needs 'clusters', the output of the stage clusters"
-            )
+        remedies = {
+            "encoder": "the section 'encoder' (or leave the layer out of 'layers')",
+            "clusters": "'clusters', the output of the stage clusters",
+        }
+        for layer in self.layers:
+            for need in layer.needs:
+                if getattr(self, need) is None:
+                    raise ValueError(f"the layer '{layer.name}' needs {remedies[need]}")
         return self
 
     def run(self, out: Path) -> Summary:
@@ -181,8 +181,7 @@ def find_false_negatives(
     dropped: dict[int, Dropped] = {}
     remaining = pool.pairs
     for layer in layers:
-        needs_gold = layer.name != "rank_window"
-        pairs = remaining[remaining["gold"] >= 0] if needs_gold else remaining
+        pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
         values = layer.check(pool, pairs)
         hits = np.flatnonzero(~np.isnan(values))
         # The first gold skill that a candidate resembles counts.
@@ -196,7 +195,7 @@ def find_false_negatives(
                 layer.reason.format(value=value, layer=layer),
                 value,
                 pool.sources[row],
-                pool.skills[pair["gold"]].skill_id if needs_gold else None,
+                pool.skills[pair["gold"]].skill_id if layer.needs_gold else None,
             )
         remaining = remaining[~np.isin(remaining["row"], pairs["row"][hits])]
     return dropped

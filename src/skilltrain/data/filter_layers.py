@@ -1,19 +1,18 @@
-"""The grounds on which a candidate is taken for a false negative: one small class a layer; and what layers compare.
+"""Layers of the stage `filter`: each is a class that finds false negatives among mined candidates.
 
-`check` gives for each pair of a candidate and a gold skill of its query NaN to keep the candidate, else the value that
-speaks against it, whatever pairs stand beside it; `reason` says what a value means, in a DROPPED row. A new layer is a
-class here and a name in `Layer` (CONTRIBUTING.md).
+A layer is a plug-in of the kind `filter` (CONTRIBUTING.md).
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float32, Float64, Shaped
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.near_duplicates import (
@@ -26,6 +25,7 @@ from skilltrain.data.near_duplicates import (
     trigram_sets,
 )
 from skilltrain.errors import SkilltrainError
+from skilltrain.plugins import OneOf
 from skilltrain.records import Skill
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
@@ -97,18 +97,45 @@ class FilterPool:
         return open_encoder(self.encoder_source)
 
 
-class NameLayer(Config):
+class FilterLayer(Config):
+    """Base of a layer: settings, and the check of pairs of a candidate and a gold skill of its query.
+
+    Attributes:
+        reason: Meaning of a value in a DROPPED row; may use `{value}` and `{layer.SETTING}`.
+        needs: Settings of the stage that the layer cannot do without, `encoder` or `clusters`.
+        needs_gold: Whether the layer compares with gold skills. If not, it also gets candidates of
+            queries without one, whose `gold` is -1.
+    """
+
+    name: Any  # a Literal in each layer
+    reason: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    needs_gold: ClassVar[bool] = True
+
+    @abstractmethod
+    def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        """Return NaN for each pair to keep, else the value that speaks against the candidate.
+
+        A value depends only on its own pair, never on the other pairs of the call.
+        """
+
+
+Layer = Annotated[SerializeAsAny[FilterLayer], OneOf("filter", tag="name")]
+"""A layer as a setting."""
+
+
+class NameLayer(FilterLayer):
     """Drops a candidate that bears a gold skill's name (SkillRouter, section 4.2, layer 1); the value is 1."""
 
     name: Literal["name"] = "name"
-    reason: ClassVar = "same name as a gold skill"
+    reason = "same name as a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         names = pool.names[pairs["skill"]]
         return np.where((names == pool.names[pairs["gold"]]) & (names >= 0), 1.0, np.nan)
 
 
-class JaccardLayer(Config):
+class JaccardLayer(FilterLayer):
     """Drops a candidate whose body shares most word trigrams with a gold skill's (layer 2).
 
     On 26,377 real skills and 1,146 queries plain trigrams (the paper's) dropped 1,020 pairs, most of them siblings of
@@ -121,7 +148,7 @@ class JaccardLayer(Config):
         default=0.6, ge=0, le=1, description="drop above this Jaccard index of body trigrams"
     )
     max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES} (SkillRouter)")
-    reason: ClassVar = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
+    reason = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
@@ -136,14 +163,15 @@ class JaccardLayer(Config):
         return values
 
 
-class CosineLayer(Config):
+class CosineLayer(FilterLayer):
     """Drops a candidate whose vector is all but a gold skill's (layer 3); the encoder is the stage's `encoder`."""
 
     name: Literal["cosine"] = "cosine"
     above: float = Field(
         default=0.92, ge=-1, le=1, description="drop above this cosine to a gold skill"
     )
-    reason: ClassVar = "cosine {value:.3f} > {layer.above:g} to a gold skill"
+    needs = ("encoder",)
+    reason = "cosine {value:.3f} > {layer.above:g} to a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         """By the vectors of first windows."""
@@ -156,20 +184,21 @@ class CosineLayer(Config):
         return np.where(values > self.above, values, np.nan)
 
 
-class ClusterLayer(Config):
+class ClusterLayer(FilterLayer):
     """Drops a candidate of a gold skill's near-duplicate cluster, a copy of a copy too; the value is 1.
 
     The clusters are the stage's `clusters`.
     """
 
     name: Literal["cluster"] = "cluster"
-    reason: ClassVar = "in one near-duplicate cluster with a gold skill"
+    needs = ("clusters",)
+    reason = "in one near-duplicate cluster with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         return np.where(pool.clusters[pairs["skill"]] == pool.clusters[pairs["gold"]], 1.0, np.nan)
 
 
-class CeilingLayer(Config):
+class CeilingLayer(FilterLayer):
     """Drops a candidate that the encoder finds about as near to the query as a gold skill; the value is its score.
 
     NV-Retriever (Moreira et al. 2024) calls the relative margin TopK-PercPos (its 95% is a `relative_margin` of .05)
@@ -190,7 +219,8 @@ class CeilingLayer(Config):
         ge=0,
         description="drop above the gold skill's score minus this much; null: no such limit",
     )
-    reason: ClassVar = "score {value:.3f} for the query too close to that of a gold skill"
+    needs = ("encoder",)
+    reason = "score {value:.3f} for the query too close to that of a gold skill"
 
     @model_validator(mode="after")
     def _limits_something(self) -> "CeilingLayer":
@@ -211,14 +241,15 @@ class CeilingLayer(Config):
         return np.where((of_golds == least) & (scores > least - margin), scores, np.nan)
 
 
-class RankWindowLayer(Config):
+class RankWindowLayer(FilterLayer):
     """Keeps, of each source named, only the candidates of a window of ranks; the value is the rank."""
 
     name: Literal["rank_window"] = "rank_window"
     ranks: dict[str, tuple[int, int | None]] = Field(
         description="source: [first, last] rank to keep, counted from 1; last null: to the end"
     )
-    reason: ClassVar = "rank {value:.0f} outside the window of its source"
+    needs_gold = False
+    reason = "rank {value:.0f} outside the window of its source"
 
     @field_validator("ranks")
     @classmethod
@@ -248,9 +279,3 @@ class RankWindowLayer(Config):
             beyond = (pairs["rank"] < first) | (pairs["rank"] > (np.inf if last is None else last))
             outside |= beyond & (sources == source)
         return np.where(outside, pairs["rank"], np.nan)
-
-
-Layer = Annotated[
-    NameLayer | JaccardLayer | CosineLayer | ClusterLayer | CeilingLayer | RankWindowLayer,
-    Field(discriminator="name"),
-]

@@ -10,10 +10,10 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from skilltrain.config import InputPath, Seed
-from skilltrain.data.mine import SOURCES
 from skilltrain.data.sampling import stable_number
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
+from skilltrain.plugins import plugin_paths
 from skilltrain.records import POSITIVE, Dropped, Verdict, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
@@ -177,7 +177,7 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
     if config.list_size is not None and len(sources) > 1:
         what = f"'list_size' takes the top of one ranking; {present}"
         raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
-    known = {*sources, *SOURCES, JUDGED}
+    known = {*sources, *plugin_paths("source"), JUDGED}
     if unknown := [source for source in config.quotas or {} if source not in known]:
         what = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
         raise SkilltrainError(what, where=config.rankings)

@@ -6,7 +6,7 @@ joins these; `ask` returns the values and the rows of DROPPED.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,11 +16,14 @@ import jinja2
 import yaml
 from pydantic import AfterValidator
 
+from skilltrain.config import load_recipe
 from skilltrain.data.sampling import stable_number
 from skilltrain.data.screening import flags_to_leave_out
+from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, LLMConfig, Outcome, Questions, ask_all, estimate_cost
 from skilltrain.llm.ask import ItemT, ValueT
 from skilltrain.llm.untrusted import fenced
+from skilltrain.plugins import load_plugin
 from skilltrain.records import Dropped, Skill
 from skilltrain.tables import read_skills
 from skilltrain.texts import clean_text, one_line
@@ -28,6 +31,8 @@ from skilltrain.texts import clean_text, one_line
 PROMPTS: Final[dict[str, Any]] = yaml.safe_load(
     (files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8")
 )
+STYLES: Final = PROMPTS["styles"]
+SKILLROUTER: Final = PROMPTS["skillrouter"]
 ATTEMPTS = 3  # answers asked for before an item is dropped
 TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
@@ -37,25 +42,33 @@ Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
 """A text in an answer that shall stand on one line."""
 
 
+def load_prompt(name: str | Path) -> Mapping[str, Any]:
+    """Return a prompt: that of a plug-in, or that of a YAML file. It has the keys `system` and `user`."""
+    texts = load_recipe(name) if isinstance(name, Path) else load_plugin("prompt", name)
+    if not {"system", "user"} <= texts.keys():
+        raise SkilltrainError("a prompt has the keys system and user", where=name)
+    return texts
+
+
 @cache
-def _template(name: str, role: str) -> jinja2.Template:
+def _template(text: str) -> jinja2.Template:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined
     )  # what is filled in is text, never a template
     environment.filters["named"] = language_named
-    return environment.from_string(PROMPTS[name][role])
+    return environment.from_string(text)
 
 
-def prompt(name: str, untrusted: str, **values: object) -> tuple[str, str]:
-    """Render the system and the user message of a prompt in prompts.yaml.
+def prompt(texts: Mapping[str, Any], untrusted: str, **values: object) -> tuple[str, str]:
+    """Render the system and the user message of a prompt.
 
     Args:
-        name: Key of the prompt.
+        texts: The prompt (see `load_prompt`), or one of PROMPTS.
         untrusted: Texts of strangers; the template's `fenced` puts them between two marked lines.
         values: All other values of the template.
     """
     values["fenced"] = fenced(untrusted)
-    return _template(name, "system").render(values), _template(name, "user").render(values)
+    return _template(texts["system"]).render(values), _template(texts["user"]).render(values)
 
 
 def questions_of(

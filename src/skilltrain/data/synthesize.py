@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+import jinja2
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import Config, InputMark, InputPath, Seed
 from skilltrain.data.llm_stage import (
     PROMPTS,
     TOKENS_PER_WORD,
     ask,
+    load_prompt,
     prompt,
     questions_of,
     unflagged_skills,
@@ -43,6 +45,27 @@ class OwnTextConfig(Config):
     kind: Literal["own_text"] = "own_text"
 
 
+def _as_path(name: object) -> object:
+    is_file = isinstance(name, str) and name.endswith((".yaml", ".yml"))
+    return Path(str(name)) if is_file else name
+
+
+def _can_render(name: str | Path) -> str | Path:
+    try:
+        prompt(load_prompt(name), "", number=1, total=1, length="", lang="en", style="")
+    except SkilltrainError as error:
+        raise ValueError(error.what) from error
+    except jinja2.TemplateError as error:
+        raise ValueError(f"cannot render {name}: {error}") from error
+    return name
+
+
+PromptName = Annotated[
+    str | Path, InputMark(), BeforeValidator(_as_path), AfterValidator(_can_render)
+]
+"""A prompt of the kind `prompt` of plug-ins, or the path of a YAML file."""
+
+
 class Synthesize(Stage):
     """Write queries for skills, with a chat model or from the skills' own texts."""
 
@@ -66,9 +89,10 @@ class Synthesize(Stage):
     max_skills: int | None = Field(
         default=None, ge=1, description="sample this many, stratified by category and lang"
     )
-    prompt: Literal["styles", "skillrouter"] = Field(
+    prompt: PromptName = Field(
         default="styles",
-        description="a style for each query; or the paper's table 2, with the skill's category",
+        description="styles: a style for each query; skillrouter: the paper's table 2, with the skill's "
+        "category; or a YAML file with the keys system and user",
     )
     style: str | None = Field(
         default=None,
@@ -214,10 +238,11 @@ def query_prompt(config: Synthesize, wanted: WantedQuery) -> tuple[str, str]:
         stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}") % len(styles)
     ]
     material = untrusted_skill(skill, 500, config.body_chars)
-    if config.prompt == "skillrouter":
+    texts = load_prompt(config.prompt)
+    if texts.get("shows_category"):
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
     return prompt(
-        config.prompt,
+        texts,
         material,
         number=wanted.number,
         total=config.num_queries_per_skill,

@@ -135,7 +135,9 @@ class Evaluate(Stage):
             write_table(rankings_table(found), RANKINGS, out)
         rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
         report = _report(self, benchmark, rankings, by_id, notes, _provenance(self, len(by_id)))
-        report = replace(report, analysis=analysis | analyse_results(report, stages))
+        report = replace(report, analysis=analysis)
+        results = analyse_results(self.analysis, report, stages)
+        report = replace(report, analysis=analysis | results)
         write_report(report, out)
         console.print(terminal_table(report, console.width))
         means = report.every.means.items()

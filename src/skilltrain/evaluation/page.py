@@ -53,6 +53,11 @@ def lead(text: str, length: int) -> str:
     return one_line(text[: 2 * length])[:length] + ("…" if len(text) > length else "")
 
 
+def cell(value: object) -> str:
+    """A value of any type in a table: numbers in four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 @cache
 def _environment(markdown: bool) -> Environment:
     shown = plain if markdown else visible
@@ -66,7 +71,7 @@ def _environment(markdown: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"lead": lead, "median": median, "zip": zip}
+    made.filters |= {"cell": cell, "lead": lead, "median": median, "zip": zip}
     made.filters |= {form.__name__: _trusted(form) if markdown else form for form in _FORMATS}
     return made
 

@@ -23,7 +23,7 @@ from skilltrain.evaluation.report import ANALYSES, Report
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
-from skilltrain.metrics.measures import COPIES, MEANINGS, Measure, per_query
+from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
 from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
@@ -92,7 +92,8 @@ def _values(report: Report) -> dict[str, Any]:
     return {
         "report": report,
         "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
-        "meanings": {name: MEANINGS[name] for name in used},
+        "other_analyses": {k: rows for k, rows in report.analysis.items() if k not in ANALYSES},
+        "meanings": {name: meaning_of(name) for name in used},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "seed": SEED,

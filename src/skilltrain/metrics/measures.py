@@ -1,6 +1,9 @@
 """Measures as values: one number per query first, an aggregate only afterwards (bootstrap.py).
 
-MEANINGS says what each measure is. `gold` decides all of them but nDCG and nDCG-exp, which read the graded gains.
+A measure is a plug-in of the kind `measure`: a function of a ranking, a relevance and a cutoff k. Its docstring says what
+it is. A measure without a cutoff may return None for a query for which it is not defined. `gold` decides all measures
+but nDCG and nDCG-exp, which read the graded gains.
+
 Sources: SkillRouter, section 2 and appendix A, nDCG as in its released evaluation (linear gains); R3-Skill for COMP
 and Set-Compat, as in its released evaluation (whose nDCG is nDCG-bin). What SkillRet calls Comp.@k is FC@k here.
 
@@ -17,33 +20,23 @@ What is decided once, for all callers:
 """
 
 import difflib
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.plugins import load_plugin, plugin_paths
 
 DEFAULT_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10")
-SET_COMPAT = "Set-Compat"  # the one measure without a cutoff
 COPIES = (
     " (copies)"  # what the name of a measure ends with that takes copies of gold skills for gold
 )
-MEANINGS = {
-    "Hit": "1 if a gold skill stands in the top k",
-    "MRR": "1 / rank of the first gold skill, 0 if it stands below place k",
-    "nDCG": "sum of gain / log2(rank + 1) over the top k, divided by the same sum for the best possible order",
-    "nDCG-exp": "nDCG with 2^gain - 1 in place of the gain, so that a high grade weighs far more than a low one",
-    "nDCG-bin": "nDCG with gain 1 for gold skills and 0 for all others",
-    "Recall": "share of the gold skills that stand in the top k",
-    "Precision": "gold skills in the top k, divided by k (also where the ranking is shorter)",
-    "FC": "full coverage: 1 if all gold skills stand in the top k, so 0 where a query has more than k of them",
-    "COMP": "gold skills in the top k, divided by the smaller of their number and k",
-    SET_COMPAT: "over queries with two or more gold skills: 1 if these, and no others, fill the first places",
-}
 _HIGHEST_GAIN = 1000.0  # so that no sum of 2^gain leaves the range of a float
 
 
@@ -73,40 +66,102 @@ class Measure:
     def __str__(self) -> str:
         return (f"{self.name}@{self.cutoff}" if self.cutoff else self.name) + COPIES * self.copies
 
-    def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float:
-        """The value for one query, in [0, 1]; inputs are trusted and alternatives resolved (see `evaluate_query`)."""
-        num_gold = len(relevance.gold)
-        num_places = self.cutoff or num_gold
-        top = ranking[:num_places]
-        if self.name in _GAINS:
-            gains = _GAINS[self.name](relevance)
-            best = sorted(gains.values(), reverse=True)[:num_places]
-            ratio = _discounted([gains.get(skill_id, 0.0) for skill_id in top]) / _discounted(best)
-            return min(1.0, ratio)  # gains that all but tie can round to above 1
-        hits = [skill_id in relevance.gold for skill_id in top]
-        return float(_FORMULAS[self.name](hits, num_gold, num_places))
+    def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float | None:
+        """Return the value for one query, None if the measure is not defined for it.
+
+        Inputs are trusted and alternatives resolved (see `evaluate_query`).
+        """
+        formula = _formula(self.name)
+        return (
+            formula(ranking, relevance, self.cutoff) if self.cutoff else formula(ranking, relevance)
+        )
 
 
-_GAINS: dict[str, Callable[[Relevance], Mapping[str, float]]] = {
-    "nDCG": lambda relevance: relevance.gains,
-    # 2^gain - 1; expm1 keeps gains near 0 above 0
-    "nDCG-exp": lambda relevance: {
-        one: math.expm1(gain * math.log(2)) for one, gain in relevance.gains.items()
-    },
-    "nDCG-bin": lambda relevance: dict.fromkeys(relevance.gold, 1.0),
-}
-# (whether the skill at each place of the top is gold, number of gold skills, number of places) → value.
-_FORMULAS: dict[str, Callable[[Sequence[bool], int, int], float]] = {
-    "Hit": lambda hits, num_gold, num_places: any(hits),
-    "MRR": lambda hits, num_gold, num_places: 1 / (hits.index(True) + 1) if any(hits) else 0,
-    "Recall": lambda hits, num_gold, num_places: sum(hits) / num_gold,
-    "Precision": lambda hits, num_gold, num_places: sum(hits) / num_places,
-    "FC": lambda hits, num_gold, num_places: sum(hits) == num_gold,
-    "COMP": lambda hits, num_gold, num_places: sum(hits) / min(num_gold, num_places),
-    SET_COMPAT: lambda hits, num_gold, num_places: (
-        sum(hits) == num_gold
-    ),  # of as many places as gold skills
-}
+@cache
+def _formula(name: str) -> Callable[..., float | None]:
+    return load_plugin("measure", name)
+
+
+@cache
+def has_cutoff(name: str) -> bool:
+    """Return whether a measure takes a cutoff beside a ranking and a relevance."""
+    return len(inspect.signature(_formula(name)).parameters) == 3
+
+
+def meaning_of(name: str) -> str:
+    """Return what a measure is: the first paragraph of its function's docstring."""
+    paragraph = (inspect.getdoc(_formula(name)) or name).partition("\n\n")[0]
+    return paragraph.replace("\n", " ").rstrip(".")
+
+
+def hit(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """1 if a gold skill stands in the top k."""
+    return float(_num_gold(ranking, relevance, k) > 0)
+
+
+def mrr(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """1 / rank of the first gold skill, 0 if it stands below place k."""
+    ranks = [rank for rank, skill_id in enumerate(ranking[:k], 1) if skill_id in relevance.gold]
+    return 1 / ranks[0] if ranks else 0.0
+
+
+def ndcg(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """sum of gain / log2(rank + 1) over the top k, divided by the same sum for the best possible
+    order.
+    """
+    return _discounted_ratio(ranking, relevance.gains, k)
+
+
+def ndcg_exp(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """nDCG with 2^gain - 1 in place of the gain, so that a high grade weighs far more than a low
+    one.
+    """
+    # expm1 keeps gains near 0 above 0.
+    gains = {skill_id: math.expm1(g * math.log(2)) for skill_id, g in relevance.gains.items()}
+    return _discounted_ratio(ranking, gains, k)
+
+
+def ndcg_bin(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """nDCG with gain 1 for gold skills and 0 for all others."""
+    return _discounted_ratio(ranking, dict.fromkeys(relevance.gold, 1.0), k)
+
+
+def recall(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """share of the gold skills that stand in the top k."""
+    return _num_gold(ranking, relevance, k) / len(relevance.gold)
+
+
+def precision(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """gold skills in the top k, divided by k (also where the ranking is shorter)."""
+    return _num_gold(ranking, relevance, k) / k
+
+
+def full_coverage(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """full coverage: 1 if all gold skills stand in the top k, so 0 where a query has more than k of
+    them.
+    """
+    return float(_num_gold(ranking, relevance, k) == len(relevance.gold))
+
+
+def comp(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
+    """gold skills in the top k, divided by the smaller of their number and k."""
+    return _num_gold(ranking, relevance, k) / min(len(relevance.gold), k)
+
+
+def set_compat(ranking: Sequence[str], relevance: Relevance) -> float | None:
+    """over queries with two or more gold skills: 1 if these, and no others, fill the first places."""
+    num_gold = len(relevance.gold)
+    return full_coverage(ranking, relevance, num_gold) if num_gold > 1 else None
+
+
+def _num_gold(ranking: Sequence[str], relevance: Relevance, k: int) -> int:
+    return sum(skill_id in relevance.gold for skill_id in ranking[:k])
+
+
+def _discounted_ratio(ranking: Sequence[str], gains: Mapping[str, float], k: int) -> float:
+    best = sorted(gains.values(), reverse=True)[:k]
+    ratio = _discounted([gains.get(skill_id, 0.0) for skill_id in ranking[:k]]) / _discounted(best)
+    return min(1.0, ratio)  # gains that all but tie can round to above 1
 
 
 def _discounted(gains: Sequence[float]) -> float:
@@ -114,16 +169,21 @@ def _discounted(gains: Sequence[float]) -> float:
 
 
 def parse_measure(text: str) -> Measure:
-    """The measure a text like `nDCG@10` or `Hit@1 (copies)` names. Raises SkilltrainError with the nearest, and all."""
+    """Return the measure that a text like `nDCG@10` or `Hit@1 (copies)` names.
+
+    Raises:
+        SkilltrainError: There is no such measure. The error names the nearest, and all.
+    """
     parts = re.fullmatch(r"(.*?)(?:@([1-9][0-9]{0,8}))?( \(copies\))?", text, re.DOTALL)
     name, cutoff, copies = parts.groups() if parts else (text, None, None)
-    if name in MEANINGS and (name == SET_COMPAT) != bool(cutoff):
+    names = plugin_paths("measure")
+    if (name in names or ":" in name) and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
-    forms = {one: one if one == SET_COMPAT else f"{one}@k" for one in MEANINGS}
-    known = {"r": "Recall", "p": "Precision"} | {one.lower(): one for one in MEANINGS}
+    forms = {name: f"{name}@k" if has_cutoff(name) else name for name in names}
+    known = {"r": "Recall", "p": "Precision"} | {name.lower(): name for name in names}
     near = difflib.get_close_matches(name.partition("@")[0].lower(), known, n=1, cutoff=0.4)
     hint = "".join(
-        f", did you mean '{forms[known[one]].replace('@k', f'@{cutoff or 10}')}'?" for one in near
+        f", did you mean '{forms[known[word]].replace('@k', f'@{cutoff or 10}')}'?" for word in near
     )
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
     raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=fix)
@@ -182,14 +242,12 @@ def evaluate_query(
         raise SkilltrainError(
             f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}"
         )
-    defined = [
-        measure for measure in measures if measure.name != SET_COMPAT or len(relevance.gold) > 1
-    ]
     found = {
         copies: as_found(ranking, relevance, copies)
-        for copies in {measure.copies for measure in defined}
+        for copies in {measure.copies for measure in measures}
     }
-    return {str(measure): measure(ranking, found[measure.copies]) for measure in defined}
+    values = {str(measure): measure(ranking, found[measure.copies]) for measure in measures}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_relevance(relevance: Relevance) -> None:

@@ -16,7 +16,8 @@ from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
-_ORDER_COUNTS = ("MRR", "nDCG")  # the other measures ask only which skills stand in the top k
+# These measures ask only which skills stand in the top k, in whatever order.
+_WITHOUT_ORDER = ("Hit", "Recall", "Precision", "FC", "COMP")
 
 
 def _known_measure(text: str) -> str:
@@ -24,7 +25,7 @@ def _known_measure(text: str) -> str:
         measure = parse_measure(text)
     except SkilltrainError as error:
         raise ValueError(str(error)) from error
-    if not measure.cutoff:  # Set-Compat: queries with one gold skill have no value of it
+    if not measure.cutoff:  # such a measure may be undefined for a query
         raise ValueError(f"no step can be chosen by {text}, which is not defined for every query")
     return str(measure)
 
@@ -83,7 +84,7 @@ class DevConfig(Config):
             raise ValueError(f"dev.rankers: {example}")
         if (
             isinstance(last, RerankConfig)
-            and measure.name not in _ORDER_COUNTS
+            and measure.name in _WITHOUT_ORDER
             and measure.cutoff >= last.keep
         ):
             raise ValueError(

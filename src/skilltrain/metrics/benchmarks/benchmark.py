@@ -1,9 +1,10 @@
 """A benchmark: queries, what each asks for and what is known of it, and the skills it was published with."""
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.measures import Relevance, check_relevance
@@ -77,6 +78,20 @@ class Benchmark:
         return pool | {
             skill.skill_id: skill for skill in self.gold_skills if skill.skill_id not in pool
         }
+
+
+class BenchmarkReader(NamedTuple):
+    """A form of benchmarks: a plug-in of the kind `benchmark`.
+
+    Attributes:
+        marker: Path of a file or folder in a benchmark's folder that tells the form.
+        form: The form in words, for an error.
+        read: Reads a folder, all of it or one split (see `make_benchmark`).
+    """
+
+    marker: str
+    form: str
+    read: Callable[[Path, str | None], Benchmark]
 
 
 def task_of(

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 from skilltrain.files import read_json
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
+    BenchmarkReader,
     GoldStep,
     Task,
     make_benchmark,
@@ -157,3 +158,9 @@ def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "parameters": sorted((tool.get("inputSchema") or {}).get("properties") or {}),
                     "category": server.get("category"),
                 }
+
+
+LIVEMCPBENCH = BenchmarkReader(
+    "tools.jsonl", "tasks.jsonl and tools.jsonl (LiveMCPBench)", read_livemcpbench
+)
+CLONE = BenchmarkReader(ANNOTATIONS, "a clone (LiveMCPBench)", read_livemcpbench)

@@ -1,6 +1,6 @@
 """Reading a benchmark from its folder: from our own tables, or in whichever published form it has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import check_regular
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
+    BenchmarkReader,
     GoldStep,
     Task,
     as_tier,
@@ -17,12 +18,9 @@ from skilltrain.metrics.benchmarks.benchmark import (
     make_benchmark,
     task_of,
 )
-from skilltrain.metrics.benchmarks.livemcpbench import ANNOTATIONS, read_livemcpbench
-from skilltrain.metrics.benchmarks.qrels import read_beir, read_skillret
-from skilltrain.metrics.benchmarks.r3 import read_r3_skill
 from skilltrain.metrics.benchmarks.rows import Row, Text, read_rows
-from skilltrain.metrics.benchmarks.skillrouter import read_skillrouter, read_skillrouter_tier
 from skilltrain.metrics.measures import Relevance
+from skilltrain.plugins import load_plugin, plugin_paths
 from skilltrain.records import Query, Verdict
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -112,20 +110,8 @@ def _by_query(table: pa.Table) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
-# The file that tells a form, what reads it, and the form in words; the first that is there decides.
-_FORMS: tuple[tuple[str, Callable[[Path, str | None], Benchmark], str], ...] = (
-    ("tools.jsonl", read_livemcpbench, "tasks.jsonl and tools.jsonl (LiveMCPBench)"),
-    (ANNOTATIONS, read_livemcpbench, "a clone (LiveMCPBench)"),
-    ("tasks.jsonl", read_skillrouter, "tasks.jsonl and relevance.json (SkillRouter)"),
-    ("skills_test.jsonl", read_r3_skill, "test.jsonl and skills_test.jsonl (R3-Skill's data)"),
-    ("queries.jsonl", read_beir, "queries.jsonl and qrels/*.tsv (BEIR)"),
-    ("queries.parquet", read_tables, "queries.parquet and judgements.parquet (ours)"),
-    ("queries", read_skillret, "queries/, skills/ and qrels/*.jsonl (SkillRet's data)"),
-    (
-        "../relevance.json",
-        read_skillrouter_tier,
-        "the pool of a tier beside relevance.json (SkillRouter)",
-    ),
+TABLES = BenchmarkReader(
+    "queries.parquet", "queries.parquet and judgements.parquet (ours)", read_tables
 )
 
 
@@ -145,9 +131,10 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
 def _load(path: Path, split: str | None) -> Benchmark:
     if not path.is_dir():
         raise SkilltrainError("no such folder; a benchmark is a folder", where=path)
-    for marker, reader, _ in _FORMS:
-        if (path / marker).exists():
-            return reader(path, split)
-    forms = ", or ".join(form for *_, form in _FORMS)
+    readers = [load_plugin("benchmark", name) for name in plugin_paths("benchmark")]
+    for reader in readers:
+        if (path / reader.marker).exists():
+            return reader.read(path, split)
+    forms = ", or ".join(reader.form for reader in readers)
     fix = f"one holds {forms}; `skilltrain queries` makes one of files of your own"
     raise SkilltrainError("is not a benchmark", where=path, fix=fix)

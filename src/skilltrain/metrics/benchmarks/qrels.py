@@ -19,6 +19,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import check_regular
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
+    BenchmarkReader,
     Task,
     make_benchmark,
     name_of,
@@ -154,3 +155,9 @@ def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
         for values in reader:
             where = f"{file}, line {reader.line_num}"
             yield where, parse_row(_Qrel, values, where)
+
+
+BEIR = BenchmarkReader("queries.jsonl", "queries.jsonl and qrels/*.tsv (BEIR)", read_beir)
+SKILLRET = BenchmarkReader(
+    "queries", "queries/, skills/ and qrels/*.jsonl (SkillRet's data)", read_skillret
+)

@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
+from skilltrain.metrics.benchmarks.benchmark import (
+    Benchmark,
+    BenchmarkReader,
+    Task,
+    make_benchmark,
+    task_of,
+)
 from skilltrain.metrics.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
@@ -34,3 +40,8 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
         relevance = Relevance(frozenset(row.skill_ids), dict.fromkeys(row.skill_ids, 1.0))
         tasks.append(task_of(query, relevance, {"direction": row.lang}, where))
     return make_benchmark(folder, tasks, split, pool=[row.skill() for row in skills.values()])
+
+
+R3_SKILL = BenchmarkReader(
+    "skills_test.jsonl", "test.jsonl and skills_test.jsonl (R3-Skill's data)", read_r3_skill
+)

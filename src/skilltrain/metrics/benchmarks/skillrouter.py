@@ -13,7 +13,13 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task, make_benchmark, task_of
+from skilltrain.metrics.benchmarks.benchmark import (
+    Benchmark,
+    BenchmarkReader,
+    Task,
+    make_benchmark,
+    task_of,
+)
 from skilltrain.metrics.benchmarks.rows import (
     Label,
     NamedRow,
@@ -109,3 +115,13 @@ def _read_skills(*files: Path) -> tuple[Skill, ...]:
     return tuple(
         Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items()
     )
+
+
+SKILLROUTER = BenchmarkReader(
+    "tasks.jsonl", "tasks.jsonl and relevance.json (SkillRouter)", read_skillrouter
+)
+TIER = BenchmarkReader(
+    "../relevance.json",
+    "the pool of a tier beside relevance.json (SkillRouter)",
+    read_skillrouter_tier,
+)

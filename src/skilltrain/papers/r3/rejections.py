@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from skilltrain.config import InputPath, Seed
 from skilltrain.data.llm_stage import (
+    PROMPTS,
     TOKENS_PER_WORD,
     Line,
     ask,
@@ -222,7 +223,9 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
     parts = [f"Request: {untrusted_line(group.request, 4000)}"] if group.request else []
     for number, skill in enumerate(group.skills, 1):
         parts.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
-    return prompt(name, "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words)
+    return prompt(
+        PROMPTS[name], "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words
+    )
 
 
 def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> JudgedRequest:

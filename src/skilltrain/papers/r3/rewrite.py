@@ -90,7 +90,9 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
 
     def render(item: Rewriting) -> tuple[str, str]:
         names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
-        return prompt("rewrite", untrusted_text(item.query.text, 4000), style=style, names=names)
+        return prompt(
+            PROMPTS["rewrite"], untrusted_text(item.query.text, 4000), style=style, names=names
+        )
 
     def read(item: Rewriting, answer: str) -> str:
         text = item.query.text

@@ -174,7 +174,7 @@ def _render(item: Distractor) -> tuple[str, str]:
         *(siblings or ["(none)"]),
     ]
     return prompt(
-        "distractor",
+        PROMPTS["distractor"],
         "\n".join(lines),
         strategy=STRATEGIES[item.strategy],
         number=item.number,
