@@ -26,9 +26,10 @@ LAYERS = (
     ("tables", "stages"),
     ("records",),
     ("runs", "workers"),
+    ("provenance",),
     ("terminal", "distributed"),
     ("config",),
-    ("files", "plugins"),
+    ("files", "plugins", "formats"),
     ("errors", "texts", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

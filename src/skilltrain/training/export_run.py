@@ -14,6 +14,7 @@ from skilltrain.export.card import Published, RunRecord, model_card, rename_mode
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.export.push import check_folder, upload
 from skilltrain.files import staged_folder, write_text
+from skilltrain.formats import RUN
 from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model, save_adapter, save_model
@@ -113,6 +114,7 @@ def _read_run(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
         raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+    RUN.check(record, run, f"train again: skilltrain train {run / RECIPE_FILE} out=…")
     recipe = load_recipe(run / RECIPE_FILE)
     stage = recipe.get("stage")
     if stage not in _CONFIGS:
