@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skilltrain import __version__, provenance
+from skilltrain import __version__, plugins, provenance
 from skilltrain.evaluation.ablate import read_grid
 from skilltrain.files import read_json, write_json
 from skilltrain.models import loading
@@ -171,13 +171,17 @@ def test_ablation_runs_changed_loss_again(tmp_path, hinge):
     assert changed == ["train", "evaluate"]
 
 
-def test_edit_during_run_does_not_count(hinge):
-    config = train_config()
-    before = plugin_fingerprints(config)
+def test_named_plug_in_counts(hinge):
+    config = train_config("infonce").model_copy(update={"out": Path("measured@10")})
+    plugins.load_plugin("ranker", "hinge_for_test:Hinge")
 
-    hinge.write_text("# another file\n")
+    ours = plugin_fingerprints(config)
+    plugins.LOADED["measured"] = plugins.LOADED.pop("hinge_for_test:Hinge")
+    named = plugin_fingerprints(config)
+    del plugins.LOADED["measured"]
 
-    assert plugin_fingerprints(config) == before
+    assert ours == {}
+    assert named.keys() == {"measured"}
 
 
 def test_all_files_of_package_count(tmp_path, hinge):

@@ -22,6 +22,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "ranker": {},
 }
 """Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
+LOADED: dict[str, str] = {}
+"""Module of each plug-in that this process has loaded, by the name that it was loaded by."""
 
 
 @cache
@@ -54,6 +56,7 @@ def load_plugin(kind: str, name: str) -> Any:
     if path is None:
         raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
     module, _, attribute = path.partition(":")
+    LOADED[name] = module
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from skilltrain.files import fingerprint
+from skilltrain.plugins import LOADED
 from skilltrain.terminal import launched_ranks
 from skilltrain.version import __version__
 
@@ -74,17 +75,23 @@ def _device_name() -> str:
 
 
 def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
-    """Return a SHA-256 of the source of every plug-in from outside this package, by `module:Class`."""
-    plugins = {type(value) for value in _values_in(config)}
+    """Return a SHA-256 of the source of every plug-in from outside this package that settings hold or name."""
+    modules: dict[str, str] = {}
+    for value in (*_values_in(config), *_values_in(config.model_dump(mode="json"))):
+        name = value.partition("@")[0] if isinstance(value, str) else ""  # a measure has a cutoff
+        if name in LOADED:
+            modules[name] = LOADED[name]
+        plugin = type(value)
+        modules[f"{plugin.__module__}:{plugin.__qualname__}"] = plugin.__module__
     return {
-        f"{plugin.__module__}:{plugin.__qualname__}": _source_fingerprint(plugin)
-        for plugin in plugins
-        if plugin.__module__.partition(".")[0] not in _NO_PLUGINS
+        name: _source_fingerprint(module)
+        for name, module in modules.items()
+        if module.partition(".")[0] not in _NO_PLUGINS
     }
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """Yield `value`, and all sections and values in it."""
+    """Yield `value`, and all sections, keys and values in it."""
     yield value
     if isinstance(value, Mapping):
         value = tuple(value.items())
@@ -93,13 +100,9 @@ def _values_in(value: Any) -> Iterator[Any]:
             yield from _values_in(child)
 
 
-@cache
-def _source_fingerprint(plugin: type) -> str:
-    """Return a SHA-256 of a class's file, or of all Python files of its package.
-
-    The cache keeps to the source that the class was made of, also if the file changes during a long run.
-    """
-    module = sys.modules[plugin.__module__]
+def _source_fingerprint(name: str) -> str:
+    """Return a SHA-256 of a module's file, or of all Python files of the package that it is in."""
+    module = sys.modules[name]
     file = Path(getattr(module, "__file__", None) or "")
     files = sorted(file.parent.rglob("*.py")) if module.__package__ else [file]
     parts = [fingerprint(path) for path in files if path.is_file()]
