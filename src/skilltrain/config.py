@@ -45,6 +45,7 @@ REMOVED: dict[str, str] = {
     "lambda_rank": "use ranknet",
     "lexical_weight": "fuse the trained encoder with BM25",
     "margin": "use ranknet",
+    "requests_per_minute": "lower concurrency; requests that a server refuses as too many are repeated",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
