@@ -1,7 +1,7 @@
 """The declared tables between stages; a row that does not fit is refused, for pyarrow alone would bend or drop it."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,20 +14,19 @@ from jaxtyping import Int64
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path
-from skilltrain.records import SKILL_FACTS, Dropped, Judgement, Query, Skill, Verdict
+from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 
 
 @dataclass(frozen=True)
 class TableSpec:
     """A table's file name, columns and unique key.
 
-    The last columns may be `optional`: tables of earlier versions lack them, and they are read as null.
+    Tables of earlier versions may lack last columns that may be null; they are read as null.
     """
 
     name: str
     schema: pa.Schema
     key: tuple[str, ...]
-    optional: tuple[str, ...] = ()
 
 
 Rows = Iterable[Mapping[str, Any] | Skill | Query | Judgement | Dropped]
@@ -57,7 +56,7 @@ def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
     return _spec(name, key, **columns)
 
 
-SKILLS = replace(_spec_of(Skill, "skills", "skill_id"), optional=SKILL_FACTS)
+SKILLS = _spec_of(Skill, "skills", "skill_id")
 QUERIES = _spec_of(Query, "queries", "query_id")
 JUDGEMENTS = _spec_of(
     Judgement,
@@ -207,9 +206,8 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
         raise SkilltrainError(f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=file) from error
-    for name in spec.optional:
-        if name not in table.column_names:
-            field = spec.schema.field(name)
+    for field in spec.schema:
+        if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return _check_table(table.replace_schema_metadata(None), spec, file)
 
