@@ -14,7 +14,7 @@ from skilltrain.files import read_json, write_json
 from skilltrain.models import loading
 from skilltrain.provenance import HUB_REVISIONS, plugin_fingerprints, provenance_of
 from skilltrain.runs import input_fingerprint
-from skilltrain.stages import parse_recipe
+from skilltrain.stage import parse_recipe
 from small_library import encoder_recipe, forget_ranks, skilltrain, succeeds, write_recipe
 from test_ablation import grid, write_grid
 

@@ -14,10 +14,11 @@ from skilltrain.data.pool.read import merge_sources, read_pool, skills_of_rows
 from skilltrain.data.pool.skill_file import parse_skill_file, skill_text
 from skilltrain.records import SKILL_FACTS, Skill
 from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.runs import run_stage
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import write_index
 from skilltrain.serving.router import Router
-from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.stage import parse_recipe
 from skilltrain.tables import SKILLS, read_skills, read_table, write_table
 from small_library import succeeds
 
@@ -172,7 +173,7 @@ def test_pool_keeps_facts(tmp_path):
     (tmp_path / "s.jsonl").write_text(json.dumps(ROW | FACTS))
     sources = {"stage": "pool", "sources": str(tmp_path / "s.jsonl"), "out": str(tmp_path / "pool")}
 
-    run_recipe(parse_recipe(sources, "test"))
+    run_stage(parse_recipe(sources, "test"))
 
     (skill,) = read_skills(tmp_path / "pool")
     shown = succeeds("show", tmp_path / "pool" / "skills.parquet").out

@@ -9,7 +9,7 @@ from benchmark_folders import write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation import candidates
-from skilltrain.evaluation.candidates import TeacherConfig, run_teacher
+from skilltrain.evaluation.candidates import Teacher
 from skilltrain.losses import KL
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import LexicalConfig
@@ -60,9 +60,7 @@ def run(folder, *rankers):
         "lists": folder / "lists",
         "rankers": list(rankers),
     }
-    return run_teacher(
-        validate(TeacherConfig, values | {"out": folder / "out"}, "recipe"), folder / "out"
-    )
+    return validate(Teacher, values | {"out": folder / "out"}, "recipe").run(folder / "out")
 
 
 def scores_in(folder):
@@ -141,7 +139,7 @@ def test_a_score_that_is_no_number_is_refused(monkeypatch):
                 for query_id, row in candidates.items()
             }
 
-    monkeypatch.setattr(candidates, "open_ranker", lambda *_: Broken())
+    monkeypatch.setattr(LexicalConfig, "ranker", lambda *_: Broken())
     queries = [Query(query_id, text, "single", "test", "train") for query_id, text in TEXTS.items()]
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(

@@ -5,6 +5,7 @@ import difflib
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
-from skilltrain.plugins import OneOf
+from skilltrain.plugins import OneOf, import_path
 from skilltrain.texts import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -46,6 +47,15 @@ REMOVED: dict[str, str] = {
     "lexical_weight": "fuse the trained encoder with BM25",
     "margin": "use ranknet",
     "requests_per_minute": "lower concurrency; requests that a server refuses as too many are repeated",
+    "rejections": "use skilltrain r3 rejections",
+    "rewrite": "use skilltrain r3 rewrite",
+    "equivalents": "use skilltrain r3 equivalents",
+    "gradients": "use skilltrain r3 gradients",
+    "distractors": "use skilltrain skillrouter distractors",
+    "provision": "use skilltrain skillflow provision",
+    "agents": "use skilltrain skillflow agents",
+    "plan": "use skilltrain skillweaver plan",
+    "plans": "use skilltrain skillweaver plans",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 
@@ -293,13 +303,23 @@ def _followed(
                 inner += sections_of(section.model_fields[part])
         sections = inner or sections
         if len(sections) > 1 and isinstance(values, Mapping):
-            sections = [c for c in sections if _has_tags(c, values)] or sections
+            tagged = [c for c in sections if _has_tags(c, values)]
+            sections = tagged or _imported(sections, values) or sections
             tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
 
 def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
     return all(values.get(name) == tag for name, tag in tags_of(section).items())
+
+
+def _imported(sections: Sequence[type[BaseModel]], values: Mapping[str, Any]) -> list[Any]:
+    """Return the class whose import path stands in a section where others have their tag."""
+    path = str(values.get(next(iter(tags_of(sections[0])), "")))
+    with suppress(SkilltrainError):  # the fault itself says that it cannot be imported
+        plugin = import_path(path)
+        return [plugin] if hasattr(plugin, "model_fields") else []
+    return []
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:

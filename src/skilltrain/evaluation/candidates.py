@@ -8,23 +8,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import estimate_cost
 from skilltrain.records import Query, Ranker, Rankings, Skill
-from skilltrain.retrieval.api import ApiConfig, plan_encoding
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
-from skilltrain.retrieval.rankers import (
-    AskingConfig,
-    FuseConfig,
-    RankerConfig,
-    key_of,
-    open_ranker,
-    parts_of,
-)
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
 from skilltrain.retrieval.rankings import rankings_table
-from skilltrain.retrieval.select import AdmitConfig, SelectConfig
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     JUDGEMENTS,
     LISTS,
@@ -37,8 +28,18 @@ from skilltrain.tables import (
 )
 
 
-class CandidatesConfig(Config):
-    """Rank the pool for every query, usually with the trained encoder."""
+class Candidates(Stage):
+    """Rank the pool for every query, for the reranker to learn from."""
+
+    example = (
+        "pool=runs/pool queries=runs/queries system.name=encoder 'system.rankers=[{kind: "
+        "dense, source: runs/encoder}]' out=runs/candidates"
+    )
+    result = "{num_candidates} candidates for {num_queries} queries"
+    next_command = (
+        "filter pool={pool} queries={queries} rankings={out} judged_positives=keep "
+        "encoder.source={base} out={near}/candidates_filtered"
+    )
 
     stage: Literal["candidates"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -52,23 +53,21 @@ class CandidatesConfig(Config):
     depth: int = Field(default=50, ge=1, description="candidates per query")
     out: Path = Field(description="folder to write: RANKINGS")
 
+    def run(self, out: Path) -> Summary:
+        """Write RANKINGS and return the counts of queries and rows."""
+        queries = select_queries(self.queries, self.split)
+        stages = run_systems([self.system], queries, read_pool(self.pool), self.depth)
+        last = stages[self.system.name][-1]
+        table = rankings_table({last.name: last.rankings})
+        write_table(table, RANKINGS, out)
+        return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
-def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
-    """Write RANKINGS and return the counts of queries and rows."""
-    queries = select_queries(config.queries, config.split)
-    stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)
-    last = stages[config.system.name][-1]
-    table = rankings_table({last.name: last.rankings})
-    write_table(table, RANKINGS, out)
-    return {"num_queries": len(queries), "num_candidates": table.num_rows}
-
-
-def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
-    queries = select_queries(config.queries, config.split)
-    return plan_ranking([config.system], queries, read_pool(config.pool))
+    def dry_run(self) -> Summary:
+        queries = select_queries(self.queries, self.split)
+        return estimate_ranking([self.system], queries, read_pool(self.pool))
 
 
-def plan_ranking(
+def estimate_ranking(
     systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]
 ) -> dict[str, Any]:
     """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
@@ -87,12 +86,11 @@ def plan_ranking(
     seen: set[str] = set()  # systems share their embeddings
     for system in systems:
         for part in parts_of(system.rankers):
-            if isinstance(part, AskingConfig):
-                cost = estimate_cost(part.asks(queries, skills))
-            elif isinstance(part, ApiConfig) and key_of(part) not in seen:
-                seen.add(key_of(part))
-                cost = plan_encoding(part, skills, queries)
-            else:
+            if part.key in seen and not part.asks_chat_model:
+                continue
+            seen.add(part.key)
+            cost = part.plan(queries, skills)
+            if cost is None:
                 continue
             costs = asked.setdefault(system.name, {})
             name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
@@ -103,13 +101,20 @@ def plan_ranking(
     return counts | {"asked": asked, "dollars": None if None in prices else round(sum(prices), 6)}
 
 
-class TeacherConfig(Config):
-    """Write the scores of a reranker, or of any other system, into lists, for the losses `kl` and `margin_mse`."""
+class Teacher(Stage):
+    """Write a system's scores into lists, for an encoder to learn from (kl, margin_mse)."""
+
+    example = (
+        "pool=runs/pool lists=runs/encoder_lists 'rankers=[{kind: rerank, source: "
+        "runs/reranker}]' out=runs/taught"
+    )
+    result = "{num_pairs} scores in {num_lists} lists: {score}"
+    next_command = "train RECIPE data.pool={pool} data.lists={out} loss.name=kl"
 
     stage: Literal["teacher"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
-    rankers: tuple[RankerConfig, ...] = Field(
+    rankers: tuple[AnyRanker, ...] = Field(
         min_length=1,
         description="as in a system, but each orders whole lists; the last one's scores are written",
     )
@@ -121,46 +126,47 @@ class TeacherConfig(Config):
     @classmethod
     def _give_scores(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
         for ranker in rankers:
-            if isinstance(ranker, SelectConfig | AdmitConfig):
+            if not ranker.gives_scores:
                 raise ValueError(f"{ranker.kind} chooses skills and gives no scores to learn from")
         return rankers
 
+    def run(self, out: Path) -> Summary:
+        """Write the lists with scores. Their spread tells which teacher_temperature they need.
 
-def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
-    """Write the lists with scores. Their spread tells which teacher_temperature they need.
-
-    Raises:
-        SkilltrainError: A list has no query text, or a skill is not in the pool or gets no number.
-    """
-    for part in parts_of(config.rankers):
-        part.check()
-    lists = read_table(config.lists, LISTS).to_pylist()
-    if not lists:
-        raise SkilltrainError("holds no list to score", where=config.lists)
-    queries = {query.query_id: query for query in read_queries(config.lists)}
-    skills = read_pool(config.pool)
-    pool = {skill.skill_id for skill in skills}
-    lost: set[str] = set()
-    for row in lists:
-        if row["query_id"] not in queries:
-            what = f"the list of query {row['query_id']!r} has no query text"
-            raise SkilltrainError(what, where=config.lists)
-        lost |= {*row["skill_ids"]} - pool
-    if lost:
-        what = f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
-        fix = "give the pool that the lists were made from"
-        raise SkilltrainError(what, where=config.pool, fix=fix)
-    members = {row["query_id"]: row["skill_ids"] for row in lists}
-    asked = [queries[query_id] for query_id in members]
-    scores = member_scores(config.rankers, asked, members, skills)
-    rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
-    write_table(rows, LISTS, out)
-    for spec in (QUERIES, JUDGEMENTS):
-        write_table(read_table(config.lists, spec), spec, out)
-    flat = [score for row in scores.values() for score in row]
-    spread = {"min": min(flat), "mean": fmean(flat), "max": max(flat)}
-    score = {name: round(value, 4) for name, value in spread.items()}
-    return {"num_lists": len(lists), "num_pairs": len(flat), "score": score}
+        Raises:
+            SkilltrainError: A list has no query text, or a skill is not in the pool or gets no number.
+        """
+        for part in parts_of(self.rankers):
+            part.check()
+        lists = read_table(self.lists, LISTS).to_pylist()
+        if not lists:
+            raise SkilltrainError("holds no list to score", where=self.lists)
+        queries = {query.query_id: query for query in read_queries(self.lists)}
+        skills = read_pool(self.pool)
+        pool = {skill.skill_id for skill in skills}
+        lost: set[str] = set()
+        for row in lists:
+            if row["query_id"] not in queries:
+                what = f"the list of query {row['query_id']!r} has no query text"
+                raise SkilltrainError(what, where=self.lists)
+            lost |= {*row["skill_ids"]} - pool
+        if lost:
+            what = (
+                f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
+            )
+            fix = "give the pool that the lists were made from"
+            raise SkilltrainError(what, where=self.pool, fix=fix)
+        members = {row["query_id"]: row["skill_ids"] for row in lists}
+        asked = [queries[query_id] for query_id in members]
+        scores = member_scores(self.rankers, asked, members, skills)
+        rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
+        write_table(rows, LISTS, out)
+        for spec in (QUERIES, JUDGEMENTS):
+            write_table(read_table(self.lists, spec), spec, out)
+        flat = [score for row in scores.values() for score in row]
+        spread = {"min": min(flat), "mean": fmean(flat), "max": max(flat)}
+        score = {name: round(value, 4) for name, value in spread.items()}
+        return {"num_lists": len(lists), "num_pairs": len(flat), "score": score}
 
 
 def member_scores(
@@ -183,10 +189,8 @@ def member_scores(
         query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
     }
     for ranker in rankers:
-        if isinstance(ranker, FuseConfig):
-            legs = tuple(leg.model_copy(update={"keep": longest}) for leg in ranker.of)
-            ranker = ranker.model_copy(update={"of": legs})
-        rankings = open_ranker(ranker, skills, opened).rank(queries, rankings, longest)
+        ranker = ranker.with_leg_keep(longest)
+        rankings = ranker.ranker(skills, opened).rank(queries, rankings, longest)
     scores: dict[str, list[float]] = {}
     for query_id, row in members.items():
         by_skill = dict(rankings[query_id])

@@ -11,16 +11,13 @@ import numpy as np
 from pyarrow import feather
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, validate
+from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
-from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.late import LateConfig
-from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankers import RankerConfig, key_of, parts_of
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.serving.answer import Calibration
 from skilltrain.serving.index import (
@@ -36,23 +33,33 @@ from skilltrain.serving.index import (
     kept_parts,
     sweep,
 )
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, table_from_rows
 from skilltrain.terminal import say
 
 CALIBRATION_FILE = "calibration.json"
 
 
-class IndexConfig(Config):
-    """Make a router, or bring one up to date: only skills that are new or changed are encoded.
+class BuildIndex(Stage):
+    """Make a router of a pool and rankers, or update one: only changed skills are encoded.
 
     With the router's own pool, the folders that `serve` watched for it are read again too.
     """
+
+    example = (
+        "pool=runs/pool 'rankers=[{kind: fuse, of: [{kind: lexical}, {kind: dense, source: "
+        "runs/encoder}], weights: [1, .5]}]' out=runs/router && skilltrain index "
+        "out=runs/router  # reads the pool again"
+    )
+    result = "{num_skills} skills: {num_new} new, {num_changed} changed, {num_gone} gone"
+    next_command = "route --router {out} 'a task in plain words'"
+    in_place = True
 
     stage: Literal["index"]
     pool: InputPath | None = Field(
         default=None, description="whatever the stage pool reads; null: the router's own"
     )
-    rankers: tuple[RankerConfig, ...] | None = Field(
+    rankers: tuple[AnyRanker, ...] | None = Field(
         None, min_length=1, description="null: as the router has them"
     )
     calibration: InputPath | None = Field(
@@ -61,27 +68,25 @@ class IndexConfig(Config):
     allow_servers: AllowedServers = ()
     out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
 
+    def run(self, out: Path) -> Summary:
+        """Write the router's next generation; the counts of skills that are new, changed and gone.
 
-def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
-    """Write the router's next generation; the counts of skills that are new, changed and gone.
+        Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
+        answer a new task, and for a calibration of other rankers or models.
+        """
+        system, contents = _wanted(self)
+        calibration = None
+        if self.calibration is not None:
+            file = self.calibration / CALIBRATION_FILE
+            calibration = validate(Calibration, read_json(file), file)
+        return write_index(out, system, contents, {}, calibration)
 
-    Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
-    answer a new task, and for a calibration of other rankers or models.
-    """
-    system, contents = _wanted(config)
-    calibration = None
-    if config.calibration is not None:
-        file = config.calibration / CALIBRATION_FILE
-        calibration = validate(Calibration, read_json(file), file)
-    return write_index(out, system, contents, {}, calibration)
-
-
-def plan_index(config: IndexConfig) -> dict[str, Any]:
-    """The counts of skills that are new, changed and gone (`--dry-run`)."""
-    return _changes(_before(config.out), [*chain(*_wanted(config)[1].skills.values())])[0]
+    def dry_run(self) -> Summary:
+        """The counts of skills that are new, changed and gone (`--dry-run`)."""
+        return _changes(_before(self.out), [*chain(*_wanted(self)[1].skills.values())])[0]
 
 
-def _wanted(config: IndexConfig) -> tuple[SystemConfig, Contents]:
+def _wanted(config: BuildIndex) -> tuple[SystemConfig, Contents]:
     """(what ranks, the skills): those of the router where the settings do not say."""
     before: Index | None = None
     pool = config.pool
@@ -148,7 +153,7 @@ def _before(router: Path) -> Index | None:
 
 def check_rankers(system: SystemConfig) -> None:
     """Raise SkilltrainError for rankers that cannot answer a new task, and as `check_systems` does."""
-    if any(part.kind == "saved" for part in parts_of(system.rankers)):
+    if not all(part.answers_new_queries for part in parts_of(system.rankers)):
         raise SkilltrainError(
             "rankings that were made before answer no new task", where="rankers, kind saved"
         )
@@ -165,7 +170,7 @@ def write_index(
 ) -> dict[str, int]:
     """Make the folder `router` answer with other skills from now on; how many of them are new, changed and gone.
 
-    `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
+    `models` holds the encoders that are open, by `key`. Only new texts are encoded, and read for BM25. Without
     another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
     Raises SkilltrainError for an empty pool, for a calibration of other rankers or models, where another process
     writes, and where one has written since `before` was opened.
@@ -195,17 +200,13 @@ def write_index(
             return counts
         with staged_folder(folder) as staged:
             old = before if before and before.record.models == record.models else None
-            places = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
+            position_of = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
+            positions = [position_of.get(key, -1) for key in keys.tolist()]
             for name, config in kept_parts(record.system(router)).items():
-                part, kept = staged / name, old.parts.get(key_of(config)) if old else None
-                part.mkdir()
-                if isinstance(config, LexicalConfig):
-                    config.index(skills, kept).save(part)
-                elif isinstance(config, LateConfig):
-                    at = [places.get(key, -1) for key in keys.tolist()]
-                    open_model(config, models, router).save_tokens(part, skills, kept, at)
-                else:
-                    open_model(config, models, router).encode_chunks(skills).save(part)
+                stored = old.parts.get(config.key) if old else None
+                (staged / name).mkdir()
+                model = open_model(config, models, router)
+                model.save_part(staged / name, skills, stored, positions)
             np.save(staged / KEYS_FILE, keys)
             table = table_from_rows(skills, SKILLS)
             feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
@@ -234,18 +235,12 @@ def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, i
     return {"num_skills": len(new), "num_new": len(new.keys() - old.keys()), **gone}, keys
 
 
-def open_model(config: Any, models: dict[str, Any], router: Path | None) -> Any:
-    """What a ranker needs for any pool; `models` keeps it by `key_of`, and an encoder for all that need the same.
+def open_model(config: RankerConfig, models: dict[str, Any], router: Path | None) -> Any:
+    """Return what a ranker needs for any pool. `models` keeps it by `key`, and encoders by what they need.
 
-    An encoder without a cache of its own keeps its vectors in the folder `router`, where there is one.
+    An encoder without a cache of its own keeps its vectors in the folder `router`, if there is one.
     """
-    key = key_of(config)
+    key = config.key
     if key not in models:
-        if isinstance(config, DenseConfig):
-            config = config.model_copy(
-                update={"cache": config.cache or (router and router / "vectors")}
-            )
-        models[key] = (
-            config.open(models) if isinstance(config, DenseConfig | LateConfig) else config.open()
-        )
+        models[key] = config.in_router(router).open(models)
     return models[key]
