@@ -89,6 +89,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
 }
 """Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
+LOADED: dict[str, str] = {}
+"""Module of each plug-in from outside that this process has loaded, by the name that it was loaded by."""
 
 
 @cache
@@ -120,7 +122,10 @@ def load_plugin(kind: str, name: str) -> Any:
     path = name if ":" in name else paths.get(name)
     if path is None:
         raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
-    return import_path(path)
+    plugin = import_path(path)
+    if name not in BUILT_IN[kind]:
+        LOADED[name] = path.partition(":")[0]
+    return plugin
 
 
 def import_path(path: str) -> Any:

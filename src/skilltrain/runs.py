@@ -21,9 +21,10 @@ from skilltrain.files import (
     write_json,
     write_text,
 )
+from skilltrain.formats import RUN
+from skilltrain.provenance import checkout_commit, plugin_fingerprints, provenance_of
 from skilltrain.stage import Stage, Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
-from skilltrain.version import __version__
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.
@@ -59,6 +60,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     _check_place(out, read.values())
     inputs = {key: input_fingerprint(path) for key, path in read.items()}
     identity = {"recipe": stage.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
+    identity["plugins"] = plugin_fingerprints(stage)
     trains = isinstance(stage, TrainingStage)
     if trains:
         remove_leftovers(out)
@@ -68,7 +70,8 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
             return stage.run(out)
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
-    record = {"skilltrain": __version__, **identity}
+    checkout_commit()  # of the code that runs; it may change until the record is written
+    record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
     with staged_folder(out) as staged:
@@ -128,15 +131,16 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
 
 
 def input_fingerprint(path: Path) -> str:
-    """A SHA-256; a run's checkpoints do not count: they come and go while its model stays what it is."""
+    """A SHA-256; a run's checkpoints and where it was computed do not count: its results stay what they are."""
     try:
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
         parts = {
             part.name: fingerprint(part)
             for part in path.iterdir()
-            if part.name not in (CHECKPOINTS, LOCAL_FILE)
+            if part.name not in (CHECKPOINTS, LOCAL_FILE, RUN_FILE)
         }
+        parts[RUN_FILE] = repr(record_of(path) | {"provenance": None})
         return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
@@ -205,13 +209,17 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
             raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
         return None
     found = record_of(out)
-    if not found.keys() >= {*identity, "finished"}:
+    if "finished" not in found:
         raise SkilltrainError(
             "the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER
         )
-    if changed := _first_difference(what_matters({key: found[key] for key in identity}), identity):
+    RUN.check(found, out, "delete the folder, and give the same command again")
+    if changed := _first_difference(
+        what_matters({key: found.get(key) for key in identity}), identity
+    ):
         section, _, key = changed.partition(".")
-        what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
+        nouns = {"recipe": key, "inputs": f"the content of {key}"}
+        what = f"{nouns.get(section, f'the source of the plug-in {key}')} differs"
         raise SkilltrainError(
             f"the output folder holds another run: {what}", where=out, fix=_ANOTHER_FOLDER
         )
@@ -250,5 +258,5 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     """Write run.json first: a folder that a kill leaves without it would be taken for somebody else's."""
-    write_json(folder / RUN_FILE, record)
+    write_json(folder / RUN_FILE, record | {"provenance": provenance_of(config)})
     write_text(folder / RECIPE_FILE, to_yaml(config))

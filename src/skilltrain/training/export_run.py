@@ -12,6 +12,7 @@ from skilltrain.export.card import Published, RunRecord, model_card, rename_mode
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.export.push import check_folder, upload
 from skilltrain.files import staged_folder, write_text
+from skilltrain.formats import RUN
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
@@ -79,6 +80,7 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
         raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+    RUN.check(record, run, f"train again: skilltrain train {run / RECIPE_FILE} out=…")
     recipe = load_recipe(run / RECIPE_FILE)
     config = parse_recipe(recipe, run / RECIPE_FILE)
     if not isinstance(config, Train):
