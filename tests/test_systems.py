@@ -12,6 +12,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval import rerank
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rankers import RankerConfig
@@ -276,12 +277,15 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
     config = validate(
         FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test"
     )
-    both = config.ranker(POOL, {})
-    assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf")[:2]}
-    flat = config.model_copy(update={"rrf_k": 0}).ranker(POOL, {})
-    assert flat.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf", 0)[:2]}
+    flat = config.model_copy(update={"rrf_k": 0})
     given = {"q1": [("b", 1.0), ("a", 1.0)]}
-    assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")}
+    for fused, candidates, top_k, expected in (
+        (config, None, 2, fuse([ONE, TWO], (1, 1), "rrf")[:2]),
+        (flat, None, 2, fuse([ONE, TWO], (1, 1), "rrf", 0)[:2]),
+        (config, given, 9, fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")),
+    ):
+        pool = OpenRankers(POOL)
+        assert run_rankers([fused], QUERIES[:1], candidates, [top_k], pool) == {"q1": expected}
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
