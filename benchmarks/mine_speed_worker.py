@@ -45,7 +45,7 @@ class KnownVectors:
 def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     """Run the stage `mine` and, with all sources, the stage `filter`, from tables to tables."""
     from skilltrain.data import filter_layers, mine
-    from skilltrain.data.filter import FilterConfig, run_filter
+    from skilltrain.data.filter import Filter
 
     vectors = KnownVectors(folder)
     for module in (mine, filter_layers):
@@ -54,9 +54,9 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}}
     settings |= {} if mode == "ours" else {"sources": ["semantic"]}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
-        config = mine.MineConfig.model_validate(settings | paths | {"out": out})
+        config = mine.Mine.model_validate(settings | paths | {"out": out})
         started = time.perf_counter()
-        summary = mine.run_mine(config, Path(out))
+        summary = config.run(Path(out))
         result = {
             "mine_seconds": time.perf_counter() - started,
             "summary": summary,
@@ -74,9 +74,7 @@ def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
             }
             settings["workers"] = {"num": threads}
             started = time.perf_counter()
-            result["filter_summary"] = run_filter(
-                FilterConfig.model_validate(settings | paths), filtered
-            )
+            result["filter_summary"] = Filter.model_validate(settings | paths).run(filtered)
             result["filter_seconds"] = time.perf_counter() - started
     return result
 
@@ -96,13 +94,13 @@ def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
 
 def measure_clusters(folder: Path, threads: int) -> dict[str, Any]:
     """Run the stage `clusters` over the pool."""
-    from skilltrain.data.near_duplicates import ClustersConfig, run_clusters
+    from skilltrain.data.near_duplicates import Clusters
 
     settings = {"stage": "clusters", "pool": folder / "pool", "workers": {"num": threads}}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
-        config = ClustersConfig.model_validate(settings | {"out": out})
+        config = Clusters.model_validate(settings | {"out": out})
         started = time.perf_counter()
-        summary = run_clusters(config, Path(out))
+        summary = config.run(Path(out))
         seconds = time.perf_counter() - started
     return {"mine_seconds": seconds, "filter_seconds": 0.0, "nearest": {}, "found": summary}
 

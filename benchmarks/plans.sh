@@ -18,14 +18,14 @@ by_place='[DA, CatR@1, CatR@10, Chain category (share)]'
 [ -d "$bench" ] || python "$(dirname "$0")/../data_pipelines/compskillbench.py" "$data/mcp/servers.jsonl" "$bench"
 for name in bm25 minilm; do
     system=(system.name=$name "system.rankers=${rankers[$name]}")
-    skilltrain plans benchmark="$data/livemcpbench" "${system[@]}" planners="$planners" \
+    skilltrain skillweaver plans benchmark="$data/livemcpbench" "${system[@]}" planners="$planners" \
         compare='[DA, Skill R@10, Chosen, Step R@10]' out="$out/livemcpbench_$name"
     for style in template paraphrase human; do
-        skilltrain plans benchmark="$bench/$style" pool="$bench/pool" "${system[@]}" planners="$planners" \
+        skilltrain skillweaver plans benchmark="$bench/$style" pool="$bench/pool" "${system[@]}" planners="$planners" \
             compare="$by_place" out="$out/${style}_$name"
     done
     for held in transfer_category transfer_skill; do
-        skilltrain plans benchmark="$bench/$held" pool="$bench/pool" held_out="$bench/$held/held_out" "${system[@]}" \
+        skilltrain skillweaver plans benchmark="$bench/$held" pool="$bench/pool" held_out="$bench/$held/held_out" "${system[@]}" \
             planners='[{name: rules}]' out="$out/${held}_$name"
     done
 done

@@ -14,6 +14,6 @@ skilltrain queries files=$out/split/without/train.jsonl pool=$out/pool out=$out/
 for grid in benchmarks/r3/[0-9]_*.yaml; do skilltrain ablate "$grid" "$@"; done
 for directions in '[query_to_skill]' '[query_to_skill, skill_to_query]'; do
   name=$out/gradients_$(echo "$directions" | tr -dc , | wc -c)
-  [ -d "$name" ] || skilltrain gradients $out/steps/encoder-*/recipe.yaml "loss.directions=$directions" \
+  [ -d "$name" ] || skilltrain r3 gradients $out/steps/encoder-*/recipe.yaml "loss.directions=$directions" \
     loss.partition=per_direction loss.push_share=0 "out=$name"
 done

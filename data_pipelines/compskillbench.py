@@ -1,7 +1,7 @@
 """CompSkillBench rebuilt: compound tasks over a list of MCP servers (SkillWeaver, section 5).
 
 python data_pipelines/compskillbench.py SERVERS runs/compskillbench
-skilltrain plans benchmark=runs/compskillbench/template pool=runs/compskillbench/pool …
+skilltrain skillweaver plans benchmark=runs/compskillbench/template pool=runs/compskillbench/pool …
 
 SERVERS is a JSON Lines file (name, description, category), or a folder of Markdown lists as TensorBlock publishes them.
 It is not the paper's benchmark: the paper's list of 2,228 servers in 49 categories is not published with it, and

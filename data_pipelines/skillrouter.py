@@ -17,7 +17,8 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.recipe import run_pipeline
-from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.runs import run_stage
+from skilltrain.stage import parse_recipe
 
 INSTRUCTION = "Given a task description, retrieve the most relevant skill document that would help an agent complete the task"
 
@@ -154,7 +155,7 @@ def run(pipeline: Pipeline) -> None:
         before.append(before[-1] | PAPER["encoder_lists"] | raw)
     for values in before + (after if pipeline.trained else []):
         recipe = values | paper.get(values["out"].name, {})
-        print(recipe["stage"], run_recipe(parse_recipe(recipe, __file__), resume=False))
+        print(recipe["stage"], run_stage(parse_recipe(recipe, __file__), resume=False))
 
 
 if __name__ == "__main__":

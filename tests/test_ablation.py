@@ -23,8 +23,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.ablate import (
     AblationConfig,
     Cell,
+    dry_run_ablation,
     make_results,
-    plan_ablation,
     read_grid,
     results_page,
     run_ablation,
@@ -147,7 +147,7 @@ def test_a_dry_run_lists_the_runs(tmp_path, capsys):
     file = write_grid(tmp_path, grid(tmp_path))
     before = contents(tmp_path)
 
-    answer = plan_ablation(file, [])
+    answer = dry_run_ablation(file, [])
 
     said = capsys.readouterr().err
     assert answer == {"num_cells": 4, "num_runs_missing": 14}
@@ -504,7 +504,7 @@ def test_shared_steps_run_once(done):
     once = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
     assert folders_of(out) == {**once, "lists": 2, "train": 4, "evaluate": 4}
     assert answer["num_cells"] == 4
-    assert plan_ablation(file, [])["num_runs_missing"] == 0
+    assert dry_run_ablation(file, [])["num_runs_missing"] == 0
 
 
 def test_checkpoints_are_removed(done):
@@ -560,7 +560,7 @@ def test_lost_runs_are_made_again(done):
     write_json(trained / "run.json", record | {"finished": False})  # as kill -9 leaves it
     (trained / "model.safetensors").unlink()
 
-    num_missing = plan_ablation(file, [])["num_runs_missing"]
+    num_missing = dry_run_ablation(file, [])["num_runs_missing"]
     again = run_ablation(file, [])
 
     assert num_missing == 4

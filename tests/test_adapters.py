@@ -22,8 +22,8 @@ from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate
 from skilltrain.training.checkpoint import load_weights
 from skilltrain.training.export_run import export_run
-from skilltrain.training.settings import TrainEncoderConfig, load_model
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.train import TrainEncoder, load_model
 from skilltrain.training.training_set import ListsSource
 from test_export_run import write_run
 from tiny_models import save_qwen3
@@ -166,7 +166,7 @@ def config_of(base, out):
         EncoderConfig(source=str(base), max_tokens=64),
         ListsSource(pool=out / "pool", lists=out / "lists"),
     )
-    return TrainEncoderConfig(stage="train_encoder", model=model, adapter=NF4, data=data, out=out)
+    return TrainEncoder(stage="train_encoder", model=model, adapter=NF4, data=data, out=out)
 
 
 def new_step(config):

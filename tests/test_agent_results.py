@@ -100,12 +100,12 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
     file.write_text(
         jsonl(*(one | {"retrieved": ["a"]} if one["condition"] == "gold" else one for one in rows))
     )
-    shown = succeeds("agents", file, "--benchmark", bench, "--ceiling", "gold")
+    shown = succeeds("skillflow", "agents", file, "--benchmark", bench, "--ceiling", "gold")
     assert "gold retrieved" in shown.err and "1.000 [1.00, 1.00]" in shown.err
     assert (
         "top-1 - none: Pass@1 +.500" in shown.out and "top-1: 50.0% of gold's Pass@1" in shown.out
     )
-    assert '"Pass^2"' in succeeds("agents", file, "--json").out
+    assert '"Pass^2"' in succeeds("skillflow", "agents", file, "--json").out
     with pytest.raises(SkilltrainError, match="no condition 'oracle'"):
         agent_results(read_trials(file), {}, "oracle")
 
@@ -130,4 +130,4 @@ def test_rows_that_are_no_trials_are_refused(
 ) -> None:
     file = tmp_path / "trials.jsonl"
     file.write_text(jsonl(*rows))
-    assert complaint in skilltrain("agents", file).only_line
+    assert complaint in skilltrain("skillflow", "agents", file).only_line

@@ -23,7 +23,7 @@ from sentence_transformers import SentenceTransformer
 from skilltrain import __version__
 from skilltrain.cli import main
 from skilltrain.errors import StoppedError
-from skilltrain.stages import STAGES
+from skilltrain.stage import STAGES, command_of, load_stage
 from skilltrain.tables import SKILLS, read_table
 from skilltrain.training.log import TrainingLog
 from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
@@ -200,7 +200,7 @@ def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(
         (out / "half").write_text("")
         raise raised
 
-    monkeypatch.setattr("skilltrain.data.pool.skill_pool.run_pool", interrupted)
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", interrupted)
     outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
     assert (outcome.code, outcome.err) == (code, f"error: {line}\n")
     assert list(tmp_path.iterdir()) == []
@@ -259,7 +259,7 @@ def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equal
         f"--out={tmp_path}/out",
         "--dry-run",
     )
-    assert json.loads(succeeds(*train).out)["plan"]["num_steps"] == 3
+    assert json.loads(succeeds(*train).out)["dry_run"]["num_steps"] == 3
     inputs = (
         "--pool",
         runs / "pool",
@@ -277,14 +277,13 @@ def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equal
 
 def test_help_lists_commands_settings_and_an_example():
     commands = succeeds("--help").out
-    for name, stage in STAGES.items():
-        command = "train" if stage.trains else name
-        shown = succeeds(command, "--help").out
-        assert f" {command} " in commands and f"skilltrain {command} " in shown
-        if (
-            name != "evaluate" and not stage.trains
-        ):  # their options stand beside the settings, or in their place
-            settings = stage.config.model_fields.keys() - {"stage"}
+    for name in STAGES:
+        command = command_of(name)
+        shown = succeeds(*command.split(), "--help").out
+        assert f" {command.split()[0]} " in commands
+        assert shown.startswith(f"Example:\n  skilltrain {command} ")
+        if command != "train":  # it names no stage, so it lists no settings
+            settings = load_stage(name).model_fields.keys() - {"stage"}
             assert [key for key in settings if f"  {key}: " not in shown] == []
 
 

@@ -13,10 +13,9 @@ from skilltrain.config import validate
 from skilltrain.data.contamination import (
     BenchmarkIndex,
     ContaminationLimits,
-    DecontaminateConfig,
+    Decontaminate,
     HeldOut,
     open_benchmarks,
-    run_decontaminate,
 )
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
@@ -25,7 +24,7 @@ from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
 from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from skilltrain.texts import CJK, words_of
-from skilltrain.training.train import TrainEncoderConfig, check_held_out
+from skilltrain.training.train import TrainEncoder, check_held_out
 from skilltrain.training.training_set import load_training_set
 from small_library import skilltrain
 
@@ -267,8 +266,8 @@ def run(folder, **settings):
         "benchmarks": [folder / "bench"],
         "out": folder / "out",
     }
-    config = validate(DecontaminateConfig, values | settings, "recipe")
-    summary = run_decontaminate(config, config.out)
+    config = validate(Decontaminate, values | settings, "recipe")
+    summary = config.run(config.out)
     rows = [tuple(row.values()) for row in read_table(config.out, DROPPED).to_pylist()]
     return summary, ids(config.out, QUERIES), rows
 
@@ -382,7 +381,7 @@ def training(folder, model="none", dev=None, lists="lists", **data):
         "training": {"batch_size": 2, "accumulation": 1, "token_budget": 256},
         "out": folder / "model",
     }
-    return validate(TrainEncoderConfig, values | ({"dev": dev} if dev else {}), "recipe")
+    return validate(TrainEncoder, values | ({"dev": dev} if dev else {}), "recipe")
 
 
 def checked(folder, **settings):

@@ -8,7 +8,8 @@ from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.training.dev import encoder_opener, open_dev, reranker_opener
-from skilltrain.training.settings import DevConfig, TrainEncoderConfig, TrainRerankerConfig
+from skilltrain.training.settings import DevConfig
+from skilltrain.training.train import TrainEncoder, TrainReranker
 
 WORDS = [
     "deploy pods",
@@ -214,50 +215,50 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
     ("stage", "changes", "message"),
     [
         (
-            TrainEncoderConfig,
+            TrainEncoder,
             {"metric": "MMR@10"},
             r"dev.metric: unknown measure 'MMR@10', did you mean 'MRR@10'\?",
         ),
         (
-            TrainEncoderConfig,
+            TrainEncoder,
             {"metric": "Set-Compat"},
             "dev.metric: no step can be chosen by Set-Compat",
         ),
         (
-            TrainRerankerConfig,
+            TrainReranker,
             {"metric": "Recall@20", "rankers": RERANK},
             "is the same for every order of 20 candid",
         ),
         (
-            TrainRerankerConfig,
+            TrainReranker,
             {"rankers": RERANK[:1]},
             r"none of them is the model in training \(source: self\)",
         ),
         (
-            TrainRerankerConfig,
+            TrainReranker,
             {"rankers": RERANK[1:]},
             r"the first one finds skills, for instance {kind: saved, ra",
         ),
         (
-            TrainEncoderConfig,
+            TrainEncoder,
             {"rankers": RERANK},
             r"an encoder in training is {kind: dense, source: self}",
         ),
         (
-            TrainRerankerConfig,
+            TrainReranker,
             {},
             r"a reranker in training orders the candidates of others: \[{kind: saved",
         ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(stage, changes, message):
-    name = "train_encoder" if stage is TrainEncoderConfig else "train_reranker"
+    name = "train_encoder" if stage is TrainEncoder else "train_reranker"
     with pytest.raises(SkilltrainError, match=message):
         validate(
             stage, {"stage": name, **COMMON, "dev": {"benchmark": "b", **changes}}, "recipe.yaml"
         )
     well = {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}
-    validate(TrainRerankerConfig, {"stage": "train_reranker", **COMMON, "dev": well}, "recipe.yaml")
+    validate(TrainReranker, {"stage": "train_reranker", **COMMON, "dev": well}, "recipe.yaml")
 
 
 # Equal skills ---------------------------------------------------------------------------------------------------------

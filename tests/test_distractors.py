@@ -15,11 +15,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.papers.skillrouter.distractors import (
     STRATEGIES,
     Distractor,
-    DistractorsConfig,
+    Distractors,
     gold_skills,
-    plan_distractors,
     read_draft,
-    run_distractors,
 )
 from skilltrain.records import Skill
 from skilltrain.tables import DROPPED, SKILLS, read_table, write_table
@@ -63,12 +61,12 @@ def settings(benchmark: Path, server: LLMServer, llm: dict[str, Any] | None = No
         "llm": model,
         **changed,
     }
-    return validate(DistractorsConfig, values, "test")
+    return validate(Distractors, values, "test")
 
 
-def run(config: DistractorsConfig, name: str = "out") -> tuple[dict[str, Any], Path]:
+def run(config: Distractors, name: str = "out") -> tuple[dict[str, Any], Path]:
     out = config.out.with_name(name)
-    return run_distractors(config, out), out
+    return config.run(out), out
 
 
 def draft(seed: int, **changed: Any) -> str:
@@ -88,7 +86,7 @@ def test_each_gold_skill_gets_one_distractor_a_strategy(benchmark: Path, server:
     server.otherwise = good_reply
     config = settings(benchmark, server)
     summary, out = run(config)
-    plan = plan_distractors(config)
+    plan = config.dry_run()
     assert len(server.requests) == 6 == plan["num_answered_before"] and plan["num_requests"] == 0
     again, second = run(config, "second")
     assert len(server.requests) == 6 and summary == again

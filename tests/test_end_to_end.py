@@ -173,7 +173,9 @@ def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(do
         again = succeeds(*stage)
         assert "already holds this run; nothing to do" in again.err, stage
         assert again.out == first.out
-    plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)["plan"]
+    plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)[
+        "dry_run"
+    ]
     assert plan["num_steps"] == 6 and plan["num_lists"] == 12
     missing = skilltrain(
         "train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere"

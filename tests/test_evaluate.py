@@ -12,13 +12,13 @@ from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import AnalysisConfig, analyse_inputs
-from skilltrain.evaluation.candidates import CandidatesConfig
-from skilltrain.evaluation.evaluate import EvaluateConfig, run_evaluate
+from skilltrain.evaluation.candidates import Candidates
+from skilltrain.evaluation.evaluate import Evaluate
 from skilltrain.llm.answers import estimate_tokens
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.stages import dry_run
+from skilltrain.runs import dry_run
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
 
 SKILLS_OF_POOL = [
@@ -53,13 +53,13 @@ def predict(folder: Path, values: object, name: str = "mine") -> str:
     return str(file)
 
 
-def config_of(folder: Path, **settings: Any) -> EvaluateConfig:
+def config_of(folder: Path, **settings: Any) -> Evaluate:
     values = {"stage": "evaluate", "benchmark": folder / "bench", "out": folder / "out", **settings}
-    return validate(EvaluateConfig, values, "test")
+    return validate(Evaluate, values, "test")
 
 
 def evaluate(folder: Path, **settings: Any) -> dict[str, Any]:
-    return run_evaluate(config_of(folder, **settings), folder / "out")
+    return config_of(folder, **settings).run(folder / "out")
 
 
 def means(folder: Path, section: str = "metrics") -> dict[str, dict[str, float]]:
@@ -444,7 +444,7 @@ def test_a_dry_run_says_what_is_asked_and_asks_and_writes_nothing(folder, capsys
             and not [*(folder / "out").iterdir()]
         )
         assert "3 requests to scripted, about" in capsys.readouterr().err
-        run_evaluate(config, folder / "out")
+        config.run(folder / "out")
         assert (
             "4 texts to vectors, about" in (said := capsys.readouterr().err)
             and "2 texts to vectors, about" in said
@@ -494,10 +494,10 @@ def test_a_price_that_is_not_known_makes_the_sum_unknown_and_candidates_are_plan
             "system": api(server, folder, prices={"prompt": 2, "completion": 0}),
             "out": folder / "out",
         }
-        found = dry_run(validate(CandidatesConfig, values, "test"))
+        found = dry_run(validate(Candidates, values, "test"))
         missing = {"system": {"name": "x", "rankers": [{"kind": "dense", "source": "./nothing"}]}}
         with pytest.raises(SkilltrainError, match=r"\./nothing: no such model"):
-            dry_run(validate(CandidatesConfig, values | missing, "test"))
+            dry_run(validate(Candidates, values | missing, "test"))
         assert server.requests == []
     assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
     counts = {"num_queries": 3, "num_skills": 4, "num_systems": 1}

@@ -30,8 +30,8 @@ from skilltrain.models.reranker import Reranker, RerankerConfig
 from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, write_table
-from skilltrain.training.export_run import export_run, push_model, save_trained
-from skilltrain.training.settings import TrainEncoderConfig, TrainRerankerConfig, load_model
+from skilltrain.training.export_run import export_run, push_model
+from skilltrain.training.train import TrainEncoder, TrainReranker, load_model, save_trained
 from skilltrain.training.training_set import ListsSource
 from small_library import skilltrain, succeeds
 
@@ -56,9 +56,9 @@ def config_of(folder, source, reranker=False, **more):
         model = RerankerConfig(
             source=str(source), max_tokens=400, query_max_tokens=100, **more.pop("model", {})
         )
-        return TrainRerankerConfig(stage="train_reranker", model=model, **more)
+        return TrainReranker(stage="train_reranker", model=model, **more)
     model = EncoderConfig(source=str(source), max_tokens=32, query_max_tokens=32)
-    return TrainEncoderConfig(stage="train_encoder", model=model, **more)
+    return TrainEncoder(stage="train_encoder", model=model, **more)
 
 
 def add_checkpoint(config, step, best=0) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data import filter_layers as module
-from skilltrain.data.filter import FilterConfig, run_filter
+from skilltrain.data.filter import Filter
 from skilltrain.data.filter_layers import PAIR, JaccardLayer
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
 from skilltrain.errors import SkilltrainError
@@ -51,7 +51,7 @@ def rankings(*rows, query_id="q1", stage="semantic"):
     )
 
 
-class Filter:
+class FilterRun:
     """The stage on tables in a folder, with vectors in place of a model."""
 
     def __init__(self, folder):
@@ -86,7 +86,7 @@ class Filter:
             "encoder": {"source": "x"},
             "workers": {"num": 1},
         } | changes
-        summary = run_filter(validate(FilterConfig, values, "recipe"), self.out)
+        summary = validate(Filter, values, "recipe").run(self.out)
         return summary, read_table(self.out, DROPPED).to_pylist()
 
     def found(self, *layers):
@@ -105,7 +105,7 @@ def stage(tmp_path, monkeypatch):
 
     known = SimpleNamespace(encode_chunks=known_chunks, encode_queries=known_queries)
     monkeypatch.setattr(module, "open_encoder", lambda source: known)
-    return Filter(tmp_path)
+    return FilterRun(tmp_path)
 
 
 def required(*skill_ids):

@@ -20,10 +20,10 @@ from skilltrain.models.cpu_linear import OneDnnLinear
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.training.engine import new_accelerator
+from skilltrain.training.estimates import activation_bytes
 from skilltrain.training.loop import Run, train
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.train import planned_activations
 from tiny_models import qwen3_tokenizer
 from training_data import training_set
 
@@ -155,7 +155,7 @@ def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> Non
     loss.backward()
     weights = sum(parameter.numel() * 4 for parameter in step.parameters())
     taken = torch.cuda.max_memory_allocated() - before - weights  # of them: gradients
-    planned = planned_activations(step, [step.data.lists], torch.bfloat16)
+    planned = activation_bytes(step, [step.data.lists], torch.bfloat16)
     assert planned > 2 * weights and taken == pytest.approx(planned, rel=0.25)
 
 

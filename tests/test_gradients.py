@@ -87,7 +87,7 @@ def parts_of(folder: Path) -> dict[tuple[str, str], dict]:
 def test_the_command_measures_an_encoder(with_rejections: Path, runs: Path, model_folders):
     folder = with_rejections
     file = recipe(folder, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
-    outcome = succeeds("gradients", file, "--batches", "2")
+    outcome = succeeds("r3", "gradients", file, "--batches", "2")
     assert outcome.out.startswith(
         f"{folder}/out/gradients.html: of the rejections' gradient survive 1.00 at the scores"
     )
@@ -108,14 +108,14 @@ def test_the_command_measures_an_encoder(with_rejections: Path, runs: Path, mode
     )
     assert "## At the queries" in markdown and "| rejected |" in markdown
     assert "At the skills" in page and page.count("<rect") >= 10
-    assert "exists already" in skilltrain("gradients", file).error_line
+    assert "exists already" in skilltrain("r3", "gradients", file).error_line
 
 
 def test_the_command_measures_a_reranker(with_rejections: Path, runs: Path, model_folders):
     file = recipe(
         with_rejections, "train_reranker", runs, model_folders["bert_reranker"], "{name: ranknet}"
     )
-    succeeds("gradients", file, "--batches", "1")
+    succeeds("r3", "gradients", file, "--batches", "1")
     parts = parts_of(with_rejections / "out")
     assert {at for at, _ in parts} == {"scores"}
     slopes = {
@@ -143,4 +143,4 @@ def test_lists_without_rejections_and_other_losses_are_refused(
             "loss.push_share needs data.gains that put rejected below irrelevant",
         ),
     ):
-        assert said in skilltrain("gradients", file, *settings).error_line
+        assert said in skilltrain("r3", "gradients", file, *settings).error_line

@@ -15,8 +15,8 @@ from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.late import LateConfig, TokenVectors
 from skilltrain.training.scores import encoder_scores
-from skilltrain.training.settings import TrainEncoderConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.train import TrainEncoder
 from test_steps import gradients
 from tiny_models import WORDS
 from training_data import training_set
@@ -237,9 +237,9 @@ def test_what_late_interaction_cannot_do_is_refused(model_folders):
     with pytest.raises(
         ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"
     ):
-        TrainEncoderConfig.model_validate(recipe)
+        TrainEncoder.model_validate(recipe)
     rankers = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
     with pytest.raises(ValidationError, match="an encoder in training is"):
-        TrainEncoderConfig.model_validate(
+        TrainEncoder.model_validate(
             recipe | {"training": {}, "dev": {"benchmark": "b", "rankers": rankers}}
         )

@@ -9,9 +9,8 @@ from skilltrain.config import validate
 from skilltrain.data.lists import (
     Candidate,
     ListPlan,
-    ListsConfig,
+    Lists,
     build_list,
-    run_lists,
     sample_negatives,
 )
 from skilltrain.data.screening import Flag, write_flags
@@ -24,7 +23,7 @@ QUOTAS = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 
 def settings(**changes):
     values = {"stage": "lists", "pool": "p", "queries": "q", "rankings": "r", "out": "o"}
-    return validate(ListsConfig, values | changes, "recipe")
+    return validate(Lists, values | changes, "recipe")
 
 
 def ranked(source, *skill_ids):
@@ -186,7 +185,7 @@ def write_queries(folder, verdicts):
 def run(folder, **changes):
     """(the summary, query_id → its list, the rows of DROPPED)."""
     places = {name: folder / name for name in ("pool", "queries", "rankings", "out")}
-    summary = run_lists(settings(**places, **changes), folder / "out")
+    summary = settings(**places, **changes).run(folder / "out")
     lists = {row["query_id"]: row for row in read_table(folder / "out", LISTS).to_pylist()}
     return summary, lists, read_table(folder / "out", DROPPED).to_pylist()
 
@@ -309,7 +308,7 @@ def test_what_gives_no_lists_is_refused(folder, changes, message):
         name: folder / changes.get(name, name) for name in ("pool", "queries", "rankings", "out")
     }
     with pytest.raises(SkilltrainError, match=message):
-        run_lists(settings(**changes | places), folder / "out")
+        settings(**changes | places).run(folder / "out")
 
 
 def test_the_order_of_the_tables_does_not_matter(folder):

@@ -18,7 +18,7 @@ from skilltrain.llm.answers import DATABASE, Completion, Request, Usage, estimat
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.client import in_threads
 from skilltrain.llm.settings import BudgetConfig, Prices
-from skilltrain.papers.r3.rewrite import RewriteConfig
+from skilltrain.papers.r3.rewrite import Rewrite
 
 SOON = {"Retry-After": "0.01"}
 THIRTY = {"prompt_tokens": 20, "completion_tokens": 10}
@@ -284,7 +284,7 @@ def test_removed_setting_names_its_replacement(settings: dict[str, Any], message
     values = {"queries": "queries", "pool": "pool", "llm": settings, "out": "out"}
 
     with pytest.raises(SkilltrainError, match=message):
-        validate(RewriteConfig, values, "recipe.yaml")
+        validate(Rewrite, values, "recipe.yaml")
 
 
 # Many requests --------------------------------------------------------------------------------

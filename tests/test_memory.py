@@ -15,10 +15,11 @@ from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.templates import EncoderTemplate
 from skilltrain.training import loop
 from skilltrain.training.engine import new_accelerator
+from skilltrain.training.estimates import activation_bytes
 from skilltrain.training.loop import out_of_memory_in_one_line
-from skilltrain.training.settings import TrainEncoderConfig, TrainingConfig, load_model
+from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
-from skilltrain.training.train import check_fits, planned_activations
+from skilltrain.training.train import TrainEncoder, check_fits, load_model
 from skilltrain.training.training_set import ListsSource
 from test_plan import NAME_ONLY, lists_by_hand
 from training_data import training_set
@@ -61,7 +62,7 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     model_folders, tmp_path, monkeypatch, adapter, launch, num_processes, bytes_each
 ):
     source = model_folders["bert"]
-    config = TrainEncoderConfig(
+    config = TrainEncoder(
         stage="train_encoder",
         model=EncoderConfig(source=str(source)),
         adapter=adapter,
@@ -73,7 +74,7 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     least = bytes_each[0] * (sum(sizes.values()) - of_adapter) + bytes_each[1] * of_adapter
     properties = SimpleNamespace(total_memory=least)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(train_stage, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("skilltrain.training.train.default_device", lambda: torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", str(num_processes))
     monkeypatch.setenv(f"ACCELERATE_USE_{launch}", "true")
     check_fits(config)
@@ -104,7 +105,7 @@ def test_whole_training_moves_the_weights_whatever_the_models_precision(model_fo
         ListsSource(pool=tmp_path, lists=tmp_path),
         TrainingConfig(batch_size=4, precision="bfloat16"),
     )
-    config = TrainEncoderConfig(
+    config = TrainEncoder(
         stage="train_encoder", model=model, data=data, training=training, out=tmp_path
     )
     encoder, lists = load_model(config, CPU), training_set(20)
@@ -169,7 +170,7 @@ def test_the_largest_batch_by_hand(open_encoder_of):
     ):
         step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64, recompute))
         assert step.slots(data.lists) == [60, 3]
-        assert planned_activations(step, [data.lists[:1], data.lists], torch.float32) == expected
+        assert activation_bytes(step, [data.lists[:1], data.lists], torch.float32) == expected
 
 
 def test_a_network_that_cannot_recompute_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data import mine as mine_module
-from skilltrain.data.mine import SOURCES, MineConfig, run_mine
+from skilltrain.data.mine import SOURCES, Mine
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
@@ -65,7 +65,7 @@ class Workshop:
     def run(self, **changes):
         paths = {"pool": self.folder / "pool", "queries": self.folder / "queries", "out": self.out}
         values = {"stage": "mine", "encoder": {"source": "x"}, **paths, **changes}
-        return run_mine(MineConfig.model_validate(values), self.out)
+        return Mine.model_validate(values).run(self.out)
 
     def rows(self):
         return read_table(self.out, RANKINGS).to_pylist()
@@ -208,7 +208,7 @@ def test_what_cannot_be_mined_is_refused(shop, pool, settings, message):
 
 def test_an_approximate_index_is_no_setting_any_more():
     with pytest.raises(SkilltrainError, match=r"'index' \(removed: search is always exact\)"):
-        validate(MineConfig, {"stage": "mine", "index": "HNSW32"}, "test")
+        validate(Mine, {"stage": "mine", "index": "HNSW32"}, "test")
 
 
 def large(workshop):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from skilltrain.config import validate
 from skilltrain.data import near_duplicates as module
 from skilltrain.data.near_duplicates import (
-    ClustersConfig,
+    Clusters,
     TrigramSets,
     bands_and_rows,
     copies_of,
@@ -18,7 +18,6 @@ from skilltrain.data.near_duplicates import (
     link_near_duplicates,
     near_duplicate_clusters,
     numbered,
-    run_clusters,
     word_trigrams,
 )
 from skilltrain.records import Skill
@@ -213,7 +212,7 @@ def test_the_stage_clusters_copies_in_any_order_on_any_number_of_workers(tmp_pat
             "out": tmp_path,
             "workers": {"num": 1},
         }
-        summary = run_clusters(validate(ClustersConfig, values | changes, "recipe"), tmp_path)
+        summary = validate(Clusters, values | changes, "recipe").run(tmp_path)
         return summary, {
             row["skill_id"]: row["cluster"] for row in read_table(tmp_path, CLUSTERS).to_pylist()
         }

@@ -10,10 +10,10 @@ from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
-from skilltrain.training import train as train_stage
+from skilltrain.training import estimates
+from skilltrain.training.estimates import estimate_run
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
-from skilltrain.training.train import plan_of
 from skilltrain.training.training_set import TrainingList, TrainingSet
 from small_library import succeeds
 from training_data import training_set
@@ -40,7 +40,7 @@ def lists_by_hand():
 
 def encoder_plan(encoder, data, **training):
     """The plan of training `encoder`."""
-    return plan_of(
+    return estimate_run(
         EncoderStep(encoder, InfoNCE(), data, StepSettings(64)), TrainingConfig(**training)
     )
 
@@ -62,11 +62,9 @@ def test_encoder_by_hand(open_encoder_of, monkeypatch):
     timed, data = [], lists_by_hand()
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64))
     monkeypatch.setattr(
-        train_stage, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0
+        estimates, "_layer_seconds", lambda network, ids, dtype: timed.append(ids.shape) or 2.0
     )
-    seconds = train_stage.planned_seconds(
-        step, [data.lists] * 3, torch.float32, torch.device("cpu")
-    )
+    seconds = estimates.training_seconds(step, [data.lists] * 3, torch.float32, torch.device("cpu"))
     # Texts of (3 + 5 + 12 + 12 + 3 + 12) / 6, about 8, tokens fill 64 in 8 rows. The batch pads six texts of 3, 4, 5,
     # 6, 12 and 12 tokens to one micro-batch: 72 exceed 64, so that the longest two stand apart or pad less.
     assert timed == [(8, 8)]
@@ -82,7 +80,7 @@ def test_reranker_pair_by_hand(open_reranker_of):
     data = lists_by_hand()
     long = TrainingSet(data.lists, {**data.skills, "d": skill("d", 40)})
     settings = TrainingConfig(batch_size=1, accumulation=2, token_budget=64)
-    plan = plan_of(RerankerStep(reranker, ListwiseCE(), long, StepSettings(64)), settings)
+    plan = estimate_run(RerankerStep(reranker, ListwiseCE(), long, StepSettings(64)), settings)
     assert plan["num_steps"] == 1
     # [CLS] query [SEP] skill [SEP]: 3 + 2 + (1, 3, 10), 3 + 4 + (10, 1, 40), the last cut from 47 to 32.
     assert plan["positives_cut_share"] == round(1 / 3, 4)
@@ -113,13 +111,13 @@ def test_a_dry_run_loads_no_weights_and_prints_once_what_the_training_counts(
 ):
     def planned(step, *others):
         devices.update(parameter.device.type for parameter in step.parameters())
-        return plan_of(step, *others)
+        return estimate_run(step, *others)
 
     devices = set()
-    monkeypatch.setattr("skilltrain.training.train.plan_of", planned)
+    monkeypatch.setattr("skilltrain.training.train.estimate_run", planned)
     outcome = succeeds("train", runs / "recipes" / f"{name}.yaml", "--dry-run", *settings)
     plan, summary = (
-        json.loads(outcome.out)["plan"],
+        json.loads(outcome.out)["dry_run"],
         json.loads((runs / name / "run.json").read_text())["summary"],
     )
     assert devices == {"meta"} and str(plan["list_tokens"]) not in outcome.err
@@ -135,14 +133,14 @@ def test_a_layer_is_timed_and_the_network_stays_as_it_was(open_encoder_of, name,
     if recompute:
         checkpoint_layers(network)
     names = [key for key, _ in network.named_parameters()]
-    taken = train_stage._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
+    taken = estimates._layer_seconds(network, torch.zeros(2, 8, dtype=torch.long), torch.bfloat16)
     assert 0 < taken < 60
     assert [key for key, value in network.named_parameters() if value.is_meta] == names
 
 
 def test_ranks_share_time_and_activations_and_with_fsdp_the_rest(open_encoder_of, monkeypatch):
     encoder, data = open_encoder_of("bert"), training_set(5)
-    monkeypatch.setattr(train_stage, "_layer_seconds", lambda *_: 3600.0)
+    monkeypatch.setattr(estimates, "_layer_seconds", lambda *_: 3600.0)
     alone = encoder_plan(encoder, data)
     monkeypatch.setenv("WORLD_SIZE", "2")
     together = encoder_plan(encoder, data)

@@ -297,22 +297,31 @@ def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:
 
 def test_the_command_plans_without_a_model(library: Path) -> None:
     task, pool = "merge the pdf files and then translate the text", library / "skills"
-    out = succeeds("plan", task, "--pool", pool).out
+    out = succeeds("skillweaver", "plan", task, "--pool", pool).out
     assert "2 steps in 2 levels" in out and "documents/pdf-merge" in out
-    plan = json.loads(succeeds("plan", task, "--pool", pool, "--json", "compose.alpha=1").out)
+    plan = json.loads(
+        succeeds("skillweaver", "plan", task, "--pool", pool, "--json", "compose.alpha=1").out
+    )
     assert [step["skill_id"] for step in plan["steps"]] == [
         "documents/pdf-merge",
         "media/translate-text",
     ]
-    assert succeeds("plan", task, "--pool", pool, "--mermaid").out.startswith("flowchart TD")
-    assert succeeds("plan", "合并文件，然后翻译", "--pool", pool).out.count("no skill fits") == 2
+    assert succeeds("skillweaver", "plan", task, "--pool", pool, "--mermaid").out.startswith(
+        "flowchart TD"
+    )
+    assert (
+        succeeds("skillweaver", "plan", "合并文件，然后翻译", "--pool", pool).out.count(
+            "no skill fits"
+        )
+        == 2
+    )
     for line, fault in {
         ("", "--pool", pool): "the task is empty",
         ("x", "--pool", pool, "hints.H=3"): "unknown key 'hints.H'",
         ("x", "--pool", pool, "compose.min_score=1"): "removed: calibrate a router",
         ("x", "--pool", pool, "--llm", "{kind: parrot}"): "must be 'openai', found 'parrot'",
     }.items():
-        assert fault in skilltrain("plan", *line).error_line
+        assert fault in skilltrain("skillweaver", "plan", *line).error_line
 
 
 # Plans are scored ----------------------------------------------------------------------------------------------------
@@ -440,6 +449,7 @@ def bench(tmp_path: Path) -> Path:
 def arguments(root: Path, *settings: str) -> list[str]:
     bm25 = ["system.name=bm25", "system.rankers=[{kind: lexical}]"]
     return [
+        "skillweaver",
         "plans",
         f"benchmark={root / 'bench'}",
         f"pool={root / 'pool'}",
@@ -478,7 +488,7 @@ def test_the_stage_scores_ways_to_plan_side_by_side(bench: Path) -> None:
 def test_a_dry_run_says_what_the_models_take_first(bench: Path) -> None:
     llm = json.dumps(chat(LLMServer("http://127.0.0.1:9/v1")))  # nothing listens there
     planners = f"planners=[{{name: rules}}, {{name: model, decomposer: {{kind: llm, llm: {llm}}}}}]"
-    plan = json.loads(succeeds(*arguments(bench, planners), "--dry-run").out)["plan"]
+    plan = json.loads(succeeds(*arguments(bench, planners), "--dry-run").out)["dry_run"]
     assert (plan["num_tasks"], plan["num_skills"]) == (3, 4)
     assert plan["asked"].keys() == {"model"} and plan["asked"]["model"]["num_requests"] == 3
 

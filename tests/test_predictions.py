@@ -71,7 +71,7 @@ def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tm
     }
     assert "no prediction for 1 of 2 queries, first 't2'; they score 0" in shown.err
     planned = evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", tmp_path / "scores.json")
-    assert json.loads(planned.out)["plan"]["num_queries"] == 2
+    assert json.loads(planned.out)["dry_run"]["num_queries"] == 2
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine.json"])
 
 
@@ -158,4 +158,4 @@ def test_models_of_the_command_line_are_systems_side_by_side(
     shown = succeeds("evaluate", *given, "--dry-run")
     found = [line.split(": ")[1] for line in shown.err.splitlines() if line.startswith("- name: ")]
     assert found == [name.format(**model_folders) for name in names]
-    assert json.loads(shown.out)["plan"]["num_systems"] == len(names)
+    assert json.loads(shown.out)["dry_run"]["num_systems"] == len(names)

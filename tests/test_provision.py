@@ -72,7 +72,17 @@ def test_a_skill_comes_with_the_files_of_its_own_folder_and_a_flagged_one_not_at
     (one / "linked").symlink_to(tmp_path / "secret")
     succeeds("pool", f"sources={tmp_path}/library", f"out={tmp_path}/pool")
     rankings = ranked(tmp_path, {"q1": ["docs/forms", "docs/forms/inner"], "q/2": ["docs/forms"]})
-    given = ("provision", rankings, "--pool", tmp_path / "pool", "--top", "2", "--json", "--out")
+    given = (
+        "skillflow",
+        "provision",
+        rankings,
+        "--pool",
+        tmp_path / "pool",
+        "--top",
+        "2",
+        "--json",
+        "--out",
+    )
     told = succeeds(*given, tmp_path / "out")
     assert json.loads(told.out)["num_skills"] == 3
     assert (
@@ -118,7 +128,9 @@ def test_names_and_ids_from_data_stay_in_the_folder(tmp_path: Path) -> None:
     write_pool(pool, [Skill(name, name, "d", "body") for name in names])
     (pool / "link").symlink_to(outside)
     rankings = ranked(tmp_path, {"..": names})
-    succeeds("provision", rankings, "--pool", pool, "--out", tmp_path / "out", "--top", "9")
+    succeeds(
+        "skillflow", "provision", rankings, "--pool", pool, "--out", tmp_path / "out", "--top", "9"
+    )
     written = files_in(tmp_path / "out") - {"provisioned.json"}
     assert len(written) == len(names) and {path.rsplit("/", 1)[1] for path in written} == {
         "SKILL.md"
@@ -130,7 +142,7 @@ def test_names_and_ids_from_data_stay_in_the_folder(tmp_path: Path) -> None:
 
 def test_what_cannot_be_provisioned_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     pool = write_pool(tmp_path / "pool", [Skill("a", "a", "d", "body")])
-    given = ("provision", ranked(tmp_path, {"q": ["a", "b"]}), "--pool", pool, "--out")
+    given = ("skillflow", "provision", ranked(tmp_path, {"q": ["a", "b"]}), "--pool", pool, "--out")
     assert "query q: skill 'b' is not in the pool" in skilltrain(*given, tmp_path / "out").only_line
     assert not (tmp_path / "out").exists()
     assert "exists, and is no empty folder" in skilltrain(*given, pool, "--top", "1").only_line

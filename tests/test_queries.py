@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skilltrain.data.queries import QueriesConfig, run_queries
+from skilltrain.data.queries import Queries
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_jsonl
 from skilltrain.tables import DROPPED, JUDGEMENTS, QUERIES, SKILLS, read_table, write_table
@@ -35,7 +35,7 @@ def make(tmp_path: Path, rows: Any, **settings: Any) -> Tables:
     out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
     out.mkdir()
     values = {"files": rows, "pool": tmp_path / "pool", "out": out, **settings}
-    summary = run_queries(QueriesConfig.model_validate(values), out)
+    summary = Queries.model_validate(values).run(out)
     queries, judgements, dropped = (
         read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED)
     )
@@ -287,5 +287,5 @@ def test_patterns_name_files_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
         make(tmp_path, str(tmp_path / "x*.jsonl"), split="train")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    config = QueriesConfig.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
+    config = Queries.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
     assert config.files == (Path("../a.jsonl"), Path("../b.jsonl"))

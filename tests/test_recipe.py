@@ -1,5 +1,6 @@
 """How a stage runs: its record, its folder, and when it does not run at all."""
 
+import inspect
 import json
 import runpy
 import shutil
@@ -15,8 +16,8 @@ from skilltrain.config import load_recipe, sections_of
 from skilltrain.data.pool import skill_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.recipe import run
-from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint, record_of
-from skilltrain.stages import STAGES, parse_recipe, run_recipe, schema_of
+from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint, record_of, run_stage
+from skilltrain.stage import STAGES, Stage, TrainingStage, load_stage, parse_recipe, schema_of
 from small_library import contents, encoder_recipe, forget_ranks, skilltrain, succeeds, write_recipe
 
 
@@ -52,9 +53,10 @@ def any_stage():
 
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(name, any_stage):
-    stage = STAGES[name]
-    assert callable(stage.run) and (stage.plan is None or callable(stage.plan))
-    waiting, bare, seen = [stage.config], list[str](), set[type]()
+    stage = load_stage(name)
+    assert inspect.getdoc(stage).splitlines()[0] == STAGES[name][1]
+    assert stage.example and stage.run not in (Stage.run, TrainingStage.run)
+    waiting, bare, seen = [stage], list[str](), set[type]()
     while waiting:
         section = waiting.pop()
         seen.add(section)
@@ -66,7 +68,7 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
             waiting += [inner for inner in sections_of(field) if inner not in seen]
     assert bare == []
     schema = json.loads(json.dumps(schema_of([name])))
-    assert schema["properties"].keys() == {"recipe", *stage.config.model_fields} >= {"stage", "out"}
+    assert schema["properties"].keys() == {"recipe", *stage.model_fields} >= {"stage", "out"}
     assert schema["additionalProperties"] is False
     assert "out" in schema["required"] and "recipe" not in schema["required"]
     assert schema["$defs"].items() <= any_stage["$defs"].items()
@@ -117,7 +119,7 @@ def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_m
     (tmp_path / ".empty.partial").mkdir()
     (tmp_path / ".empty.partial" / "skills.parquet").write_text("half")
     for out in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
-        assert run_recipe(pool_config(library, out))["num_skills"] == 20
+        assert run_stage(pool_config(library, out))["num_skills"] == 20
         assert sorted(path.name for path in out.iterdir()) == [
             "dropped.parquet",
             "flags.parquet",
@@ -135,7 +137,7 @@ def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(SkilltrainError, match="is no name for an output folder"):
-        run_recipe(pool_config(library, out))
+        run_stage(pool_config(library, out))
 
 
 @pytest.mark.parametrize(
@@ -146,10 +148,10 @@ def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fau
         (out / "half.parquet").write_text("")
         raise fault
 
-    monkeypatch.setattr(skill_pool, "run_pool", half)
+    monkeypatch.setattr(skill_pool.Pool, "run", half)
     before = contents(tmp_path)
     with pytest.raises(type(fault), match="bad"):
-        run_recipe(pool_config(library, tmp_path / "out"))
+        run_stage(pool_config(library, tmp_path / "out"))
     assert contents(tmp_path) == before
 
 
@@ -184,12 +186,12 @@ def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
         with pytest.raises(
             SkilltrainError, match=r"/out: another process is writing this very folder"
         ):
-            run_recipe(config)
+            run_stage(config)
         return whole(config, out)
 
-    whole = skill_pool.run_pool
-    monkeypatch.setattr(skill_pool, "run_pool", at_once)
-    run_recipe(pool_config(library, tmp_path / "out"))
+    whole = skill_pool.Pool.run
+    monkeypatch.setattr(skill_pool.Pool, "run", at_once)
+    run_stage(pool_config(library, tmp_path / "out"))
     assert (tmp_path / "out" / "skills.parquet").is_file() and not (
         tmp_path / ".out.partial"
     ).exists()
@@ -197,19 +199,19 @@ def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
 
 def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
     out, library = tmp_path / "out", shutil.copytree(library, tmp_path / "library")
-    run_recipe(pool_config(library, out))
+    run_stage(pool_config(library, out))
     before = contents(out)
     with pytest.raises(
         SkilltrainError, match=r"out: the output folder holds another run: drop_duplicates differs"
     ):
-        run_recipe(pool_config(library, out, drop_duplicates=False))
+        run_stage(pool_config(library, out, drop_duplicates=False))
     (library / "skills" / "data" / "csv-repair" / "SKILL.md").write_text(
         "# Another\nAnother body.\n"
     )
     with pytest.raises(
         SkilltrainError, match=r"holds another run: the content of sources\.0 differs"
     ):
-        run_recipe(pool_config(library, out))
+        run_stage(pool_config(library, out))
     assert contents(out) == before
 
 
@@ -256,7 +258,7 @@ def test_what_no_update_depends_on_may_change_in_a_run(runs):
 def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SkilltrainError, match="the stage pool runs in one process"):
-        run_recipe(pool_config(library, tmp_path / "out"))
+        run_stage(pool_config(library, tmp_path / "out"))
     assert (
         succeeds("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--dry-run").out
         == ""
@@ -265,5 +267,5 @@ def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monk
     # Where the first finds the run finished it returns at once: the second must not wait for it in a training.
     before = contents(runs)
     config = parse_recipe(load_recipe(runs / "recipes" / "encoder.yaml"), "here")
-    assert run_recipe(config) == record_of(runs / "encoder")["summary"]
+    assert run_stage(config) == record_of(runs / "encoder")["summary"]
     assert contents(runs) == before

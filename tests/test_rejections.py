@@ -74,6 +74,7 @@ def asked(server: LLMServer, tmp_path: Path, model_folders):
     server.otherwise = answer
     encoder = f"encoder.source={model_folders['bert']}"
     return [
+        "r3",
         "rejections",
         f"pool={tmp_path}/pool",
         encoder,
@@ -156,7 +157,7 @@ def test_a_second_judge_is_planned_sees_no_verdict_and_agreement_is_measured(
         f"{{kind: openai, model: other, base_url: {server.base_url}, cache: null, max_retries: 0}}"
     )
     command = [*asked, f"second_judge={llm}", "num_judged_twice=5"]
-    plan = json.loads(succeeds(*command, "--dry-run").out)["plan"]
+    plan = json.loads(succeeds(*command, "--dry-run").out)["dry_run"]
     assert (plan["num_groups"], plan["num_requests"], plan["second_judge"]["num_requests"]) == (
         16,
         16,
@@ -258,6 +259,7 @@ def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path)
         "[2]" if "text 1" in asked["messages"][1]["content"] else "none of them"
     )
     command = [
+        "r3",
         "equivalents",
         f"queries={tmp_path}/queries",
         f"pool={tmp_path}/pool",
@@ -266,7 +268,7 @@ def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path)
         "depth=2",
         f"out={tmp_path}/out",
     ]
-    plan = json.loads(succeeds(*command, "--dry-run").out)["plan"]
+    plan = json.loads(succeeds(*command, "--dry-run").out)["dry_run"]
     assert plan["num_requests"] == 2 and server.requests == [], "q3 has no candidate"
     summary = json.loads(succeeds(*command, "--json").out)
     assert (summary["num_golds"], summary["num_equivalents"], summary["dropped"]) == (
@@ -292,7 +294,7 @@ def test_equivalents_are_judged_and_evaluated(server: LLMServer, tmp_path: Path)
     measures = [parse_measure("Hit@1"), parse_measure("Recall@2")]
     assert evaluate_query(["f", "a"], relevance, measures) == {"Hit@1": 1.0, "Recall@2": 1.0}
     server.otherwise = lambda asked: Reply("[2]")
-    command[1], command[-1], command[-2] = (
+    command[2], command[-1], command[-2] = (
         f"queries={tmp_path}/out",
         f"out={tmp_path}/again",
         "depth=4",
@@ -343,6 +345,7 @@ def rewritten(asked, server: LLMServer, tmp_path: Path):
     succeeds(*asked, "num_groups=4", "languages=[en]", "kinds=[neighbours]")
     server.requests.clear()
     return [
+        "r3",
         "rewrite",
         f"queries={tmp_path}/out",
         f"pool={tmp_path}/pool",
@@ -364,7 +367,7 @@ def test_rewritten_queries_keep_their_judgements_and_what_cannot_be_rewritten_is
     assert all(q["text"].startswith("desk, report") for q in after[0])
     names = [skill.name for skill in POOL]
     assert all(any(name in r["messages"][0]["content"] for name in names) for r in server.requests)
-    plan = json.loads(succeeds(*rewritten, "style=typed", "--dry-run").out)["plan"]
+    plan = json.loads(succeeds(*rewritten, "style=typed", "--dry-run").out)["dry_run"]
     assert plan["num_requests"] == 4
     faults = [
         ("typed", before[0][0]["text"], "the same text was written before"),

@@ -446,7 +446,7 @@ def foreign(request, tmp_path):
 
 
 def test_only_local_rankers_run_unasked(foreign):
-    commands = [("route", "x", "--router"), ("plan", "x", "--router"), ("serve",)]
+    commands = [("route", "x", "--router"), ("skillweaver", "plan", "x", "--router"), ("serve",)]
 
     lines = [skilltrain(*command, foreign).error_line for command in commands]
     lines.append(skilltrain("index", f"out={foreign}").error_line)
@@ -493,7 +493,9 @@ def test_the_command_makes_a_router_and_takes_up_changes(tmp_path):
     line = ("index", f"pool={pool}", "rankers=[{kind: lexical}]", f"out={folder}")
     assert "6 skills: 6 new, 0 changed, 0 gone" in succeeds(*line).out
     write_table(POOL[1:], SKILLS, pool)
-    assert json.loads(succeeds("index", f"out={folder}", "--dry-run").out)["plan"]["num_gone"] == 1
+    assert (
+        json.loads(succeeds("index", f"out={folder}", "--dry-run").out)["dry_run"]["num_gone"] == 1
+    )
     assert "5 skills: 0 new, 0 changed, 1 gone" in succeeds("index", f"out={folder}").out
     shown = json.loads(succeeds("route", "join tables", "--router", folder, "--json").out)
     assert (

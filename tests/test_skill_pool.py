@@ -18,11 +18,10 @@ from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import (
     DEFAULT_TAXONOMY,
     Category,
-    PoolConfig,
+    Pool,
     audit,
     load_taxonomy,
     mean_vectors,
-    run_pool,
 )
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
@@ -40,7 +39,7 @@ def make(
     """(skills, dropped rows, summary) of a pool; its folder is out0, out1, …"""
     out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
     out.mkdir()
-    summary = run_pool(PoolConfig(sources=list(sources), out=out, **settings), out)
+    summary = Pool(sources=list(sources), out=out, **settings).run(out)
     return read_table(out, SKILLS).to_pylist(), read_table(out, DROPPED).to_pylist(), summary
 
 
@@ -500,14 +499,12 @@ def test_language():
 
 
 def test_settings(tmp_path: Path):
-    config = PoolConfig.model_validate({"sources": "pool", "out": tmp_path})
+    config = Pool.model_validate({"sources": "pool", "out": tmp_path})
     assert config.sources == [Path("pool")]
-    mixed = PoolConfig.model_validate({"sources": ["pool", "hf:a/b:train"], "out": tmp_path})
+    mixed = Pool.model_validate({"sources": ["pool", "hf:a/b:train"], "out": tmp_path})
     assert input_paths(mixed) == {"sources.0": Path("pool")}
     assert (
-        PoolConfig.model_validate(
-            {"sources": "x", "encoder": {"source": "m"}, "out": "o"}
-        ).categories
+        Pool.model_validate({"sources": "x", "encoder": {"source": "m"}, "out": "o"}).categories
         == "taxonomy"
     )
     for wrong, message in [
@@ -517,7 +514,7 @@ def test_settings(tmp_path: Path):
         ({"taxonomy": "t.yaml"}, "no effect"),
     ]:
         with pytest.raises(ValidationError, match=message):
-            PoolConfig.model_validate({"sources": "pool", "out": tmp_path, **wrong})
+            Pool.model_validate({"sources": "pool", "out": tmp_path, **wrong})
 
 
 def test_skills_without_a_category_get_the_nearest(

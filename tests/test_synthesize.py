@@ -18,15 +18,13 @@ from llm_server import KEY, LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
 from skilltrain.data.sampling import largest_remainder, sample_skills
 from skilltrain.data.synthesize import (
-    SynthesizeConfig,
+    Synthesize,
     WantedQuery,
-    plan_synthesize,
     query_prompt,
-    run_synthesize,
 )
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
-from skilltrain.stages import dry_run
+from skilltrain.runs import dry_run
 from skilltrain.tables import (
     CLUSTERS,
     DROPPED,
@@ -50,14 +48,14 @@ def skill(number: int, name: str = "invoice-sorter", **changed: Any) -> Skill:
     )
 
 
-def config_of(folder: Path, **settings: Any) -> SynthesizeConfig:
+def config_of(folder: Path, **settings: Any) -> Synthesize:
     return validate(
-        SynthesizeConfig, {"pool": folder / "pool", "out": folder / "out", **settings}, "test"
+        Synthesize, {"pool": folder / "pool", "out": folder / "out", **settings}, "test"
     )
 
 
 def run(folder: Path, name: str, **settings: Any) -> tuple[dict[str, Any], Path]:
-    return run_synthesize(config_of(folder, **settings), folder / name), folder / name
+    return config_of(folder, **settings).run(folder / name), folder / name
 
 
 def made(out: Path, spec: TableSpec = QUERIES) -> set[str]:
@@ -268,7 +266,7 @@ def test_near_duplicates_have_their_queries_in_one_split(tmp_path: Path) -> None
 
 def asked(one: Skill, **settings: Any) -> tuple[str, str]:
     """What a model is told, so that it writes the first query of a skill: as the system, as the user."""
-    config = validate(SynthesizeConfig, {"pool": "p", "out": "o", **settings}, "test")
+    config = validate(Synthesize, {"pool": "p", "out": "o", **settings}, "test")
     return query_prompt(config, WantedQuery("q", "s", one, 1, is_terse=False))
 
 
@@ -339,7 +337,7 @@ def test_dry_run_estimates_and_sends_nothing(
     write_pool(tmp_path / "pool", [skill(i) for i in range(10)])
     llm = chat(honest, prices={"prompt": 1.0, "completion": 2.0}, budget={"max_dollars": 0.002})
 
-    plan = plan_synthesize(config_of(tmp_path, llm=llm))
+    plan = config_of(tmp_path, llm=llm).dry_run()
 
     assert honest.requests == []
     assert plan["num_asked"] == plan["num_requests"] == 10

@@ -9,7 +9,7 @@ from benchmark_folders import write_ours, write_pool, write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation import candidates
-from skilltrain.evaluation.candidates import TeacherConfig, run_teacher
+from skilltrain.evaluation.candidates import Teacher
 from skilltrain.losses import KL
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import LexicalConfig
@@ -60,9 +60,7 @@ def run(folder, *rankers):
         "lists": folder / "lists",
         "rankers": list(rankers),
     }
-    return run_teacher(
-        validate(TeacherConfig, values | {"out": folder / "out"}, "recipe"), folder / "out"
-    )
+    return validate(Teacher, values | {"out": folder / "out"}, "recipe").run(folder / "out")
 
 
 def scores_in(folder):

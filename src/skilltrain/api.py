@@ -13,8 +13,9 @@ from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
 from skilltrain.records import Query, Ranking, Skill
+from skilltrain.runs import run_stage
 from skilltrain.serving.fit import QUOTAS, FitConfig, list_steps, run_fit
-from skilltrain.stages import STAGES, parse_recipe, run_recipe
+from skilltrain.stage import Stage, TrainingStage, parse_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +92,7 @@ def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any
     >>> run({"stage": "pool", "sources": "my_skills", "out": "runs/pool"})["num_skills"]
     176
     """
-    return run_recipe(_config_of(recipe, settings), resume)
+    return run_stage(_stage_of(recipe, settings), resume)
 
 
 def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
@@ -100,13 +101,13 @@ def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
     >>> train("recipes/tiny/sr_emb_minilm.yaml", "training.seed=7", "out=runs/seed7")
     PosixPath('runs/seed7')
     """
-    config = _config_of(recipe, settings)
-    if not STAGES[config.stage].trains:
+    stage = _stage_of(recipe, settings)
+    if not isinstance(stage, TrainingStage):
         raise SkilltrainError(
-            f"is a recipe of stage {config.stage}, not of a training", fix="call run"
+            f"is a recipe of stage {stage.stage}, not of a training", fix="call run"
         )
-    run_recipe(config, resume)
-    return config.out
+    run_stage(stage, resume)
+    return stage.out
 
 
 def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
@@ -117,9 +118,9 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
     >>> evaluate(recipe, "out=runs/report")["systems"][0]["name"]
     'bm25'
     """
-    config = _config_of(recipe, settings)
-    run_recipe(config)
-    return read_json(config.out / "metrics.json")
+    stage = _stage_of(recipe, settings)
+    run_stage(stage)
+    return read_json(stage.out / "metrics.json")
 
 
 def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def export_model(
     return export_run(Path(training), Path(out), checkpoint, published)
 
 
-def _config_of(recipe: "Recipe", settings: Sequence[str]) -> Any:
+def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
     if isinstance(recipe, Mapping):
         return parse_recipe(apply_overrides(_plain(recipe), settings), "recipe")
     return parse_recipe(load_recipe(Path(recipe), settings), recipe)

@@ -46,6 +46,15 @@ REMOVED: dict[str, str] = {
     "lambda_rank": "use ranknet",
     "lexical_weight": "fuse the trained encoder with BM25",
     "margin": "use ranknet",
+    "rejections": "use skilltrain r3 rejections",
+    "rewrite": "use skilltrain r3 rewrite",
+    "equivalents": "use skilltrain r3 equivalents",
+    "gradients": "use skilltrain r3 gradients",
+    "distractors": "use skilltrain skillrouter distractors",
+    "provision": "use skilltrain skillflow provision",
+    "agents": "use skilltrain skillflow agents",
+    "plan": "use skilltrain skillweaver plan",
+    "plans": "use skilltrain skillweaver plans",
 }
 """Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
 

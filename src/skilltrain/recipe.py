@@ -10,7 +10,7 @@ from skilltrain.cli import as_program, main
 from skilltrain.cli.app import split_arguments
 from skilltrain.config import ConfigT, apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.stages import STAGES
+from skilltrain.stage import load_stage
 
 
 def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> None:
@@ -29,14 +29,12 @@ def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> 
 
 
 def _command(file: Path) -> str:
-    """The command that runs a recipe; what is wrong with a recipe that names no stage, `train` will say."""
+    """Return the command that runs a recipe on every rank. What is wrong with a recipe, `train` will say."""
     try:
-        stage = load_recipe(file).get("stage")
+        stage = str(load_recipe(file).get("stage"))
+        return stage if load_stage(stage).on_ranks else "train"
     except SkilltrainError:
         return "train"
-    return (
-        stage if isinstance(stage, str) and stage in STAGES and STAGES[stage].on_ranks else "train"
-    )
 
 
 def run_pipeline(

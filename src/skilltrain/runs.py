@@ -1,9 +1,7 @@
 """What a run is: its folder, its record, and how a stage is run so that a folder never holds half of one."""
 
-import importlib
 import shutil
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,6 +21,7 @@ from skilltrain.files import (
     write_json,
     write_text,
 )
+from skilltrain.stage import Stage, Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
 from skilltrain.version import __version__
 
@@ -39,104 +38,81 @@ _MADE_BY = {
 _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage: its module holds, by its name, `MineConfig`, `run_mine(config, out)` and perhaps `plan_mine(config)`.
-
-    The module is imported when first asked for, which for some takes seconds. `about` and `example` stand in --help.
-    `found` and `then` are what a person reads at the end (`closing_words`): what came out, and the next command. A
-    stage that `trains` writes checkpoints into its folder and can be resumed. One that is `on_ranks` is run by every
-    process that accelerate starts; its results lie elsewhere than in its folder, so it looks again at every run. One
-    that is `in_place` brings its folder up to date, and keeps no record of a run.
-    """
-
-    name: str
-    module: str
-    about: str
-    example: str = ""
-    found: str = ""
-    then: str = ""
-    trains: bool = False
-    on_ranks: bool = False
-    in_place: bool = False
-
-    @property
-    def config(self) -> type[Config]:
-        return self._member(f"{self.name.title().replace('_', '')}Config")
-
-    @property
-    def run(self) -> Callable[..., dict[str, Any]]:
-        return self._member(f"run_{'training' if self.trains else self.name}")
-
-    @property
-    def plan(self) -> Callable[[Any], dict[str, Any]] | None:
-        """What `--dry-run` adds to the resolved recipe."""
-        return self._member(f"plan_{'training' if self.trains else self.name}")
-
-    def _member(self, name: str) -> Any:
-        return getattr(importlib.import_module(f"skilltrain.{self.module}"), name, None)
-
-
-def run_stage(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
-    """Run a stage into its `out` folder and return its summary.
+def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
+    """Run a stage into its folder `out` and return its summary.
 
     The resolved recipe and the fingerprints of the inputs are kept beside the output. A folder that already holds this
     very run is left as it is; one that holds another is refused.
+
+    Args:
+        resume: Whether an unfinished training run goes on. None: if there is one.
     """
-    out = config.out
+    out = stage.out
+    if resume is None:
+        resume = run_state(out) == "begun"
     if not is_main_process():
-        return _run_on_other_rank(stage, config, resume)
-    check_inputs(config)
+        return _run_on_other_rank(stage, resume)
+    check_inputs(stage)
     if stage.in_place:
-        return stage.run(config, out)
-    read = input_paths(config)
+        return stage.run(out)
+    read = input_paths(stage)
     _check_place(out, read.values())
     inputs = {key: input_fingerprint(path) for key, path in read.items()}
-    identity = {"recipe": config.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
-    if stage.trains:
+    identity = {"recipe": stage.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
+    trains = isinstance(stage, TrainingStage)
+    if trains:
         remove_leftovers(out)
-    if (done := _finished_run(out, what_matters(identity), resume and stage.trains)) is not None:
+    summary = _finished_run(out, what_matters(identity), resume and trains)
+    if summary is not None:
         if stage.on_ranks:
-            return stage.run(config, out)
+            return stage.run(out)
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
-        return done
+        return summary
     record = {"skilltrain": __version__, **identity}
-    if stage.trains:
-        return _train(stage, config, record, resume)
+    if isinstance(stage, TrainingStage):
+        return _train(stage, record, resume)
     with staged_folder(out) as staged:
-        summary = stage.run(config, staged)
-        _write_record(staged, config, record | {"finished": True, "summary": summary})
+        summary = stage.run(staged)
+        _write_record(staged, stage, record | {"finished": True, "summary": summary})
     return summary
 
 
-def _run_on_other_rank(stage: Stage, config: Any, resume: bool) -> dict[str, Any]:
+def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
     if stage.on_ranks:
-        return stage.run(config, config.out)
-    if not stage.trains:
+        return stage.run(stage.out)
+    if not isinstance(stage, TrainingStage):
         raise SkilltrainError(
-            f"the stage {stage.name} runs in one process", fix="run it without accelerate launch"
+            f"the stage {stage.stage} runs in one process", fix="run it without accelerate launch"
         )
     # The main process leaves a finished run as it is, or refuses it.
-    if (record := record_of(config.out)).get("finished"):
-        return record["summary"]
-    return stage.run(config, config.out, resume)
+    record = record_of(stage.out)
+    return record["summary"] if record.get("finished") else stage.run(stage.out, resume)
 
 
-def _train(stage: Stage, config: Any, record: dict[str, Any], resume: bool) -> dict[str, Any]:
-    """The summary of a training; its checkpoints stay, and one that fails before the first leaves nothing behind."""
-    out = config.out
+def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summary:
+    """Train, and keep the checkpoints. A run that fails before its first checkpoint leaves nothing behind."""
+    out = stage.out
     with locked(out):
         is_new = not (out / RUN_FILE).is_file()
         try:
             out.mkdir(parents=True, exist_ok=True)
-            _write_record(out, config, record | {"finished": False})
-            summary = stage.run(config, out, resume)
+            _write_record(out, stage, record | {"finished": False})
+            summary = stage.run(out, resume)
         except BaseException:
             if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*[0-9]")):
                 shutil.rmtree(out, ignore_errors=True)
             raise
-        _write_record(out, config, record | {"finished": True, "summary": summary})
+        _write_record(out, stage, record | {"finished": True, "summary": summary})
     return summary
+
+
+def dry_run(stage: Stage) -> Summary:
+    """Print the resolved recipe, and return what the stage would do with it. One process does so and writes nothing."""
+    if not is_main_process():
+        return {}
+    say(to_yaml(stage))
+    check_inputs(stage)
+    return stage.dry_run()
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -10,26 +10,28 @@ from typing import Any
 
 import typer
 
-from skilltrain.cli import evaluation, routing, stages
+from skilltrain.cli import evaluation, papers, publishing, routing, stages
 from skilltrain.cli.app import app
 from skilltrain.config import removed_advice
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
-__all__ = ["app", "as_program", "evaluation", "main", "routing", "stages"]
+__all__ = ["app", "as_program", "evaluation", "main", "papers", "publishing", "routing", "stages"]
 _FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program (`as_program`)."""
-    command = typer.main.get_command(app)
-    as_program(
-        lambda given: command.main(
-            given or ["--help"], prog_name="skilltrain", standalone_mode=False
-        ),
-        arguments,
-    )
+
+    def program(given: list[str]) -> Any:
+        given = given or ["--help"]
+        if ":" in given[0]:
+            stages.add_stage(given[0])
+        command = typer.main.get_command(app)
+        return command.main(given, prog_name="skilltrain", standalone_mode=False)
+
+    as_program(program, arguments)
 
 
 def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> None:

@@ -1,19 +1,21 @@
 """The command line's one program, and what its commands share: settings, their --help, and how answers are printed."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, get_origin
+from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, get_origin
 
 import typer
 from pydantic import BaseModel
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from skilltrain.config import apply_overrides, load_recipe, sections_of, tags_of
 from skilltrain.errors import SkilltrainError
-from skilltrain.stages import STAGES, closing_words, dry_run, run_recipe
+from skilltrain.runs import dry_run, run_stage
+from skilltrain.stage import Stage, command_of, load_stage
 from skilltrain.terminal import is_main_process
 from skilltrain.texts import printable, shortened
 from skilltrain.version import __version__
@@ -21,7 +23,57 @@ from skilltrain.version import __version__
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+PANELS = ("Start here", "Data", "Train", "Evaluate", "Publish", "Use", "Papers", "Plug-ins")
+PAPERS = {
+    "r3": "R3: what a chat model rejects, as negatives.",
+    "skillrouter": "SkillRouter: distractors for a harder pool.",
+    "skillflow": "SkillFlow: skills in folders for agents, and what the agents did with them.",
+    "skillweaver": "SkillWeaver: plans for compound tasks.",
+}
+
+
+class Program(TyperGroup):
+    """The program, whose commands are listed panel by panel."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        commands: Any = self.commands
+        return sorted(commands, key=lambda name: PANELS.index(commands[name].rich_help_panel))
+
+
+class ExampleCommand(TyperCommand):
+    """A command whose --help begins with its examples: the lines `Example: …` of its docstring."""
+
+    def examples(self) -> list[str]:
+        return re.findall(r"^Example: (.+)$", self.help or "", re.MULTILINE)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        typer.echo("\n  ".join(["Example:", *self.examples()]))
+        self.help = re.sub(r"\n*^Example: .+$", "", self.help or "", flags=re.MULTILINE)
+        super().format_help(ctx, formatter)
+
+
+class App(typer.Typer):
+    """Commands of the program. One whose name has two words goes into the group of a paper: `r3 gradients`."""
+
+    papers: ClassVar[dict[str, typer.Typer]] = {}
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        paper, _, command = (name or "").rpartition(" ")
+        options.setdefault("cls", ExampleCommand)
+        if not paper:
+            return super().command(name, **options)
+        return self.papers[paper].command(command, **options)
+
+
+app = App(
+    cls=Program,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+for _paper, _help in PAPERS.items():
+    app.papers[_paper] = typer.Typer(rich_markup_mode="rich")
+    app.add_typer(app.papers[_paper], name=_paper, help=_help, rich_help_panel="Papers")
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")
 ]
@@ -57,7 +109,7 @@ def settings_of(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, 
             f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value"
         )
     values = load_recipe(Path(files[0]), overrides) if files else apply_overrides({}, overrides)
-    where = files[0] if files else f"skilltrain {stage}"
+    where = files[0] if files else f"skilltrain {command_of(stage)}"
     if values.get("stage", stage) != stage:
         raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=where)
     return {"stage": stage} | values, where
@@ -97,25 +149,24 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, overrides
 
 
-class SettingsCommand(TyperCommand):
+class SettingsCommand(ExampleCommand):
     """A command named like its stage, whose --help lists the stage's settings; the stage is imported only then."""
 
+    def examples(self) -> list[str]:
+        name = str(self.name)
+        example = f"skilltrain {command_of(name)} {load_stage(name).example}"
+        return [example.rstrip(), *super().examples()]
+
     def get_help(self, ctx: Any) -> str:
-        """The usual help, then the settings of the first level and an example."""
-        stage = STAGES[str(self.name)]
+        """Return the settings of the first level, below the usual help."""
         super().get_help(ctx)
-        fields = "\n".join(_describe_fields(stage.config, "", None))
-        settings = f"\nSettings (key=value; --help-all shows those of sections too):\n{fields}"
-        return (
-            f"{settings}\n\nExample:\n  skilltrain {self.name} {stage.example}"
-            if stage.example
-            else settings
-        )
+        fields = "\n".join(describe_fields(load_stage(str(self.name)), "", None))
+        return f"\nSettings (key=value; --help-all shows those of sections too):\n{fields}"
 
 
 def _print_all(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
-        fields = "\n".join(_describe_fields(STAGES[str(ctx.command.name)].config, "", {}))
+        fields = "\n".join(describe_fields(load_stage(str(ctx.command.name)), "", {}))
         typer.echo(f"Settings (key=value; those of lists, marked [], in a recipe):\n{fields}")
         raise typer.Exit
 
@@ -128,7 +179,7 @@ HelpAll = Annotated[
 ]
 
 
-def _describe_fields(
+def describe_fields(
     config_class: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str] | None
 ) -> Iterator[str]:
     """The settings of a section, one a line, each followed by those of its own sections; `[]` marks a list's items.
@@ -157,7 +208,7 @@ def _describe_fields(
             seen[section] = place
             if tag:
                 yield f"  {place} with {tag}:"
-            yield from _describe_fields(section, f"{place}.", seen)
+            yield from describe_fields(section, f"{place}.", seen)
 
 
 def _brief(value: Any) -> str:
@@ -173,14 +224,14 @@ def _brief(value: Any) -> str:
 # What is printed ------------------------------------------------------------------------------------------------------
 
 
-def execute(config: Any, only_plan: bool, resume: bool = False, as_json: bool = False) -> None:
+def execute(stage: Stage, is_dry_run: bool, resume: bool = False, as_json: bool = False) -> None:
     """Run the stage, or only say what it would do, and print what came out."""
-    if only_plan:
-        found = quietly(dry_run, config)
-        show({"plan": found} if found else {})
+    if is_dry_run:
+        estimates = quietly(dry_run, stage)
+        show({"dry_run": estimates} if estimates else {})
     else:
-        summary = quietly(run_recipe, config, resume)
-        conclude({"out": str(config.out), **summary}, closing_words(config, summary), as_json)
+        summary = quietly(run_stage, stage, resume)
+        conclude({"out": str(stage.out), **summary}, stage.closing_lines(summary), as_json)
 
 
 def conclude(summary: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:

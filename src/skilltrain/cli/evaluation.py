@@ -1,15 +1,11 @@
-"""Commands that compare systems and agents, and one that shows the rows of a table."""
+"""Commands that compare systems, and grids of runs."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_jsonable_python
-from rich.table import Table
 
 from skilltrain.cli.app import (
     AS_WRITTEN,
@@ -19,22 +15,20 @@ from skilltrain.cli.app import (
     Overrides,
     SettingsCommand,
     app,
+    conclude,
     execute,
     only_settings,
     quietly,
     settings_of,
     show,
 )
-from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_json
-from skilltrain.stages import parse_recipe
+from skilltrain.stage import parse_recipe
 from skilltrain.terminal import console
-from skilltrain.texts import printable
-
-_CELL_CHARS = 60
 
 
-@app.command(cls=SettingsCommand, context_settings=AS_WRITTEN)
+@app.command(cls=SettingsCommand, context_settings=AS_WRITTEN, rich_help_panel="Evaluate")
 def evaluate(
     arguments: Overrides = None,
     encoder: Annotated[
@@ -52,12 +46,10 @@ def evaluate(
             "--json", help="file for the means of one predictions file, with queries beside it"
         ),
     ] = None,
-    only_plan: DryRun = False,
+    is_dry_run: DryRun = False,
     help_all: HelpAll = False,
 ) -> None:
     """Compare systems on a benchmark, with 95% intervals; or score predictions that other software made.
-
-    Example: skilltrain evaluate --benchmark bench --pool runs/pool --encoder runs/encoder out=runs/report
 
     Example: skilltrain evaluate --benchmark bench --predictions predictions.json --json scores.json
     """
@@ -78,64 +70,47 @@ def evaluate(
     if "systems" not in values and (named or (values.get("pool") is not None and not predictions)):
         values["systems"] = _systems(encoder or [], reranker)
     if predictions and "out" not in values and "systems" not in values:
-        _score_predictions(values, scores, only_plan)
+        _score_predictions(values, scores, is_dry_run)
     elif scores is not None:
         raise SkilltrainError(
             "--json is for predictions alone", fix="leave out=… and systems out, or --json"
         )
     else:
-        execute(parse_recipe(values, where), only_plan)
+        execute(parse_recipe(values, where), is_dry_run)
 
 
-@app.command()
-def agents(
-    trials: Annotated[
-        Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, …")
-    ],
-    benchmark: Annotated[
-        Path | None, typer.Option(help="the tasks, to count gold skills among the retrieved")
+@app.command(context_settings=AS_WRITTEN, rich_help_panel="Evaluate")
+def ablate(
+    grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value settings of the grid")
     ] = None,
-    ceiling: Annotated[
-        str | None, typer.Option(help="the condition in which agents had the gold skills")
-    ] = None,
+    is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what agents did under several conditions, each with the first: no skills, gold skills, skills found.
+    """Run every cell of a grid of variants and seeds, and compare the variants, with 95% intervals.
 
-    Example: skilltrain agents trials.jsonl --benchmark bench --ceiling gold
+    Steps that cells share run once; run again, what is finished is left as it is, and what was killed goes on.
+
+    Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
     """
-    from skilltrain.evaluation.page import p_equals, signed_interval
-    from skilltrain.metrics.benchmarks.load import load_benchmark
-    from skilltrain.papers.skillflow.agent_results import CHIEF, agent_results, read_trials
+    from skilltrain.evaluation.ablate import dry_run_ablation, run_ablation
 
-    relevances = load_benchmark(benchmark).relevances if benchmark else {}
-    found = agent_results(read_trials(trials), relevances, ceiling)
-    if as_json:
-        show(asdict(found))
+    if is_dry_run:
+        show(quietly(dry_run_ablation, grid, only_settings(overrides)))
         return
-    table = Table(
-        "", *map(printable, found.means), title="means over tasks, 95% bootstrap intervals"
+    found = quietly(run_ablation, grid, only_settings(overrides))
+    conclude(
+        found, [f"{found['out']}/ablation.html: {found['num_cells']} cells, compared"], as_json
     )
-    for measure in dict.fromkeys(measure for row in found.means.values() for measure in row):
-        table.add_row(measure, *(str(row.get(measure, "–")) for row in found.means.values()))
-    console.print(table)
-    for c in found.comparisons:
-        difference, p = signed_interval(c.difference), p_equals(c.p_holm)
-        typer.echo(
-            printable(
-                f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"
-            )
-        )
-    for name, share in found.of_ceiling.items():
-        typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {CHIEF}"))
 
 
-def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: bool) -> None:
+def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: bool) -> None:
     """Print the means of one predictions file, by section; with `scores` they go there too, and each query's beside."""
-    from skilltrain.evaluation.evaluate import PREDICTION_MEASURES, plan_evaluate, score_predictions
+    from skilltrain.evaluation.evaluate import PREDICTION_MEASURES, score_predictions
     from skilltrain.evaluation.write import terminal_table, write_per_query
 
-    config = parse_recipe(
+    config: Any = parse_recipe(
         {"measures": PREDICTION_MEASURES} | values | {"out": "."}, "skilltrain evaluate"
     )
     if len(config.predictions) > 1:
@@ -146,8 +121,8 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, only_plan: b
         raise SkilltrainError(
             "analyses are part of a report", where="analysis", fix="add out=… for its folder"
         )
-    if only_plan:
-        show({"plan": plan_evaluate(config)})
+    if is_dry_run:
+        show({"dry_run": config.dry_run()})
         return
     report = quietly(score_predictions, config)
     console.print(terminal_table(report, console.width))
@@ -170,62 +145,3 @@ def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, An
         rankers = [*last["rankers"], {"kind": "rerank", "source": reranker}]
         systems.append({"name": f"{last['name']} + reranker", "rankers": rankers})
     return systems
-
-
-@app.command("show")
-def show_table(
-    file: Annotated[Path, typer.Argument(help="a .parquet file of any stage")],
-    where: Annotated[
-        list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="how many rows to show")] = 10,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print all matching rows, one JSON object per line")
-    ] = False,
-) -> None:
-    """Show the columns and the first rows of a table, or those rows that hold certain values.
-
-    Example: skilltrain show runs/pool/dropped.parquet filter=duplicate
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not file.is_file():
-        fix = (
-            f"its tables: {', '.join(path.name for path in sorted(file.glob('*.parquet')))}"
-            if file.is_dir()
-            else ""
-        )
-        raise SkilltrainError("no such file", where=file, fix=fix)
-    try:
-        table = pq.read_table(file)
-    except (pa.ArrowException, OSError) as error:
-        raise SkilltrainError(
-            f"cannot be read as parquet: {reason_of(error)}", where=file
-        ) from error
-    wanted = dict(item.split("=", 1) for item in only_settings(where))
-    if unknown := wanted.keys() - set(table.column_names):
-        fix = f"its columns: {', '.join(table.column_names)}"
-        raise SkilltrainError(f"no column '{min(unknown)}'", where=file, fix=fix)
-    matching = [row for batch in table.to_batches() for row in batch.to_pylist()]
-    for name, value in wanted.items():
-        is_list = pa.types.is_list(table.schema.field(name).type)
-        matching = [
-            row for row in matching if value in (row[name] if is_list else [_text(row[name])])
-        ]
-    if as_json:
-        for row in matching:
-            typer.echo(json.dumps(row, default=str))
-        return
-    console.print(
-        f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns",
-        markup=False,
-    )
-    for row in islice(matching, rows):
-        typer.echo("")
-        for name, value in row.items():
-            typer.echo(f"{printable(name):>14}  {printable(_text(value), _CELL_CHARS)}")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

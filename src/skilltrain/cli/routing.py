@@ -1,4 +1,4 @@
-"""Commands that make a router, ask it and serve it, and the page that shows training lists."""
+"""Commands that make a router, ask it and serve it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from skilltrain.serving.router import Router
 
 
-@app.command(context_settings=AS_WRITTEN)
+@app.command(context_settings=AS_WRITTEN, rich_help_panel="Start here")
 def fit(
     skills: Annotated[
         Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")
@@ -53,7 +53,7 @@ def fit(
     settings: Annotated[
         list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")
     ] = None,
-    only_plan: DryRun = False,
+    is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a router of a folder of skills: pool, queries, negatives, a trained encoder joined with BM25.
@@ -62,7 +62,7 @@ def fit(
 
     Example: skilltrain fit my_skills --out runs/router && skilltrain route --router runs/router "merge these PDFs"
     """
-    from skilltrain.serving.fit import FitConfig, plan_fit, run_fit
+    from skilltrain.serving.fit import FitConfig, dry_run_fit, run_fit
 
     values: dict[str, Any] = {
         "skills": str(skills),
@@ -71,8 +71,8 @@ def fit(
     }
     values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
     config = validate(FitConfig, apply_overrides(values, only_settings(settings)), "skilltrain fit")
-    if only_plan:
-        show(quietly(plan_fit, config))
+    if is_dry_run:
+        show(quietly(dry_run_fit, config))
         return
     found = quietly(run_fit, config)
     lines = [
@@ -85,7 +85,7 @@ def fit(
     conclude(found, lines, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel="Start here")
 def route(
     task: Task,
     router: RouterFolder = None,
@@ -110,7 +110,7 @@ def route(
     if encoder:  # its vectors are kept for the next task
         rankers = [{"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}]
     rankers += [{"kind": "rerank", "source": reranker}] if reranker else []
-    opened = quietly(_open, router, pool, rankers, "skilltrain route", allow_server)
+    opened = quietly(open_routing, router, pool, rankers, "skilltrain route", allow_server)
     answer = quietly(opened.route, task, top)
     if as_json:
         rows = [
@@ -136,55 +136,14 @@ def _print(routed: "RoutedSkill") -> None:
         )
 
 
-@app.command(context_settings=AS_WRITTEN)
-def plan(
-    task: Task,
-    router: RouterFolder = None,
-    pool: PoolFolder = None,
-    llm: Annotated[
-        str | None, typer.Option(help="what cuts the task: '{kind: openai, …}'; else rules")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="key=value: hints.rounds, compose.alpha, …")
-    ] = None,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="print a Mermaid flowchart")] = False,
-    allow_server: AllowServer = None,
-    as_json: AsJson = False,
-) -> None:
-    """Cut a compound task into steps, find a skill for each (without a router by BM25), and say which waits for which.
-
-    Example: skilltrain plan "download the data, clean it and draw a chart" --pool examples/skill_library/skills
-    """
-    from skilltrain.api import plan_task
-    from skilltrain.papers.skillweaver.compose import plan_json, plan_lines, plan_mermaid
-    from skilltrain.papers.skillweaver.planner import PlannerConfig
-
-    values = (
-        {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}}
-        if llm
-        else {}
-    )
-    config = validate(
-        PlannerConfig, apply_overrides(values, only_settings(settings)), "skilltrain plan"
-    )
-    rankers = [{"kind": "lexical"}]
-    opened = quietly(_open, router, pool, rankers, "skilltrain plan", allow_server)
-    made, flags = quietly(plan_task, config, task, opened)
-    if as_json:
-        found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
-        show(plan_json(made) | {"flags": found})
-    else:
-        typer.echo(plan_mermaid(made) if mermaid else "\n".join(plan_lines(made, flags)))
-
-
-def _open(
+def open_routing(
     router: Path | None,
     pool: Path | None,
     rankers: list[dict[str, Any]],
     where: str,
     allow_server: list[str] | None,
 ) -> "Router":
-    """The router that is given, or one over the pool."""
+    """Open a router, or rank a pool without one. Raises SkilltrainError if both or none are given."""
     from skilltrain.api import open_router
     from skilltrain.serving.router import Router
 
@@ -195,7 +154,7 @@ def _open(
     return open_router(pool, rankers)
 
 
-@app.command()
+@app.command(rich_help_panel="Use")
 def serve(
     router: Annotated[
         Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
@@ -256,64 +215,3 @@ def serve(
     else:
         access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
         serve_http(service, watch, host, port, access)
-
-
-@app.command("provision")
-def provision_skills(
-    rankings: Annotated[
-        Path, typer.Argument(help="RANKINGS table, or the folder of evaluate or candidates")
-    ],
-    pool: Annotated[Path, typer.Option(help="the pool that was ranked")],
-    out: Annotated[
-        Path,
-        typer.Option(help="folder to write: a folder for each query, in it one for each skill"),
-    ],
-    stage: Annotated[
-        str | None, typer.Option(help="whose ranking, where the table holds several")
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="skills of a query at most")] = 5,
-    flagged: Annotated[
-        Literal["leave_out", "use"], typer.Option(help="for skills that screening flags")
-    ] = "leave_out",
-    as_json: AsJson = False,
-) -> None:
-    """Write the skills that a system chose for each query into folders, as agents read them.
-
-    Example: skilltrain provision runs/report --stage cascade --pool runs/pool --out runs/agent_skills
-    """
-    from skilltrain.papers.skillflow.provision import NAMES_FILE, provision
-    from skilltrain.retrieval.rankings import read_rankings
-
-    found = read_rankings(rankings, stage)
-    counts = quietly(provision, found, pool, top, out, flagged)
-    line = f"{out}: {counts['num_skills']:,} skills for {len(found):,} queries; {out / NAMES_FILE} says which is which"
-    conclude({"out": str(out), "num_queries": len(found)} | counts, [line], as_json)
-
-
-@app.command("inspect")
-def inspect_lists(
-    lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
-    out: Annotated[
-        Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")
-    ] = None,
-    pool: Annotated[
-        Path | None, typer.Option(help="the pool, if it has moved since the lists were made")
-    ] = None,
-    max_lists: Annotated[
-        int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")
-    ] = 200,
-    as_json: AsJson = False,
-) -> None:
-    """Write one HTML page about training lists: counts, checks, and samples of lists and drops to search.
-
-    Example: skilltrain inspect runs/encoder_lists --out lists.html
-    """
-    from skilltrain.evaluation.inspect_data import inspect_lists as inspect
-
-    found = quietly(inspect, lists, out, pool, max_lists)
-    odd = (
-        ", ".join(f"{name} {count:,}" for name, count in found["worth_a_look"].items()) or "nothing"
-    )
-    conclude(
-        found, [f"{found['page']}: {found['num_lists']:,} lists; worth a look: {odd}"], as_json
-    )

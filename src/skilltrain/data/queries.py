@@ -24,6 +24,7 @@ from skilltrain.data.query_texts import query_profile
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_jsonl
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
 from skilltrain.texts import clean_text, one_line
 
@@ -38,8 +39,12 @@ VERDICT_KEYS = {
 }
 
 
-class QueriesConfig(Config):
-    """Settings of the stage `queries`."""
+class Queries(Stage):
+    """Read queries and judgements from files."""
+
+    example = "files=examples/skill_library/queries/*.jsonl pool=runs/pool out=runs/queries"
+    result = "{num_queries} queries ({num_by_split}); left out: {num_dropped}"
+    next_command = "mine pool={pool} queries={out} encoder.source={base} out={near}/mined"
 
     stage: Literal["queries"] = "queries"
     files: InputPaths = Field(
@@ -75,6 +80,50 @@ class QueriesConfig(Config):
                 matches = sorted(Path(file.anchor).glob(str(file.relative_to(file.anchor))))
             expanded += matches or [file]
         return tuple(expanded)
+
+    def run(self, out: Path) -> Summary:
+        """Write QUERIES, JUDGEMENTS and DROPPED; return their counts.
+
+        Raises:
+            SkilltrainError: A row is no query, an id appears twice, a required skill is not in the pool
+                (with `missing_gold: error`), or no query is left (DROPPED is then beside `out`).
+        """
+        reader = _QueryReader(self)
+        for path in self.files:
+            for where, values in _read_rows(path):
+                reader.add(values, path, where)
+        judgements = reader.consistent_judgements()
+        dropped = reader.dropped
+        missing = [drop for drop in dropped if drop.filter == "missing_gold"]
+        missing_ids = {drop.query_id for drop in missing}
+        if missing and self.missing_gold == "error":
+            first = missing[0]
+            more = f" (and {len(missing_ids) - 1} more)" if len(missing_ids) > 1 else ""
+            what = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {self.pool}{more}"
+            fix = "add its source to the pool, or set missing_gold: drop"
+            raise SkilltrainError(what, where=reader.queries[first.query_id].where, fix=fix)
+        judgements = [
+            judgement for judgement in judgements if judgement.query_id not in missing_ids
+        ]
+        queries = [item.query for item in reader.queries.values()]
+        queries = [query for query in queries if query.query_id not in missing_ids]
+        if not queries:
+            file = self.out.with_name(f"{self.out.name}.dropped.parquet")
+            write_table(dropped, DROPPED, file)
+            first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
+            what = (
+                f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows{first}"
+            )
+            raise SkilltrainError(what, fix=f"all reasons are in {file}")
+        write_queries(queries, judgements, dropped, out)
+        return {
+            "num_queries": len(queries),
+            "num_by_split": counted(query.split for query in queries),
+            "num_by_kind": counted(query.kind for query in queries),
+            "num_by_verdict": counted(judgement.verdict for judgement in judgements),
+            "num_dropped": counted(drop.filter for drop in dropped),
+            "profile": query_profile([query.text for query in queries]),
+        }
 
 
 def _optional_line(value: Any) -> str | None:
@@ -133,53 +182,10 @@ class JudgedQuery(NamedTuple):
     where: str
 
 
-def run_queries(config: QueriesConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED; return their counts.
-
-    Raises:
-        SkilltrainError: A row is no query, an id appears twice, a required skill is not in the pool
-            (with `missing_gold: error`), or no query is left (DROPPED is then beside `out`).
-    """
-    reader = _QueryReader(config)
-    for path in config.files:
-        for where, values in _read_rows(path):
-            reader.add(values, path, where)
-    judgements = reader.consistent_judgements()
-    dropped = reader.dropped
-    missing = [drop for drop in dropped if drop.filter == "missing_gold"]
-    missing_ids = {drop.query_id for drop in missing}
-    if missing and config.missing_gold == "error":
-        first = missing[0]
-        more = f" (and {len(missing_ids) - 1} more)" if len(missing_ids) > 1 else ""
-        what = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {config.pool}{more}"
-        fix = "add its source to the pool, or set missing_gold: drop"
-        raise SkilltrainError(what, where=reader.queries[first.query_id].where, fix=fix)
-    judgements = [judgement for judgement in judgements if judgement.query_id not in missing_ids]
-    queries = [item.query for item in reader.queries.values()]
-    queries = [query for query in queries if query.query_id not in missing_ids]
-    if not queries:
-        file = config.out.with_name(f"{config.out.name}.dropped.parquet")
-        write_table(dropped, DROPPED, file)
-        first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
-        what = (
-            f"no query is left of {len(config.files)} file(s), {len(dropped)} dropped rows{first}"
-        )
-        raise SkilltrainError(what, fix=f"all reasons are in {file}")
-    write_queries(queries, judgements, dropped, out)
-    return {
-        "num_queries": len(queries),
-        "num_by_split": counted(query.split for query in queries),
-        "num_by_kind": counted(query.kind for query in queries),
-        "num_by_verdict": counted(judgement.verdict for judgement in judgements),
-        "num_dropped": counted(drop.filter for drop in dropped),
-        "profile": query_profile([query.text for query in queries]),
-    }
-
-
 class _QueryReader:
     """The queries of all rows by id, and what is dropped from the rows."""
 
-    def __init__(self, config: QueriesConfig) -> None:
+    def __init__(self, config: Queries) -> None:
         self.queries: dict[str, JudgedQuery] = {}
         self.dropped: list[Dropped] = []
         self._config = config

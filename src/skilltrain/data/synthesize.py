@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, Outcome, Questions, estimate_cost
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import OWN_TEXT, Dropped, Judgement, Query, Skill, Verdict, counted
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
 from skilltrain.texts import num_words
 
@@ -42,8 +43,14 @@ class OwnTextConfig(Config):
     kind: Literal["own_text"] = "own_text"
 
 
-class SynthesizeConfig(Config):
-    """Write queries for the skills of a pool."""
+class Synthesize(Stage):
+    """Write queries for skills, with a chat model or from the skills' own texts."""
+
+    example = "pool=runs/pool llm.kind=own_text out=runs/synthetic"
+    result = (
+        "{num_queries} queries for {num_skills} skills, {num_dev} of them dev; left out: {dropped}"
+    )
+    next_command = "mine pool={pool} queries={out} encoder.source={base} out={near}/mined"
 
     stage: Literal["synthesize"] = "synthesize"
     pool: InputPath = Field(description="SKILLS table, or the folder that holds it")
@@ -88,7 +95,7 @@ class SynthesizeConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _style_is_used(self) -> "SynthesizeConfig":
+    def _style_is_used(self) -> "Synthesize":
         if self.style is not None and (
             self.prompt != "styles" or isinstance(self.llm, OwnTextConfig)
         ):
@@ -102,67 +109,67 @@ class SynthesizeConfig(Config):
             return OWN_TEXT
         return f"llm:{self.llm.model}" + (f", {self.style}" if self.style else "")
 
+    def run(self, out: Path) -> Summary:
+        """Write QUERIES, JUDGEMENTS and DROPPED; every query asked for is in one of the first and last.
 
-def run_synthesize(config: SynthesizeConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED; every query asked for is in one of the first and last.
+        Raises SkilltrainError where no query was made at all.
+        """
+        wanted, flagged = _wanted(self)
+        if isinstance(self.llm, OwnTextConfig):
+            asked = _from_own_text(self, wanted, out)
+        else:
+            asked = ask(_questions(self, self.llm, wanted))
+        num_skills = len(wanted) // self.num_queries_per_skill
+        if not asked.values:
+            first = asked.dropped[0].reason if asked.dropped else "every skill is flagged"
+            fix = (
+                "answers are kept in llm.cache; set another seed to have others asked for"
+                if asked.used
+                else ""
+            )
+            raise SkilltrainError(
+                f"made no query for {num_skills} skills; the first reason: {first}", fix=fix
+            )
 
-    Raises SkilltrainError where no query was made at all.
-    """
-    wanted, flagged = _wanted(config)
-    if isinstance(config.llm, OwnTextConfig):
-        asked = _from_own_text(config, wanted, out)
-    else:
-        asked = ask(_questions(config, config.llm, wanted))
-    num_skills = len(wanted) // config.num_queries_per_skill
-    if not asked.values:
-        first = asked.dropped[0].reason if asked.dropped else "every skill is flagged"
-        fix = (
-            "answers are kept in llm.cache; set another seed to have others asked for"
-            if asked.used
-            else ""
+        origin, cluster_of, dropped = (
+            self.origin,
+            _cluster_of(self.clusters),
+            flagged + asked.dropped,
         )
-        raise SkilltrainError(
-            f"made no query for {num_skills} skills; the first reason: {first}", fix=fix
+        queries, judgements = list[Query](), list[Judgement]()
+        for one, text in asked.values:
+            is_dev = is_drawn(
+                self.dev_share, self.seed, "split", cluster_of.get(one.skill_id, one.skill_id)
+            )
+            queries.append(
+                Query(one.query_id, text, "single", origin, "dev" if is_dev else "train")
+            )
+            judgements.append(Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin))
+        write_queries(queries, judgements, dropped, out)
+        return {
+            "num_skills": num_skills,
+            "num_asked": len(wanted),
+            "num_queries": len(queries),
+            "num_dropped": len(dropped),
+            "dropped": counted(row.filter for row in dropped),
+            "num_dev": sum(query.split == "dev" for query in queries),
+            "mean_words": round(sum(num_words(query.text) for query in queries) / len(queries), 1),
+            "origin": origin,
+            **asked.used,
+            "profile": query_profile([query.text for query in queries]),
+        }
+
+    def dry_run(self) -> Summary:
+        """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
+        wanted, flagged = _wanted(self)
+        num_skills = len(wanted) // self.num_queries_per_skill
+        cost = (
+            {}
+            if isinstance(self.llm, OwnTextConfig)
+            else estimate_cost(_questions(self, self.llm, wanted))
         )
-
-    origin, cluster_of, dropped = (
-        config.origin,
-        _cluster_of(config.clusters),
-        flagged + asked.dropped,
-    )
-    queries, judgements = list[Query](), list[Judgement]()
-    for one, text in asked.values:
-        is_dev = is_drawn(
-            config.dev_share, config.seed, "split", cluster_of.get(one.skill_id, one.skill_id)
-        )
-        queries.append(Query(one.query_id, text, "single", origin, "dev" if is_dev else "train"))
-        judgements.append(Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin))
-    write_queries(queries, judgements, dropped, out)
-    return {
-        "num_skills": num_skills,
-        "num_asked": len(wanted),
-        "num_queries": len(queries),
-        "num_dropped": len(dropped),
-        "dropped": counted(row.filter for row in dropped),
-        "num_dev": sum(query.split == "dev" for query in queries),
-        "mean_words": round(sum(num_words(query.text) for query in queries) / len(queries), 1),
-        "origin": origin,
-        **asked.used,
-        "profile": query_profile([query.text for query in queries]),
-    }
-
-
-def plan_synthesize(config: SynthesizeConfig) -> dict[str, Any]:
-    """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
-    wanted, flagged = _wanted(config)
-    num_skills = len(wanted) // config.num_queries_per_skill
-    cost = (
-        {}
-        if isinstance(config.llm, OwnTextConfig)
-        else estimate_cost(_questions(config, config.llm, wanted))
-    )
-    counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
-    return counts | {"origin": config.origin} | cost
+        counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
+        return counts | {"origin": self.origin} | cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,7 @@ class WantedQuery:
     is_terse: bool
 
 
-def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]:
+def _wanted(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]:
     """The queries to be made, skill by skill, and the skills left out because they are flagged."""
     usable, flagged = (
         unflagged_skills(config.pool)
@@ -200,7 +207,7 @@ def _wanted(config: SynthesizeConfig) -> tuple[list[WantedQuery], list[Dropped]]
     return wanted, flagged
 
 
-def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, str]:
+def query_prompt(config: Synthesize, wanted: WantedQuery) -> tuple[str, str]:
     """What a chat model is told, so that it writes a query. Its style is the same in every attempt."""
     skill, styles = wanted.skill, PROMPTS["styles"]["drawn"]
     drawn = styles[
@@ -221,7 +228,7 @@ def query_prompt(config: SynthesizeConfig, wanted: WantedQuery) -> tuple[str, st
 
 
 def _questions(
-    config: SynthesizeConfig, llm: LLMConfig, wanted: Sequence[WantedQuery]
+    config: Synthesize, llm: LLMConfig, wanted: Sequence[WantedQuery]
 ) -> Questions[WantedQuery, str]:
     seen: set[str] = set()
 
@@ -240,7 +247,7 @@ def _questions(
 
 
 def _from_own_text(
-    config: SynthesizeConfig, wanted: Sequence[WantedQuery], out: Path
+    config: Synthesize, wanted: Sequence[WantedQuery], out: Path
 ) -> Outcome[WantedQuery, str]:
     """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
     written, dropped = list[tuple[WantedQuery, str]](), list[Dropped]()

@@ -27,8 +27,15 @@ from skilltrain.evaluation.page import SHARES, axis_around, ends_of, html_page, 
 from skilltrain.files import read_jsonl, write_json, write_text
 from skilltrain.metrics.comparison import MAX_EXACT, SystemResult, adjust, compare, same_queries
 from skilltrain.metrics.slices import Row, means_of
-from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, check_inputs, run_state, what_matters
-from skilltrain.stages import parse_recipe, run_recipe
+from skilltrain.runs import (
+    CHECKPOINTS,
+    RECIPE_FILE,
+    check_inputs,
+    run_stage,
+    run_state,
+    what_matters,
+)
+from skilltrain.stage import parse_recipe
 from skilltrain.terminal import launched_ranks, progress, say
 from skilltrain.version import __version__
 
@@ -194,7 +201,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
                 raise SkilltrainError(what, where=where, fix=fix)
 
 
-def plan_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """List what `run_ablation` would run, for `--dry-run`. Nothing is written."""
     _, cells = read_grid(file, overrides)
     missing: set[Path] = set()
@@ -258,7 +265,7 @@ def _run_step(step: str, config: Any) -> str:
     from accelerate.state import AcceleratorState
 
     try:
-        run_recipe(config, resume=None)
+        run_stage(config, resume=None)
     except StoppedError as error:
         fix = "run the same command to go on"
         raise StoppedError(error.what, where=config.out, fix=fix, number=error.number) from error

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
@@ -16,6 +16,7 @@ from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_system
 from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
 from skilltrain.retrieval.rankings import rankings_table
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     JUDGEMENTS,
     LISTS,
@@ -28,8 +29,18 @@ from skilltrain.tables import (
 )
 
 
-class CandidatesConfig(Config):
-    """Rank the pool for every query, usually with the trained encoder."""
+class Candidates(Stage):
+    """Rank the pool for every query, for the reranker to learn from."""
+
+    example = (
+        "pool=runs/pool queries=runs/queries system.name=encoder 'system.rankers=[{kind: "
+        "dense, source: runs/encoder}]' out=runs/candidates"
+    )
+    result = "{num_candidates} candidates for {num_queries} queries"
+    next_command = (
+        "filter pool={pool} queries={queries} rankings={out} judged_positives=keep "
+        "encoder.source={base} out={near}/candidates_filtered"
+    )
 
     stage: Literal["candidates"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -43,23 +54,21 @@ class CandidatesConfig(Config):
     depth: int = Field(default=50, ge=1, description="candidates per query")
     out: Path = Field(description="folder to write: RANKINGS")
 
+    def run(self, out: Path) -> Summary:
+        """Write RANKINGS and return the counts of queries and rows."""
+        queries = select_queries(self.queries, self.split)
+        stages = run_systems([self.system], queries, read_pool(self.pool), self.depth)
+        last = stages[self.system.name][-1]
+        table = rankings_table({last.name: last.rankings})
+        write_table(table, RANKINGS, out)
+        return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
-def run_candidates(config: CandidatesConfig, out: Path) -> dict[str, Any]:
-    """Write RANKINGS and return the counts of queries and rows."""
-    queries = select_queries(config.queries, config.split)
-    stages = run_systems([config.system], queries, read_pool(config.pool), config.depth)
-    last = stages[config.system.name][-1]
-    table = rankings_table({last.name: last.rankings})
-    write_table(table, RANKINGS, out)
-    return {"num_queries": len(queries), "num_candidates": table.num_rows}
-
-
-def plan_candidates(config: CandidatesConfig) -> dict[str, Any]:
-    queries = select_queries(config.queries, config.split)
-    return plan_ranking([config.system], queries, read_pool(config.pool))
+    def dry_run(self) -> Summary:
+        queries = select_queries(self.queries, self.split)
+        return estimate_ranking([self.system], queries, read_pool(self.pool))
 
 
-def plan_ranking(
+def estimate_ranking(
     systems: Sequence[SystemConfig], queries: Sequence[Query], skills: Sequence[Skill]
 ) -> dict[str, Any]:
     """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
@@ -93,8 +102,15 @@ def plan_ranking(
     return counts | {"asked": asked, "dollars": None if None in prices else round(sum(prices), 6)}
 
 
-class TeacherConfig(Config):
-    """Write the scores of a reranker, or of any other system, into lists, for the losses `kl` and `margin_mse`."""
+class Teacher(Stage):
+    """Write a system's scores into lists, for an encoder to learn from (kl, margin_mse)."""
+
+    example = (
+        "pool=runs/pool lists=runs/encoder_lists 'rankers=[{kind: rerank, source: "
+        "runs/reranker}]' out=runs/taught"
+    )
+    result = "{num_pairs} scores in {num_lists} lists: {score}"
+    next_command = "train RECIPE data.pool={pool} data.lists={out} loss.name=kl"
 
     stage: Literal["teacher"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
@@ -115,42 +131,43 @@ class TeacherConfig(Config):
                 raise ValueError(f"{ranker.kind} chooses skills and gives no scores to learn from")
         return rankers
 
+    def run(self, out: Path) -> Summary:
+        """Write the lists with scores. Their spread tells which teacher_temperature they need.
 
-def run_teacher(config: TeacherConfig, out: Path) -> dict[str, Any]:
-    """Write the lists with scores. Their spread tells which teacher_temperature they need.
-
-    Raises:
-        SkilltrainError: A list has no query text, or a skill is not in the pool or gets no number.
-    """
-    for part in parts_of(config.rankers):
-        part.check()
-    lists = read_table(config.lists, LISTS).to_pylist()
-    if not lists:
-        raise SkilltrainError("holds no list to score", where=config.lists)
-    queries = {query.query_id: query for query in read_queries(config.lists)}
-    skills = read_pool(config.pool)
-    pool = {skill.skill_id for skill in skills}
-    lost: set[str] = set()
-    for row in lists:
-        if row["query_id"] not in queries:
-            what = f"the list of query {row['query_id']!r} has no query text"
-            raise SkilltrainError(what, where=config.lists)
-        lost |= {*row["skill_ids"]} - pool
-    if lost:
-        what = f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
-        fix = "give the pool that the lists were made from"
-        raise SkilltrainError(what, where=config.pool, fix=fix)
-    members = {row["query_id"]: row["skill_ids"] for row in lists}
-    asked = [queries[query_id] for query_id in members]
-    scores = member_scores(config.rankers, asked, members, skills)
-    rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
-    write_table(rows, LISTS, out)
-    for spec in (QUERIES, JUDGEMENTS):
-        write_table(read_table(config.lists, spec), spec, out)
-    flat = [score for row in scores.values() for score in row]
-    spread = {"min": min(flat), "mean": fmean(flat), "max": max(flat)}
-    score = {name: round(value, 4) for name, value in spread.items()}
-    return {"num_lists": len(lists), "num_pairs": len(flat), "score": score}
+        Raises:
+            SkilltrainError: A list has no query text, or a skill is not in the pool or gets no number.
+        """
+        for part in parts_of(self.rankers):
+            part.check()
+        lists = read_table(self.lists, LISTS).to_pylist()
+        if not lists:
+            raise SkilltrainError("holds no list to score", where=self.lists)
+        queries = {query.query_id: query for query in read_queries(self.lists)}
+        skills = read_pool(self.pool)
+        pool = {skill.skill_id for skill in skills}
+        lost: set[str] = set()
+        for row in lists:
+            if row["query_id"] not in queries:
+                what = f"the list of query {row['query_id']!r} has no query text"
+                raise SkilltrainError(what, where=self.lists)
+            lost |= {*row["skill_ids"]} - pool
+        if lost:
+            what = (
+                f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
+            )
+            fix = "give the pool that the lists were made from"
+            raise SkilltrainError(what, where=self.pool, fix=fix)
+        members = {row["query_id"]: row["skill_ids"] for row in lists}
+        asked = [queries[query_id] for query_id in members]
+        scores = member_scores(self.rankers, asked, members, skills)
+        rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
+        write_table(rows, LISTS, out)
+        for spec in (QUERIES, JUDGEMENTS):
+            write_table(read_table(self.lists, spec), spec, out)
+        flat = [score for row in scores.values() for score in row]
+        spread = {"min": min(flat), "mean": fmean(flat), "max": max(flat)}
+        score = {name: round(value, 4) for name, value in spread.items()}
+        return {"num_lists": len(lists), "num_pairs": len(flat), "score": score}
 
 
 def member_scores(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config, InputPath, InputPaths
+from skilltrain.config import InputPath, InputPaths
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -19,7 +19,7 @@ from skilltrain.evaluation.analyse import (
     analyse_results,
     tell_unserved,
 )
-from skilltrain.evaluation.candidates import plan_ranking
+from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
@@ -39,6 +39,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import parts_of
 from skilltrain.retrieval.rankings import rankings_table
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import RANKINGS, write_table
 from skilltrain.terminal import console, say
 from skilltrain.version import __version__
@@ -48,8 +49,11 @@ Predicted = dict[str, dict[str, list[str]]]
 """File's name → query_id → ranked skill ids."""
 
 
-class EvaluateConfig(Config):
-    """Rank a benchmark's queries with each system and report the measures."""
+class Evaluate(Stage):
+    """Compare systems on a benchmark, with 95% intervals."""
+
+    example = "--benchmark bench --pool runs/pool --encoder runs/encoder out=runs/report"
+    result = "{num_queries} queries; look at {out}/report.html"
 
     stage: Literal["evaluate"]
     pool: InputPath | None = Field(
@@ -85,7 +89,7 @@ class EvaluateConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _knows_copies(self) -> "EvaluateConfig":
+    def _knows_copies(self) -> "Evaluate":
         if self.clusters is None and (
             asked := [name for name in self.measures if name.endswith(COPIES)]
         ):
@@ -105,56 +109,58 @@ class EvaluateConfig(Config):
         """How many systems and files of predictions are compared."""
         return len(self.systems) + len(self.predictions)
 
+    def run(self, out: Path) -> Summary:
+        """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
+        benchmark, pools, predicted = _opened(self)
+        check_systems(self.systems)  # before what an analysis takes
+        by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
+        analysis: dict[str, Any] = {**analyse_inputs(self.analysis, self.systems, benchmark, by_id)}
+        unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
+        stages, asked = _ranked(self, benchmark, pools, unserved)
+        notes = [*benchmark.notes, *_select_notes(asked)]
+        query_ids = [*benchmark.relevances]
+        if unserved:
+            last = {name: ranked[-1].rankings for name, ranked in stages.items()}
+            analysis["unserved"] = told = tell_unserved(last, query_ids, unserved)
+            notes += [
+                f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
+                f"(n = {len(query_ids)} and {len(unserved)})."
+                for name, value in told.items()
+            ]
+        stages = {
+            name: [stage.only(query_ids) for stage in ranked] for name, ranked in stages.items()
+        }
+        if stages:
+            found = {stage.name: stage.rankings for ranked in stages.values() for stage in ranked}
+            write_table(rankings_table(found), RANKINGS, out)
+        rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
+        report = _report(self, benchmark, rankings, by_id, notes, _provenance(self, len(by_id)))
+        report = replace(report, analysis=analysis | analyse_results(report, stages))
+        write_report(report, out)
+        console.print(terminal_table(report, console.width))
+        means = report.every.means.items()
+        return {
+            "num_queries": len(benchmark.tasks),
+            "systems": {
+                name: {measure: round(one.mean, 4) for measure, one in row.items()}
+                for name, row in means
+            },
+            "seconds_a_query": {
+                stage.name: round(stage.seconds, 6)
+                for ranked in stages.values()
+                for stage in ranked
+            },
+            "asked": asked,
+        }
 
-def run_evaluate(config: EvaluateConfig, out: Path) -> dict[str, Any]:
-    """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
-    benchmark, pools, predicted = _opened(config)
-    check_systems(config.systems)  # before what an analysis takes
-    by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
-    analysis: dict[str, Any] = {**analyse_inputs(config.analysis, config.systems, benchmark, by_id)}
-    unserved = read_unserved(config.analysis.unserved) if config.analysis.unserved else []
-    stages, asked = _ranked(config, benchmark, pools, unserved)
-    notes = [*benchmark.notes, *_select_notes(asked)]
-    query_ids = [*benchmark.relevances]
-    if unserved:
-        last = {name: ranked[-1].rankings for name, ranked in stages.items()}
-        analysis["unserved"] = told = tell_unserved(last, query_ids, unserved)
-        notes += [
-            f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
-            f"(n = {len(query_ids)} and {len(unserved)})."
-            for name, value in told.items()
-        ]
-    stages = {name: [stage.only(query_ids) for stage in ranked] for name, ranked in stages.items()}
-    if stages:
-        found = {stage.name: stage.rankings for ranked in stages.values() for stage in ranked}
-        write_table(rankings_table(found), RANKINGS, out)
-    rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
-    report = _report(config, benchmark, rankings, by_id, notes, _provenance(config, len(by_id)))
-    report = replace(report, analysis=analysis | analyse_results(report, stages))
-    write_report(report, out)
-    console.print(terminal_table(report, console.width))
-    means = report.every.means.items()
-    return {
-        "num_queries": len(benchmark.tasks),
-        "systems": {
-            name: {measure: round(one.mean, 4) for measure, one in row.items()}
-            for name, row in means
-        },
-        "seconds_a_query": {
-            stage.name: round(stage.seconds, 6) for ranked in stages.values() for stage in ranked
-        },
-        "asked": asked,
-    }
+    def dry_run(self) -> Summary:
+        """How much would be ranked, and about what chat models and embeddings servers would take (`estimate_ranking`)."""
+        benchmark, pools, _ = _opened(self)
+        skills = [skill for pool in pools for skill in pool.values()]
+        return estimate_ranking(self.systems, benchmark.queries, skills)
 
 
-def plan_evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """How much would be ranked, and about what chat models and embeddings servers would take (`plan_ranking`)."""
-    benchmark, pools, _ = _opened(config)
-    skills = [skill for pool in pools for skill in pool.values()]
-    return plan_ranking(config.systems, benchmark.queries, skills)
-
-
-def score_predictions(config: EvaluateConfig) -> Report:
+def score_predictions(config: Evaluate) -> Report:
     """The report of predictions, without models; with a pool their ids are checked against it.
 
     Raises SkilltrainError for predictions and benchmarks that do not fit together.
@@ -163,7 +169,7 @@ def score_predictions(config: EvaluateConfig) -> Report:
     return _report(config, benchmark, predicted, {}, benchmark.notes, {})
 
 
-def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[dict[str, Skill]], Predicted]:
+def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predicted]:
     """(the benchmark as each of its parts can be scored over its pool, these pools, predictions by their file's name).
 
     An empty pool limits nothing. Raises SkilltrainError for whatever can be known to be wrong before anything is
@@ -201,7 +207,7 @@ def _opened(config: EvaluateConfig) -> tuple[Benchmark, list[dict[str, Skill]], 
 
 
 def _ranked(
-    config: EvaluateConfig,
+    config: Evaluate,
     benchmark: Benchmark,
     pools: Sequence[Mapping[str, Skill]],
     unserved: Sequence[Query],
@@ -274,7 +280,7 @@ def _predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> dict
 
 
 def _report(
-    config: EvaluateConfig,
+    config: Evaluate,
     benchmark: Benchmark,
     rankings: Mapping[str, Mapping[str, Sequence[str]]],
     skills: Mapping[str, Skill],
@@ -292,7 +298,7 @@ def _report(
     return build_report(benchmark, results, config.scored, skills, notes, provenance)
 
 
-def _provenance(config: EvaluateConfig, num_skills: int) -> dict[str, str]:
+def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
     """What was evaluated, and when; folders by their name, so that a report is the same wherever it is made."""
     pool = "of the benchmark" if config.pool is None else config.pool.resolve().name
     split = f", split {config.split}" if config.split else ""

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_json
@@ -26,6 +26,7 @@ from skilltrain.serving.answer import Calibration, Calibrator, Traced
 from skilltrain.serving.index import AllowedServers
 from skilltrain.serving.indexing import CALIBRATION_FILE
 from skilltrain.serving.router import Router
+from skilltrain.stage import Stage, Summary
 from skilltrain.terminal import track
 
 _FITTED = 3  # skills of a query; further ones are nearly never right, and would only tell that
@@ -34,8 +35,15 @@ _L2 = 1e-2  # keeps weights finite where few answers can be told apart without e
 _BINS = 10
 
 
-class CalibrateConfig(Config):
-    """Fit probabilities to a router's scores, and the threshold below which it answers that no skill fits."""
+class Calibrate(Stage):
+    """Fit a router's probabilities, and the threshold below which no skill fits."""
+
+    example = "router=runs/router queries=runs/queries clusters=runs/clusters out=runs/calibration"
+    result = (
+        "{num_queries} queries: {answered} answered, {falsely_answered} where no skill fits; "
+        "calibration error {calibration_error}"
+    )
+    next_command = "index calibration={out} out={router}"
 
     stage: Literal["calibrate"]
     router: InputPath = Field(description="folder of the router")
@@ -64,6 +72,51 @@ class CalibrateConfig(Config):
         description=f"folder to write: {CALIBRATION_FILE}, which the stage index takes in"
     )
 
+    def run(self, out: Path) -> Summary:
+        """Write the calibration; its figures.
+
+        Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
+        for a router whose first skills are never right.
+        """
+        router = Router.load(self.router, self.allow_servers)
+        assert router.index is not None
+        record = router.index.record
+        benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
+        if self.clusters is not None:
+            gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
+            benchmark = knowing_copies(benchmark, copies_of(gold, router.skills, self.clusters))
+        folds = assign_folds(benchmark.tasks, self.folds, self.seed)
+        cases: list[Case] = []
+        for task in track(benchmark.tasks, "routing", len(benchmark.tasks)):
+            relevance = task.relevance
+            gains = (skill_id for skill_id, gain in relevance.gains.items() if gain > 0)
+            right = frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
+            for without in ((), right):
+                traced = router.trace(task.query.text, without)
+                cases.append(
+                    Case(
+                        traced,
+                        tuple(skill_id in right for skill_id, _ in traced.ranking),
+                        not without,
+                    )
+                )
+        calibrator = fit_calibrator(cases, self.answered, self.contained)
+        figures = _figures(cases, np.repeat(folds, 2), self)
+        if self.unserved is not None:
+            unserved = read_unserved(self.unserved)
+            figures["unserved"] = share(
+                [calibrator.fits(router.trace(query.text)) for query in unserved]
+            )
+        found = {
+            "system": record.rankers,
+            "models": record.models,
+            "calibrator": calibrator,
+            "figures": figures,
+        }
+        calibration = Calibration(**found, num_queries=len(benchmark.tasks)).model_dump(mode="json")
+        write_json(out / CALIBRATION_FILE, calibration)
+        return {"num_queries": len(benchmark.tasks), **calibration["figures"]}
+
 
 class Case(NamedTuple):
     """What a router made of a query, which of the ranked skills are right, and whether the pool holds any."""
@@ -71,50 +124,6 @@ class Case(NamedTuple):
     traced: Traced
     right: tuple[bool, ...]
     is_served: bool
-
-
-def run_calibrate(config: CalibrateConfig, out: Path) -> dict[str, Any]:
-    """Write the calibration; its figures.
-
-    Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
-    for a router whose first skills are never right.
-    """
-    router = Router.load(config.router, config.allow_servers)
-    assert router.index is not None
-    record = router.index.record
-    benchmark = check_pool(load_benchmark(config.queries, config.split), router.skills.keys())
-    if config.clusters is not None:
-        gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
-        benchmark = knowing_copies(benchmark, copies_of(gold, router.skills, config.clusters))
-    folds = assign_folds(benchmark.tasks, config.folds, config.seed)
-    cases: list[Case] = []
-    for task in track(benchmark.tasks, "routing", len(benchmark.tasks)):
-        relevance = task.relevance
-        gains = (skill_id for skill_id, gain in relevance.gains.items() if gain > 0)
-        right = frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
-        for without in ((), right):
-            traced = router.trace(task.query.text, without)
-            cases.append(
-                Case(
-                    traced, tuple(skill_id in right for skill_id, _ in traced.ranking), not without
-                )
-            )
-    calibrator = fit_calibrator(cases, config.answered, config.contained)
-    figures = _figures(cases, np.repeat(folds, 2), config)
-    if config.unserved is not None:
-        unserved = read_unserved(config.unserved)
-        figures["unserved"] = share(
-            [calibrator.fits(router.trace(query.text)) for query in unserved]
-        )
-    found = {
-        "system": record.rankers,
-        "models": record.models,
-        "calibrator": calibrator,
-        "figures": figures,
-    }
-    calibration = Calibration(**found, num_queries=len(benchmark.tasks)).model_dump(mode="json")
-    write_json(out / CALIBRATION_FILE, calibration)
-    return {"num_queries": len(benchmark.tasks), **calibration["figures"]}
 
 
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
@@ -186,7 +195,7 @@ def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0
 
 
 def _figures(
-    cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: CalibrateConfig
+    cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: Calibrate
 ) -> dict[str, Any]:
     """What calibrators are worth that were fitted on the cases of other folds.
 

@@ -15,8 +15,8 @@ from pydantic import Field
 from skilltrain.config import Config, Seed
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
-from skilltrain.runs import run_state
-from skilltrain.stages import closing_words, parse_recipe, run_recipe
+from skilltrain.runs import run_stage, run_state
+from skilltrain.stage import parse_recipe
 from skilltrain.tables import QUERIES, read_table
 from skilltrain.terminal import say
 
@@ -61,8 +61,8 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         write_text(config.out / "recipes" / f"{number}_{step}.yaml", text)
         say(f"{number}. {values['stage']}")
         stage = parse_recipe(values, f"fit, step {step}")
-        found[step] = run_recipe(stage, resume=None)
-        say(closing_words(stage, found[step])[0])
+        found[step] = run_stage(stage, resume=None)
+        say(stage.closing_lines(found[step])[0])
     counts = {
         "num_skills": found["pool"]["num_skills"],
         "num_lists": found["encoder_lists"]["num_lists"],
@@ -72,7 +72,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     return {"out": str(config.out), **counts}
 
 
-def plan_fit(config: FitConfig) -> dict[str, Any]:
+def dry_run_fit(config: FitConfig) -> dict[str, Any]:
     """The steps with their recipes, and which of them are done (`--dry-run`). Raises SkilltrainError for a fault."""
     if not config.skills.exists():
         raise SkilltrainError("no such file or folder", where=config.skills)

@@ -11,7 +11,7 @@ import numpy as np
 from pyarrow import feather
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, validate
+from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
@@ -33,17 +33,27 @@ from skilltrain.serving.index import (
     kept_parts,
     sweep,
 )
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, table_from_rows
 from skilltrain.terminal import say
 
 CALIBRATION_FILE = "calibration.json"
 
 
-class IndexConfig(Config):
-    """Make a router, or bring one up to date: only skills that are new or changed are encoded.
+class BuildIndex(Stage):
+    """Make a router of a pool and rankers, or update one: only changed skills are encoded.
 
     With the router's own pool, the folders that `serve` watched for it are read again too.
     """
+
+    example = (
+        "pool=runs/pool 'rankers=[{kind: fuse, of: [{kind: lexical}, {kind: dense, source: "
+        "runs/encoder}], weights: [1, .5]}]' out=runs/router && skilltrain index "
+        "out=runs/router  # reads the pool again"
+    )
+    result = "{num_skills} skills: {num_new} new, {num_changed} changed, {num_gone} gone"
+    next_command = "route --router {out} 'a task in plain words'"
+    in_place = True
 
     stage: Literal["index"]
     pool: InputPath | None = Field(
@@ -58,27 +68,25 @@ class IndexConfig(Config):
     allow_servers: AllowedServers = ()
     out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
 
+    def run(self, out: Path) -> Summary:
+        """Write the router's next generation; the counts of skills that are new, changed and gone.
 
-def run_index(config: IndexConfig, out: Path) -> dict[str, Any]:
-    """Write the router's next generation; the counts of skills that are new, changed and gone.
+        Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
+        answer a new task, and for a calibration of other rankers or models.
+        """
+        system, contents = _wanted(self)
+        calibration = None
+        if self.calibration is not None:
+            file = self.calibration / CALIBRATION_FILE
+            calibration = validate(Calibration, read_json(file), file)
+        return write_index(out, system, contents, {}, calibration)
 
-    Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
-    answer a new task, and for a calibration of other rankers or models.
-    """
-    system, contents = _wanted(config)
-    calibration = None
-    if config.calibration is not None:
-        file = config.calibration / CALIBRATION_FILE
-        calibration = validate(Calibration, read_json(file), file)
-    return write_index(out, system, contents, {}, calibration)
-
-
-def plan_index(config: IndexConfig) -> dict[str, Any]:
-    """The counts of skills that are new, changed and gone (`--dry-run`)."""
-    return _changes(_before(config.out), [*chain(*_wanted(config)[1].skills.values())])[0]
+    def dry_run(self) -> Summary:
+        """The counts of skills that are new, changed and gone (`--dry-run`)."""
+        return _changes(_before(self.out), [*chain(*_wanted(self)[1].skills.values())])[0]
 
 
-def _wanted(config: IndexConfig) -> tuple[SystemConfig, Contents]:
+def _wanted(config: BuildIndex) -> tuple[SystemConfig, Contents]:
     """(what ranks, the skills): those of the router where the settings do not say."""
     before: Index | None = None
     pool = config.pool

@@ -1,57 +1,23 @@
-"""Save the model of a training run, export it as a folder, and push it to the Hugging Face Hub."""
+"""Export the model of a training run as a folder, and push it to the Hugging Face Hub."""
 
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from skilltrain.config import load_recipe, validate
+from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card, rename_model
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.export.push import check_folder, upload
 from skilltrain.files import staged_folder, write_text
-from skilltrain.models.adapters import merge_adapter
 from skilltrain.models.loading import CHECKPOINT_FILE
-from skilltrain.models.saving import copy_model, save_adapter, save_model
+from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
-from skilltrain.training.checkpoint import best_checkpoint, checkpoints, load_weights
-from skilltrain.training.settings import (
-    TrainConfig,
-    TrainEncoderConfig,
-    TrainRerankerConfig,
-    load_model,
-)
-
-_CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
-    "train_encoder": TrainEncoderConfig,
-    "train_reranker": TrainRerankerConfig,
-}
-
-
-def save_trained(
-    config: TrainConfig,
-    checkpoint: Path,
-    out: Path,
-    summary: Mapping[str, Any],
-    adapter_only: bool = False,
-) -> None:
-    """Save the model of a checkpoint with its card. An adapter (LoRA) is merged, or saved alone.
-
-    Runs on the CPU, because the GPU may still hold the model.
-    """
-    model = load_model(config, torch.device("cpu"))
-    load_weights(model, "model", checkpoint)
-    if adapter_only:
-        save_adapter(model, out, config.model.source)
-        return
-    if config.adapter is not None:
-        merge_adapter(model.network)
-    record = RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out)
-    save_model(model.eval(), out, config.model.source, model_card(record))
+from skilltrain.stage import parse_recipe
+from skilltrain.training.checkpoint import best_checkpoint, checkpoints
+from skilltrain.training.train import Train, save_trained
 
 
 def export_run(
@@ -107,17 +73,16 @@ def export_run(
     return {"out": str(out), "stage": config.stage, "checkpoint": name}
 
 
-def _read_run(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
+def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     """Return settings and summary of a run; the summary of an unfinished run is empty."""
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
         raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
     recipe = load_recipe(run / RECIPE_FILE)
-    stage = recipe.get("stage")
-    if stage not in _CONFIGS:
-        raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
-    config = validate(_CONFIGS[stage], recipe, run / RECIPE_FILE)
+    config = parse_recipe(recipe, run / RECIPE_FILE)
+    if not isinstance(config, Train):
+        raise SkilltrainError(f"is a run of stage {config.stage}, which trains no model", where=run)
     return config, record["summary"] if record["finished"] else {}
 
 
@@ -142,7 +107,7 @@ def push_model(
     form: Form | None = None,
     public: bool = False,
     into_existing: bool = False,
-    only_plan: bool = False,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Upload a model to the repository `published.repo` on the Hub, in one commit.
 
@@ -154,7 +119,7 @@ def push_model(
         form: Form of the model, if not the one that training saves.
         public: Whether the repository is public.
         into_existing: Whether a repository that holds only a README.md may be written.
-        only_plan: Whether everything is checked but nothing is sent.
+        dry_run: Whether everything is checked but nothing is sent.
 
     Returns:
         `url`, `files` (size in bytes by name) and `card`.
@@ -184,5 +149,5 @@ def push_model(
         paths = check_folder(folder)
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         card = paths["README.md"].read_text(encoding="utf-8")
-        url = None if only_plan else upload(paths, published.repo, public, into_existing)
+        url = None if dry_run else upload(paths, published.repo, public, into_existing)
     return {"url": url, "files": sizes, "card": card}

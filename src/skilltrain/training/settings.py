@@ -1,34 +1,19 @@
 """The settings of the two training stages, and the model that they name."""
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
-from accelerate.utils import set_seed
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from skilltrain.config import Config, InputPath, Seed
 from skilltrain.errors import SkilltrainError
-from skilltrain.losses import (
-    EncoderLoss,
-    InfoNCE,
-    LateInteraction,
-    ListwiseCE,
-    Matryoshka,
-    RerankerLoss,
-)
 from skilltrain.metrics.measures import Measure, parse_measure, parse_measures
-from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
-from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision, resolve_dtype
-from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
-from skilltrain.records import Verdict
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
-from skilltrain.training.training_set import ListsSource
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
 _ORDER_COUNTS = ("MRR", "nDCG")  # the other measures ask only which skills stand in the top k
@@ -153,106 +138,3 @@ class TrainingConfig(Config):
         return resolve_dtype(
             self.precision or ("auto" if device.type == "cuda" else "float32"), device
         )
-
-
-class TrainEncoderConfig(Config):
-    """Train an encoder on lists of one or more positives and hard negatives."""
-
-    stage: Literal["train_encoder"]
-    model: EncoderConfig = Field(description="the encoder to start from")
-    adapter: AdapterConfig | None = Field(
-        default=None, description="train low-rank adapters (LoRA) instead of all"
-    )
-    data: ListsSource = Field(description="what to train on")
-    loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
-    late_interaction: LateInteraction | None = Field(
-        default=None, description="train tokens' vectors too (kind late)"
-    )
-    in_batch_negatives: bool = Field(
-        default=True, description="the other queries' skills are negatives too"
-    )
-    near_duplicates: float | None = Field(
-        default=0.6,
-        gt=0,
-        le=1,
-        description="Jaccard of bodies from which skills are no in-batch negatives",
-    )
-    training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
-    dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
-    out: Path = Field(description="folder to write the model to")
-
-    @model_validator(mode="after")
-    def _can_be_trained(self) -> "TrainEncoderConfig":
-        if self.dev is not None:
-            self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
-        gains = self.data.gains
-        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
-        pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
-        if pushes and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
-            raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
-        if self.late_interaction is not None and self.training.varlen:
-            raise ValueError(
-                "late_interaction needs all tokens' vectors, and training.varlen computes the last alone"
-            )
-        return self
-
-
-class TrainRerankerConfig(Config):
-    """Train a reranker on lists of a trained encoder's candidates."""
-
-    stage: Literal["train_reranker"]
-    model: RerankerConfig = Field(description="the reranker, or the plain model, to start from")
-    adapter: AdapterConfig | None = Field(
-        default=None, description="train low-rank adapters (LoRA) instead of all"
-    )
-    data: ListsSource = Field(description="what to train on")
-    loss: RerankerLoss = Field(default=ListwiseCE(), description="what to minimise")
-    training: TrainingConfig = Field(
-        default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5),
-        description="how to train",
-    )
-    dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
-    out: Path = Field(description="folder to write the model to")
-
-    @model_validator(mode="after")
-    def _can_be_trained(self) -> "TrainRerankerConfig":
-        if self.loss.needs_sides:
-            raise ValueError(
-                "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
-            )
-        if self.training.varlen:
-            raise ValueError("training: varlen is for encoders; a causal reranker never pads")
-        if self.dev is not None:
-            example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            self.dev.check(
-                RerankConfig, f"a reranker in training orders the candidates of others: {example}"
-            )
-        return self
-
-
-TrainConfig = TrainEncoderConfig | TrainRerankerConfig
-
-
-def is_quantized(config: TrainConfig) -> bool:
-    """Whether the frozen weights are in 4 bits."""
-    return config.adapter is not None and config.adapter.quantize != "none"
-
-
-def load_model(config: TrainConfig, device: torch.device) -> Encoder | Reranker:
-    """Load the model that training starts from, with its adapter. New layers depend on the seed alone."""
-    set_seed(config.training.seed)
-    source = config.model
-    if config.adapter is None:
-        # Most of AdamW's steps are too small to change a number in bfloat16.
-        source = source.model_copy(update={"precision": "float32"})
-    options = quantizing_options(config.adapter)
-    if isinstance(source, EncoderConfig):
-        model = load_encoder(source, device, options)
-        if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
-            what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
-            raise SkilltrainError(what, where="loss.dims")
-    else:
-        model = load_reranker(source, device, options, new_head=True)
-    if config.adapter is not None:
-        add_adapter(model.network, config.adapter)
-    return model

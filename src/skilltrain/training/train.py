@@ -1,18 +1,16 @@
 """The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
 
-import copy
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
-from torch.utils.benchmark import Timer
+from accelerate.utils import set_seed
+from pydantic import Field, model_validator
 
 from skilltrain.data.contamination import (
     GROUNDS,
@@ -22,28 +20,34 @@ from skilltrain.data.contamination import (
     open_benchmarks,
 )
 from skilltrain.errors import SkilltrainError
+from skilltrain.export.card import RunRecord, model_card
 from skilltrain.files import cache_folder
-from skilltrain.metrics.benchmarks.load import load_benchmark
-from skilltrain.models.activations import layer_bytes
-from skilltrain.models.cpu_linear import train_with_onednn
-from skilltrain.models.encoder import Encoder
-from skilltrain.models.loading import default_device
-from skilltrain.models.reranker import Reranker
-from skilltrain.records import Dropped
-from skilltrain.terminal import is_main_process, launched_ranks, say
-from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import new_accelerator, shards_weights, shares_state
-from skilltrain.training.export_run import save_trained
-from skilltrain.training.loop import GIB, Batch, Run, largest_batch, step_batches, train
-from skilltrain.training.scores import check_teacher_scores
-from skilltrain.training.settings import (
-    TrainConfig,
-    TrainEncoderConfig,
-    TrainingConfig,
-    TrainRerankerConfig,
-    is_quantized,
-    load_model,
+from skilltrain.losses import (
+    EncoderLoss,
+    InfoNCE,
+    LateInteraction,
+    ListwiseCE,
+    Matryoshka,
+    RerankerLoss,
 )
+from skilltrain.metrics.benchmarks.load import load_benchmark
+from skilltrain.models.adapters import AdapterConfig, add_adapter, merge_adapter, quantizing_options
+from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
+from skilltrain.models.loading import default_device
+from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
+from skilltrain.models.saving import save_adapter, save_model
+from skilltrain.records import Dropped, Verdict
+from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.rerank import RerankConfig
+from skilltrain.stage import Summary, TrainingStage
+from skilltrain.terminal import is_main_process, say
+from skilltrain.training.checkpoint import load_weights
+from skilltrain.training.dev import open_dev
+from skilltrain.training.engine import new_accelerator, shards_weights
+from skilltrain.training.estimates import counts_of, cut_share, estimate_run, held_bytes
+from skilltrain.training.loop import GIB, Run, train
+from skilltrain.training.scores import check_teacher_scores
+from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
 from skilltrain.training.training_set import (
     ListsSource,
@@ -52,64 +56,202 @@ from skilltrain.training.training_set import (
     on_best_windows,
 )
 
-_ADAMW_BYTES = 8  # two float32 moments a trained parameter
-_SAMPLED = 100  # batches whose tokens are counted with their padding
-_TOKENS_ON_CPU = 1024  # of the timed micro-batch at most: a large layer takes seconds
 
+class Train(TrainingStage):
+    """Base of the stages that train an encoder or a reranker on lists."""
 
-def run_training(config: TrainConfig, out: Path, resume: bool) -> dict[str, Any]:
-    """Train and save the model; the summary counts what was trained on."""
-    accelerator = new_accelerator(
-        config.training, is_quantized(config)
-    )  # first: it refuses what cannot work
-    check_fits(config)
-    data = load_data(config)
-    contaminated = check_held_out(config, data)
-    step = open_step(
-        config, data, default_device(), cache_folder("tokens"), shards_weights(accelerator)
-    )
-    if share := cut_share(step):
-        limit = step.model.settings.max_tokens
-        say(
-            f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there"
+    result = "{num_steps} steps on {num_lists} lists, last loss {last_loss}"
+
+    if TYPE_CHECKING:  # fields of both stages; each has its own order of them
+        model: Any
+        adapter: AdapterConfig | None
+        data: ListsSource
+        loss: Any
+        training: TrainingConfig
+        dev: DevConfig | None
+
+    def run(self, out: Path, resume: bool = False) -> Summary:
+        """Train and save the model; the summary counts what was trained on."""
+        accelerator = new_accelerator(
+            self.training, is_quantized(self)
+        )  # first: it refuses what cannot work
+        check_fits(self)
+        data = load_data(self)
+        contaminated = check_held_out(self, data)
+        step = open_step(
+            self, data, default_device(), cache_folder("tokens"), shards_weights(accelerator)
         )
-    dev = open_dev(config.dev, step.model, config.data.pool) if config.dev else None
-    summary: dict[str, Any] = (
-        counts_of(step) | contaminated
-    )  # before the launcher shards the weights
-    run = Run(out, resume, config.model_dump(mode="json"), dev)
-    position, checkpoint = train(accelerator, step, config.training, run)
-    summary |= {
-        "num_steps": position.step,
-        "num_queries": position.queries,
-        "num_tokens": position.tokens,
-        "last_loss": round(position.loss, 5),
-        "seconds": round(position.seconds, 1),
-        "checkpoint": checkpoint.name,
-    }
-    if position.best.step:
-        summary["dev"] = {name: asdict(figure) for name, figure in position.best.figures.items()}
-    if is_main_process():
-        save_trained(config, checkpoint, out, summary)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return summary
+        if share := cut_share(step):
+            limit = step.model.settings.max_tokens
+            say(
+                f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there"
+            )
+        dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
+        summary: dict[str, Any] = (
+            counts_of(step) | contaminated
+        )  # before the launcher shards the weights
+        run = Run(out, resume, self.model_dump(mode="json"), dev)
+        position, checkpoint = train(accelerator, step, self.training, run)
+        summary |= {
+            "num_steps": position.step,
+            "num_queries": position.queries,
+            "num_tokens": position.tokens,
+            "last_loss": round(position.loss, 5),
+            "seconds": round(position.seconds, 1),
+            "checkpoint": checkpoint.name,
+        }
+        if position.best.step:
+            summary["dev"] = {
+                name: asdict(figure) for name, figure in position.best.figures.items()
+            }
+        if is_main_process():
+            save_trained(self, checkpoint, out, summary)
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        return summary
+
+    def dry_run(self) -> Summary:
+        """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
+        data = load_data(self)
+        check_held_out(self, data)
+        # 4-bit layers are made as they load
+        step = open_step(
+            self, data, default_device() if is_quantized(self) else torch.device("meta")
+        )
+        return estimate_run(step, self.training)
 
 
-def plan_training(config: TrainConfig) -> dict[str, Any]:
-    """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
-    data = load_data(config)
-    check_held_out(config, data)
-    # 4-bit layers are made as they load
-    step = open_step(
-        config, data, default_device() if is_quantized(config) else torch.device("meta")
+class TrainEncoder(Train):
+    """Train an encoder on lists of positives and hard negatives."""
+
+    example = "recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7"
+    next_command = "evaluate --benchmark QUERIES --pool {pool} --encoder {out} out={near}/report"
+
+    stage: Literal["train_encoder"]
+    model: EncoderConfig = Field(description="the encoder to start from")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="train low-rank adapters (LoRA) instead of all"
     )
-    return plan_of(step, config.training)
+    data: ListsSource = Field(description="what to train on")
+    loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
+    late_interaction: LateInteraction | None = Field(
+        default=None, description="train tokens' vectors too (kind late)"
+    )
+    in_batch_negatives: bool = Field(
+        default=True, description="the other queries' skills are negatives too"
+    )
+    near_duplicates: float | None = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="Jaccard of bodies from which skills are no in-batch negatives",
+    )
+    training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
+    dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
+    out: Path = Field(description="folder to write the model to")
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> "TrainEncoder":
+        if self.dev is not None:
+            self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
+        gains = self.data.gains
+        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
+        if pushes and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
+            raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
+        if self.late_interaction is not None and self.training.varlen:
+            raise ValueError(
+                "late_interaction needs all tokens' vectors, and training.varlen computes the last alone"
+            )
+        return self
 
 
-def load_data(config: TrainConfig) -> TrainingSet:
+class TrainReranker(Train):
+    """Train a reranker on lists of an encoder's candidates."""
+
+    example = "recipes/tiny/sr_rank_minilm.yaml training.seed=7 out=runs/rank7"
+    next_command = "evaluate --benchmark QUERIES --pool {pool} --reranker {out} out={near}/report"
+
+    stage: Literal["train_reranker"]
+    model: RerankerConfig = Field(description="the reranker, or the plain model, to start from")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="train low-rank adapters (LoRA) instead of all"
+    )
+    data: ListsSource = Field(description="what to train on")
+    loss: RerankerLoss = Field(default=ListwiseCE(), description="what to minimise")
+    training: TrainingConfig = Field(
+        default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5),
+        description="how to train",
+    )
+    dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
+    out: Path = Field(description="folder to write the model to")
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> "TrainReranker":
+        if self.loss.needs_sides:
+            raise ValueError(
+                "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
+            )
+        if self.training.varlen:
+            raise ValueError("training: varlen is for encoders; a causal reranker never pads")
+        if self.dev is not None:
+            example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
+            self.dev.check(
+                RerankConfig, f"a reranker in training orders the candidates of others: {example}"
+            )
+        return self
+
+
+def is_quantized(config: Train) -> bool:
+    """Whether the frozen weights are in 4 bits."""
+    return config.adapter is not None and config.adapter.quantize != "none"
+
+
+def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
+    """Load the model that training starts from, with its adapter. New layers depend on the seed alone."""
+    set_seed(config.training.seed)
+    source = config.model
+    if config.adapter is None:
+        # Most of AdamW's steps are too small to change a number in bfloat16.
+        source = source.model_copy(update={"precision": "float32"})
+    options = quantizing_options(config.adapter)
+    if isinstance(source, EncoderConfig):
+        model = load_encoder(source, device, options)
+        if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
+            what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
+            raise SkilltrainError(what, where="loss.dims")
+    else:
+        model = load_reranker(source, device, options, new_head=True)
+    if config.adapter is not None:
+        add_adapter(model.network, config.adapter)
+    return model
+
+
+def save_trained(
+    config: Train,
+    checkpoint: Path,
+    out: Path,
+    summary: Mapping[str, Any],
+    adapter_only: bool = False,
+) -> None:
+    """Save the model of a checkpoint with its card. An adapter (LoRA) is merged, or saved alone.
+
+    Runs on the CPU, because the GPU may still hold the model.
+    """
+    model = load_model(config, torch.device("cpu"))
+    load_weights(model, "model", checkpoint)
+    if adapter_only:
+        save_adapter(model, out, config.model.source)
+        return
+    if config.adapter is not None:
+        merge_adapter(model.network)
+    record = RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out)
+    save_model(model.eval(), out, config.model.source, model_card(record))
+
+
+def load_data(config: Train) -> TrainingSet:
     """Read and check the lists; for an encoder with in-batch negatives, cluster near-duplicate skills."""
-    is_encoder = isinstance(config, TrainEncoderConfig)
+    is_encoder = isinstance(config, TrainEncoder)
     near_duplicates = config.near_duplicates if is_encoder and config.in_batch_negatives else None
     data = load_training_set(config.data, near_duplicates)
     check_teacher_scores(data, config.loss)
@@ -117,7 +259,7 @@ def load_data(config: TrainConfig) -> TrainingSet:
 
 
 def open_step(
-    config: TrainConfig,
+    config: Train,
     data: TrainingSet,
     device: torch.device,
     token_cache: Path | None = None,
@@ -133,16 +275,16 @@ def open_step(
         varlen=training.varlen,
         is_sharded=sharded,
     )
-    if isinstance(config, TrainEncoderConfig) and isinstance(model, Encoder):
+    if isinstance(config, TrainEncoder) and isinstance(model, Encoder):
         own = {"in_batch": config.in_batch_negatives, "late_interaction": config.late_interaction}
         return EncoderStep(
             model, config.loss, on_best_windows(data, model.settings), replace(settings, **own)
         )
-    assert isinstance(config, TrainRerankerConfig) and isinstance(model, Reranker)
+    assert isinstance(config, TrainReranker) and isinstance(model, Reranker)
     return RerankerStep(model, config.loss, data, settings)
 
 
-def check_held_out(config: TrainConfig, data: TrainingSet) -> dict[str, int]:
+def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     """How many lists are contaminated, by summary key; a key is there where its benchmark was compared.
 
     With the benchmarks of `held_out` queries and positives are compared, with the dev benchmark queries alone: a dev
@@ -202,87 +344,7 @@ def _num_contaminated(
     return num_lists
 
 
-def plan_of(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
-    """All figures of the plan; `memory_mib` of each rank, with `activation_mib` for the largest batch.
-
-    `list_tokens` are those of all lists one by one, of which a step computes what is shared once. 4-bit weights have no
-    `hours`.
-    """
-    lists, ranks, device = step.data.lists, launched_ranks(), default_device()
-    steps, dtype = [*step_batches(lists, config)], config.dtype_on(device)
-    batches = [*chain.from_iterable(steps)]
-    activations = planned_activations(step, batches, dtype) / ranks
-    most = step.model.settings.max_tokens
-    tokens = sum(min(length, most) for one in lists for length in step.lengths(one))
-    if isinstance(step, EncoderStep):
-        tokens += sum(len(step.query_ids[one.query]) for one in lists)
-    plan = counts_of(step) | {
-        "num_queries": len({one.query for one in lists}),
-        "num_steps": len(steps),
-        "positives_cut_share": cut_share(step),
-        "list_tokens": tokens,
-        "activation_mib": round(activations / 2**20, 1),
-        "memory_mib": round((held_bytes(step) + activations) / 2**20, 1),
-        "num_ranks": ranks,
-    }
-    if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
-        plan["hours"] = float(f"{planned_seconds(step, batches, dtype, device) / ranks / 3600:.2g}")
-    return plan
-
-
-def counts_of(step: StepModule) -> dict[str, int]:
-    """How much there is to train on, and how many parameters train; before a launcher shards them."""
-    lists = step.data.lists
-    sizes = {
-        p: p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in step.parameters()
-    }  # two 4-bit weights a byte
-    return {
-        "num_lists": len(lists),
-        "num_skills": len({skill.skill_id for skill in step.data.skills.values()}),
-        "num_pairs": sum(len(one.skill_ids) for one in lists),
-        "num_positives": sum(sum(one.is_positive) for one in lists),
-        "num_parameters": sum(sizes.values()),
-        "num_trained_parameters": sum(
-            size for parameter, size in sizes.items() if parameter.requires_grad
-        ),
-    }
-
-
-def cut_share(step: StepModule) -> float:
-    """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
-    most = step.model.settings.max_tokens
-    longest = most - 1 if isinstance(step, EncoderStep) else most
-    rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in step.data.lists]
-    return round(
-        fmean(length > longest for row in rows for is_positive, length in row if is_positive), 4
-    )
-
-
-def planned_activations(step: StepModule, batches: Iterable[Batch], dtype: torch.dtype) -> int:
-    """Bytes that the batch with the most tokens needs beside weights and optimiser, all of it on one process.
-
-    With `recompute` these are the inputs of all layers, and all of one layer for the largest micro-batch.
-    """
-    network, slots = step.model.network, step.slots(largest_batch(step, batches))
-    of_layer, num_layers = layer_bytes(network, dtype), network.config.num_hidden_layers
-    if not step.settings.recompute:
-        return round(sum(slots) * num_layers * of_layer)
-    of_input = network.config.hidden_size * network.get_input_embeddings().weight.element_size()
-    return round(sum(slots) * num_layers * of_input + max(slots) * of_layer)
-
-
-def held_bytes(module: nn.Module) -> float:
-    """Bytes on each rank of all weights, and of the gradients and AdamW's two moments of those that train."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    weights = sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in [*module.parameters(), *trained]
-    )
-    held = weights + _ADAMW_BYTES * sum(parameter.numel() for parameter in trained)
-    return held / (launched_ranks() if shares_state() else 1)
-
-
-def check_fits(config: TrainConfig) -> None:
+def check_fits(config: Train) -> None:
     """Raise SkilltrainError, before any weight is read, where what training holds of each exceeds the GPU.
 
     Activations come on top; of 4-bit weights, which are made as they load, nothing is known yet.
@@ -301,55 +363,3 @@ def check_fits(config: TrainConfig) -> None:
         raise SkilltrainError(
             f"{what}, which has {total / GIB:.1f}", where=config.model.source, fix=fix
         )
-
-
-def planned_seconds(
-    step: StepModule, batches: Sequence[Batch], dtype: torch.dtype, device: torch.device
-) -> float:
-    """About how long all forward and backward passes take on one process: a layer's time, times layers and tokens."""
-    sample = batches[:: max(1, len(batches) // _SAMPLED)]
-    slots = len(batches) * fmean(sum(step.slots(batch)) for batch in sample)
-    most, budget = step.model.settings.max_tokens, step.settings.token_budget
-    length = round(
-        fmean(
-            min(tokens, most) for batch in sample for one in batch for tokens in step.lengths(one)
-        )
-    )
-    num_rows = max(1, (budget if device.type == "cuda" else min(budget, _TOKENS_ON_CPU)) // length)
-    network, ids = (
-        step.model.network,
-        torch.zeros(num_rows, length, dtype=torch.long, device=device),
-    )
-    return (
-        slots / ids.numel() * network.config.num_hidden_layers * _layer_seconds(network, ids, dtype)
-    )
-
-
-def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
-    """Seconds of the network's first layer with random weights, forward and backward, on token ids [text, token]."""
-    body, count, device = (
-        copy.deepcopy(network.base_model),
-        network.config.num_hidden_layers,
-        ids.device.type,
-    )
-    for part in body.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            del part[1:]
-    table = network.get_input_embeddings().weight
-    body.set_input_embeddings(nn.Embedding(1, table.shape[1], dtype=table.dtype))
-    body.to_empty(device=ids.device).train()
-    for tensor in (
-        *body.parameters(),
-        *body.buffers(),
-    ):  # what memory held before may be slow to compute with
-        tensor.data.normal_(std=0.02) if tensor.is_floating_point() else tensor.data.zero_()
-    if device == "cpu":
-        train_with_onednn(body)
-
-    def once() -> None:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            hidden = body(ids)[0]
-        hidden.float().sum().backward()
-
-    timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=1).median

@@ -18,6 +18,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, write_json
 from skilltrain.records import Skill, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.terminal import say
 from skilltrain.texts import clean_text, num_words, one_line
@@ -26,8 +27,18 @@ from skilltrain.workers import WorkersConfig
 DEFAULT_TAXONOMY = Path(__file__).with_name("taxonomy.yaml")
 
 
-class PoolConfig(Config):
-    """Settings of the stage `pool`."""
+class Pool(Stage):
+    """Make one pool of skills from many sources, and screen it for malware and prompt injections."""
+
+    example = "sources=examples/skill_library/skills out=runs/pool"
+    result = (
+        "{num_skills} skills in {num_categories} categories; left out: {num_dropped}; flagged: "
+        "{num_flagged_skills}"
+    )
+    next_command = (
+        "synthesize pool={out} out={near}/queries  # where you have queries: skilltrain "
+        "queries files=FILES"
+    )
 
     stage: Literal["pool"] = "pool"
     sources: list[InputPath | str] = Field(
@@ -70,7 +81,7 @@ class PoolConfig(Config):
         return {"categories": "taxonomy"} | values if has_encoder else values
 
     @model_validator(mode="after")
-    def _consistent(self) -> "PoolConfig":
+    def _consistent(self) -> "Pool":
         if (self.categories == "keep") != (self.encoder is None):
             raise ValueError(
                 "categories: taxonomy and from_pool need a section encoder, which keep does not use"
@@ -81,54 +92,53 @@ class PoolConfig(Config):
             )
         return self
 
+    def run(self, out: Path) -> Summary:
+        """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged.
 
-def run_pool(config: PoolConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged.
-
-    Raises SkilltrainError where a source cannot be read at all or where no skill is left.
-    """
-    sources, dropped = read_sources(config.sources)
-    refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
-    by_source, repeated = merge_sources(sources, config.drop_duplicates)
-    merged = list(chain.from_iterable(by_source))
-    dropped += repeated
-    skills = _fill_categories(merged, config)
-    num_own, num_known = (
-        sum(skill.category is not None for skill in some) for some in (merged, skills)
-    )
-    if not num_known:
-        say(
-            "warning: no skill has a category, so mining will find no taxonomy negatives; "
-            "give an encoder: encoder.source=…"
+        Raises SkilltrainError where a source cannot be read at all or where no skill is left.
+        """
+        sources, dropped = read_sources(self.sources)
+        refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
+        by_source, repeated = merge_sources(sources, self.drop_duplicates)
+        merged = list(chain.from_iterable(by_source))
+        dropped += repeated
+        skills = _fill_categories(merged, self)
+        num_own, num_known = (
+            sum(skill.category is not None for skill in some) for some in (merged, skills)
         )
-    places = [source for source in config.sources if isinstance(source, Path) and source.is_dir()]
-    files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
-    flags = screen_pool(
-        skills, config.workers, {own: file.parent for own, file in files.items() if file}
-    )
-    write_table(skills, SKILLS, out)
-    paths = [clean_text(str(Path(source).resolve())) for source in config.sources]
-    write_json(out / LOCAL_FILE, dict(zip(paths, map(len, by_source), strict=True)))
-    write_flags(flags, out)
-    write_table(dropped, DROPPED, out)
-    return {
-        "num_skills": len(skills),
-        "num_found": {
-            str(source): len(found) + refused[clean_text(str(source))]
-            for source, found in zip(config.sources, sources, strict=True)
-        },
-        "num_dropped": counted(drop.filter for drop in dropped if drop.filter != CUT),
-        "num_cut": sum(drop.filter == CUT for drop in dropped),
-        "num_by_lang": counted(skill.lang or "unknown" for skill in skills),
-        "num_with_own_category": num_own,
-        "num_with_assigned_category": num_known - num_own,
-        "num_categories": len({skill.category for skill in skills} - {None}),
-        "description_words": audit([skill.description for skill in skills]),
-        "num_flagged_skills": len(flags),
-        "num_flagged": counted(
-            rule for found in flags.values() for rule in {flag.rule for flag in found}
-        ),
-    }
+        if not num_known:
+            say(
+                "warning: no skill has a category, so mining will find no taxonomy negatives; "
+                "give an encoder: encoder.source=…"
+            )
+        places = [source for source in self.sources if isinstance(source, Path) and source.is_dir()]
+        files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
+        flags = screen_pool(
+            skills, self.workers, {own: file.parent for own, file in files.items() if file}
+        )
+        write_table(skills, SKILLS, out)
+        paths = [clean_text(str(Path(source).resolve())) for source in self.sources]
+        write_json(out / LOCAL_FILE, dict(zip(paths, map(len, by_source), strict=True)))
+        write_flags(flags, out)
+        write_table(dropped, DROPPED, out)
+        return {
+            "num_skills": len(skills),
+            "num_found": {
+                str(source): len(found) + refused[clean_text(str(source))]
+                for source, found in zip(self.sources, sources, strict=True)
+            },
+            "num_dropped": counted(drop.filter for drop in dropped if drop.filter != CUT),
+            "num_cut": sum(drop.filter == CUT for drop in dropped),
+            "num_by_lang": counted(skill.lang or "unknown" for skill in skills),
+            "num_with_own_category": num_own,
+            "num_with_assigned_category": num_known - num_own,
+            "num_categories": len({skill.category for skill in skills} - {None}),
+            "description_words": audit([skill.description for skill in skills]),
+            "num_flagged_skills": len(flags),
+            "num_flagged": counted(
+                rule for found in flags.values() for rule in {flag.rule for flag in found}
+            ),
+        }
 
 
 def audit(texts: Sequence[str]) -> dict[str, float]:
@@ -140,7 +150,7 @@ def audit(texts: Sequence[str]) -> dict[str, float]:
     return shares | {"median": median, "p90": ninth}
 
 
-def _fill_categories(skills: Sequence[Skill], config: PoolConfig) -> Sequence[Skill]:
+def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
     """`skills`, those without a category in the nearest one; as they are with `categories: keep`."""
     without = [skill for skill in skills if skill.category is None]
     if config.encoder is None or not without:

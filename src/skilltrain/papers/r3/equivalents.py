@@ -7,15 +7,16 @@ SkillRouter's supplement judges its pool so.
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.llm_stage import ask, questions_of
 from skilltrain.llm import LLMConfig, Questions, estimate_cost, read_numbers
 from skilltrain.papers.r3.rejections import Group, group_prompt
 from skilltrain.records import Judgement, Skill, Verdict, counted
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     JUDGEMENTS,
     RANKINGS,
@@ -29,8 +30,15 @@ from skilltrain.tables import (
 )
 
 
-class EquivalentsConfig(Config):
-    """Have a chat model say which candidates serve a query as well as its gold skill."""
+class Equivalents(Stage):
+    """Ask a chat model which candidates serve a query as well as its gold skill."""
+
+    example = (
+        "queries=runs/queries pool=runs/pool rankings=runs/candidates llm.kind=openai "
+        "out=runs/equivalent"
+    )
+    result = "{num_equivalents} equivalents of {num_golds} gold skills; not judged: {dropped}"
+    next_command = "evaluate --benchmark {out} --pool {pool}"
 
     stage: Literal["equivalents"] = "equivalents"
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
@@ -45,33 +53,31 @@ class EquivalentsConfig(Config):
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped")
 
+    def run(self, out: Path) -> Summary:
+        """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
+        outcome = ask(_questions(self))
+        judge = f"llm:{self.llm.model}"
+        # An equivalent of two gold skills of a query stands for the last of them.
+        equivalents: dict[tuple[str, str], Judgement] = {}
+        for group, skills in outcome.values:
+            for skill in skills:
+                ids = (group.query_id, skill.skill_id)
+                equivalents[ids] = Judgement(*ids, Verdict.REQUIRED, judge, group=group.skill_id)
+        judgements = [*read_table(self.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
+        write_queries(select_queries(self.queries, None), judgements, outcome.dropped, out)
+        return {
+            "num_golds": len(outcome.values) + len(outcome.dropped),
+            "num_equivalents": len(equivalents),
+            "dropped": counted(row.filter for row in outcome.dropped),
+            **outcome.used,
+        }
 
-def run_equivalents(config: EquivalentsConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
-    outcome = ask(_questions(config))
-    judge = f"llm:{config.llm.model}"
-    # An equivalent of two gold skills of a query stands for the last of them.
-    equivalents: dict[tuple[str, str], Judgement] = {}
-    for group, skills in outcome.values:
-        for skill in skills:
-            ids = (group.query_id, skill.skill_id)
-            equivalents[ids] = Judgement(*ids, Verdict.REQUIRED, judge, group=group.skill_id)
-    judgements = [*read_table(config.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
-    write_queries(select_queries(config.queries, None), judgements, outcome.dropped, out)
-    return {
-        "num_golds": len(outcome.values) + len(outcome.dropped),
-        "num_equivalents": len(equivalents),
-        "dropped": counted(row.filter for row in outcome.dropped),
-        **outcome.used,
-    }
-
-
-def plan_equivalents(config: EquivalentsConfig) -> dict[str, Any]:
-    """Estimate the cost without asking the model (`--dry-run`)."""
-    return estimate_cost(_questions(config))
+    def dry_run(self) -> Summary:
+        """Estimate the cost without asking the model (`--dry-run`)."""
+        return estimate_cost(_questions(self))
 
 
-def _questions(config: EquivalentsConfig) -> Questions[Group, list[Skill]]:
+def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
     rows = rows_by_query(rankings)

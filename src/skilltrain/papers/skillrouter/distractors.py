@@ -14,11 +14,11 @@ import math
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from skilltrain.config import Config, InputPath, Seed
+from skilltrain.config import InputPath, Seed
 from skilltrain.data.contamination import open_benchmarks
 from skilltrain.data.llm_stage import PROMPTS, Line, ask, prompt, questions_of
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
@@ -26,6 +26,7 @@ from skilltrain.data.pool.skill_file import split_header
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.records import Skill, counted
+from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.texts import clean_text, name_key, num_words
 
@@ -38,8 +39,12 @@ NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
 _MAX_SIBLINGS, _BODY_CHARS = 12, 4000  # that the model is shown
 
 
-class DistractorsConfig(Config):
-    """Write skills that resemble the gold skills of a benchmark and do not do their work."""
+class Distractors(Stage):
+    """Write skills that resemble a benchmark's gold skills and do something else."""
+
+    example = "benchmark=benchmark llm.kind=openai llm.max_tokens=3000 out=runs/distractors"
+    result = "{num_distractors} skills that look like {num_gold_skills}; left out: {num_dropped}"
+    next_command = "pool sources='[POOL, {out}]' out={near}/hard_pool"
 
     stage: Literal["distractors"] = "distractors"
     benchmark: InputPath = Field(
@@ -56,11 +61,34 @@ class DistractorsConfig(Config):
     out: Path = Field(description="folder for skills and dropped")
 
     @model_validator(mode="after")
-    def _enough_tokens(self) -> "DistractorsConfig":
+    def _enough_tokens(self) -> "Distractors":
         if self.llm.max_tokens < NUM_TOKENS:
             few = f"llm.max_tokens is {self.llm.max_tokens}, too few for a body of {ASKED_WORDS[1]} words"
             raise ValueError(f"{few}; set llm.max_tokens={NUM_TOKENS} or more")
         return self
+
+    def run(self, out: Path) -> Summary:
+        """Write SKILLS and DROPPED; an id names the gold skill and the strategy.
+
+        Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens
+        them.
+        """
+        questions = _questions(self)
+        outcome = ask(questions)
+        write_table([skill for _, skill in outcome.values], SKILLS, out)
+        write_table(outcome.dropped, DROPPED, out)
+        return {
+            **_counts(questions),
+            "num_distractors": len(outcome.values),
+            "num_dropped": len(outcome.dropped),
+            "dropped": counted(row.filter for row in outcome.dropped),
+            **outcome.used,
+        }
+
+    def dry_run(self) -> Summary:
+        """Estimate the cost without asking the model (`--dry-run`)."""
+        questions = _questions(self)
+        return _counts(questions) | estimate_cost(questions)
 
 
 class Distractor(NamedTuple):
@@ -81,37 +109,12 @@ class Distractor(NamedTuple):
     query_id: str = ""
 
 
-def run_distractors(config: DistractorsConfig, out: Path) -> dict[str, Any]:
-    """Write SKILLS and DROPPED; an id names the gold skill and the strategy.
-
-    Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens
-    them.
-    """
-    questions = _questions(config)
-    outcome = ask(questions)
-    write_table([skill for _, skill in outcome.values], SKILLS, out)
-    write_table(outcome.dropped, DROPPED, out)
-    return {
-        **_counts(questions),
-        "num_distractors": len(outcome.values),
-        "num_dropped": len(outcome.dropped),
-        "dropped": counted(row.filter for row in outcome.dropped),
-        **outcome.used,
-    }
-
-
-def plan_distractors(config: DistractorsConfig) -> dict[str, Any]:
-    """Estimate the cost without asking the model (`--dry-run`)."""
-    questions = _questions(config)
-    return _counts(questions) | estimate_cost(questions)
-
-
 def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
     num_golds = len({item.gold.skill_id for item in questions.items})
     return {"num_gold_skills": num_golds, "num_asked": len(questions.items)}
 
 
-def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
+def _questions(config: Distractors) -> Questions[Distractor, Skill]:
     """Return what is asked: for each gold skill its distractors, all strategies in turn."""
     golds = gold_skills(config)
     strategies = [*islice(cycle(STRATEGIES), config.num_distractors)]
@@ -138,7 +141,7 @@ def _questions(config: DistractorsConfig) -> Questions[Distractor, Skill]:
     )
 
 
-def gold_skills(config: DistractorsConfig) -> list[tuple[Skill, tuple[Skill, ...]]]:
+def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     """Return the gold skills, each with the other gold skills of its queries.
 
     Raises SkilltrainError if neither the benchmark's folder nor the pool holds one of them.

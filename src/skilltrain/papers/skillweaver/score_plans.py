@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import to_jsonable_python
 
-from skilltrain.config import Config, InputPath
+from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.page import markdown
@@ -27,14 +27,20 @@ from skilltrain.papers.skillweaver.plan_measures import MEANINGS, measure_names,
 from skilltrain.papers.skillweaver.planner import Find, Planner, PlannerConfig, find_each
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
+from skilltrain.stage import Stage, Summary
 from skilltrain.version import __version__
 
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _MOST_VALUES = 50  # of a label: categories are many
 
 
-class PlansConfig(Config):
-    """Plan compound tasks and score the plans against the gold steps and skills."""
+class Plans(Stage):
+    """Plan a benchmark's compound tasks, and score the plans step by step."""
+
+    example = (
+        "benchmark=livemcpbench system.name=bm25 'system.rankers=[{kind: lexical}]' out=runs/plans"
+    )
+    result = "{num_tasks} tasks planned; look at {out}/report.md"
 
     stage: Literal["plans"]
     benchmark: InputPath = Field(
@@ -66,7 +72,7 @@ class PlansConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _names_differ(self) -> "PlansConfig":
+    def _names_differ(self) -> "Plans":
         if len({planner.name for planner in self.planners}) < len(self.planners):
             raise ValueError("two planners have the same name")
         if unknown := sorted({*self.compare} - {*self.scored}):
@@ -85,86 +91,85 @@ class PlansConfig(Config):
         """Number of ways to plan."""
         return len(self.planners)
 
-
-def run_plans(config: PlansConfig, out: Path) -> dict[str, Any]:
-    """Write the plans and their scores; the summary holds the means over all tasks."""
-    benchmark, skills, pool = _open(config)
-    tasks = benchmark.tasks
-    find = finder(config.system, pool)
-    golds = {task.query.query_id: task.relevance.gold for task in tasks}
-    plans = {
-        planner.name: Planner(planner, skills, find, golds).plan(benchmark.queries)
-        for planner in config.planners
-    }
-    results = _results(tasks, plans, find, skills)
-    slices: dict[str, tuple[SliceMeans, ...]] = {}
-    for result in results:
-        labels = _labels(tasks, result, skills)
-        slices[result.name] = shown(
-            means_by_slice([result], labels, config.scored, most_values=_MOST_VALUES)
+    def run(self, out: Path) -> Summary:
+        """Write the plans and their scores; the summary holds the means over all tasks."""
+        benchmark, skills, pool = _open(self)
+        tasks = benchmark.tasks
+        find = finder(self.system, pool)
+        golds = {task.query.query_id: task.relevance.gold for task in tasks}
+        plans = {
+            planner.name: Planner(planner, skills, find, golds).plan(benchmark.queries)
+            for planner in self.planners
+        }
+        results = _results(tasks, plans, find, skills)
+        slices: dict[str, tuple[SliceMeans, ...]] = {}
+        for result in results:
+            labels = _labels(tasks, result, skills)
+            slices[result.name] = shown(
+                means_by_slice([result], labels, self.scored, most_values=_MOST_VALUES)
+            )
+        rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
+        pairs = [(results[0].name, other.name) for other in results[1:]]
+        compared = compare(results, pairs, self.compare)
+        notes = [*benchmark.notes, *_notes(plans)]
+        about = {
+            "benchmark": benchmark.name,
+            "num_tasks": len(tasks),
+            "num_skills": len(pool),
+            "notes": notes,
+        }
+        values = {
+            "slices": slices,
+            "rounds": rounds,
+            "comparisons": compared,
+            "measures": self.scored,
+        }
+        write_text(
+            out / "report.md",
+            markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED),
         )
-    rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
-    pairs = [(results[0].name, other.name) for other in results[1:]]
-    compared = compare(results, pairs, config.compare)
-    notes = [*benchmark.notes, *_notes(plans)]
-    about = {
-        "benchmark": benchmark.name,
-        "num_tasks": len(tasks),
-        "num_skills": len(pool),
-        "notes": notes,
-    }
-    values = {
-        "slices": slices,
-        "rounds": rounds,
-        "comparisons": compared,
-        "measures": config.scored,
-    }
-    write_text(
-        out / "report.md", markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED)
-    )
-    by_slice = {
-        name: [
-            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
-            for s in own
-        ]
-        for name, own in slices.items()
-    }
-    found = {
-        "skilltrain": __version__,
-        **about,
-        "planners": by_slice,
-        "rounds": rounds,
-        "comparisons": compared,
-    }
-    write_json(out / "metrics.json", to_jsonable_python(found))
-    scores: list[dict[str, Any]] = []
-    for result in results:
-        for query_id, row in result.per_query.items():
-            scores.append({"system": result.name, "query_id": query_id, **row})
-    write_jsonl(out / "per_query.jsonl", scores)
-    rows: list[dict[str, Any]] = []
-    for name, task_plans in plans.items():
-        for plan in task_plans:
-            rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
-    write_jsonl(out / "plans.jsonl", rows)
-    means = {
-        name: {measure: round(mean.mean, 4) for measure, mean in parts[0].means[name].items()}
-        for name, parts in slices.items()
-    }
-    return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
+        by_slice = {
+            name: [
+                {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
+                for s in own
+            ]
+            for name, own in slices.items()
+        }
+        found = {
+            "skilltrain": __version__,
+            **about,
+            "planners": by_slice,
+            "rounds": rounds,
+            "comparisons": compared,
+        }
+        write_json(out / "metrics.json", to_jsonable_python(found))
+        scores: list[dict[str, Any]] = []
+        for result in results:
+            for query_id, row in result.per_query.items():
+                scores.append({"system": result.name, "query_id": query_id, **row})
+        write_jsonl(out / "per_query.jsonl", scores)
+        rows: list[dict[str, Any]] = []
+        for name, task_plans in plans.items():
+            for plan in task_plans:
+                rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
+        write_jsonl(out / "plans.jsonl", rows)
+        means = {
+            name: {measure: round(mean.mean, 4) for measure, mean in parts[0].means[name].items()}
+            for name, parts in slices.items()
+        }
+        return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
-
-def plan_plans(config: PlansConfig) -> dict[str, Any]:
-    """Count the tasks and estimate the cost of each chat model's first requests (`--dry-run`)."""
-    benchmark, _, pool = _open(config)
-    asks = [Ask(task.query) for task in benchmark.tasks]
-    costs: dict[str, Any] = {}
-    for planner in config.planners:
-        model = planner.decomposer
-        if isinstance(model, ModelConfig):
-            questions = questions_of(model, LLM(model.llm), model.prompt, asks)
-            costs[planner.name] = estimate_cost(questions)
-    return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
+    def dry_run(self) -> Summary:
+        """Count the tasks and estimate the cost of each chat model's first requests (`--dry-run`)."""
+        benchmark, _, pool = _open(self)
+        asks = [Ask(task.query) for task in benchmark.tasks]
+        costs: dict[str, Any] = {}
+        for planner in self.planners:
+            model = planner.decomposer
+            if isinstance(model, ModelConfig):
+                questions = questions_of(model, LLM(model.llm), model.prompt, asks)
+                costs[planner.name] = estimate_cost(questions)
+        return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
@@ -181,7 +186,7 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
     return find
 
 
-def _open(config: PlansConfig) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
+def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     """Return the benchmark, all skills by id, and the skills that can be found.
 
     Raises SkilltrainError for a model that is not there, and for a benchmark without steps, pool or

@@ -1,0 +1,102 @@
+"""Commands that export a model and push it to the Hugging Face Hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skilltrain.cli.app import AsJson, DryRun, app, conclude, quietly
+from skilltrain.errors import SkilltrainError
+from skilltrain.export import Form
+from skilltrain.texts import visible
+
+AsForm = Annotated[
+    Form | None,
+    typer.Option(
+        "--form", help="what else than the plain folder: for vLLM, late interaction, a runtime"
+    ),
+]
+Reports = Annotated[
+    list[Path] | None,
+    typer.Option("--report", help="report of `evaluate` for the card's results; may be repeated"),
+]
+License = Annotated[
+    str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")
+]
+
+
+@app.command(rich_help_panel="Publish")
+def export(
+    run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
+    out: Annotated[Path, typer.Option(help="folder to write the model to")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="step-N or best; else what the run ended with")
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")
+    ] = False,
+    form: AsForm = None,
+    reports: Reports = None,
+    repo: Annotated[
+        str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")
+    ] = None,
+    license_id: License = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
+
+    Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
+
+    Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
+    """
+    from skilltrain.export.card import Published
+    from skilltrain.training.export_run import export_run
+
+    if adapter and any((form, reports, repo, license_id)):
+        what = "an adapter is written as it is, without a card"
+        raise SkilltrainError(what, where="--adapter", fix="give only --checkpoint and --out")
+    published = Published(repo, license_id, reports or ())
+    summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
+    conclude(summary, [f"{out}: {summary['checkpoint'] or 'the model'} of {run}"], as_json)
+
+
+@app.command(rich_help_panel="Publish")
+def push(
+    run: Annotated[
+        Path, typer.Argument(help="folder of a finished training, or one that `export` wrote")
+    ],
+    repo: Annotated[
+        str, typer.Option(help="OWNER/NAME on the Hub; made if it is not there, and private")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="everyone may read the repository")
+    ] = False,
+    into_existing: Annotated[
+        bool,
+        typer.Option("--into-existing", help="replace a repository that holds only a README.md"),
+    ] = False,
+    form: AsForm = None,
+    reports: Reports = None,
+    license_id: License = None,
+    is_dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a model with its card to the Hugging Face Hub, after a check that others open it with the same scores.
+
+    The token is HF_TOKEN, or that of `hf auth login`. --dry-run checks all, shows files and card, and asks no server.
+
+    Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
+    """
+    from skilltrain.export.card import Published
+    from skilltrain.training.export_run import push_model
+
+    published = Published(repo, license_id, reports or ())
+    summary = quietly(push_model, run, published, form, public, into_existing, is_dry_run)
+    if is_dry_run and not as_json:
+        typer.echo(visible(summary["card"]))
+    lines = [f"{name}: {size:,} bytes" for name, size in summary["files"].items()]
+    if is_dry_run:
+        lines.append(f"{repo}: would be pushed; nothing was sent")
+    else:
+        lines.append(f"{summary['url']}: pushed")
+    conclude(summary, lines, as_json)
