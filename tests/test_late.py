@@ -11,7 +11,7 @@ from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.retrieval.executor import OpenRankers, run_rankers
+from skilltrain.retrieval.executor import OpenRankers, run_rankers, with_keeps
 from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.late import LateConfig, TokenVectors
 from skilltrain.training.scores import encoder_scores
@@ -210,7 +210,9 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
     second = FuseConfig.model_validate({"of": legs, "weights": [0.4, 0.6], "keep": 5})
     runs = []
 
-    ranking = run_rankers([first, second], QUERIES, None, [8, 5], OpenRankers(SKILLS), runs.append)
+    rankers = with_keeps([first, second], 8)
+
+    ranking = run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS), runs.append)
 
     bm25, of_late = runs[1].by_leg
     for query_id in ("q1", "q2"):

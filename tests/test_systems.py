@@ -203,7 +203,8 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
         RankerConfig, "ranker", lambda self, *rest: asked.append(self.kind) or opened(self, *rest)
     )
     own = Own()
-    cascade = Cascade(QUERIES, SKILLS, 3, {"self": own})
+    cascade = Cascade(QUERIES, SKILLS, 3)
+    cascade.pool.opened["self"] = own
     both = system("own", kept(LEXICAL, 5), RerankConfig(source="self", keep=5))
     check_systems([both], has_own=True)
     first = cascade.run(both)[-1].rankings["q1"]
@@ -285,7 +286,9 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
         (config, given, 9, fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")),
     ):
         pool = OpenRankers(POOL)
-        assert run_rankers([fused], QUERIES[:1], candidates, [top_k], pool) == {"q1": expected}
+        assert run_rankers(
+            [fused.model_copy(update={"keep": top_k})], QUERIES[:1], candidates, pool
+        ) == {"q1": expected}
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -188,9 +188,8 @@ def member_scores(
     candidates: Rankings = {
         query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
     }
-    scoring = [ranker.with_leg_keep(longest) for ranker in rankers]
-    top_ks = [longest] * len(rankers)
-    rankings = run_rankers(scoring, queries, candidates, top_ks, OpenRankers(skills))
+    scoring = [ranker.keeping(longest) for ranker in rankers]
+    rankings = run_rankers(scoring, queries, candidates, OpenRankers(skills))
     scores: dict[str, list[float]] = {}
     for query_id, row in members.items():
         by_skill = dict(rankings[query_id])

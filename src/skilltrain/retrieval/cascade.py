@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranker, Rankings, Skill
-from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers
-from skilltrain.retrieval.rankers import OWN, AnyRanker, RankerConfig, parts_of
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
+from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
 from skilltrain.terminal import say, without_bars
 
 
@@ -86,22 +86,15 @@ class RankedStage:
 class Cascade:
     """Runs systems for the same queries over one pool. A common beginning of two systems runs once.
 
-    `opened` keeps rankers by `key`. The model in training is there as `OWN`. It runs anew each
-    time, as does every ranker after it.
+    The model in training runs anew each time, as does every ranker after it.
     """
 
-    def __init__(
-        self,
-        queries: Sequence[Query],
-        skills: Sequence[Skill],
-        depth: int,
-        opened: dict[str, Ranker] | None = None,
-    ) -> None:
+    def __init__(self, queries: Sequence[Query], skills: Sequence[Skill], depth: int) -> None:
         if not queries:
             raise SkilltrainError("there is no query to rank for")
         self.queries = queries
         self.depth = depth
-        self.pool = OpenRankers(skills, {} if opened is None else opened)
+        self.pool = OpenRankers(skills)
         self._runs: dict[str, RankerRun] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
@@ -110,10 +103,7 @@ class Cascade:
         The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time,
         to measure latency; not by rankers from the first that asks a server or reads a file.
         """
-        top_ks = keeps_of(system, self.depth)
-        rankers: list[RankerConfig] = []
-        for ranker, top_k in zip(system.rankers, top_ks, strict=True):
-            rankers.append(ranker.model_copy(update={"keep": top_k}))
+        rankers = with_keeps(system.rankers, self.depth)
         remote = [any(part.is_remote for part in ranker.parts()) for ranker in rankers]
         num_local = [*remote, True].index(True)
         if num_timed and num_local < len(rankers):
@@ -145,8 +135,7 @@ class Cascade:
                 break
             add_stage(run)
             candidates = run.rankings
-        rest = slice(len(stages), None)
-        run_rankers(rankers[rest], self.queries, candidates, top_ks[rest], self.pool, add_stage)
+        run_rankers(rankers[len(stages) :], self.queries, candidates, self.pool, add_stage)
         last = stages.pop()
         cut = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
         return (*stages, replace(last, name=system.name, rankings=cut))
@@ -171,8 +160,7 @@ class Cascade:
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()
                 allocated = torch.cuda.memory_allocated()
-                top_ks = [run.config.keep]
-                run_rankers([run.config], [alone], candidates, top_ks, self.pool, runs.append)
+                run_rankers([run.config], [alone], candidates, self.pool, runs.append)
                 peak = torch.cuda.max_memory_allocated()
                 if number and peak > allocated:
                     gpu_bytes = max(gpu_bytes, peak)
@@ -185,14 +173,6 @@ def _check_finite(run: RankerRun, where: str, number: int) -> None:
         if not all(math.isfinite(score) for _, score in ranking):
             what = f"ranker {number}, {run.config.kind}, gave scores that are no numbers"
             raise SkilltrainError(what, where=where)
-
-
-def keeps_of(system: SystemConfig, depth: int) -> list[int]:
-    """Return how many skills each ranker keeps, at least `depth` and what the later rankers need."""
-    keeps: list[int] = []
-    for ranker in reversed(system.rankers):
-        keeps.append(max(depth, *keeps, 1) if ranker.keep is None else ranker.keep)
-    return keeps[::-1]
 
 
 def run_systems(

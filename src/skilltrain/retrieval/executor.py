@@ -48,7 +48,6 @@ def run_rankers(
     rankers: Sequence[RankerConfig],
     queries: Sequence[Query],
     candidates: Rankings | None,
-    top_ks: Sequence[int],
     pool: OpenRankers,
     observe: Callable[[RankerRun], object] = lambda run: None,
     without: Collection[str] = (),
@@ -59,10 +58,9 @@ def run_rankers(
     differs must not give them different candidates.
 
     Args:
-        rankers: What ranks.
+        rankers: What ranks; all have a `keep` (see `with_keeps`).
         queries: What is ranked for.
         candidates: What the first ranker orders; None to rank the pool.
-        top_ks: Number of skills that each ranker keeps.
         pool: The rankers that are open, and the pool.
         observe: Called with the answers of each ranker, before the next one runs.
         without: Skills to rank as if the pool did not hold them.
@@ -70,9 +68,9 @@ def run_rankers(
     Returns:
         Rankings of the last ranker.
     """
-    for config, top_k in zip(rankers, top_ks, strict=True):
+    for config in rankers:
         legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
-        leg_top_ks = config.leg_top_ks(top_k, candidates)
+        leg_top_ks = config.leg_top_ks(candidates)
         is_search = candidates is None
         # The legs of a fused ranker find more than is needed anyway.
         num_spare = len(without) if is_search and len(legs) == 1 else 0
@@ -87,7 +85,7 @@ def run_rankers(
         joined: Rankings = {}
         for query in queries:
             rows = [rankings[query.query_id] for rankings in by_leg]
-            joined[query.query_id] = config.combine(rows, top_k)
+            joined[query.query_id] = config.combine(rows)
         seconds = (time.perf_counter() - started) / len(queries)
 
         joined = of_first_rank(joined)
@@ -95,6 +93,17 @@ def run_rankers(
         observe(RankerRun(config, candidates, by_leg, joined, seconds, counts))
         candidates = joined
     return candidates or {}
+
+
+def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
+    """Fill in how many skills each ranker keeps: at least `depth`, and what the later rankers need."""
+    filled: list[RankerConfig] = []
+    highest = max(depth, 1)
+    for ranker in reversed(rankers):
+        keep = highest if ranker.keep is None else ranker.keep
+        highest = max(highest, keep)
+        filled.append(ranker.model_copy(update={"keep": keep}))
+    return filled[::-1]
 
 
 def _leave_out(rankings: Rankings, without: Collection[str], top_k: int) -> Rankings:

@@ -55,20 +55,20 @@ class FuseConfig(RankerConfig):
     def legs(self) -> tuple[RankerConfig, ...]:
         return self.of
 
-    def leg_top_ks(self, top_k: int, candidates: Rankings | None) -> list[int]:
+    def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
         """Return the legs' own `keep`, else `LEG_KEEP` or the number of candidates."""
         depth = LEG_KEEP
         if candidates is not None:
             depth = max(map(len, candidates.values()), default=0)
         return [leg.keep or depth for leg in self.of]
 
-    def combine(self, rankings: Sequence[Ranking], top_k: int) -> Ranking:
+    def combine(self, rankings: Sequence[Ranking]) -> Ranking:
         """Fuse the rankings of one query."""
-        return fuse(rankings, self.leg_weights(), self.method, self.rrf_k)[:top_k]
+        return fuse(rankings, self.leg_weights(), self.method, self.rrf_k)[: self.keep]
 
-    def with_leg_keep(self, count: int) -> "FuseConfig":
-        legs = tuple(leg.model_copy(update={"keep": count}) for leg in self.of)
-        return self.model_copy(update={"of": legs})
+    def keeping(self, count: int) -> "FuseConfig":
+        legs = tuple(leg.keeping(count) for leg in self.of)
+        return self.model_copy(update={"of": legs, "keep": count})
 
     def written_out(self) -> "FuseConfig":
         return self.model_copy(update={"weights": self.leg_weights()})

@@ -81,17 +81,17 @@ class RankerConfig(Config):
         """The rankers that are asked: itself, or those that it fuses."""
         return (self,)
 
-    def leg_top_ks(self, top_k: int, candidates: Rankings | None) -> list[int]:
-        """Return how many skills each leg keeps, if the ranker keeps `top_k`."""
-        return [top_k]
+    def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
+        """Return how many skills each leg keeps."""
+        return [self.keep]
 
-    def combine(self, rankings: Sequence[Ranking], top_k: int) -> Ranking:
+    def combine(self, rankings: Sequence[Ranking]) -> Ranking:
         """Return the ranker's answer to one query by those of its legs."""
         return rankings[0]
 
-    def with_leg_keep(self, count: int) -> "RankerConfig":
-        """Return the settings with which all legs of a fused ranker keep `count` skills."""
-        return self
+    def keeping(self, count: int) -> "RankerConfig":
+        """Return the settings with which the ranker and its legs keep `count` skills."""
+        return self.model_copy(update={"keep": count})
 
     def parts(self) -> "Iterator[RankerConfig]":
         """Yield the ranker, then those that it is made of."""

@@ -1,6 +1,6 @@
 """Reranking: the candidates of each query, ordered by the reranker."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -85,18 +85,20 @@ class Rerank:
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
         tokens: list[dict[str, bytes]] = []
+        remembered: list[dict[bytes, float]] = []  # another thread may clear `_scores`
         new_ids: list[list[bytes]] = []
         for query in track(queries, "tokenizing", len(queries)):
             row = self._tokenize([skill_id for skill_id, _ in candidates[query.query_id][:keep]])
             known = self._scores.setdefault(query, {})
             tokens.append(row)
+            remembered.append(known)
             new_ids.append([ids for ids in dict.fromkeys(row.values()) if ids not in known])
-        forward = self.forward or self._forward
-        values = forward(map(self._pairs, queries, new_ids))
+        lists = map(self._pairs, queries, new_ids)
+        values = self.forward(lists) if self.forward else map(self._score, lists)
         rankings: Rankings = {}
         progress = track(queries, "reranking", len(queries))
-        for query, row, ids, scores in zip(progress, tokens, new_ids, values, strict=True):
-            known = self._scores[query]
+        rows = zip(progress, tokens, remembered, new_ids, values, strict=True)
+        for query, row, known, ids, scores in rows:
             known.update(zip(ids, scores, strict=True))
             by_skill = {skill_id: known[ids] for skill_id, ids in row.items()}
             ranking = candidates[query.query_id]
@@ -109,12 +111,10 @@ class Rerank:
         query_ids = tokenizer.query(query.text) if skills else ()
         return [tokenizer.join(query_ids, np.frombuffer(ids, np.int32)) for ids in skills]
 
-    def _forward(self, lists: Iterable[list[PairIds]]) -> Iterator[list[float]]:
-        for pairs in lists:
-            yield self._scores_of(pairs) if pairs else []
-
     @torch.inference_mode()
-    def _scores_of(self, pairs: list[PairIds]) -> list[float]:
+    def _score(self, pairs: list[PairIds]) -> list[float]:
+        if not pairs:
+            return []
         groups = self.reranker.micro_batches([pairs], self.token_budget)
         return run_micro_batches(self.reranker, pairs, groups).tolist()
 

@@ -13,8 +13,8 @@ from skilltrain.data.pool.read import find_skill_file, skill_folders
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
-from skilltrain.retrieval.cascade import SystemConfig, keeps_of
-from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers
+from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import parts_of
@@ -54,21 +54,14 @@ class _Opened:
                 # Places in the pool say more than those among a few candidates.
                 places.setdefault(self.names[leg.key], rankings[query.query_id])
 
-        rankers = self.held.system.rankers
-        top_ks = keeps_of(self.held.system, max(k, _DEPTH))
+        rankers = with_keeps(self.held.system.rankers, max(k, _DEPTH))
         pool = OpenRankers((), self.parts)
-        rankings = run_rankers(rankers, [query], None, top_ks, pool, observe, without)
-        ranking = rankings[query.query_id][: top_ks[-1]]
-        indexes = {
-            self.names[key]: part.index
-            for key, part in self.parts.items()
-            if isinstance(part, PoolRanker)
-        }
-        most = {
-            name: index.most(query.text)
-            for name, index in indexes.items()
-            if isinstance(index, BM25Index)
-        }
+        rankings = run_rankers(rankers, [query], None, pool, observe, without)
+        ranking = rankings[query.query_id][: rankers[-1].keep]
+        most: dict[str, float] = {}
+        for key, part in self.parts.items():
+            if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
+                most[self.names[key]] = part.index.most(query.text)
         return Traced(places, most, ranking)
 
     def routed(

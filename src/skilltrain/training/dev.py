@@ -26,8 +26,9 @@ from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
+from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.dense import SkillEncoder
+from skilltrain.retrieval.executor import with_keeps
 from skilltrain.retrieval.rankers import OWN
 from skilltrain.retrieval.rerank import Rerank
 from skilltrain.retrieval.vectors import Vectors
@@ -174,11 +175,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
     )
     if not number:
         return
-    keeps = keeps_of(config.system, cascade.depth)
-    before = [
-        one.model_copy(update={"keep": k})
-        for one, k in zip(config.rankers[:number], keeps, strict=False)
-    ]
+    before = with_keeps(config.rankers, cascade.depth)[:number]
     found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].skill_ids()
     cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
     golds = [(task.query.query_id, skill_id) for task in tasks for skill_id in task.relevance.gold]
