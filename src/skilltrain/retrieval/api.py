@@ -55,16 +55,13 @@ class ApiConfig(ServerConfig, RankerConfig):
     )
 
     is_remote = True
-    has_stored_part = True
+    stored_part = ChunkVectors
 
     def check(self) -> None:
         ApiEncoder(self)
 
     def open(self, opened: dict[str, Any]) -> "ApiEncoder":
         return ApiEncoder(self)
-
-    def load_part(self, folder: Path) -> ChunkVectors:
-        return ChunkVectors.load(folder)
 
     @property
     def server(self) -> ServerConfig:

@@ -253,7 +253,9 @@ def _open(folder: Path) -> Index:
     system = record.system(folder.parent)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
     keys = np.load(folder / KEYS_FILE)
-    parts = {part.key: part.load_part(folder / name) for name, part in kept_parts(system).items()}
+    parts = {
+        part.key: part.stored_part.load(folder / name) for name, part in kept_parts(system).items()
+    }
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {
         sum(record.sources.values())
     }:
@@ -265,7 +267,7 @@ def _open(folder: Path) -> Index:
 
 def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
     """Folder → ranker, of each that holds something of the pool."""
-    parts = {part.key: part for part in parts_of(system.rankers) if part.has_stored_part}
+    parts = {part.key: part for part in parts_of(system.rankers) if part.stored_part}
     return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
 
 

@@ -37,8 +37,6 @@ from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.models.saving import save_adapter, save_model
 from skilltrain.records import Dropped, Verdict
-from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.stage import Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.checkpoint import load_weights
@@ -153,7 +151,7 @@ class TrainEncoder(Train):
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainEncoder":
         if self.dev is not None:
-            self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
+            self.dev.check("dense", "an encoder in training is {kind: dense, source: self}")
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
         pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
@@ -199,7 +197,7 @@ class TrainReranker(Train):
         if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
             self.dev.check(
-                RerankConfig, f"a reranker in training orders the candidates of others: {example}"
+                "rerank", f"a reranker in training orders the candidates of others: {example}"
             )
         return self
 
