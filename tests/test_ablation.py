@@ -17,9 +17,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from skilltrain import ablation
 from skilltrain.config import apply_overrides
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation import ablate as ablation
 from skilltrain.evaluation.ablate import (
     AblationConfig,
     Cell,

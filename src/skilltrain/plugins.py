@@ -20,8 +20,9 @@ from skilltrain.errors import SkilltrainError
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
     "ranker": {},
+    "command": {},  # those of this package are in cli/
 }
-"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
+"""Kind of plug-in → name → import path; stage.py adds the stages. Strings, so that a module is imported only when it is used."""
 
 
 @cache
