@@ -73,6 +73,7 @@ class Candidates(Stage):
         return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
     def dry_run(self) -> Summary:
+        """Count what would be ranked, and estimate its cost."""
         queries = select_queries(self.queries, self.split)
         return estimate_ranking([self.system], queries, read_pool(self.pool))
 

@@ -111,7 +111,7 @@ class Train(TrainingStage):
         return summary
 
     def dry_run(self) -> Summary:
-        """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
+        """Count what training would read, and estimate memory and time. Loads no weights."""
         data = load_data(self)
         check_held_out(self, data)
         # 4-bit layers are made as they load
