@@ -95,7 +95,7 @@ def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(
 def test_a_system_ranks_by_the_best_windows(model_folders, pool):
     settings = {"source": str(model_folders["bert"]), "precision": "float32", **FIFTY}
     chunks = Chunks(windows=3, pool=pool)
-    ranker = DenseConfig(**settings, chunks=chunks).open().over({"long": LONG, "short": SHORT})
+    ranker = DenseConfig(**settings, chunks=chunks).open({}).over({"long": LONG, "short": SHORT})
     query = Query("q", "deploy pods", "", "", "")
     cosines = np.sort((ranker.index.encode([query.text]) @ ranker.index.chunks.vectors.T)[0, :3])
     long = cosines[-1] if pool == "max" else cosines[-2:].mean()

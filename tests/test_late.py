@@ -11,9 +11,8 @@ from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
 from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.late import LateConfig, TokenVectors
-from skilltrain.retrieval.rankers import FuseConfig, open_ranker
-from skilltrain.retrieval.rankings import fuse
 from skilltrain.training.scores import encoder_scores
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.train import TrainEncoder
@@ -99,7 +98,7 @@ def sourced(model_folders, **settings):
 
 @pytest.fixture
 def ranker(model_folders):
-    return open_ranker(LateConfig(**sourced(model_folders, token_budget=64)), SKILLS, {})
+    return LateConfig(**sourced(model_folders, token_budget=64)).ranker(SKILLS, {})
 
 
 def candidates(*numbers):
@@ -169,10 +168,10 @@ def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatc
     monkeypatch.setattr(late, "_TEXTS", 2)
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
-    ranker.save_tokens(tmp_path / "old", [TWINS["t1"]], None, [-1])
+    ranker.save_part(tmp_path / "old", [TWINS["t1"]], None, [-1])
     stored = TokenVectors.load(tmp_path / "old")
 
-    ranker.save_tokens(tmp_path / "new", [*TWINS.values(), SKILLS[0]], stored, [-1, 0, -1, -1])
+    ranker.save_part(tmp_path / "new", [*TWINS.values(), SKILLS[0]], stored, [-1, 0, -1, -1])
 
     assert len(encoded) == 1 + 1
     vectors = TokenVectors.load(tmp_path / "new")
@@ -192,7 +191,7 @@ def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
     ):
         (tmp_path / name).mkdir()
         kept = TokenVectors.load(tmp_path / "old") if name == "new" else None
-        ranker.save_tokens(tmp_path / name, skills, kept, at)
+        ranker.save_part(tmp_path / name, skills, kept, at)
     assert len(encoded) == 10 + 3
     stored = ranker.over(ranker.skills, TokenVectors.load(tmp_path / "new"))
     assert stored.stored.num_skills == len(SKILLS)
@@ -209,8 +208,8 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
     )
     second = FuseConfig.model_validate({"of": legs, "weights": [0.4, 0.6], "keep": 5})
     found, fused = (
-        open_ranker(first, SKILLS, opened := {}).rank(QUERIES, None, 8),
-        open_ranker(second, SKILLS, opened),
+        first.ranker(SKILLS, opened := {}).rank(QUERIES, None, 8),
+        second.ranker(SKILLS, opened),
     )
     (bm25, of_late), ranking = fused.find(QUERIES, found), fused.rank(QUERIES, found, 5)
     for query_id in ("q1", "q2"):

@@ -9,7 +9,6 @@ from hypothesis.extra import numpy as npst
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import K1, B, BM25Index, LexicalConfig, Vocabulary, top_k
-from skilltrain.retrieval.rankers import open_ranker
 
 
 @pytest.mark.parametrize(
@@ -75,9 +74,11 @@ def test_fields_are_searched_alone_and_a_skill_may_lack_them(fields, expected):
         Skill("c", "dog", "", ""),
         Skill("d", "dog", "", "cat cat cat"),
     ]
-    found = open_ranker(LexicalConfig(fields=fields), pool, {}).rank(
-        [Query("q", "cats", "", "", "")], None, 4
-    )["q"]
+    found = (
+        LexicalConfig(fields=fields)
+        .ranker(pool, {})
+        .rank([Query("q", "cats", "", "", "")], None, 4)["q"]
+    )
     assert "".join(skill_id for skill_id, _ in found) == expected
 
 

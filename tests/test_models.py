@@ -16,7 +16,6 @@ from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, num_positions
 from skilltrain.models.reranker import RerankerConfig, RerankerSettings, load_reranker
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval.rankers import open_ranker
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 from tiny_models import bert_tokenizer
@@ -172,9 +171,8 @@ def test_without_bodies_the_score_ignores_them_and_the_rest_of_a_saved_template_
     ]
     scores, chosen = {}, {}
     for fields in (None, "full", "nd"):
-        ranker = open_ranker(
-            RerankConfig(source=str(folder), precision="float32", fields=fields), skills, {}
-        )
+        config = RerankConfig(source=str(folder), precision="float32", fields=fields)
+        ranker: Any = config.ranker(skills, {})
         chosen[fields] = ranker.reranker.settings.model_dump()
         ranked = ranker.rank([Query("q", QUERY, "", "", "")], {"q": [("a", 0.0), ("b", 0.0)]}, 2)
         scores[fields] = dict(ranked["q"])

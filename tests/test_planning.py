@@ -14,6 +14,7 @@ from skilltrain.config import validate
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError
+from skilltrain.llm.query_prompts import Ask
 from skilltrain.metrics.benchmarks.benchmark import GoldStep, Task
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.measures import Relevance
@@ -30,7 +31,6 @@ from skilltrain.papers.skillweaver.plan_measures import measure_names, plan_valu
 from skilltrain.papers.skillweaver.planner import Planner, PlannerConfig
 from skilltrain.papers.skillweaver.rules import Round, dependencies, steps_by_rules
 from skilltrain.records import Query, Ranking, Skill
-from skilltrain.retrieval.select import Ask
 from skilltrain.tables import PLANS, write_table
 from small_library import skilltrain, succeeds
 from test_benchmarks import live, mcp_task

@@ -13,18 +13,12 @@ from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.llm import AnswerError, estimate_cost
 from skilltrain.llm.answers import Request
+from skilltrain.llm.query_prompts import Ask
+from skilltrain.papers.skillflow.admit import AdmitConfig, read_relevant, read_verdict
 from skilltrain.papers.skillflow.expand import Expand, ExpandConfig, joined, read_queries
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
-from skilltrain.retrieval.select import (
-    AdmitConfig,
-    Ask,
-    Select,
-    SelectConfig,
-    read_choice,
-    read_relevant,
-    read_verdict,
-)
+from skilltrain.retrieval.select import SelectConfig, read_choice
 from skilltrain.serving.router import Router
 
 
@@ -56,7 +50,7 @@ def chosen(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """(query → the ids that are left of its candidates, in order; what the ranker counts). Scores fall with rank."""
     asked = validate(config, {"llm": chat(server), "max_retries": 1, **settings}, "test")
-    ranker = Select(asked, SKILLS | {one.skill_id: one for one in skills})
+    ranker: Any = asked.open({}).over(SKILLS | {one.skill_id: one for one in skills})
     before: Rankings = {
         q: [(i, -float(n)) for n, i in enumerate(ids, 1)] for q, ids in candidates.items()
     }

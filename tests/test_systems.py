@@ -9,13 +9,13 @@ from benchmark_folders import write_rankings
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.retrieval import cascade as module
 from skilltrain.retrieval import rerank
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankers import FuseConfig, open_ranker
-from skilltrain.retrieval.rankings import SavedConfig, fuse, rankings_table
+from skilltrain.retrieval.rankers import RankerConfig
+from skilltrain.retrieval.rankings import SavedConfig, rankings_table
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import console
 from tiny_models import WORDS
@@ -142,7 +142,7 @@ def test_what_systems_share_is_opened_once_and_they_rank_as_each_does_alone(
     opened = []
     open_dense, load_reranker = DenseConfig.open, rerank.load_reranker
     monkeypatch.setattr(
-        DenseConfig, "open", lambda self: opened.append("dense") or open_dense(self)
+        DenseConfig, "open", lambda self, models: opened.append("dense") or open_dense(self, models)
     )
     monkeypatch.setattr(
         rerank, "load_reranker", lambda *how: opened.append("rerank") or load_reranker(*how)
@@ -197,10 +197,9 @@ class Own:
 
 def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(monkeypatch):
     asked = []
+    opened = RankerConfig.ranker
     monkeypatch.setattr(
-        module,
-        "open_ranker",
-        lambda config, *rest: asked.append(config.kind) or open_ranker(config, *rest),
+        RankerConfig, "ranker", lambda self, *rest: asked.append(self.kind) or opened(self, *rest)
     )
     own = Own()
     cascade = Cascade(QUERIES, SKILLS, 3, {"self": own})
@@ -266,7 +265,7 @@ def saved(tmp_path):
 
 def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
     one, two = (
-        open_ranker(SavedConfig(rankings=saved, stage=stage), POOL, {}) for stage in ("one", "two")
+        SavedConfig(rankings=saved, stage=stage).ranker(POOL, {}) for stage in ("one", "two")
     )
     assert one.rank(QUERIES, None, 2) == {"q1": ONE[:2], "q2": TWO}
     given = {"q1": [("d", 9.0), ("c", 8.0), ("b", 7.0)], "q2": []}
@@ -277,9 +276,9 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
     config = validate(
         FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test"
     )
-    both = open_ranker(config, POOL, {})
+    both = config.ranker(POOL, {})
     assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf")[:2]}
-    flat = open_ranker(config.model_copy(update={"rrf_k": 0}), POOL, {})
+    flat = config.model_copy(update={"rrf_k": 0}).ranker(POOL, {})
     assert flat.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf", 0)[:2]}
     given = {"q1": [("b", 1.0), ("a", 1.0)]}
     assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")}
@@ -329,7 +328,7 @@ GONE, LEG, LAST = (
 def test_systems_that_make_no_sense_are_refused_before_another_ranks(
     model_folders, monkeypatch, values, message
 ):
-    monkeypatch.setattr(module, "open_ranker", lambda *_: pytest.fail("work had begun"))
+    monkeypatch.setattr(RankerConfig, "ranker", lambda *_: pytest.fail("work had begun"))
     monkeypatch.chdir(model_folders["bert_reranker"].parent)
     with pytest.raises(SkilltrainError, match=message):
         rank([BM25, validate(SystemConfig, {"name": "one"} | values, "test")])
@@ -345,7 +344,7 @@ def test_systems_that_make_no_sense_are_refused_before_another_ranks(
 )
 def test_saved_rankings_that_do_not_fit_are_refused(saved, settings, pool, message):
     with pytest.raises(SkilltrainError, match=message):
-        open_ranker(SavedConfig(rankings=saved, **settings), pool, {}).rank(QUERIES, None, 9)
+        SavedConfig(rankings=saved, **settings).ranker(pool, {}).rank(QUERIES, None, 9)
 
 
 def test_nothing_to_rank_and_scores_that_are_no_numbers_are_refused(monkeypatch):

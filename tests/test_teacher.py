@@ -139,7 +139,7 @@ def test_a_score_that_is_no_number_is_refused(monkeypatch):
                 for query_id, row in candidates.items()
             }
 
-    monkeypatch.setattr(candidates, "open_ranker", lambda *_: Broken())
+    monkeypatch.setattr(LexicalConfig, "ranker", lambda *_: Broken())
     queries = [Query(query_id, text, "single", "test", "train") for query_id, text in TEXTS.items()]
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(

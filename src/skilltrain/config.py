@@ -5,6 +5,7 @@ import difflib
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
-from skilltrain.plugins import OneOf
+from skilltrain.plugins import OneOf, import_path
 from skilltrain.texts import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -301,13 +302,23 @@ def _followed(
                 inner += sections_of(section.model_fields[part])
         sections = inner or sections
         if len(sections) > 1 and isinstance(values, Mapping):
-            sections = [c for c in sections if _has_tags(c, values)] or sections
+            tagged = [c for c in sections if _has_tags(c, values)]
+            sections = tagged or _imported(sections, values) or sections
             tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
 
 def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
     return all(values.get(name) == tag for name, tag in tags_of(section).items())
+
+
+def _imported(sections: Sequence[type[BaseModel]], values: Mapping[str, Any]) -> list[Any]:
+    """Return the class whose import path stands in a section where others have their tag."""
+    path = str(values.get(next(iter(tags_of(sections[0])), "")))
+    with suppress(SkilltrainError):  # the fault itself says that it cannot be imported
+        plugin = import_path(path)
+        return [plugin] if hasattr(plugin, "model_fields") else []
+    return []
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:

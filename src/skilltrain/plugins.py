@@ -8,7 +8,7 @@ listed in `BUILT_IN`. Another package lists its own as entry points of the group
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -19,10 +19,24 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
-    "ranker": {},
-    "command": {},  # those of this package are in cli/
+    "ranker": {
+        "lexical": "skilltrain.retrieval.lexical:LexicalConfig",
+        "dense": "skilltrain.retrieval.dense:DenseConfig",
+        "api": "skilltrain.retrieval.api:ApiConfig",
+        "saved": "skilltrain.retrieval.rankings:SavedConfig",
+        "rerank": "skilltrain.retrieval.rerank:RerankConfig",
+        "late": "skilltrain.retrieval.late:LateConfig",
+        "fuse": "skilltrain.retrieval.fusion:FuseConfig",
+        "select": "skilltrain.retrieval.select:SelectConfig",
+        "admit": "skilltrain.papers.skillflow.admit:AdmitConfig",
+        "expand": "skilltrain.papers.skillflow.expand:ExpandConfig",
+    },
+    "command": {},  # cli/ has those of this package
 }
-"""Kind of plug-in → name → import path; stage.py adds the stages. Strings, so that a module is imported only when it is used."""
+"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used.
+
+The stages are added by `skilltrain.stage`.
+"""
 
 
 @cache
@@ -54,6 +68,11 @@ def load_plugin(kind: str, name: str) -> Any:
     path = name if ":" in name else paths.get(name)
     if path is None:
         raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
+    return import_path(path)
+
+
+def import_path(path: str) -> Any:
+    """Import what a path `package.module:name` names. Raises SkilltrainError if there is no such thing."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -86,7 +105,7 @@ class OneOf:
     def _allows(self, plugin: type[BaseModel]) -> bool:
         return not self.only or getattr(plugin, self.only)
 
-    def _choose(self, value: Any) -> Any:
+    def _choose(self, base: type[BaseModel], value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
         context: dict[str, Any] = {"discriminator": f"'{self.tag}'"}
@@ -99,6 +118,8 @@ class OneOf:
                 plugin = load_plugin(self.kind, name)
             except SkilltrainError as error:
                 raise ValueError(error.what) from error
+            if not (isinstance(plugin, type) and issubclass(plugin, base)):
+                raise ValueError(f"{name} is no subclass of {base.__module__}:{base.__name__}")
             if self._allows(plugin):
                 return plugin.model_validate(value)
         context["tag"] = name
@@ -107,9 +128,13 @@ class OneOf:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._choose, handler(source))
+        choose = partial(self._choose, source)
+        return core_schema.no_info_before_validator_function(choose, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"oneOf": [handler(plugin.__pydantic_core_schema__) for plugin in self.classes()]}
+        schemas = [handler(plugin.__pydantic_core_schema__) for plugin in self.classes()]
+        by_path = {"type": "string", "pattern": ":", "description": "package.module:Class"}
+        imported = {"type": "object", "properties": {self.tag: by_path}, "required": [self.tag]}
+        return {"oneOf": [*schemas, imported]}

@@ -32,7 +32,7 @@ from skilltrain.models.reranker import load_reranker
 from skilltrain.papers.skillrouter.field_attention import field_attention
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
-from skilltrain.retrieval.rankers import key_of, parts_of
+from skilltrain.retrieval.rankers import parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -92,7 +92,7 @@ def analyse_inputs(
     Attention is that of each reranker, over the first queries, each with the first skill by id that it wants.
     Raises SkilltrainError where an analysis was asked for and cannot be made.
     """
-    parts = {key_of(part): part for system in systems for part in parts_of(system.rankers)}
+    parts = {part.key: part for system in systems for part in parts_of(system.rankers)}
     rerankers = [part for part in parts.values() if isinstance(part, RerankConfig)]
     if config.num_attention and not rerankers:
         raise SkilltrainError(

@@ -11,20 +11,10 @@ from pydantic import Field, field_validator
 from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.llm import estimate_cost
 from skilltrain.records import Query, Ranker, Rankings, Skill
-from skilltrain.retrieval.api import ApiConfig, estimate_encoding
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
-from skilltrain.retrieval.rankers import (
-    AskingConfig,
-    FuseConfig,
-    RankerConfig,
-    key_of,
-    open_ranker,
-    parts_of,
-)
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
 from skilltrain.retrieval.rankings import rankings_table
-from skilltrain.retrieval.select import AdmitConfig, SelectConfig
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -97,12 +87,11 @@ def estimate_ranking(
     seen: set[str] = set()  # systems share their embeddings
     for system in systems:
         for part in parts_of(system.rankers):
-            if isinstance(part, AskingConfig):
-                cost = estimate_cost(part.asks(queries, skills))
-            elif isinstance(part, ApiConfig) and key_of(part) not in seen:
-                seen.add(key_of(part))
-                cost = estimate_encoding(part, skills, queries)
-            else:
+            if part.key in seen and not part.asks_chat_model:
+                continue
+            seen.add(part.key)
+            cost = part.plan(queries, skills)
+            if cost is None:
                 continue
             costs = asked.setdefault(system.name, {})
             name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
@@ -126,7 +115,7 @@ class Teacher(Stage):
     stage: Literal["teacher"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
     lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
-    rankers: tuple[RankerConfig, ...] = Field(
+    rankers: tuple[AnyRanker, ...] = Field(
         min_length=1,
         description="as in a system, but each orders whole lists; the last one's scores are written",
     )
@@ -138,7 +127,7 @@ class Teacher(Stage):
     @classmethod
     def _give_scores(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
         for ranker in rankers:
-            if isinstance(ranker, SelectConfig | AdmitConfig):
+            if not ranker.gives_scores:
                 raise ValueError(f"{ranker.kind} chooses skills and gives no scores to learn from")
         return rankers
 
@@ -201,10 +190,8 @@ def member_scores(
         query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
     }
     for ranker in rankers:
-        if isinstance(ranker, FuseConfig):
-            legs = tuple(leg.model_copy(update={"keep": longest}) for leg in ranker.of)
-            ranker = ranker.model_copy(update={"of": legs})
-        rankings = open_ranker(ranker, skills, opened).rank(queries, rankings, longest)
+        ranker = ranker.with_leg_keep(longest)
+        rankings = ranker.ranker(skills, opened).rank(queries, rankings, longest)
     scores: dict[str, list[float]] = {}
     for query_id, row in members.items():
         by_skill = dict(rankings[query_id])

@@ -37,7 +37,7 @@ from skilltrain.metrics.measures import (
 )
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
-from skilltrain.retrieval.rankers import AskingConfig, parts_of
+from skilltrain.retrieval.rankers import parts_of
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import RANKINGS, write_table
@@ -307,15 +307,13 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
         "Pool": f"{pool}, {num_skills:,} skills",
     }
     for system in config.systems:
-        parts = [
-            part.llm if isinstance(part, AskingConfig) else part
+        models = [
+            part.server.model if part.server else part.model_source
             for part in parts_of(system.rankers)
         ]
-        models = filter(
-            None, (getattr(part, key, None) for part in parts for key in ("source", "model"))
-        )
-        if named := [Path(name).name if Path(name).exists() else name for name in models]:
-            found[f"System {system.name}"] = ", ".join(named)
+        names = [Path(name).name if Path(name).exists() else name for name in models if name]
+        if names:
+            found[f"System {system.name}"] = ", ".join(names)
     return found | {"Made": f"{date.today().isoformat()} with skilltrain {__version__}"}
 
 

@@ -16,7 +16,7 @@ from skilltrain.llm.client import Server, ServerError, in_threads
 from skilltrain.llm.settings import ServerConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex
-from skilltrain.retrieval.rankings import Keep
+from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import (
     Parts,
     Positions,
@@ -33,7 +33,7 @@ _ANY_LENGTH = 0  # texts are cut by characters here, and by tokens on the server
 _TOO_LONG = (400, 413, 422)  # how servers refuse a text that is too long, or too many texts
 
 
-class ApiConfig(ServerConfig):
+class ApiConfig(ServerConfig, RankerConfig):
     """An embeddings server: OpenAI, vLLM, Ollama, Text Embeddings Inference or another."""
 
     section: ClassVar[str] = "embeddings"
@@ -54,11 +54,40 @@ class ApiConfig(ServerConfig):
         default=_CACHE, description="folder that keeps vectors by content; null: none"
     )
 
+    is_remote = True
+    has_stored_part = True
+
     def check(self) -> None:
         ApiEncoder(self)
 
-    def open(self) -> "ApiEncoder":
+    def open(self, opened: dict[str, Any]) -> "ApiEncoder":
         return ApiEncoder(self)
+
+    def load_part(self, folder: Path) -> ChunkVectors:
+        return ChunkVectors.load(folder)
+
+    @property
+    def server(self) -> ServerConfig:
+        return self
+
+    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
+        """Estimate the cost of the texts that the cache lacks."""
+        encoder = ApiEncoder(self)
+        budget = encoder.server.budget
+        texts = {self.render_skill(skill) for skill in skills}
+        texts |= {self.render_query(query.text) for query in queries}
+        new = [*texts]
+        if encoder.cache:
+            missing = encoder.cache.missing(text_keys(new, _ANY_LENGTH))
+            new = [new[position] for position in missing]
+        return {
+            "model": self.model,
+            "num_requests": math.ceil(len(new) / self.batch_size),
+            "num_texts": len(new),
+            "num_kept_texts": len(texts) - len(new),
+            **budget.account(Usage(_num_tokens(new))),
+            "budget": str(budget) or None,
+        }
 
     def render_skill(self, skill: Skill) -> str:
         return self.skill_prompt + self.skill.render(skill)
@@ -90,6 +119,12 @@ class ApiEncoder:
         texts = [self.config.render_skill(skill) for skill in skills]
         names = [f"skill {skill.skill_id}" for skill in skills]
         return ChunkVectors.one_each(self._encode(texts, names))
+
+    def save_part(
+        self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
+    ) -> None:
+        """Write the vectors of `skills`. The cache holds those that were encoded before."""
+        self.encode_chunks(skills).save(folder)
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector per raw query. Errors count queries from 0."""
@@ -152,28 +187,6 @@ class ApiEncoder:
                 what = f"{where} gave it a vector that is zero or holds no number"
                 raise SkilltrainError(what, where=name_of[text])
         return (vectors / lengths[:, None]).astype(np.float32)
-
-
-def estimate_encoding(
-    config: ApiConfig, skills: Sequence[Skill], queries: Sequence[Query]
-) -> dict[str, Any]:
-    """Estimate the cost of encoding, for `--dry-run`. Sends and writes nothing."""
-    encoder = ApiEncoder(config)
-    budget = encoder.server.budget
-    texts = {config.render_skill(skill) for skill in skills}
-    texts |= {config.render_query(query.text) for query in queries}
-    new = [*texts]
-    if encoder.cache:
-        missing = encoder.cache.missing(text_keys(new, _ANY_LENGTH))
-        new = [new[position] for position in missing]
-    return {
-        "model": config.model,
-        "num_requests": math.ceil(len(new) / config.batch_size),
-        "num_texts": len(new),
-        "num_kept_texts": len(texts) - len(new),
-        **budget.account(Usage(_num_tokens(new))),
-        "budget": str(budget) or None,
-    }
 
 
 def _num_tokens(texts: Sequence[str]) -> int:

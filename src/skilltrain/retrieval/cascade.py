@@ -12,20 +12,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Rankings, Skill
-from skilltrain.retrieval.api import ApiConfig
-from skilltrain.retrieval.rankers import (
-    OWN,
-    Asking,
-    AskingConfig,
-    RankerConfig,
-    is_own,
-    key_of,
-    needs_candidates,
-    num_read,
-    open_ranker,
-    parts_of,
-)
-from skilltrain.retrieval.rankings import SavedConfig
+from skilltrain.retrieval.rankers import OWN, AnyRanker, RankerConfig, parts_of
 from skilltrain.terminal import say, without_bars
 
 
@@ -33,17 +20,18 @@ class SystemConfig(Config):
     """One way to rank the pool for a query."""
 
     name: str = Field(min_length=1, description="what tables call it")
-    rankers: tuple[RankerConfig, ...] = Field(
+    rankers: tuple[AnyRanker, ...] = Field(
         min_length=1,
         description="the first ranks the pool, each next one orders what the one before it found",
     )
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
-        if needing := [part.kind for part in parts_of(self.rankers[:1]) if needs_candidates(part)]:
-            raise ValueError(
-                f"the first ranker finds skills in the pool; {needing[-1]} only orders those of another"
-            )
+        for part in self.rankers[0].parts():
+            if part.only_orders:
+                raise ValueError(
+                    f"the first ranker finds skills in the pool; {part.kind} only orders those of another"
+                )
         return self
 
 
@@ -98,7 +86,7 @@ class RankedStage:
 class Cascade:
     """Runs systems for the same queries over one pool. A common beginning of two systems runs once.
 
-    `opened` keeps models by `key_of`. The model in training is there as `OWN`. It runs anew each
+    `opened` keeps rankers by `key`. The model in training is there as `OWN`. It runs anew each
     time, as does every ranker after it.
     """
 
@@ -138,10 +126,10 @@ class Cascade:
         for number, keep in enumerate(keeps, 1):
             stage = self._answer(system.name, rankers[:number], keep, candidates)
             name = f"{system.name}/{number} {stage.kind}"
-            num_passed = num_read(rankers[number]) if number < len(rankers) else None
+            num_passed = rankers[number].num_read if number < len(rankers) else None
             stage = replace(stage, name=name, num_passed=num_passed)
             if num_timed and number <= num_local:
-                ranker = open_ranker(rankers[number - 1], self.skills, self._opened)
+                ranker = rankers[number - 1].ranker(self.skills, self._opened)
                 stage = self._timed(stage, ranker, keep, candidates, num_timed)
             stages.append(stage)
             candidates = stage.rankings
@@ -153,7 +141,7 @@ class Cascade:
         """Let go of all models and vectors that no `later` system needs."""
         needed = {OWN}
         for system in later:
-            needed |= {key_of(part) for part in parts_of(system.rankers)}
+            needed |= {part.key for part in parts_of(system.rankers)}
         self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
 
     def _answer(
@@ -168,7 +156,7 @@ class Cascade:
         if key in self._answers:
             return self._answers[key]
         kind = rankers[-1].kind
-        ranker = open_ranker(rankers[-1], self.skills, self._opened)
+        ranker = rankers[-1].ranker(self.skills, self._opened)
         started = time.perf_counter()
         rankings = ranker.rank(self.queries, candidates, keep)
         seconds = (time.perf_counter() - started) / len(self.queries)
@@ -176,9 +164,9 @@ class Cascade:
             if not all(math.isfinite(score) for _, score in ranking):
                 what = f"ranker {len(rankers)}, {kind}, gave scores that are no numbers"
                 raise SkilltrainError(what, where=f"system {name}")
-        counts = ranker.counts if isinstance(ranker, Asking) else {}
+        counts = getattr(ranker, "counts", {})
         answer = RankedStage(name, kind, rankings, seconds, (), counts)
-        if not any(map(is_own, parts_of(rankers))):
+        if not any(part.is_own for part in parts_of(rankers)):
             self._answers[key] = answer
         return answer
 
@@ -212,8 +200,7 @@ class Cascade:
 
 def _is_remote(ranker: RankerConfig) -> bool:
     """Return whether a ranker asks a server or reads saved rankings."""
-    remote = ApiConfig | AskingConfig | SavedConfig
-    return any(isinstance(part, remote) for part in parts_of([ranker]))
+    return any(part.is_remote for part in ranker.parts())
 
 
 def keeps_of(system: SystemConfig, depth: int) -> list[int]:
@@ -257,7 +244,7 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
         raise SkilltrainError("two systems have the same name", where="systems")
     for system in systems:
         for part in parts_of(system.rankers):
-            if not is_own(part):
+            if not part.is_own:
                 part.check()
             elif not has_own:
                 what = f"source {OWN} is the model in training, and nothing is trained here"

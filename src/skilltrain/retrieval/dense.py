@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from skilltrain.models.loading import Precision, default_device, resolve_model, 
 from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
-from skilltrain.retrieval.rankings import Keep
+from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import Parts, VectorCache, Vectors, cached_vectors
 from skilltrain.terminal import progress
 
@@ -52,14 +52,23 @@ class EncoderSource(OpenConfig):
     )
 
 
-class DenseConfig(EncoderSource):
+class DenseConfig(EncoderSource, RankerConfig):
     """An encoder that finds the skills nearest to a query."""
 
     kind: Literal["dense"] = "dense"
     keep: Keep = None
+    has_stored_part = True
 
-    def open(self, opened: dict[str, Any] | None = None) -> "SkillEncoder":
+    def open(self, opened: dict[str, Any]) -> "SkillEncoder":
         return open_encoder(self, opened)
+
+    def load_part(self, folder: Path) -> ChunkVectors:
+        return ChunkVectors.load(folder)
+
+    def in_router(self, folder: Path | None) -> Self:
+        """Keep vectors in the router's folder, unless the settings name another cache."""
+        cache = self.cache or (folder and folder / "vectors")
+        return self.model_copy(update={"cache": cache})
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,12 @@ class SkillEncoder:
             counts.append(len(windows))
         vectors = self._encode(texts, settings.max_tokens, "encoding skills")
         return ChunkVectors(vectors, starts_of(counts), settings.chunks.pool)
+
+    def save_part(
+        self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
+    ) -> None:
+        """Write the vectors of `skills`. The cache holds those that were encoded before."""
+        self.encode_chunks(skills).save(folder)
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector per raw query. The template's prompt and cap are applied here."""

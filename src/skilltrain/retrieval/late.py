@@ -20,21 +20,26 @@ from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.dense import OpenConfig, open_encoder
 from skilltrain.retrieval.nearest import starts_of
-from skilltrain.retrieval.rankings import Keep
+from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.terminal import track
 
 _QUERY_TOKENS = 2**18  # of the queries in memory at once; 400 MB of vectors with MiniLM
 _TEXTS = 512  # skills that are tokenised at once
 
 
-class LateConfig(OpenConfig):
+class LateConfig(OpenConfig, RankerConfig):
     """An encoder that orders the candidates of the previous ranker by token vectors."""
 
     kind: Literal["late"] = "late"
     keep: Keep = None
+    only_orders = True
+    has_stored_part = True
 
-    def open(self, opened: dict[str, Any] | None = None) -> "Late":
+    def open(self, opened: dict[str, Any]) -> "Late":
         return Late(open_encoder(self, opened).model, {}, self.token_budget)
+
+    def load_part(self, folder: Path) -> "TokenVectors":
+        return TokenVectors.load(folder)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class TokenVectors:
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
-        """Open what `save_tokens` wrote into `folder`: gigabytes for a large pool, so a skill's are read when needed."""
+        """Open what `save_part` wrote into `folder`: gigabytes for a large pool, so a skill's are read when needed."""
         starts = np.load(folder / "starts.npy")
         file = (folder / "tokens.bin").open("rb")
         num_bytes = os.fstat(file.fileno()).st_size
@@ -129,7 +134,7 @@ class Late:
         return rankings
 
     @torch.inference_mode()
-    def save_tokens(
+    def save_part(
         self,
         folder: Path,
         skills: Sequence[Skill],

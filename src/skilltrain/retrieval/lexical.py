@@ -11,12 +11,11 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32, Int64
 from pydantic import Field
 
-from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import Found, PoolRanker, Positions
-from skilltrain.retrieval.rankings import Keep
+from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import places_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
@@ -45,18 +44,29 @@ _STOP_WORDS = frozenset(
 K1, B = 2.5, 1.0
 
 
-class LexicalConfig(Config):
+class LexicalConfig(RankerConfig):
     """BM25 over skills, or over some of their fields."""
 
     kind: Literal["lexical"] = "lexical"
     fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
     keep: Keep = None
+    has_stored_part = True
 
-    def check(self) -> None:
-        """There is nothing to check before the pool is read."""
+    @property
+    def label(self) -> str:
+        return self.kind if self.fields == "full" else f"{self.kind} {self.fields}"
 
-    def open(self) -> Self:
+    def open(self, opened: dict[str, Any]) -> Self:
         return self
+
+    def load_part(self, folder: Path) -> "BM25Index":
+        return BM25Index.load(folder)
+
+    def save_part(
+        self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
+    ) -> None:
+        """Write the index over `skills`; texts that the index `stored` holds are not read again."""
+        self.index(skills, stored).save(folder)
 
     def over(self, skills: Mapping[str, Skill], kept: "BM25Index | None" = None) -> PoolRanker:
         """The ranker of a pool, of which `kept` is the index."""

@@ -1,161 +1,133 @@
-"""What ranks: the protocol, the kinds that a recipe can name, and the two that are made of others.
+"""The settings that all kinds of rankers share. A kind is a plug-in: a subclass of `RankerConfig`, found by its name."""
 
-A kind is a file of this folder with a Config (`kind`, `keep`, `check`); its `open` reads the model, whose `over` gives
-what can `rank` the skills of a pool. The Config's name stands in the union `RankerConfig`.
-"""
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny
 
 from skilltrain.config import Config
-from skilltrain.papers.skillflow.expand import Expand, ExpandConfig
-from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
-from skilltrain.retrieval.api import ApiConfig
-from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.late import LateConfig
-from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankings import RRF_K, Keep, Method, SavedConfig, fuse
-from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.retrieval.select import AdmitConfig, Select, SelectConfig
+from skilltrain.plugins import OneOf
+from skilltrain.records import Query, Ranker, Skill
+
+if TYPE_CHECKING:
+    from skilltrain.llm.settings import ServerConfig
 
 OWN = "self"
 """The `source` that stands for the model in training."""
-LEG_KEEP = 100
-"""Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
-
-_Leg = LexicalConfig | DenseConfig | ApiConfig | SavedConfig | RerankConfig | LateConfig
-LegConfig = Annotated[_Leg, Field(discriminator="kind")]
+Keep = Annotated[
+    int | None, Field(ge=1, description="skills kept per query; null: as many as needed")
+]
 
 
-class FuseConfig(Config):
-    """Fuse the rankings of several rankers, by normalised scores or by ranks (see `fuse`)."""
+class RankerConfig(Config):
+    """Settings of a ranker. A kind declares `kind` and `keep: Keep = None`, and has a method `open`.
 
-    kind: Literal["fuse"] = "fuse"
-    of: tuple[LegConfig, ...] = Field(
-        min_length=2, description=f"the rankers; without keep one finds {LEG_KEEP}"
-    )
-    method: Method = Field(
-        default="z", description="z: add scores, normalised per query; rrf: add 1/(rrf_k + rank)"
-    )
-    rrf_k: int = Field(
-        default=RRF_K, ge=0, description="the larger, the less the first ranks stand out"
-    )
-    weights: tuple[float, ...] | None = Field(
-        default=None, description="one per ranker; null: all equal"
-    )
-    keep: Keep = None
+    Attributes:
+        only_orders: It cannot search the pool, and orders the candidates of another ranker.
+        is_remote: It asks a server or reads a file, so its latency is not measured.
+        answers_new_queries: It can answer queries that a router has never seen.
+        asks_chat_model: It asks a chat model anew in every system. At work, it has `counts` of the
+            last `rank`.
+        gives_scores: Its scores say how well a skill fits, so that a student can learn from them.
+        can_be_leg: It can be one of the rankers that `fuse` joins.
+        can_be_expanded: It can be asked with the queries that `expand` writes.
+        has_stored_part: An index stores what the ranker knows of the pool. `load_part` reads it,
+            and what `open` returns has `save_part`.
+        key_settings: Settings that do not distinguish rankers, with the values they have in `key`.
+    """
 
-    @model_validator(mode="after")
-    def _one_weight_each(self) -> "FuseConfig":
-        if self.weights is not None and len(self.weights) != len(self.of):
-            raise ValueError(
-                f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights"
-            )
-        return self
+    only_orders: ClassVar[bool] = False
+    is_remote: ClassVar[bool] = False
+    answers_new_queries: ClassVar[bool] = True
+    asks_chat_model: ClassVar[bool] = False
+    gives_scores: ClassVar[bool] = True
+    can_be_leg: ClassVar[bool] = True
+    can_be_expanded: ClassVar[bool] = True
+    has_stored_part: ClassVar[bool] = False
+    key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1}
+    if TYPE_CHECKING:  # fields here would come first in every recipe that is written
+        kind: Any
+        keep: Any
 
     def check(self) -> None:
-        """Do nothing: the rankers of `of` are checked one by one."""
+        """Raise SkilltrainError for faults that can be known before work."""
 
-    def leg_weights(self) -> tuple[float, ...]:
-        """Return one weight per ranker."""
-        return self.weights or (1 / len(self.of),) * len(self.of)
+    def open(self, opened: dict[str, Any]) -> Any:
+        """Open what it needs for any pool: a value whose `over(skills by id)` returns a `Ranker`.
 
+        Args:
+            opened: Models that are open, by their settings, to be shared.
+        """
+        raise NotImplementedError
 
-AskingConfig = SelectConfig | AdmitConfig | ExpandConfig
-"""Rankers that ask a chat model; at work, they hold `counts` of what came of it."""
-Asking = Select | Expand
-RankerConfig = Annotated[_Leg | FuseConfig | AskingConfig, Field(discriminator="kind")]
+    def ranker(self, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
+        """Return the ranker over a pool. `opened` keeps rankers by `key`, and the model in training as `OWN`."""
+        if self.key not in opened:
+            by_id = {skill.skill_id: skill for skill in skills}
+            opened[self.key] = self.open(opened).over(by_id)
+        return opened[self.key]
 
+    def written_out(self) -> "RankerConfig":
+        """Return the settings with the values that defaults stand for."""
+        return self
 
-def leg_name(leg: RankerConfig) -> str:
-    """What a ranker is, in a word or two: `lexical name`, `dense`."""
-    return (
-        f"{leg.kind} {leg.fields}"
-        if isinstance(leg, LexicalConfig) and leg.fields != "full"
-        else leg.kind
-    )
+    def load_part(self, folder: Path) -> Any:
+        """Read what `save_part` wrote into a folder of an index."""
+        raise NotImplementedError
 
+    def in_router(self, folder: Path | None) -> Self:
+        """Return the settings with which the ranker is opened for the router in `folder`."""
+        return self
 
-def parts_of(rankers: Sequence[RankerConfig]) -> Iterator[RankerConfig]:
-    """Yield each ranker, and what it is made of: the legs of a fused one, what is asked by one that expands."""
-    for ranker in rankers:
-        yield ranker
-        if isinstance(ranker, FuseConfig | ExpandConfig):
-            yield from ranker.of if isinstance(ranker, FuseConfig) else (ranker.of,)
+    def with_leg_keep(self, count: int) -> "RankerConfig":
+        """Return the settings with which all legs of a fused ranker keep `count` skills."""
+        return self
 
+    def parts(self) -> "Iterator[RankerConfig]":
+        """Yield the ranker, then those that it is made of."""
+        yield self
 
-def needs_candidates(ranker: RankerConfig) -> bool:
-    """Whether it cannot rank a whole pool."""
-    return any(
-        isinstance(part, RerankConfig | LateConfig | SelectConfig | AdmitConfig)
-        for part in parts_of([ranker])
-    )
+    @property
+    def key(self) -> str:
+        """What distinguishes the ranker from those that need other models."""
+        return OWN if self.is_own else repr(self.model_copy(update=self.key_settings))
 
+    @property
+    def label(self) -> str:
+        """The ranker in a word or two: `lexical name`, `dense`."""
+        return self.kind
 
-def num_read(ranker: RankerConfig) -> int | None:
-    """How many of its candidates, from the first on, decide what it answers; None for all."""
-    part = ranker.of if isinstance(ranker, ExpandConfig) else ranker
-    return part.keep if isinstance(part, RerankConfig | SelectConfig | AdmitConfig) else None
+    @property
+    def model_source(self) -> str | None:
+        """Folder, Hub id or package of its model, if it has one."""
+        return getattr(self, "source", None)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the model in training."""
+        return self.model_source == OWN
 
-def is_own(part: RankerConfig) -> bool:
-    """Whether it is the model in training."""
-    return isinstance(part, DenseConfig | RerankConfig) and part.source == OWN
+    @property
+    def server(self) -> "ServerConfig | None":
+        """The server that it sends texts to."""
+        return None
 
+    @property
+    def num_read(self) -> int | None:
+        """Number of candidates, from the first on, that decide what it answers; None for all."""
+        return None
 
-@dataclass(frozen=True)
-class Fuse:
-    """Rankers whose rankings are fused."""
-
-    config: FuseConfig
-    legs: Sequence[Ranker]
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best of the skills that the legs find, or of the candidates."""
-        by_leg = self.find(queries, candidates)
-        rankings: Rankings = {}
-        for query in queries:
-            legs = [leg[query.query_id] for leg in by_leg]
-            rankings[query.query_id] = self.join(legs)[:keep]
-        return rankings
-
-    def join(self, legs: Sequence[Ranking]) -> Ranking:
-        """Fuse the rankings of one query."""
-        config = self.config
-        return fuse(legs, config.leg_weights(), config.method, config.rrf_k)
-
-    def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
-        """Return the rankings of each leg, of the pool or of all candidates."""
-        depth = LEG_KEEP
-        if candidates is not None:
-            depth = max(map(len, candidates.values()), default=0)
-        return [
-            leg.rank(queries, candidates, config.keep or depth)
-            for leg, config in zip(self.legs, self.config.of, strict=True)
-        ]
+    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any] | None:
+        """Estimate what its server would cost; None without a server. Sends nothing."""
+        return None
 
 
-def open_ranker(config: RankerConfig, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
-    """Open a ranker over the pool.
-
-    `opened` keeps rankers by `key_of`, for any `keep` and weight. It holds the model in training
-    as `OWN`.
-    """
-    if isinstance(config, FuseConfig):
-        return Fuse(config, [open_ranker(leg, skills, opened) for leg in config.of])
-    if isinstance(config, ExpandConfig):
-        return Expand(config, open_ranker(config.of, skills, opened))
-    key = key_of(config)
-    if key not in opened:
-        opened[key] = config.open().over({skill.skill_id: skill for skill in skills})
-    if isinstance(config, RerankConfig) and config.first_weight:
-        return replace(opened[key], first_weight=config.first_weight)
-    return opened[key]
+AnyRanker = Annotated[SerializeAsAny[RankerConfig], OneOf("ranker")]
+"""The settings of any kind of ranker."""
 
 
-def key_of(config: RankerConfig) -> str:
-    shared = {"keep": 1, "first_weight": 0.0} if isinstance(config, RerankConfig) else {"keep": 1}
-    return OWN if is_own(config) else repr(config.model_copy(update=shared))
+def parts_of(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
+    """Yield each ranker, then those that it is made of."""
+    return chain.from_iterable(ranker.parts() for ranker in rankers)

@@ -1,65 +1,22 @@
-"""Rankings as values: several fused into one, and those on disk as a ranker beside live ones."""
+"""Rankings on disk: written by stages, and read as a ranker beside live ones."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
-from jaxtyping import Float64
 from pydantic import Field
 
-from skilltrain.config import Config, InputPaths
+from skilltrain.config import InputPaths
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.tables import RANKINGS, read_table, table_from_rows, table_path
 from skilltrain.terminal import say
 
-Keep = Annotated[
-    int | None, Field(ge=1, description="skills kept per query; null: as many as needed")
-]
-Method = Literal["z", "rrf"]
-RRF_K = 60
-"""The customary constant of reciprocal rank fusion (Cormack et al., 2009)."""
 
-
-def fuse(
-    legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
-) -> Ranking:
-    """Return all skills of the `legs`, best first. Ties keep the order in which they were found.
-
-    Method `z` adds weight * z-score. The z-scores of a leg are over all skills that any leg found;
-    a skill that the leg did not find counts with the leg's lowest score. Method `rrf` adds
-    weight / (rrf_k + rank), and nothing for a skill not found (Cormack et al., 2009).
-    """
-    skill_ids: dict[str, None] = {}
-    for leg in legs:
-        skill_ids.update((skill_id, None) for skill_id, _ in leg)
-    if not skill_ids:
-        return []
-    # One leg at a time: a matrix product may round equal columns differently.
-    totals = np.zeros(len(skill_ids))
-    for leg, weight in zip(legs, weights, strict=True):
-        if method == "rrf":
-            leg = [(skill_id, 1 / (rrf_k + rank)) for rank, (skill_id, _) in enumerate(leg, 1)]
-        scores = dict(leg)
-        lowest = min(scores.values(), default=0.0) if method == "z" else 0.0
-        row = np.array([scores.get(skill_id, lowest) for skill_id in skill_ids])
-        totals += weight * (_z_scores(row) if method == "z" else row)
-    order = np.argsort(-totals, kind="stable")
-    fused = [*zip(skill_ids, totals.tolist(), strict=True)]
-    return [fused[position] for position in order]
-
-
-def _z_scores(scores: Float64[np.ndarray, " skill"]) -> Float64[np.ndarray, " skill"]:
-    """Normalise `scores`; all 0 if they are equal but for rounding."""
-    if np.ptp(scores) <= 1e-12 * np.abs(scores).max():
-        return np.zeros_like(scores)
-    return (scores - scores.mean()) / scores.std()
-
-
-class SavedConfig(Config):
+class SavedConfig(RankerConfig):
     """Rankings that a stage has written (mine, filter, candidates, evaluate)."""
 
     kind: Literal["saved"] = "saved"
@@ -70,13 +27,16 @@ class SavedConfig(Config):
         default=None, description="which of a table's rankings; null where it holds one"
     )
     keep: Keep = None
+    is_remote = True
+    answers_new_queries = False
+    can_be_expanded = False
 
     def check(self) -> None:
         for path in self.rankings:
             if not table_path(path, RANKINGS).is_file():
                 raise SkilltrainError("no rankings table here", where=path)
 
-    def open(self) -> "Saved":
+    def open(self, opened: dict[str, Any]) -> "Saved":
         """Read the rankings. Raises SkilltrainError for a query that two tables rank."""
         rankings: Rankings = {}
         for path in self.rankings:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -13,12 +13,13 @@ from skilltrain.models.loading import Precision, default_device, resolve_model, 
 from skilltrain.models.micro_batches import run_micro_batches
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.retrieval.rankers import RankerConfig
 from skilltrain.terminal import track
 
 _MAX_REMEMBERED = 10_000  # queries whose scores are kept in memory
 
 
-class RerankConfig(RerankerConfig):
+class RerankConfig(RerankerConfig, RankerConfig):
     """A reranker that orders the candidates of the ranker before it."""
 
     kind: Literal["rerank"] = "rerank"
@@ -35,14 +36,25 @@ class RerankConfig(RerankerConfig):
         default=0.0, ge=0, description="of the score before, which is added; SkillRouter: 0"
     )
 
+    only_orders = True
+    key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1, "first_weight": 0.0}
+
+    @property
+    def num_read(self) -> int:
+        return self.keep
+
     def check(self) -> None:
         stored_settings(resolve_model(self.source, weights=False), "reranker")
 
-    def open(self) -> "Rerank":
-        """The reranker ready to score, without `first_weight`, so that systems share it whatever theirs is."""
+    def open(self, opened: dict[str, Any]) -> "Rerank":
+        """Open the reranker without `first_weight`, so that systems share it whatever theirs is."""
         reranker = load_reranker(self, default_device())
         pack_linear_layers(reranker.network.base_model, self.token_budget)
         return Rerank(reranker, {}, self.token_budget)
+
+    def ranker(self, skills: Sequence[Skill], opened: dict[str, Any]) -> "Rerank":
+        ranker: Any = super().ranker(skills, opened)
+        return replace(ranker, first_weight=self.first_weight) if self.first_weight else ranker
 
 
 @dataclass(frozen=True)

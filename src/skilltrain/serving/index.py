@@ -28,18 +28,13 @@ from skilltrain.config import Config, validate
 from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import inside, read_json, read_local, stamps
-from skilltrain.llm.settings import ServerConfig
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.retrieval.late import TokenVectors
-from skilltrain.retrieval.lexical import BM25Index
-from skilltrain.retrieval.nearest import ChunkVectors
-from skilltrain.retrieval.rankers import FuseConfig, RankerConfig, key_of, parts_of
+from skilltrain.retrieval.rankers import RankerConfig, parts_of
 from skilltrain.serving.answer import Calibration
 from skilltrain.version import __version__
 
-_PARTS = {"lexical": BM25Index, "dense": ChunkVectors, "api": ChunkVectors, "late": TokenVectors}
 POINTER, RECORD, SKILLS_FILE, KEYS_FILE = "router.json", "index.json", "skills.arrow", "keys.npy"
 _NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")  # of a generation, and of what becomes one
 _AGAIN = "run skilltrain index again"
@@ -88,14 +83,10 @@ class IndexRecord(Config):
         stored = partial(_stored, router, paths)
         rankers: list[dict[str, Any]] = []
         for ranker in system.rankers:
-            weights = (
-                {"weights": list(ranker.leg_weights())} if isinstance(ranker, FuseConfig) else {}
-            )
-            rankers.append(_with_paths(ranker.model_dump(mode="json"), stored) | weights)
-        models = {
-            source for part in parts_of(system.rankers) if (source := getattr(part, "source", None))
-        }
-        models = {stored(source): model_fingerprint(source) for source in sorted(models)}
+            rankers.append(_with_paths(ranker.written_out().model_dump(mode="json"), stored))
+        parts = parts_of(system.rankers)
+        sources = {part.model_source for part in parts if part.model_source}
+        models = {stored(source): model_fingerprint(source) for source in sorted(sources)}
         if calibration and (calibration.system, calibration.models) != (rankers, models):
             calibration = None
         values = {
@@ -144,7 +135,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Index(Held):
-    """A generation, opened: a key of each skill's content, and by `key_of` what each ranker holds of the pool."""
+    """A generation, opened: a key of each skill's content, and by `key` what each ranker holds of the pool."""
 
     pool: Path
     folder: Path
@@ -204,8 +195,8 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
     called `…_API_KEY`.
     """
     for part in parts_of(system.rankers):
-        server = getattr(part, "llm", part)
-        if not isinstance(server, ServerConfig):
+        server = part.server
+        if server is None:
             continue
         url, variable = server.base_url, server.api_key_env
         if allowed is not None and not {url, f"{url}/"} & {*allowed}:
@@ -256,10 +247,7 @@ def _open(folder: Path) -> Index:
     system = record.system(folder.parent)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
     keys = np.load(folder / KEYS_FILE)
-    parts = {
-        key_of(part): _PARTS[part.kind].load(folder / name)
-        for name, part in kept_parts(system).items()
-    }
+    parts = {part.key: part.load_part(folder / name) for name, part in kept_parts(system).items()}
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {
         sum(record.sources.values())
     }:
@@ -271,7 +259,7 @@ def _open(folder: Path) -> Index:
 
 def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
     """Folder → ranker, of each that holds something of the pool."""
-    parts = {key_of(part): part for part in parts_of(system.rankers) if part.kind in _PARTS}
+    parts = {part.key: part for part in parts_of(system.rankers) if part.has_stored_part}
     return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
 
 

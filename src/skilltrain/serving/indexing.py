@@ -17,10 +17,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
-from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.late import LateConfig
-from skilltrain.retrieval.lexical import LexicalConfig
-from skilltrain.retrieval.rankers import RankerConfig, key_of, parts_of
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.serving.answer import Calibration
 from skilltrain.serving.index import (
@@ -62,7 +59,7 @@ class BuildIndex(Stage):
     pool: InputPath | None = Field(
         default=None, description="whatever the stage pool reads; null: the router's own"
     )
-    rankers: tuple[RankerConfig, ...] | None = Field(
+    rankers: tuple[AnyRanker, ...] | None = Field(
         None, min_length=1, description="null: as the router has them"
     )
     calibration: InputPath | None = Field(
@@ -157,7 +154,7 @@ def _before(router: Path) -> Index | None:
 
 def check_rankers(system: SystemConfig) -> None:
     """Raise SkilltrainError for rankers that cannot answer a new task, and as `check_systems` does."""
-    if any(part.kind == "saved" for part in parts_of(system.rankers)):
+    if not all(part.answers_new_queries for part in parts_of(system.rankers)):
         raise SkilltrainError(
             "rankings that were made before answer no new task", where="rankers, kind saved"
         )
@@ -174,7 +171,7 @@ def write_index(
 ) -> dict[str, int]:
     """Make the folder `router` answer with other skills from now on; how many of them are new, changed and gone.
 
-    `models` holds the encoders that are open, by `key_of`. Only new texts are encoded, and read for BM25. Without
+    `models` holds the encoders that are open, by `key`. Only new texts are encoded, and read for BM25. Without
     another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
     Raises SkilltrainError for an empty pool, for a calibration of other rankers or models, where another process
     writes, and where one has written since `before` was opened.
@@ -204,17 +201,13 @@ def write_index(
             return counts
         with staged_folder(folder) as staged:
             old = before if before and before.record.models == record.models else None
-            places = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
+            position_of = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
+            positions = [position_of.get(key, -1) for key in keys.tolist()]
             for name, config in kept_parts(record.system(router)).items():
-                part, kept = staged / name, old.parts.get(key_of(config)) if old else None
-                part.mkdir()
-                if isinstance(config, LexicalConfig):
-                    config.index(skills, kept).save(part)
-                elif isinstance(config, LateConfig):
-                    at = [places.get(key, -1) for key in keys.tolist()]
-                    open_model(config, models, router).save_tokens(part, skills, kept, at)
-                else:
-                    open_model(config, models, router).encode_chunks(skills).save(part)
+                stored = old.parts.get(config.key) if old else None
+                (staged / name).mkdir()
+                model = open_model(config, models, router)
+                model.save_part(staged / name, skills, stored, positions)
             np.save(staged / KEYS_FILE, keys)
             table = table_from_rows(skills, SKILLS)
             feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
@@ -243,18 +236,12 @@ def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, i
     return {"num_skills": len(new), "num_new": len(new.keys() - old.keys()), **gone}, keys
 
 
-def open_model(config: Any, models: dict[str, Any], router: Path | None) -> Any:
-    """What a ranker needs for any pool; `models` keeps it by `key_of`, and an encoder for all that need the same.
+def open_model(config: RankerConfig, models: dict[str, Any], router: Path | None) -> Any:
+    """Return what a ranker needs for any pool. `models` keeps it by `key`, and encoders by what they need.
 
-    An encoder without a cache of its own keeps its vectors in the folder `router`, where there is one.
+    An encoder without a cache of its own keeps its vectors in the folder `router`, if there is one.
     """
-    key = key_of(config)
+    key = config.key
     if key not in models:
-        if isinstance(config, DenseConfig):
-            config = config.model_copy(
-                update={"cache": config.cache or (router and router / "vectors")}
-            )
-        models[key] = (
-            config.open(models) if isinstance(config, DenseConfig | LateConfig) else config.open()
-        )
+        models[key] = config.in_router(router).open(models)
     return models[key]

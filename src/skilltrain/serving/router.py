@@ -12,12 +12,12 @@ import numpy as np
 from skilltrain.data.pool.read import find_skill_file, skill_folders
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
-from skilltrain.papers.skillflow.expand import ExpandConfig
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, keeps_of
+from skilltrain.retrieval.fusion import Fuse
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
-from skilltrain.retrieval.rankers import Fuse, FuseConfig, key_of, leg_name, open_ranker, parts_of
+from skilltrain.retrieval.rankers import parts_of
 from skilltrain.serving.answer import Answer, RoutedSkill, Traced, Why
 from skilltrain.serving.index import Contents, Held, Index, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
@@ -34,7 +34,7 @@ _MAX_TERMS = 8
 
 @dataclass(frozen=True)
 class _Opened:
-    """A pool and the rankers over it by `key_of`, which change together; `models` stay open when the pool changes."""
+    """A pool and the rankers over it by `key`, which change together; `models` stay open when the pool changes."""
 
     held: Held
     names: Mapping[str, str]
@@ -47,7 +47,7 @@ class _Opened:
 
     @cached_property
     def rankers(self) -> list[Ranker]:
-        return [open_ranker(ranker, (), self.parts) for ranker in self.held.system.rankers]
+        return [ranker.ranker((), self.parts) for ranker in self.held.system.rankers]
 
     def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Traced:
         """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
@@ -60,13 +60,13 @@ class _Opened:
                 legs = [
                     _without(leg[query.query_id], without) for leg in ranker.find([query], found)
                 ]
-                ranking, keys = ranker.join(legs)[:keep], [key_of(leg) for leg in ranker.config.of]
+                ranking, keys = ranker.join(legs)[:keep], [leg.key for leg in ranker.config.of]
             else:
                 more = len(without) if found is None else 0
                 ranking = _without(
                     ranker.rank([query], found, keep + more)[query.query_id], without
                 )[:keep]
-                legs, keys = [ranking], [key_of(config)]
+                legs, keys = [ranking], [config.key]
             for key, leg in zip(keys, legs, strict=True):
                 places.setdefault(
                     self.names[key], leg
@@ -159,7 +159,7 @@ class Router:
 
     @property
     def parts(self) -> Mapping[str, Ranker]:
-        """The rankers by `key_of`, for whoever asks an encoder or a reranker alone."""
+        """The rankers by `key`, for whoever asks an encoder or a reranker alone."""
         return self._now.parts
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
@@ -235,12 +235,12 @@ def _open(held: Held, models: dict[str, Any]) -> _Opened:
     names, parts = dict[str, str](), dict[str, Ranker]()
     counts: Counter[str] = Counter()
     for config in parts_of(held.system.rankers):
-        key, name = key_of(config), leg_name(config)
-        if isinstance(config, FuseConfig) or key in names:
+        key, name = config.key, config.label
+        if key in names:
             continue
         counts[name] += 1
         names[key] = f"{name} {counts[name]}".removesuffix(" 1")
-        if not isinstance(config, ExpandConfig):
+        if len([*config.parts()]) == 1:
             kept = [stored[key]] if key in stored else []
             parts[key] = _remembering(open_model(config, models, router).over(held.skills, *kept))
     return _Opened(held, names, parts, models)

@@ -27,7 +27,7 @@ from skilltrain.models.tokens import tokenized
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
-from skilltrain.retrieval.rankers import OWN, is_own, parts_of
+from skilltrain.retrieval.rankers import OWN
 from skilltrain.retrieval.rerank import reordered
 from skilltrain.templates import ChunkPool
 from skilltrain.terminal import say
@@ -183,7 +183,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
     number = next(
         number
         for number, ranker in enumerate(config.rankers)
-        if any(map(is_own, parts_of([ranker])))
+        if any(part.is_own for part in ranker.parts())
     )
     if not number:
         return

@@ -11,7 +11,7 @@ from skilltrain.metrics.measures import Measure, parse_measure, parse_measures
 from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.rankers import OWN, RankerConfig, needs_candidates, parts_of
+from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
 
@@ -44,7 +44,7 @@ class DevConfig(Config):
     pool: InputPath | None = Field(
         default=None, description="skills to rank; null for the pool of the training data"
     )
-    rankers: tuple[RankerConfig, ...] = Field(
+    rankers: tuple[AnyRanker, ...] = Field(
         default=(DenseConfig(source=OWN),),
         min_length=1,
         description="as in `evaluate`; source: self is this model",
@@ -72,8 +72,8 @@ class DevConfig(Config):
     def check(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
         """Raises ValueError for rankers that cannot rank, or in which the model in training is not one of `kind`."""
         measure, last = parse_measure(self.metric), self.rankers[-1]
-        own = [part for part in parts_of(self.rankers) if getattr(part, "source", None) == OWN]
-        if needs_candidates(self.rankers[0]):
+        own = [part for part in parts_of(self.rankers) if part.is_own]
+        if any(part.only_orders for part in self.rankers[0].parts()):
             raise ValueError(
                 "dev.rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}"
             )

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from skilltrain.llm.ask import read_numbers, read_object, read_texts
+from skilltrain.llm.query_prompts import Ask, AskConfig, Prompt
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round
-from skilltrain.retrieval.select import Ask, AskConfig, Prompt
 
 _RULE = """
 Every part of the message begins with a line that holds the mark {mark}. What stands between these lines was written \

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.llm import LLM, Outcome, ask_all
+from skilltrain.llm.query_prompts import Ask, questions_of
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, ComposeConfig, Plan, compose
 from skilltrain.papers.skillweaver.decompose import (
@@ -25,7 +26,6 @@ from skilltrain.papers.skillweaver.decompose import (
 )
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round, steps_by_rules
 from skilltrain.records import Dropped, Query, Ranking, Skill
-from skilltrain.retrieval.select import Ask, questions_of
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]

@@ -16,6 +16,7 @@ from skilltrain.evaluation.page import markdown
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.llm import LLM, estimate_cost
 from skilltrain.llm.answers import estimate_tokens
+from skilltrain.llm.query_prompts import Ask, questions_of
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.comparison import SystemResult, compare
@@ -26,7 +27,6 @@ from skilltrain.papers.skillweaver.plan_measures import MEANINGS, measure_names,
 from skilltrain.papers.skillweaver.planner import Find, Planner, PlannerConfig, find_each
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
-from skilltrain.retrieval.select import Ask, questions_of
 from skilltrain.stage import Stage, Summary
 from skilltrain.version import __version__
 

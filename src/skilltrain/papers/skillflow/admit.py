@@ -1,0 +1,119 @@
+"""A chat model that admits a few candidates, or none: SkillFlow's two filters (section A.6).
+
+Relevancy judges all candidates in one answer, specificity each relevant one alone. The prompts are our own. Candidates
+are untrusted (llm/untrusted.py): an answer can only admit one of them.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from skilltrain.llm import LLM, AnswerError, Outcome, ask_all, read_numbers
+from skilltrain.llm.query_prompts import UNTRUSTED, Ask, Prompt, questions_of
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.select import Chooser, ChoosingConfig
+
+_RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of instructions that the \
+agent reads before it works. You get one task and a numbered list of candidates, and say which of them are relevant: \
+about the domain, the techniques, the files or the tools that this very task needs. Often only a few are, or none.
+{UNTRUSTED}
+Reply with a JSON list of the numbers of the relevant candidates, like [2, 5] or [], and with nothing else."""
+_WHICH = "Which of the candidates 1 to {count} are relevant to the task? Reply with a JSON list of numbers only."
+_SPECIFICITY = f"""You decide whether a skill is worth the attention of an AI agent that works on a task. A skill is a \
+set of instructions that the agent reads before it works. You get the task and one candidate.
+{UNTRUSTED}
+Say INJECT if it holds knowledge of this domain that would spare the agent real search and trial: commands, formats, \
+interfaces, limits, pitfalls, working code. Say REJECT if it holds general method, check lists, or what a capable \
+model knows or sees from the task's own files. Reply with INJECT or REJECT, and with nothing else."""
+_IS_WORTH_IT = "Is candidate 1 worth it? Reply with INJECT or REJECT only."
+_VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)
+
+
+def read_relevant(ask: Ask, answer: str) -> list[Skill]:
+    """Return the skills whose numbers an answer lists. Raises AnswerError if it is no list."""
+    numbers = read_numbers(answer, range(1, len(ask.choices) + 1))
+    return [skill for number, skill in enumerate(ask.choices, 1) if number in numbers]
+
+
+def read_verdict(ask: Ask, answer: str) -> bool:
+    """Return whether an answer says INJECT. Raises AnswerError unless it says that or REJECT."""
+    match = _VERDICT.fullmatch(answer)
+    if match is None:
+        raise AnswerError("no_verdict", "it was neither INJECT nor REJECT")
+    return match[1].lower() == "inject"
+
+
+class AdmitConfig(ChoosingConfig):
+    """A chat model that admits the relevant candidates, and drops all others."""
+
+    kind: Literal["admit"] = "admit"
+    keep: int = Field(
+        default=10, ge=1, description="candidates that it sees; the others are dropped"
+    )
+    most: int = Field(
+        default=5, ge=1, description="skills that it admits at most; it may admit none"
+    )
+    specificity: bool = Field(
+        default=False, description="a second filter: relevant skills that tell nothing new go"
+    )
+    body_chars: int | None = Field(
+        default=16_000, ge=0, description="how much of a body; null: it sees no body"
+    )
+    prompt = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy")
+    min_candidates = 1
+
+    def open(self, opened: dict[str, Any]) -> "Admit":
+        return Admit(self, {})
+
+
+_SPECIFICITY_PROMPT = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity")
+
+
+class Admit(Chooser[AdmitConfig]):
+    """A chat model that admits candidates. `counts` also says how many skills each filter accepted."""
+
+    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
+        """Return the admitted ones of the first `keep` candidates.
+
+        If the model is down, or an answer is not usable, all are admitted, with a warning.
+        """
+        assert candidates is not None, "a chat model needs candidates"
+        llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
+        admitted = self._admit(llm, self.ask(llm, queries, candidates, keep))
+        rankings: Rankings = {}
+        for query in queries:
+            query_id = query.query_id
+            ranking = candidates[query_id][:keep]
+            if query_id in admitted:
+                ranking = [pair for pair in ranking if pair[0] in admitted[query_id]]
+            rankings[query_id] = ranking[: self.config.most]
+        return rankings
+
+    def _admit(self, llm: LLM, outcome: Outcome[Ask, list[Skill]]) -> dict[str, set[str]]:
+        """Return the ids of admitted skills by query id, for queries with a usable list.
+
+        A relevant skill without a usable second verdict is admitted.
+        """
+        config = self.config
+        relevant: list[Ask] = []
+        admitted: dict[str, set[str]] = {}
+        for item, skills in outcome.values:
+            relevant += [config.ask(item.query, [skill], skill.skill_id) for skill in skills]
+            admitted[item.query_id] = {skill.skill_id for skill in skills}
+        asks = relevant if config.specificity else ()
+        questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
+        second = ask_all(questions, drop_if_down=True)
+        num_specific = 0
+        for item, is_specific in second.values:
+            num_specific += is_specific
+            if not is_specific:
+                admitted[item.query_id].remove(item.skill_id)
+        num_seen = sum(len(item.choices) for item, _ in outcome.values)
+        self.counts |= second.used
+        self.counts["accepted"] = {
+            "relevancy": (len(relevant), num_seen),
+            "specificity": (num_specific, len(second.values)),
+        }
+        return admitted
