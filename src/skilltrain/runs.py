@@ -175,13 +175,13 @@ def _is_marked(part: Any) -> bool:
     return isinstance(part, InputMark) or any(map(_is_marked, get_args(part)))
 
 
-def check_inputs(config: BaseModel, planned: Collection[Path] = ()) -> None:
+def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
     """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing.
 
-    Paths inside the folders of `planned` runs need not be there yet.
+    Paths inside the folders of `pending` runs need not be there yet.
     """
     for key, path in input_paths(config).items():
-        if not path.exists() and not any(map(path.is_relative_to, planned)):
+        if not path.exists() and not any(map(path.is_relative_to, pending)):
             maker = _MADE_BY.get(key.rpartition(".")[2])
             fix = (
                 f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""

@@ -90,7 +90,7 @@ def estimate_ranking(
             if part.key in seen and not part.asks_chat_model:
                 continue
             seen.add(part.key)
-            cost = part.plan(queries, skills)
+            cost = part.dry_run(queries, skills)
             if cost is None:
                 continue
             costs = asked.setdefault(system.name, {})
