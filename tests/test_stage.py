@@ -19,6 +19,7 @@ from small_library import skilltrain, succeeds
 ROOT = Path(__file__).parents[1]
 MODULE = '''
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -33,7 +34,7 @@ class CountLines(Stage):
     result = "{num_lines} lines"
     next_command = "show {out}"
 
-    stage: str
+    stage: Literal["count_lines"]
     file: InputPath = Field(description="text file")
     out: Path = Field(description="folder to write: lines.txt")
 
@@ -125,6 +126,7 @@ def test_command_of_another_package_runs(other_package: Path):
     ("stage", "fault"),
     [
         ("json:loads", "json:loads is no stage: no class derived from skilltrain.stage.Stage"),
+        ("skilltrain.stage:Stage", "the stage skilltrain.stage:Stage has no field 'out'"),
         ("nowhere:Mine", "cannot import nowhere:Mine: No module named 'nowhere'"),
         ("mime", "recipe: stage: unknown stage 'mime'; allowed: pool, queries, "),
         (["mine"], "recipe: stage: unknown stage ['mine']; allowed: pool, queries, "),
