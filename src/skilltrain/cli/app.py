@@ -50,7 +50,7 @@ class ExampleCommand(TyperCommand):
 
 
 class App(typer.Typer):
-    """Adds commands to the program; `r3 gradients` becomes the command `gradients` in the group of the paper r3."""
+    """Adds commands to the program. A command named `r3 gradients` goes into the group of the paper r3."""
 
     papers: ClassVar[dict[str, typer.Typer]] = {}
 
@@ -71,6 +71,7 @@ app = App(
 for _paper, _help in PAPERS.items():
     app.papers[_paper] = typer.Typer(rich_markup_mode="rich")
     app.add_typer(app.papers[_paper], name=_paper, help=_help, rich_help_panel="Papers")
+
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")
 ]
@@ -147,7 +148,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class SettingsCommand(ExampleCommand):
-    """A command named like its stage, whose --help lists the stage's settings; the stage is imported only then."""
+    """A command named like its stage. Its --help imports the stage and lists the settings."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         name = str(self.name)
