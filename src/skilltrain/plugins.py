@@ -6,6 +6,7 @@ listed in `BUILT_IN`. Another package lists its own as entry points of the group
 """
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,6 +20,16 @@ from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN: dict[str, dict[str, str]] = {
+    "loss": {
+        "infonce": "skilltrain.losses.infonce:InfoNCE",
+        "kl": "skilltrain.losses.list_losses:KL",
+        "list_net": "skilltrain.losses.list_losses:ListNet",
+        "listwise_ce": "skilltrain.losses.list_losses:ListwiseCE",
+        "margin_mse": "skilltrain.losses.pair_losses:MarginMSE",
+        "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
+        "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
+        "ranknet": "skilltrain.losses.pair_losses:RankNet",
+    },
     "ranker": {
         "lexical": "skilltrain.retrieval.lexical:LexicalConfig",
         "dense": "skilltrain.retrieval.dense:DenseConfig",
@@ -119,7 +130,9 @@ class OneOf:
             except SkilltrainError as error:
                 raise ValueError(error.what) from error
             if not (isinstance(plugin, type) and issubclass(plugin, base)):
-                raise ValueError(f"{name} is no subclass of {base.__module__}:{base.__name__}")
+                raise ValueError(f"{name} is no subclass of {base.__module__}.{base.__name__}")
+            if inspect.isabstract(plugin):
+                raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return plugin.model_validate(value)
         context["tag"] = name
@@ -134,7 +147,12 @@ class OneOf:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        schemas = [handler(plugin.__pydantic_core_schema__) for plugin in self.classes()]
-        by_path = {"type": "string", "pattern": ":", "description": "package.module:Class"}
-        imported = {"type": "object", "properties": {self.tag: by_path}, "required": [self.tag]}
-        return {"oneOf": [*schemas, imported]}
+        import_path = {
+            "type": "object",
+            "properties": {self.tag: {"type": "string", "pattern": ":"}},
+            "required": [self.tag],
+        }
+        # A union, because pydantic puts its members into `$defs`.
+        schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
+        named = handler(core_schema.union_schema([*schemas]))
+        return {"oneOf": [*named.get("anyOf", [named]), import_path]}
