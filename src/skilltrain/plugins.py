@@ -87,8 +87,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "admit": "skilltrain.papers.skillflow.admit:AdmitConfig",
         "expand": "skilltrain.papers.skillflow.expand:ExpandConfig",
     },
+    "command": {},  # cli/ has those of this package
 }
-"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
+"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used.
+
+The stages are added by `skilltrain.stage`.
+"""
 LOADED: dict[str, str] = {}
 """Module of each plug-in from outside that this process has loaded, by the name that it was loaded by."""
 

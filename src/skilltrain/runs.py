@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from skilltrain.config import Config, InputMark, to_yaml
 from skilltrain.errors import SkilltrainError
@@ -153,21 +154,24 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
-        is_input = any(map(_is_marked, (field.annotation, *field.metadata)))
+        reads = is_input(field)
         value = getattr(config, name)
-        is_several = isinstance(value, list | tuple) or (is_input and isinstance(value, dict))
+        is_several = isinstance(value, list | tuple) or (reads and isinstance(value, dict))
         items = enumerate(value) if is_several else [(None, value)]
         for number, item in items:
             place = name if number is None else f"{name}.{number}"
             if isinstance(item, BaseModel):
                 found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
-            elif is_input and isinstance(item, Path):
+            elif reads and isinstance(item, Path):
                 found[place] = item
-            elif (
-                is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir()
-            ):
+            elif reads and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
                 found[place] = folder
     return found
+
+
+def is_input(field: FieldInfo) -> bool:
+    """Return whether a setting names something that the stage reads."""
+    return any(map(_is_marked, (field.annotation, *field.metadata)))
 
 
 def _is_marked(part: Any) -> bool:
@@ -175,13 +179,13 @@ def _is_marked(part: Any) -> bool:
     return isinstance(part, InputMark) or any(map(_is_marked, get_args(part)))
 
 
-def check_inputs(config: BaseModel, planned: Collection[Path] = ()) -> None:
+def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
     """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing.
 
-    Paths inside the folders of `planned` runs need not be there yet.
+    Paths inside the folders of `pending` runs need not be there yet.
     """
     for key, path in input_paths(config).items():
-        if not path.exists() and not any(map(path.is_relative_to, planned)):
+        if not path.exists() and not any(map(path.is_relative_to, pending)):
             maker = _MADE_BY.get(key.rpartition(".")[2])
             fix = (
                 f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""

@@ -139,7 +139,7 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
             values[name] = None  # until the steps that it reads are resolved
             recipe = _fill(recipes[name], resolve)
             config = parse_recipe(recipe | {"out": str(runs_folder / name)}, where)
-            check_inputs(config, planned=[run.out for run in runs.values()])
+            check_inputs(config, pending=[run.out for run in runs.values()])
             identity = what_matters({"recipe": config.model_dump(mode="json")})
             identity["plugins"] = plugin_fingerprints(config)
             digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -64,6 +64,7 @@ class Candidates(Stage):
         return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
     def dry_run(self) -> Summary:
+        """Count what would be ranked, and estimate its cost."""
         queries = select_queries(self.queries, self.split)
         return estimate_ranking([self.system], queries, read_pool(self.pool))
 
@@ -90,7 +91,7 @@ def estimate_ranking(
             if part.key in seen and not part.asks_chat_model:
                 continue
             seen.add(part.key)
-            cost = part.plan(queries, skills)
+            cost = part.dry_run(queries, skills)
             if cost is None:
                 continue
             costs = asked.setdefault(system.name, {})

@@ -67,7 +67,7 @@ class ApiConfig(ServerConfig, RankerConfig):
     def server(self) -> ServerConfig:
         return self
 
-    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
+    def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
         """Estimate the cost of the texts that the cache lacks."""
         encoder = ApiEncoder(self)
         budget = encoder.server.budget

@@ -127,7 +127,7 @@ class RankerConfig(Config):
         """Number of candidates, from the first on, that decide what it answers; None for all."""
         return None
 
-    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any] | None:
+    def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any] | None:
         """Estimate what its server would cost; None without a server. Sends nothing."""
         return None
 

@@ -71,7 +71,7 @@ class AskingConfig(AskConfig, RankerConfig):
         """Return the first questions of `rank`, with which the cost is estimated."""
         raise NotImplementedError
 
-    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
+    def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
         return estimate_cost(self.asks(queries, skills))
 
 

@@ -161,7 +161,7 @@ class Plans(Stage):
         return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
     def dry_run(self) -> Summary:
-        """Count the tasks and estimate the cost of each chat model's first requests (`--dry-run`)."""
+        """Count the tasks and estimate the cost of each chat model's first requests."""
         benchmark, _, pool = _open(self)
         asks = [Ask(task.query) for task in benchmark.tasks]
         costs: dict[str, Any] = {}
