@@ -133,6 +133,8 @@ class OneOf:
             "required": [self.tag],
         }
         # A union, because pydantic puts its members into `$defs`.
-        schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
-        named = handler(core_schema.union_schema(schemas))
+        union = core_schema.union_schema(
+            [plugin.__pydantic_core_schema__ for plugin in self.classes()]
+        )
+        named = handler(union)
         return {"oneOf": [*named.get("anyOf", [named]), import_path]}
