@@ -110,7 +110,7 @@ class PackedTexts:
         prompt = [heads[:, :, : self.num_prompt] for heads in (query, key, value)]
         attended: list[Tensor] = []  # each [head, token, dim]
         if self.num_prompt:
-            attended.append(attend(*prompt, is_causal=True, **settings)[0])
+            attended.append(attend(prompt[0], prompt[1], prompt[2], is_causal=True, **settings)[0])
         for bucket in self.buckets:
             shape = (len(bucket.tokens), -1, -1, -1)
             # Each [text, head, token, dim].
@@ -141,9 +141,20 @@ class VarlenTexts(PackedTexts):
             return super().attend(query, key, value, **settings)
         from torch.nn.attention.varlen import varlen_attn
 
-        bounds = (self.starts, self.starts, self.lengths[0], self.lengths[0])
-        heads = [part[0].transpose(0, 1) for part in (query, key, value)]  # each [token, head, dim]
-        attended: Any = varlen_attn(*heads, *bounds, scale=settings["scale"], window_size=(-1, 0))
+        query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+        starts = self.starts
+        longest = self.lengths[0]
+        attended: Any = varlen_attn(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=settings["scale"],
+            window_size=(-1, 0),
+        )
         return attended[None]
 
 
