@@ -225,10 +225,11 @@ def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
 
 
 OWN_LOSS = """
-from skilltrain.losses import OwnLoss
+from skilltrain.losses import Loss
 
 
-class Hinge(OwnLoss):
+class Hinge(Loss):
+    name: str
     margin: float = 1.0
 
     def __call__(self, batch):

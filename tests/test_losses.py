@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -15,18 +14,22 @@ from skilltrain.losses import (
     InfoNCE,
     ListNet,
     ListwiseCE,
+    Loss,
     MarginMSE,
     Matryoshka,
-    OwnLoss,
-    PlainLoss,
+    Needs,
     PointwiseBCE,
     RankNet,
     RerankerLoss,
     ScoredBatch,
+    Vectors,
 )
+from skilltrain.plugins import OneOf
+from skilltrain.training.train import TrainReranker
 
+PLAIN_LOSSES = OneOf("loss", tag="name", only="fits_reranker").classes()
 LOSSES = [
-    *(loss() for loss in get_args(PlainLoss)),
+    *(loss() for loss in PLAIN_LOSSES),
     ListNet(target_temperature=0.5),
     InfoNCE(push_share=0.5),
 ]
@@ -102,7 +105,7 @@ def test_worked_by_hand(loss, scores, gains, teacher, expected):
     assert loss(batch([scores], [gains], [teacher])).item() == pytest.approx(expected, abs=2e-6)
 
 
-@pytest.mark.parametrize("loss", get_args(PlainLoss), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", PLAIN_LOSSES, ids=lambda loss: loss.__name__)
 def test_every_temperature_means_the_same(loss):
     one = random_batch(3)
     cooler = ScoredBatch(one.scores / 0.1, one.gains, one.valid, one.teacher_scores)
@@ -196,37 +199,45 @@ BOTH = ("query_to_skill", "skill_to_query")
 
 
 @pytest.mark.parametrize(
-    ("loss", "complaint"),
+    ("loss", "part"),
     [
-        (InfoNCE(directions=BOTH), r"loss\.directions: only an encoder"),
-        (Matryoshka(dims=(4,)), "only an encoder has vectors"),
+        (KL(), "teacher_scores"),
+        (InfoNCE(directions=BOTH), "vectors"),
+        (Matryoshka(dims=(4,)), "vectors"),
     ],
 )
-def test_what_a_batch_lacks_is_named(loss, complaint):
-    with pytest.raises(SkilltrainError, match=complaint):
-        loss(random_batch(0))
+def test_undeclared_part_is_named(loss, part):
+    bare = batch([[0.0, 0.0]], [[1.0, 0.0]])
+
+    with pytest.raises(SkilltrainError, match=rf"this batch has no {part}.*Needs\({part}=True\)"):
+        loss(bare)
 
 
 def test_matryoshka_adds_the_losses_of_its_widths():
-    at = {2: batch([[0.0, 0.0]], [[1.0, 0.0]]), 4: batch([[1.0, 0.0]], [[1.0, 0.0]])}
-    whole = ScoredBatch(at[4].scores, at[4].gains, at[4].valid, truncated=at.__getitem__)
-    assert Matryoshka(loss=ListwiseCE(), dims=(2, 4))(whole).item() == pytest.approx(
-        0.693147 + 0.313262, abs=1e-6
-    )
+    """The first coordinate alone makes both skills equal, up to sign."""
+    queries = torch.tensor([[1.0, 0.0]])
+    skills = torch.tensor([[0.6, 0.8], [0.8, -0.6]])
+    vectors = Vectors(queries, skills, queries[:0])
+    whole = replace(batch([[0.6, 0.8]], [[1.0, 0.0]]), optional_vectors=vectors)
+
+    value = Matryoshka(loss=ListwiseCE(temperature=0.2), dims=(1, 2))(whole)
+
+    assert value.item() == pytest.approx(L2 + L1E, abs=1e-6)
 
 
-def test_what_a_loss_needs():
+def test_losses_declare_what_they_read():
     both = InfoNCE(directions=BOTH, temperature=0.3)
-    needs = [one.needs_sides for one in (InfoNCE(), KL(), both, Matryoshka(loss=both, dims=(4,)))]
-    assert needs == [False, False, True, True]
-    assert (
-        Matryoshka(loss=KL(), dims=(4,)).needs_teacher_scores
-        and not Matryoshka(dims=(4,)).needs_teacher_scores
-    )
-    assert {loss.name for loss in LOSSES if loss.needs_teacher_scores} == {"kl", "margin_mse"}
+
+    assert InfoNCE().needs == ListwiseCE().needs == Needs()
+    assert both.needs == Matryoshka(loss=both, dims=(4,)).needs
+    assert both.needs == Needs(vectors=True, directions=True)
+    assert Matryoshka(dims=(4,)).needs == Needs(vectors=True)
+    assert Matryoshka(loss=KL(), dims=(4,)).needs == Needs(teacher_scores=True, vectors=True)
+    assert {loss.name for loss in LOSSES if loss.needs.teacher_scores} == {"kl", "margin_mse"}
 
 
-class Hinge(OwnLoss):
+class Hinge(Loss):
+    name: str
     margin: float = 1.0
 
     def __call__(self, batch):
@@ -240,7 +251,7 @@ UNIONS = [TypeAdapter(EncoderLoss), TypeAdapter(RerankerLoss)]
 
 def test_a_loss_is_chosen_by_name_or_by_its_import():
     for adapter in UNIONS:
-        for default in (loss() for loss in get_args(PlainLoss)):
+        for default in (loss() for loss in PLAIN_LOSSES):
             assert adapter.validate_python({"name": default.name}) == default
         own = adapter.validate_python({"name": HINGE, "margin": 2})
         assert isinstance(own, Hinge) and own(batch([[0.5, 3]], [[1, 0]])).item() == 1.5
@@ -253,7 +264,7 @@ def test_a_loss_is_chosen_by_name_or_by_its_import():
     assert InfoNCE().temperature == 0.05 and ListwiseCE().temperature == 1
 
 
-NO_TAG = "does not match any of the expected tags"
+NO_TAG = "unknown 'name' matryoshka"
 
 
 @pytest.mark.parametrize(
@@ -277,9 +288,13 @@ NO_TAG = "does not match any of the expected tags"
         ("no.such:Loss", {}, "cannot import no.such:Loss: No module named 'no'"),
         (f"{__name__}:Other", {}, "has no attribute 'Other'"),
         (":Hinge", {}, "cannot import :Hinge"),
-        ("skilltrain.losses:OwnLoss", {}, "skilltrain.losses:OwnLoss has no __call__"),
-        ("builtins:dict", {}, "builtins:dict is no subclass of skilltrain.losses.OwnLoss"),
-        (HINGE, {"margn": 2}, "unknown key 'margn', did you mean 'margin'"),
+        ("skilltrain.losses:Loss", {}, "skilltrain.losses:Loss has no __call__"),
+        (
+            "builtins:dict",
+            {},
+            "builtins:dict is no subclass of skilltrain.losses.scored_batch.Loss",
+        ),
+        (HINGE, {"margn": 2}, "margn\n  Extra inputs are not permitted"),
     ],
 )
 def test_a_loss_that_makes_no_sense_is_refused(name, values, complaint):
@@ -293,3 +308,40 @@ def test_a_loss_that_makes_no_sense_is_refused(name, values, complaint):
 def test_shapes_are_checked_in_tests():
     with pytest.raises(TypeError):
         ScoredBatch(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.bool))
+
+
+class Spread(Loss):
+    """A loss of another package that reads vectors."""
+
+    name: str
+
+    @property
+    def needs(self):
+        return Needs(vectors=True)
+
+    def __call__(self, batch):
+        return (batch.vectors.queries @ batch.vectors.skills.T).square().sum()
+
+
+def test_reranker_refuses_loss_on_vectors():
+    recipe = {
+        "stage": "train_reranker",
+        "model": {"source": "m"},
+        "data": {"pool": "p", "lists": "l"},
+        "loss": {"name": f"{__name__}:Spread"},
+        "out": "o",
+    }
+
+    with pytest.raises(ValidationError, match="Spread needs vectors, which only an encoder has"):
+        TrainReranker.model_validate(recipe)
+
+
+def test_schema_lists_losses_and_import_paths():
+    schema = UNIONS[1].json_schema()
+    *named, imported = schema["oneOf"]
+    sections = [schema["$defs"][choice["$ref"].rpartition("/")[2]] for choice in named]
+
+    assert {section["properties"]["name"]["const"] for section in sections} == {
+        loss.name for loss in LOSSES
+    }
+    assert imported["properties"]["name"]["pattern"] == ":"

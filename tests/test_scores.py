@@ -116,21 +116,23 @@ def test_gains_and_positives_stand_at_their_skills_and_the_own_list_is_no_in_bat
 def test_sides_by_hand():
     of = context(ONE, TWO, THREE, loss=ALL_SIDES)
     lists = [ONE, TWO, THREE]
-    sides = encoder_scores(lists, lists, unit(3, 0), unit(3, 0), "abcde", unit(5, 1), of).sides
+    negatives = encoder_scores(
+        lists, lists, unit(3, 0), unit(3, 0), "abcde", unit(5, 1), of
+    ).negatives
     # q1's a and q3's d are twins by name, so the two queries are no negatives of each other.
-    assert sides.query_to_query.is_negative.tolist() == [
+    assert negatives["query_to_query"].tolist() == [
         [False, True, False],
         [True, False, True],
         [False, True, False],
     ]
     # Positives by row: q1 a; q2 c; q3 d (1/2), e (1).
-    assert sides.skill_to_query.is_negative.tolist() == [
+    assert negatives["skill_to_query"].tolist() == [
         [False, True, False],  # a: q3 has its twin d among its answers
         [True, False, True],  # c
         [False, True, False],  # d: q1 has its twin a
         [True, True, False],  # e: q2 has judged it, with gain 0
     ]
-    assert sides.skill_to_skill.is_negative.tolist() == [
+    assert negatives["skill_to_skill"].tolist() == [
         [False, False, True, False, True],  # a: not its own list (a, b) nor its twin d
         [True, False, False, True, False],  # c: not its own list (c, e) nor the known positive b
         [False, True, True, False, False],  # d and e: not their own list nor a
@@ -139,8 +141,10 @@ def test_sides_by_hand():
     # a is worth 1 to q1 and 1/2 to q2: q2 comes after q1 for a, as among a query's skills, and not the other way.
     lists = [ONE, TrainingList("q2", "clips", ("a", "e"), (0.5, 0.0), frozenset("a"))]
     of = context(*lists, loss=SYMMETRIC)
-    sides = encoder_scores(lists, lists, unit(2, 0), unit(2, 0), "abe", unit(3, 1), of).sides
-    assert sides.skill_to_query.is_negative.tolist() == [[False, True], [False, False]]
+    negatives = encoder_scores(
+        lists, lists, unit(2, 0), unit(2, 0), "abe", unit(3, 1), of
+    ).negatives
+    assert negatives["skill_to_query"].tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +188,7 @@ def test_queries_without_any_negative_keep_their_gradients_finite():
 
 def test_autocast_does_not_round_the_cosines():
     queries, skills = unit(2, 0).detach().float(), unit(5, 1).detach().float()
-    lists, of = [ONE, TWO], context(ONE, TWO)
+    lists, of = [ONE, TWO], context(ONE, TWO, loss=Matryoshka(dims=(4,)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         batch = encoder_scores(lists, lists, queries, queries, "abcde", skills, of)
         cut = batch.truncated(4)
@@ -214,7 +218,7 @@ def test_only_candidates_that_the_teacher_scored_count(loss):
         [True, True, False, False, False],
         [False, False, True, False, True],
     ]
-    assert batch.teacher().tolist() == [[3, 1, 0, 0, 0], [0, 0, 2, 0, -2]]
+    assert batch.teacher_scores.tolist() == [[3, 1, 0, 0, 0], [0, 0, 2, 0, -2]]
     loss(batch).backward()
     assert torch.isfinite(skills.grad).all() and (skills.grad[3] == 0).all()
 
@@ -235,9 +239,9 @@ def test_lists_of_unequal_length_become_one_table():
     assert batch.scores.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert batch.gains.tolist() == [[1, 0, 0], [1, 0, 0]]
     assert batch.valid.tolist() == [[True, True, True], [True, True, False]]
-    assert batch.teacher_scores is None
+    assert batch.optional_teacher_scores is None
     (gradient,) = torch.autograd.grad(RankNet()(batch), flat)
     assert (gradient != 0).all()
     taught = list_scores([TAUGHT, TAUGHT_TOO], torch.zeros(5), needs_teacher_scores=True)
     assert taught.valid.tolist() == [[True, True, False], [True, True, False]]
-    assert taught.teacher().tolist() == [[3, 1, 0], [2, -2, 0]]
+    assert taught.teacher_scores.tolist() == [[3, 1, 0], [2, -2, 0]]

@@ -2,10 +2,10 @@
 
 import copy
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
-from skilltrain.plugins import OneOf, import_path
+from skilltrain.plugins import OneOf
 from skilltrain.texts import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -304,8 +304,8 @@ def _followed(
                 inner += sections_of(section.model_fields[part])
         sections = inner or sections
         if len(sections) > 1 and isinstance(values, Mapping):
-            tagged = [c for c in sections if _has_tags(c, values)]
-            sections = tagged or _imported(sections, values) or sections
+            imported = _imported_sections(values)
+            sections = imported or [c for c in sections if _has_tags(c, values)] or sections
             tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
@@ -314,12 +314,13 @@ def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
     return all(values.get(name) == tag for name, tag in tags_of(section).items())
 
 
-def _imported(sections: Sequence[type[BaseModel]], values: Mapping[str, Any]) -> list[Any]:
-    """Return the class whose import path stands in a section where others have their tag."""
-    path = str(values.get(next(iter(tags_of(sections[0])), "")))
-    with suppress(SkilltrainError):  # the fault itself says that it cannot be imported
-        plugin = import_path(path)
-        return [plugin] if hasattr(plugin, "model_fields") else []
+def _imported_sections(values: Mapping[str, Any]) -> list[type[BaseModel]]:
+    """Return the plug-in that a section names by its import path, `package.module:Class`."""
+    for tag in ("name", "kind"):
+        module, _, attribute = str(values.get(tag)).partition(":")
+        plugin = getattr(sys.modules.get(module), attribute, None)
+        if isinstance(plugin, type) and issubclass(plugin, BaseModel):
+            return [plugin]
     return []
 
 

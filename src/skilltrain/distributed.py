@@ -41,7 +41,7 @@ def made_by_first_rank(make: Callable[[], ValueT]) -> ValueT:
     return of_first_rank(value)
 
 
-def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "total dim"]:
+def gather_rows(rows: Float[Tensor, "own ..."], total: int) -> Float[Tensor, "total ..."]:
     """The `total` rows of which rank r holds rows r, r + world, r + 2 world, …, in order, on every rank.
 
     The gradient reaches the rank that made a row. Ranks may hold unequal counts: short ones are padded on the wire.
@@ -50,9 +50,10 @@ def gather_rows(rows: Float[Tensor, "own dim"], total: int) -> Float[Tensor, "to
     if world == 1:
         return rows
     longest = -(-total // world)
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
-    gathered: Tensor = _Gather.apply(padded)  # [rank, row, dim]
-    return gathered.transpose(0, 1).reshape(world * longest, -1)[:total]
+    shape = rows.shape[1:]
+    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *shape)])
+    gathered: Tensor = _Gather.apply(padded)  # [rank, row, ...]
+    return gathered.transpose(0, 1).reshape(world * longest, *shape)[:total]
 
 
 class _Gather(torch.autograd.Function):

@@ -65,6 +65,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "taxonomy": "skilltrain.data.sources:TaxonomySource",
         "random": "skilltrain.data.sources:RandomSource",
     },
+    "loss": {
+        "infonce": "skilltrain.losses.infonce:InfoNCE",
+        "kl": "skilltrain.losses.list_losses:KL",
+        "list_net": "skilltrain.losses.list_losses:ListNet",
+        "listwise_ce": "skilltrain.losses.list_losses:ListwiseCE",
+        "margin_mse": "skilltrain.losses.pair_losses:MarginMSE",
+        "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
+        "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
+        "ranknet": "skilltrain.losses.pair_losses:RankNet",
+    },
     "ranker": {
         "lexical": "skilltrain.retrieval.lexical:LexicalConfig",
         "dense": "skilltrain.retrieval.dense:DenseConfig",
@@ -166,7 +176,7 @@ class OneOf:
         if is_known:
             plugin = chosen_plugin(self.kind, name)
             if not (isinstance(plugin, type) and issubclass(plugin, base)):
-                raise ValueError(f"{name} is no subclass of {base.__module__}:{base.__name__}")
+                raise ValueError(f"{name} is no subclass of {base.__module__}.{base.__name__}")
             if inspect.isabstract(plugin):
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
@@ -195,6 +205,6 @@ class OneOf:
             "required": [self.tag],
         }
         # A union, because pydantic puts its members into `$defs`.
-        schemas: list[Any] = [p.__pydantic_core_schema__ for p in self.classes()]
-        named = handler(core_schema.union_schema(schemas))
+        schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
+        named = handler(core_schema.union_schema([*schemas]))
         return {"oneOf": [*named.get("anyOf", [named]), import_path]}

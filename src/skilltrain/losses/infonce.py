@@ -9,11 +9,16 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
 from skilltrain.losses.list_losses import contrast
-from skilltrain.losses.scored_batch import Loss, ScoredBatch, SideScores, Temperature, gain_shares
-
-Direction = Literal["query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"]
+from skilltrain.losses.scored_batch import (
+    Direction,
+    Loss,
+    Needs,
+    ScoredBatch,
+    Temperature,
+    cosines,
+    gain_shares,
+)
 
 
 class InfoNCE(Loss):
@@ -28,7 +33,7 @@ class InfoNCE(Loss):
         worth less than an irrelevant skill out of the denominator: (1 - a) contrast without it + a contrast with it
         alone.
     Inputs: cosines in [-1, 1]; any gains, positives above 0; false negatives in the batch are marked invalid;
-        `sides` for directions beyond the first.
+        vectors for directions beyond the first.
     Returns: the sum over queries. sentence-transformers' MultipleNegativesRankingLoss is the mean, and the same for
         lists with one positive each that share no skill and hold no false negative for one another: it knows neither.
     Example: cosines (1, 0), gains (1, 0), temperature 1: log(1 + 1/e).
@@ -52,8 +57,9 @@ class InfoNCE(Loss):
     )
 
     @property
-    def needs_sides(self) -> bool:
-        return len(self.directions) > 1
+    def needs(self) -> Needs:
+        has_others = len(self.directions) > 1
+        return Needs(vectors=has_others, directions=has_others)
 
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
@@ -66,49 +72,67 @@ class InfoNCE(Loss):
             raise ValueError(
                 f"{same_side[0]} holds no positive to find, so partition must be joint"
             )
-        if self.push_share and self.needs_sides:
+        if self.push_share and self.needs.directions:
             raise ValueError("push_share is for directions: [query_to_skill] alone")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         if self.push_share:
-            below = batch.gains < 0
-            pulled = contrast(replace(batch, valid=batch.valid & ~below), self.temperature)
-            pushed = contrast(
-                replace(batch, valid=batch.valid & (below | batch.is_positive)), self.temperature
-            )
-            return (1 - self.push_share) * pulled + self.push_share * pushed
-        if not self.needs_sides:
+            return self._pull_and_push(batch)
+        if not self.needs.directions:
             return contrast(batch, self.temperature)
-        if batch.sides is None:
-            raise SkilltrainError(
-                "only an encoder has directions beyond query_to_skill", where="loss.directions"
-            )
-        if self.partition == "joint":
-            return contrast(batch, self.temperature, self._joint(batch, batch.sides))
-        return (contrast(batch, self.temperature) + self._symmetric(batch, batch.sides)) / 2
+        if self.partition == "per_direction":
+            return (contrast(batch, self.temperature) + self._from_skills(batch)) / 2
+        return contrast(batch, self.temperature, self._others(batch))
 
-    def _joint(self, batch: ScoredBatch, sides: SideScores) -> Float[Tensor, "positive"]:
-        """What else stands in each positive's denominator, as a log."""
-        row, column = batch.is_positive.nonzero(as_tuple=True)
-        terms = []
-        if "skill_to_query" in self.directions:
-            terms += [
-                sides.skill_to_query.strength(self.temperature),
-                batch.scores[row, column] / self.temperature,
-            ]
-        if "query_to_query" in self.directions:
-            terms.append(sides.query_to_query.strength(self.temperature)[row])
-        if "skill_to_skill" in self.directions:
-            terms.append(sides.skill_to_skill.strength(self.temperature))
+    def _pull_and_push(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        is_rejected = batch.gains < 0
+        without_rejected = replace(batch, valid=batch.valid & ~is_rejected)
+        rejected_alone = replace(batch, valid=batch.valid & (is_rejected | batch.is_positive))
+        pulled = contrast(without_rejected, self.temperature)
+        pushed = contrast(rejected_alone, self.temperature)
+        return (1 - self.push_share) * pulled + self.push_share * pushed
+
+    def _others(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
+        """Return what else stands in each positive's denominator, as a log."""
+        row, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
+        strengths = self._strengths(batch)
+        terms: list[Tensor] = []  # each [positive]
+        if "skill_to_query" in strengths:
+            terms += [strengths["skill_to_query"], batch.scores[row, column] / self.temperature]
+        if "query_to_query" in strengths:
+            terms.append(strengths["query_to_query"][row])
+        if "skill_to_skill" in strengths:
+            terms.append(strengths["skill_to_skill"])
         return torch.stack(terms).logsumexp(0)
 
-    def _symmetric(self, batch: ScoredBatch, sides: SideScores) -> Float[Tensor, ""]:
-        """Each positive against the queries that it does not answer, weighted as in `contrast`."""
-        cells = batch.is_positive.nonzero(as_tuple=True)
-        others = sides.skill_to_query.strength(self.temperature)
-        each = torch.nn.functional.softplus(others - batch.scores[cells] / self.temperature)
-        return (gain_shares(batch, batch.is_positive)[cells] * each).sum()
+    def _from_skills(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """Compare each positive with the queries that it does not answer, weighted as in `contrast`."""
+        row, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
+        margins = self._strengths(batch)["skill_to_query"]
+        margins = margins - batch.scores[row, column] / self.temperature  # [positive]
+        weights = gain_shares(batch, batch.is_positive)[row, column]
+        return (weights * torch.nn.functional.softplus(margins)).sum()
+
+    def _strengths(self, batch: ScoredBatch) -> dict[Direction, Float[Tensor, "row"]]:
+        """Return log(sum of e^(cosine / temperature)) over each row's negatives, by direction.
+
+        The log is -inf for a row without negatives.
+        """
+        vectors = batch.vectors
+        positives = vectors.skills[batch.is_positive.nonzero(as_tuple=True)[1]]  # [positive, dim]
+        pairs: dict[Direction, tuple[Tensor, Tensor]] = {
+            "query_to_query": (vectors.queries, vectors.all_queries),
+            "skill_to_query": (positives, vectors.all_queries),
+            "skill_to_skill": (positives, vectors.skills),
+        }
+        strengths: dict[Direction, Tensor] = {}
+        for direction, (rows, others) in pairs.items():
+            if direction in self.directions:
+                scores = cosines(rows, others) / self.temperature  # [row, other]
+                is_negative = batch.negatives[direction]
+                strengths[direction] = scores.masked_fill(~is_negative, -torch.inf).logsumexp(1)
+        return strengths
 
 
 class LateInteraction(Config):

@@ -1,13 +1,13 @@
 """Losses over a query's whole list: listwise and pointwise cross-entropy, ListNet, and a teacher's distribution."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature, gain_shares
+from skilltrain.losses.scored_batch import Loss, Needs, ScoredBatch, Temperature, gain_shares
 
 
 def contrast(
@@ -99,11 +99,11 @@ class ListNet(Loss):
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         if self.target_temperature is None:
-            wanted = gain_shares(batch, batch.gains > 0)
+            target = gain_shares(batch, batch.gains > 0)
         else:
             grades = batch.gains.to(batch.scores) / self.target_temperature
-            wanted = torch.softmax(grades.masked_fill(~batch.valid, -torch.inf), 1)
-        return -(wanted * _log_softmax(batch, self.temperature)).sum()
+            target = torch.softmax(grades.masked_fill(~batch.valid, -torch.inf), 1)
+        return -(target * _log_softmax(batch, self.temperature)).sum()
 
 
 class KL(Loss):
@@ -118,16 +118,19 @@ class KL(Loss):
     Source: Hinton et al. 2015; Kullback and Leibler 1951.
     """
 
-    needs_teacher_scores: ClassVar[bool] = True
     name: Literal["kl"] = "kl"
     temperature: Temperature = 1.0
     teacher_temperature: float = Field(
         default=1.0, gt=0, description="the teacher's scores are divided by it"
     )
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(teacher_scores=True)
+
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        wanted = batch.teacher().masked_fill(~batch.valid, -torch.inf) / self.teacher_temperature
-        shares = torch.softmax(wanted, 1)
+        scores = batch.teacher_scores.masked_fill(~batch.valid, -torch.inf)
+        shares = torch.softmax(scores / self.teacher_temperature, 1)
         return (torch.xlogy(shares, shares) - shares * _log_softmax(batch, self.temperature)).sum()
 
 

@@ -1,13 +1,13 @@
 """Losses over pairs of a higher and a lower gain: RankNet, and a teacher's margins."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from skilltrain.losses.scored_batch import Loss, ScoredBatch, Temperature
+from skilltrain.losses.scored_batch import Loss, Needs, ScoredBatch, Temperature
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,14 @@ class MarginMSE(Loss):
     Source: Hofstätter et al. 2020, equation 8.
     """
 
-    needs_teacher_scores: ClassVar[bool] = True
     name: Literal["margin_mse"] = "margin_mse"
     temperature: Temperature = 1.0  # not of the teacher's scores
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(teacher_scores=True)
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         pairs = find_pairs(batch)
         margins = pairs.margins(batch.filled(0.0)) / self.temperature
-        return pairs.sum_of_means((margins - pairs.margins(batch.teacher())).square())
+        return pairs.sum_of_means((margins - pairs.margins(batch.teacher_scores)).square())

@@ -1,43 +1,68 @@
 """What every loss is, and what it sees: scores, gains and which candidates count."""
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 from torch import Tensor
 
 from skilltrain.config import Config
+from skilltrain.errors import SkilltrainError
+from skilltrain.plugins import OneOf
 
 Temperature = Annotated[float, Field(gt=0, description="the scores are divided by it")]
+Direction = Literal["query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill"]
 
 
 @dataclass(frozen=True)
-class SideTerm:
-    """Scores between one thing a row and all others of the step, and which of those are its negatives."""
+class Needs:
+    """Parts of a batch that a loss reads besides scores, gains and valid candidates.
 
-    scores: Float[Tensor, "row other"]
-    is_negative: Bool[Tensor, "row other"]
-
-    def strength(self, temperature: float) -> Float[Tensor, "row"]:
-        """Log of the sum of e^(score / temperature) over each row's negatives; -inf where it has none."""
-        return (self.scores / temperature).masked_fill(~self.is_negative, -torch.inf).logsumexp(1)
-
-
-@dataclass(frozen=True)
-class SideScores:
-    """What a symmetric or same-side contrast adds to a batch, for the rows that this rank has.
-
-    A positive is a row of `skill_to_*` for each query that it answers, in the order of `positive_cells`. The others
-    are all queries, or all skills, of the step. A row's negatives depend on no other row, so that ranks add up.
+    Attributes:
+        teacher_scores: `ScoredBatch.teacher_scores`.
+        vectors: `ScoredBatch.vectors`, which only an encoder has.
+        directions: `ScoredBatch.negatives` and the queries of all ranks, which only an encoder
+            has. They come with `vectors`.
     """
 
-    query_to_query: SideTerm
-    skill_to_query: SideTerm
-    skill_to_skill: SideTerm
+    teacher_scores: bool = False
+    vectors: bool = False
+    directions: bool = False
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Unit vectors of a step, whose cosines are the scores.
+
+    `all_queries` are those of all ranks, for a loss that needs other directions; else there are none.
+    """
+
+    queries: Float[Tensor, "query dim"]
+    skills: Float[Tensor, "candidate dim"]
+    all_queries: Float[Tensor, "other dim"]
+
+    @property
+    def scores(self) -> Float[Tensor, "query candidate"]:
+        return cosines(self.queries, self.skills)
+
+    def truncated(self, dim: int) -> "Vectors":
+        """Return the first `dim` coordinates, made unit vectors again."""
+        whole = (self.queries, self.skills, self.all_queries)
+        with torch.autocast(self.skills.device.type, enabled=False):
+            parts = [torch.nn.functional.normalize(part[:, :dim], dim=1) for part in whole]
+        return Vectors(*parts)
+
+
+def cosines(
+    left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]
+) -> Float[Tensor, "left right"]:
+    """Return the cosines of unit vectors in their own number format, also under autocast."""
+    with torch.autocast(left.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
+        return left @ right.T
 
 
 @dataclass(frozen=True)
@@ -46,51 +71,89 @@ class ScoredBatch:
 
     Losses return the sum over queries: the trainer divides by the number of queries in the global step, so that
     neither ranks nor accumulation change what a query weighs. Gradients through invalid candidates are exactly zero.
-    Where a loss learns from teacher scores, every valid candidate has one. `truncated(dim)` is the same batch scored by
-    the first `dim` coordinates of an encoder's vectors, made unit vectors again.
 
     Gains are any finite numbers; a trainer counts them from that of an irrelevant skill, so that in-batch negatives,
     which nobody judged, have 0. `positive` names the skills to find, by their verdicts; None: those of gain > 0.
+
+    The other parts are there for a loss that declares them in `Loss.needs`. Where a loss learns from
+    teacher scores, every valid candidate has one. `negatives` says for each direction but the first
+    which others are negatives of a row. The rows are this rank's queries or, in the directions from
+    skills, its positives in the order of `is_positive`: one row for each query that a positive
+    answers. The others are all queries, or all skills, of the step. A row's negatives depend on no
+    other row, so that ranks add up.
     """
 
     scores: Float[Tensor, "query candidate"]
     gains: Float[Tensor, "query candidate"]
     valid: Bool[Tensor, "query candidate"]
-    teacher_scores: Float[Tensor, "query candidate"] | None = None
-    sides: SideScores | None = None
-    truncated: "Callable[[int], ScoredBatch] | None" = None
+    optional_teacher_scores: Float[Tensor, "query candidate"] | None = None
     positive: Bool[Tensor, "query candidate"] | None = None
+    optional_vectors: Vectors | None = None
+    negatives: Mapping[Direction, Bool[Tensor, "_ _"]] = field(default_factory=dict)
 
     @property
     def is_positive(self) -> Bool[Tensor, "query candidate"]:
         """Which valid candidates are to be found."""
         return (self.gains > 0 if self.positive is None else self.positive) & self.valid
 
+    @property
+    def teacher_scores(self) -> Float[Tensor, "query candidate"]:
+        """The teacher's scores, 0 for invalid candidates."""
+        if self.optional_teacher_scores is None:
+            raise _undeclared("teacher_scores")
+        return self.optional_teacher_scores.to(self.scores).masked_fill(~self.valid, 0.0)
+
+    @property
+    def vectors(self) -> Vectors:
+        """The vectors of queries and skills that the scores are cosines of."""
+        if self.optional_vectors is None:
+            raise _undeclared("vectors")
+        return self.optional_vectors
+
     def filled(self, filler: float) -> Float[Tensor, "query candidate"]:
         """Scores with `filler` for invalid candidates, whatever theirs are: no gradient reaches them."""
         return self.scores.masked_fill(~self.valid, filler)
 
-    def teacher(self) -> Float[Tensor, "query candidate"]:
-        """The teacher's scores, 0 for invalid candidates. A loss that calls this declares `needs_teacher_scores`."""
-        assert self.teacher_scores is not None, (
-            "the step gives teacher scores to a loss that needs them"
-        )
-        return self.teacher_scores.to(self.scores).masked_fill(~self.valid, 0.0)
+    def truncated(self, dim: int) -> "ScoredBatch":
+        """Return the same batch scored by the first `dim` coordinates of its vectors."""
+        vectors = self.vectors.truncated(dim)
+        return replace(self, scores=vectors.scores, optional_vectors=vectors)
+
+
+def _undeclared(part: str) -> SkilltrainError:
+    fix = f"return Needs({part}=True) from the loss's property `needs`"
+    return SkilltrainError(f"this batch has no {part}: its loss does not declare them", fix=fix)
 
 
 class Loss(Config):
-    """A loss by name: its hyper-parameters are fields, and calling it gives the loss of a batch."""
+    """A loss by name: its hyper-parameters are fields, and calling it gives the loss of a batch.
 
-    needs_teacher_scores: ClassVar[bool] = False
+    Example:
+        class Hinge(Loss):
+            name: str
+            margin: float = 1.0
+
+            def __call__(self, batch):
+                margins = self.margin - batch.scores
+                return margins.clamp(min=0).masked_fill(~batch.valid, 0).sum()
+    """
+
+    fits_reranker: ClassVar[bool] = True
+    """False for a loss that always needs vectors."""
+    name: Any = Field(description="name of the loss, or its import path")
 
     @property
-    def needs_sides(self) -> bool:
-        """Whether the loss reads `ScoredBatch.sides`, which only an encoder's batch has."""
-        return False
+    def needs(self) -> Needs:
+        """What the loss reads besides scores, gains and valid candidates."""
+        return Needs()
 
     @abstractmethod
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """The loss, summed over queries. Raises SkilltrainError for scores that the batch does not have."""
+        """Return the loss, summed over queries."""
+
+
+EncoderLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name")]
+RerankerLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="fits_reranker")]
 
 
 def gain_shares(

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.losses import EncoderLoss, RerankerLoss
-from skilltrain.losses.scored_batch import ScoredBatch, SideScores, SideTerm
+from skilltrain.losses import Loss, Needs, ScoredBatch, Vectors
+from skilltrain.losses.scored_batch import Direction
 from skilltrain.models.micro_batches import on_device
 from skilltrain.models.pooling import at_least_float32
 from skilltrain.texts import name_key
@@ -21,46 +21,54 @@ from skilltrain.training.training_set import TrainingList, TrainingSet
 
 @dataclass(frozen=True)
 class ScoreContext:
-    """What stays the same over a training: what the loss needs, and which skills and queries belong together.
+    """What stays the same over a training run.
 
-    `groups` are a skill's name and near-duplicate cluster: skills that share one answer the same
-    queries. `answers` are, for a query's text, the groups of all its answers.
+    Attributes:
+        in_batch: Whether the other queries' skills are negatives too.
+        needs: What the loss declares.
+        groups: By skill, its name and its near-duplicate cluster: skills that share one answer the
+            same queries.
+        answers: By a query's text, the groups of all its answers.
     """
 
     in_batch: bool
-    needs_sides: bool
-    needs_teacher_scores: bool
+    needs: Needs
     groups: Mapping[str, tuple[str, ...]]
     answers: Mapping[str, Set[str]]
 
     @classmethod
-    def of(cls, data: TrainingSet, loss: EncoderLoss, in_batch: bool) -> "ScoreContext":
+    def of(cls, data: TrainingSet, loss: Loss, in_batch: bool) -> "ScoreContext":
+        """Find the groups of all skills, and of all queries' answers."""
 
         def groups_of(key: str) -> tuple[str, ...]:
             skill = data.skills.get(key)
             skill_id, name = (skill.skill_id, name_key(skill.name)) if skill else (key, "")
-            own = f"name {name}" if name else f"id {skill_id}"
-            return (
-                (own, f"cluster {data.clusters[skill_id]}") if skill_id in data.clusters else (own,)
-            )
+            group = f"name {name}" if name else f"id {skill_id}"
+            if skill_id not in data.clusters:
+                return (group,)
+            return (group, f"cluster {data.clusters[skill_id]}")
 
         answers: dict[str, set[str]] = {}
-        for one in data.lists:
-            answers.setdefault(one.query, set()).update(
-                g for skill_id in one.positives for g in groups_of(skill_id)
-            )
-        groups = {skill_id: groups_of(skill_id) for skill_id in data.skills}
-        return cls(in_batch, loss.needs_sides, loss.needs_teacher_scores, groups, answers)
+        for row in data.lists:
+            groups = answers.setdefault(row.query, set())
+            for skill_id in row.positives:
+                groups.update(groups_of(skill_id))
+        groups_by_skill = {skill_id: groups_of(skill_id) for skill_id in data.skills}
+        return cls(in_batch, loss.needs, groups_by_skill, answers)
 
 
-def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) -> None:
-    """Raises SkilltrainError, naming a query, where `loss` learns from a teacher that has not scored a list."""
-    if not loss.needs_teacher_scores:
+def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
+    """Check that a teacher has scored every list, for a loss that needs its scores.
+
+    Raises:
+        SkilltrainError: A list has no teacher scores; the error names its query.
+    """
+    if not loss.needs.teacher_scores:
         return
     without = [
-        one.query_id
-        for one in data.lists
-        if all(math.isnan(score) for score in one.teacher_scores or ())
+        row.query_id
+        for row in data.lists
+        if all(math.isnan(score) for score in row.teacher_scores or ())
     ]
     if without:
         what = f"loss {loss.name} needs teacher scores, and {len(without)} of {len(data.lists)} lists have none"
@@ -68,39 +76,93 @@ def check_teacher_scores(data: TrainingSet, loss: EncoderLoss | RerankerLoss) ->
         raise SkilltrainError(f"{what} (query {without[0]!r})", where="data.lists", fix=fix)
 
 
-class _Cells:
-    """Where the candidates of lists stand in a table that has a row for each list."""
+class _ListTable:
+    """Lists as a table on the CPU: a row for each list, a column for each candidate.
 
-    def __init__(self, columns: Sequence[Sequence[int]], width: int) -> None:
-        rows = np.repeat(np.arange(len(columns)), [*map(len, columns)])
-        self.own = rows.astype(int), np.fromiter(chain.from_iterable(columns), int)
-        self.mask = np.zeros((len(columns), width), bool)  # which cells are the lists' own
-        self.mask[self.own] = True
+    `cells` are the rows and columns of the lists' own candidates, `is_listed` their mask.
+    """
+
+    def __init__(
+        self, lists: Sequence[TrainingList], columns: Sequence[Sequence[int]], num_columns: int
+    ) -> None:
+        sizes = np.array([len(row) for row in columns], dtype=int)
+        rows = np.repeat(np.arange(len(lists)), sizes)
+        self.lists = lists
+        self.cells = (rows, np.fromiter(chain.from_iterable(columns), int))
+        self.is_listed = np.zeros((len(lists), num_columns), bool)
+        self.is_listed[self.cells] = True
 
     @classmethod
-    def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_Cells":
-        """The lists' candidates among all skills of a batch."""
-        place = {skill_id: number for number, skill_id in enumerate(skill_ids)}
-        return cls(
-            [[place[skill_id] for skill_id in one.skill_ids] for one in lists], len(skill_ids)
-        )
+    def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_ListTable":
+        """Make the table of the lists' candidates among all skills of a batch."""
+        positions = {skill_id: position for position, skill_id in enumerate(skill_ids)}
+        columns = [[positions[skill_id] for skill_id in row.skill_ids] for row in lists]
+        return cls(lists, columns, len(skill_ids))
 
-    def table(
-        self, values: Iterable[Iterable[float]], empty: float | bool
-    ) -> Shaped[np.ndarray, "query skill"]:
-        """The lists' values in their cells, `empty` elsewhere; booleans where that is one."""
-        table = np.full(self.mask.shape, empty, bool if isinstance(empty, bool) else np.float32)
-        table[self.own] = [*chain.from_iterable(values)]
+    def gains(self) -> Float[np.ndarray, "query candidate"]:
+        return self._filled((row.gains for row in self.lists), 0.0, np.float32)
+
+    def is_positive(self) -> Bool[np.ndarray, "query candidate"]:
+        return self._filled((row.is_positive for row in self.lists), 0.0, bool)
+
+    def teacher_scores(self) -> Float[np.ndarray, "query candidate"]:
+        return self._filled((row.teacher_scores or () for row in self.lists), math.nan, np.float32)
+
+    def _filled(
+        self, values: Iterable[Iterable[float]], empty: float, dtype: type
+    ) -> Shaped[np.ndarray, "query candidate"]:
+        """Put the lists' values into their cells and `empty` elsewhere."""
+        table = np.full(self.is_listed.shape, empty, dtype)
+        table[self.cells] = [*chain.from_iterable(values)]
         return table
 
 
-def in_batch_negatives(
-    lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
-) -> Bool[np.ndarray, "query skill"]:
-    """Which skills of other lists count against each query: all but known answers and their twins (`groups`)."""
-    answers = [context.answers[one.query] for one in lists]
-    known = _share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
-    return ~(known | _Cells.among(lists, skill_ids).mask)
+@dataclass(frozen=True)
+class _Labels:
+    """What a batch holds besides scores and vectors, on the CPU."""
+
+    gains: Float[np.ndarray, "query candidate"]
+    is_positive: Bool[np.ndarray, "query candidate"]
+    valid: Bool[np.ndarray, "query candidate"]
+    teacher_scores: Float[np.ndarray, "query candidate"] | None
+    negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]] = field(default_factory=dict)
+
+    def scored(
+        self, scores: Float[Tensor, "query candidate"], vectors: Vectors | None = None
+    ) -> ScoredBatch:
+        """Move all labels to the scores' device, and join both."""
+        device = scores.device
+        teacher = self.teacher_scores
+        return ScoredBatch(
+            scores=scores,
+            gains=on_device(self.gains, device).to(scores.dtype),
+            valid=on_device(self.valid, device),
+            optional_teacher_scores=None if teacher is None else on_device(teacher, device),
+            positive=on_device(self.is_positive, device),
+            optional_vectors=vectors,
+            negatives={key: on_device(mask, device) for key, mask in self.negatives.items()},
+        )
+
+
+def _labels(
+    table: _ListTable, valid: Bool[np.ndarray, "query candidate"], needs_teacher_scores: bool
+) -> _Labels:
+    """Read gains, positives and teacher scores. A candidate without a needed score is not valid."""
+    teacher_scores = None
+    if needs_teacher_scores:
+        teacher_scores = table.teacher_scores()
+        valid = valid & ~np.isnan(teacher_scores)
+    return _Labels(table.gains(), table.is_positive(), valid, teacher_scores)
+
+
+def list_scores(
+    lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool
+) -> ScoredBatch:
+    """What the reranker's loss sees: the scores of the lists' pairs, one list after the other, as one table."""
+    sizes = [len(row.gains) for row in lists]
+    scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
+    table = _ListTable(lists, [range(size) for size in sizes], max(sizes))
+    return _labels(table, table.is_listed, needs_teacher_scores).scored(scores)
 
 
 def encoder_scores(
@@ -114,117 +176,69 @@ def encoder_scores(
 ) -> ScoredBatch:
     """What the encoder's loss sees of this rank's queries `own`, against all skills of the `batch`.
 
-    Vectors are unit vectors; `all_queries` are those of `batch`, given where the loss needs sides. For a loss that
-    learns from a teacher only the candidates that the teacher scored are valid: no in-batch negatives.
+    Vectors are unit vectors; `all_queries` are those of `batch`, which a loss that needs directions
+    compares too. For a loss that learns from a teacher only the candidates that the teacher scored
+    are valid: no in-batch negatives.
     """
-    device = skill_vectors.device
-    cells = _Cells.among(own, skill_ids)
-    valid = cells.mask
+    table = _ListTable.among(own, skill_ids)
+    valid = table.is_listed
     if context.in_batch:
         valid = valid | in_batch_negatives(own, skill_ids, context)
-    sides = _side_negatives(own, batch, skill_ids, context) if all_queries is not None else ()
-    negatives = [on_device(part, device) for part in sides]
-
-    def scored(dim: int | None = None) -> ScoredBatch:
-        """Score by the whole vectors, or by their first `dim` coordinates, made unit vectors again."""
-        queries = _first(query_vectors, dim)
-        skills = _first(skill_vectors, dim)
-        scores = _cosines(queries, skills)
-        result = _labelled(own, cells, valid, scores, context.needs_teacher_scores)
-        result = replace(result, truncated=scored)
-        if all_queries is None:
-            return result
-        others = _first(all_queries, dim)
-        column, *masks = negatives
-        positives = skills[column]
-        pairs = (queries, others), (positives, others), (positives, skills)
-        terms = [SideTerm(_cosines(*pair), mask) for pair, mask in zip(pairs, masks, strict=True)]
-        return replace(result, sides=SideScores(*terms))
-
-    return scored()
+    labels = _labels(table, valid, context.needs.teacher_scores)
+    if context.needs.directions:
+        negatives = _negatives(own, batch, labels, skill_ids, context)
+        labels = replace(labels, negatives=negatives)
+    if all_queries is None:
+        all_queries = query_vectors[:0]
+    parts = (query_vectors, skill_vectors, all_queries)
+    vectors = Vectors(*(at_least_float32(part) for part in parts))
+    return labels.scored(vectors.scores, vectors if context.needs.vectors else None)
 
 
-def list_scores(
-    lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool
-) -> ScoredBatch:
-    """What the reranker's loss sees: the scores of the lists' pairs, one list after the other, as one table."""
-    sizes = [len(one.gains) for one in lists]
-    scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
-    cells = _Cells([range(size) for size in sizes], max(sizes))
-    return _labelled(lists, cells, cells.mask, scores, needs_teacher_scores)
+def in_batch_negatives(
+    lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
+) -> Bool[np.ndarray, "query skill"]:
+    """Which skills of other lists count against each query: all but known answers and their twins (`groups`)."""
+    answers = [context.answers[row.query] for row in lists]
+    is_answer = _share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
+    return ~(is_answer | _ListTable.among(lists, skill_ids).is_listed)
 
 
-def _labelled(
-    lists: Sequence[TrainingList],
-    cells: _Cells,
-    valid: Bool[np.ndarray, "query skill"],
-    scores: Float[Tensor, "query skill"],
-    needs_teacher: bool,
-) -> ScoredBatch:
-    """The scores with what the lists say: gains, positives by their verdicts, and the teacher's scores."""
-    gains = on_device(cells.table((one.gains for one in lists), 0.0), scores.device).to(
-        scores.dtype
-    )
-    positive = on_device(cells.table((one.is_positive for one in lists), False), scores.device)
-    if not needs_teacher:
-        return ScoredBatch(scores, gains, on_device(valid, scores.device), positive=positive)
-    teacher = cells.table((one.teacher_scores or () for one in lists), math.nan)
-    taught = on_device(valid & ~np.isnan(teacher), scores.device)
-    return ScoredBatch(scores, gains, taught, on_device(teacher, scores.device), positive=positive)
-
-
-def _side_negatives(
+def _negatives(
     own: Sequence[TrainingList],
     batch: Sequence[TrainingList],
+    labels: _Labels,
     skill_ids: Sequence[str],
     context: ScoreContext,
-) -> tuple[
-    Int[np.ndarray, "positive"],
-    Bool[np.ndarray, "own all"],
-    Bool[np.ndarray, "positive all"],
-    Bool[np.ndarray, "positive skill"],
-]:
-    """(columns of this rank's positives, and who is a negative: query to query, skill to query, skill to skill).
+) -> dict[Direction, Bool[np.ndarray, "_ _"]]:
+    """Find who is a negative of whom in the other directions (see `ScoredBatch`).
 
-    Queries that share no answer; queries for which a positive is a negative or of lower gain; in-batch negatives.
+    Queries are negatives of each other if they share no answer. A query is a negative of a positive
+    if the positive is an in-batch negative for it, or a candidate of lower gain.
     """
-    cells, of_all = _Cells.among(own, skill_ids), _Cells.among(batch, skill_ids)
-    row, column = cells.table((one.is_positive for one in own), False).nonzero()
-    gains, all_gains = (
-        part.table((one.gains for one in some), 0.0)
-        for part, some in ((cells, own), (of_all, batch))
-    )
-    counts = in_batch_negatives(batch, skill_ids, context) | of_all.mask
-    is_lower = gains[row, column][:, None] > all_gains[:, column].T
-    answers, all_answers = ([context.answers[one.query] for one in lists] for lists in (own, batch))
-    to_skills = in_batch_negatives(own, skill_ids, context)[row]
-    return column, ~_share_a_group(answers, all_answers), counts[:, column].T & is_lower, to_skills
-
-
-def _cosines(
-    left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]
-) -> Float[Tensor, "left right"]:
-    with torch.autocast(left.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-        return at_least_float32(left) @ at_least_float32(right).T
-
-
-def _first(vectors: Float[Tensor, "text dim"], dim: int | None) -> Float[Tensor, "text cut"]:
-    """The first `dim` coordinates, made unit vectors again; the vectors themselves without `dim`."""
-    if dim is None:
-        return vectors
-    with torch.autocast(vectors.device.type, enabled=False):
-        return torch.nn.functional.normalize(at_least_float32(vectors[:, :dim]), dim=1)
+    row, column = (labels.is_positive & labels.valid).nonzero()  # [positive]
+    batch_table = _ListTable.among(batch, skill_ids)
+    is_candidate = in_batch_negatives(batch, skill_ids, context) | batch_table.is_listed
+    is_lower = labels.gains[row, column][:, None] > batch_table.gains()[:, column].T
+    answers = [context.answers[one.query] for one in own]
+    batch_answers = [context.answers[one.query] for one in batch]
+    return {
+        "query_to_query": ~_share_a_group(answers, batch_answers),
+        "skill_to_query": is_candidate[:, column].T & is_lower,
+        "skill_to_skill": in_batch_negatives(own, skill_ids, context)[row],
+    }
 
 
 def _share_a_group(
     rows: Sequence[Set[str]], columns: Sequence[tuple[str, ...] | Set[str]]
 ) -> Bool[np.ndarray, "row column"]:
     """Whether a row's groups and a column's groups have one in common."""
-    holders: dict[str, list[int]] = {}
-    for place, groups in enumerate(columns):
+    columns_by_group: dict[str, list[int]] = {}
+    for column, groups in enumerate(columns):
         for group in groups:
-            holders.setdefault(group, []).append(place)
+            columns_by_group.setdefault(group, []).append(column)
     shared = np.zeros((len(rows), len(columns)), bool)
     for row, groups in enumerate(rows):
-        shared[row, [place for group in groups for place in holders.get(group, ())]] = True
+        for group in groups:
+            shared[row, columns_by_group.get(group, [])] = True
     return shared

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +16,7 @@ from skilltrain.distributed import (
     made_by_first_rank,
     rank_and_world,
 )
-from skilltrain.losses import EncoderLoss, LateInteraction, RerankerLoss
+from skilltrain.losses import LateInteraction, Loss, ScoredBatch
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
@@ -62,33 +62,39 @@ class Pairs:
 class _Step(nn.Module, Generic[ModelT]):
     """A model with its loss on batches of lists, as launchers wrap it: all that runs the model goes through `forward`.
 
-    `query_ids` are token ids of the queries, or of their part of a pair, by text; `skill_ids` those of skills by id.
+    Attributes:
+        query_ids: Token ids of the queries, or of their part of a pair, by text.
+        skill_ids: Token ids of the skills, or of their part of a pair, by skill id.
+        count: Tokens that this rank's model has seen, and slots, which are tokens with padding.
     """
 
     def __init__(
         self,
         model: ModelT,
-        loss: EncoderLoss,
+        loss: Loss,
         data: TrainingSet,
         settings: StepSettings,
-        of_queries: Callable[[list[str]], Sequence[TokenIds]],
-        of_skills: Callable[[list[Skill]], Sequence[TokenIds]],
+        tokenize_queries: Callable[[list[str]], Sequence[TokenIds]],
+        tokenize_skills: Callable[[list[Skill]], Sequence[TokenIds]],
     ) -> None:
         super().__init__()
-        self.model, self.loss, self.data, self.settings = model, loss, data, settings
-        self.count = Counter[
-            str
-        ]()  # tokens that this rank's model has seen, and slots: with padding
+        self.model = model
+        self.loss = loss
+        self.data = data
+        self.settings = settings
+        self.count = Counter[str]()
         self._no_split_modules = _layer_classes(model.network)
         if settings.recompute:
             checkpoint_layers(model.network)
-        about = (
-            f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}",
-            settings.token_cache,
+        identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
+        cache = settings.token_cache
+        queries = {row.query: row.query for row in data.lists}
+        self.query_ids = made_by_first_rank(
+            lambda: tokenized(queries, tokenize_queries, identity, cache)
         )
-        queries = {one.query: one.query for one in data.lists}
-        self.query_ids = made_by_first_rank(lambda: tokenized(queries, of_queries, *about))
-        self.skill_ids = made_by_first_rank(lambda: tokenized(data.skills, of_skills, *about))
+        self.skill_ids = made_by_first_rank(
+            lambda: tokenized(data.skills, tokenize_skills, identity, cache)
+        )
 
     def run(
         self,
@@ -97,18 +103,17 @@ class _Step(nn.Module, Generic[ModelT]):
         groups: Groups,
         is_counted: bool,
     ) -> Float[Tensor, "item ..."]:
-        """`function`, which runs the model, over texts or pairs in micro-batches."""
+        """Run `function`, which runs the model, over texts or pairs in micro-batches."""
         model = self.model
         if self.settings.is_sharded:
             groups = split_to(groups, highest_on_any_rank(len(groups), model.device))
         if is_counted:
             slots = sum(self.slots_of(items, groups))
-            self.count.update(
-                slots=slots, tokens=slots if model.is_packed else sum(map(len, items))
-            )
-        return run_micro_batches(
-            function, model.embed(items) if torch.is_grad_enabled() else items, groups
-        )
+            tokens = slots if model.is_packed else sum(len(item) for item in items)
+            self.count.update(slots=slots, tokens=tokens)
+        if torch.is_grad_enabled():
+            items = model.embed(items)
+        return run_micro_batches(function, items, groups)
 
     def slots_of(self, items: Sequence[Any], groups: Groups) -> list[int]:
         """Tokens that the model computes for each group of texts or pairs, padding included."""
@@ -123,7 +128,7 @@ class EncoderStep(_Step[Encoder]):
     """The encoder's loss on a batch of lists; each distinct skill is encoded once, by one rank."""
 
     def __init__(
-        self, encoder: Encoder, loss: EncoderLoss, data: TrainingSet, settings: StepSettings
+        self, encoder: Encoder, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
         super().__init__(
             encoder, loss, data, settings, encoder.tokenize_queries, encoder.tokenize_skills
@@ -136,35 +141,43 @@ class EncoderStep(_Step[Encoder]):
         """The loss summed over this rank's queries of the global `batch`, or the vectors [text, dim] of all texts."""
         rank, world = rank_and_world()
         if isinstance(batch, Texts):
-            return gather_rows(
-                self._encode(batch.texts[rank::world], batch.texts[0]), len(batch.texts)
-            )
-        own, late = batch[rank::world], self.settings.late_interaction
-        skill_ids = sorted({skill_id for one in batch for skill_id in one.skill_ids})
-        if (
-            world > 1
-        ):  # dealt by length, ranks get equal work: the slowest of 8 has 1.10 of the mean, else 1.18
-            skill_ids.sort(key=lambda skill_id: -len(self.skill_ids[skill_id]))
-        queries, skills = (
-            [self.query_ids[one.query] for one in batch],
-            [self.skill_ids[s] for s in skill_ids],
-        )
-        num_tokens = max(map(len, [*queries, *skills])) if late else 0
-        rows = self._encode([*queries[rank::world], *skills[rank::world]], queries[0], num_tokens)
-        of_queries, of_skills = rows[: len(own)], gather_rows(rows[len(own) :], len(skill_ids))
-        dim = self.model.dim
-        vectors = of_queries[:, :dim]
-        everyones = gather_rows(vectors, len(batch)) if self.context.needs_sides else None
+            vectors, _ = self._encode(batch.texts[rank::world], batch.texts[0])
+            return gather_rows(vectors, len(batch.texts))
+
+        own = batch[rank::world]
+        skill_ids = self._distinct_skills(batch)
+        queries = [self.query_ids[row.query] for row in batch]
+        skills = [self.skill_ids[skill_id] for skill_id in skill_ids]
+        late = self.settings.late_interaction
+        num_tokens = max(len(text) for text in [*queries, *skills]) if late else 0
+        texts = [*queries[rank::world], *skills[rank::world]]
+        vectors, tokens = self._encode(texts, queries[0], num_tokens)
+
+        query_vectors = vectors[: len(own)]
+        skill_vectors = gather_rows(vectors[len(own) :], len(skills))
+        needs_all = self.context.needs.directions
+        all_queries = gather_rows(query_vectors, len(batch)) if needs_all else None
         scored = encoder_scores(
-            own, batch, vectors, everyones, skill_ids, of_skills[:, :dim], self.context
+            own, batch, query_vectors, all_queries, skill_ids, skill_vectors, self.context
         )
         loss = self.loss(scored)
         if late:
-            scores = max_sim(
-                _tokens(of_queries, queries[rank::world], dim), _tokens(of_skills, skills, dim)
+            query_tokens = _unpadded(tokens[: len(own)], queries[rank::world])
+            skill_tokens = _unpadded(gather_rows(tokens[len(own) :], len(skills)), skills)
+            scores = max_sim(query_tokens, skill_tokens)
+            loss = loss + late(
+                ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
             )
-            loss = loss + late(replace(scored, scores=scores, sides=None, truncated=None))
-        return loss + of_skills[:0, :dim].sum()  # keeps the graph where this rank has no query
+        return loss + skill_vectors[:0].sum()  # keeps the graph where this rank has no query
+
+    def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
+        """Return the ids of the batch's skills in the order in which ranks take turns."""
+        skill_ids = sorted({skill_id for row in batch for skill_id in row.skill_ids})
+        _, world = rank_and_world()
+        if world > 1:
+            # Ranks get equal work: the slowest of 8 has 1.10 of the mean, unsorted 1.18.
+            skill_ids.sort(key=lambda skill_id: -len(self.skill_ids[skill_id]))
+        return skill_ids
 
     def lengths(self, one: TrainingList) -> list[int]:
         """Tokens of the texts of a list's skills."""
@@ -180,50 +193,70 @@ class EncoderStep(_Step[Encoder]):
 
     def _encode(
         self, texts: Sequence[TokenIds], any_text: TokenIds, num_tokens: int = 0
-    ) -> Float[Tensor, "text width"]:
-        """Unit vectors of this rank's texts, and behind each those of as many tokens."""
-        model, used = (
-            self.model,
-            texts or [any_text],
-        )  # an idle rank still runs the model, for its part in the exchange
-        groups = model.micro_batches(used, self.settings.token_budget)
-        function = (
-            (lambda batch: model.with_tokens(batch, num_tokens).flatten(1)) if num_tokens else model
-        )
-        return self.run(function, used, groups, bool(texts))[: len(texts)]
+    ) -> tuple[Float[Tensor, "text dim"], Float[Tensor, "text token dim"]]:
+        """Encode this rank's texts.
+
+        Args:
+            any_text: What a rank without texts runs the model on, for its part in the exchange.
+            num_tokens: Token vectors per text; 0 if only the texts' vectors are needed.
+
+        Returns:
+            Unit vectors of texts; those of their tokens, with zeros behind a text's last one.
+        """
+
+        def encode(batch: list) -> Float[Tensor, "text row dim"]:
+            return (
+                self.model.with_tokens(batch, num_tokens)
+                if num_tokens
+                else self.model(batch)[:, None]
+            )
+
+        inputs = texts or [any_text]
+        groups = self.model.micro_batches(inputs, self.settings.token_budget)
+        rows = self.run(encode, inputs, groups, is_counted=bool(texts))[: len(texts)]
+        return rows[:, 0], rows[:, 1:]
 
 
 class RerankerStep(_Step[Reranker]):
     """The reranker's loss on a batch of lists."""
 
     def __init__(
-        self, reranker: Reranker, loss: RerankerLoss, data: TrainingSet, settings: StepSettings
+        self, reranker: Reranker, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
         pairs = reranker.pairs
         super().__init__(
-            reranker, loss, data, settings, lambda texts: [*map(pairs.query, texts)], pairs.skills
+            reranker,
+            loss,
+            data,
+            settings,
+            lambda texts: [pairs.query(text) for text in texts],
+            pairs.skills,
         )
 
     def forward(self, batch: Sequence[TrainingList] | Pairs) -> Float[Tensor, "..."]:
         """The loss summed over this rank's queries of the global `batch`, or the scores [pair] of all pairs."""
         rank, world = rank_and_world()
         if isinstance(batch, Pairs):
-            lists, share = batch.lists, batch.lists[rank::world]
-            flat = self._scores(share or lists[:1], bool(share))
-            rows = flat.new_zeros(
-                len(share), max(map(len, lists))
-            )  # padded to the longest list on the wire
-            for row, scores in enumerate(flat.split([*map(len, share)]) if share else ()):
-                rows[row, : len(scores)] = scores
-            gathered = zip(gather_rows(rows, len(lists)), lists, strict=True)
-            return torch.cat([row[: len(pairs)] for row, pairs in gathered])
+            return self._gathered_scores(batch.lists)
+        # A rank without a list still runs the model, with weight 0.
         is_idle = rank >= len(batch)
-        own = (
-            batch[:1] if is_idle else batch[rank::world]
-        )  # an idle rank still runs the model, with weight 0
-        flat = self._scores([self.pairs(one) for one in own], not is_idle)
-        loss = self.loss(list_scores(own, flat, self.loss.needs_teacher_scores))
+        own = batch[:1] if is_idle else batch[rank::world]
+        scores = self._scores([self.pairs(row) for row in own], not is_idle)
+        loss = self.loss(list_scores(own, scores, self.loss.needs.teacher_scores))
         return loss * 0 if is_idle else loss
+
+    def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
+        """Score all lists, of which each rank computes its share."""
+        rank, world = rank_and_world()
+        own = lists[rank::world]
+        scores = self._scores(own or lists[:1], bool(own))
+        rows = scores.new_zeros(len(own), max(map(len, lists)))  # as long as the longest list
+        start = 0
+        for row, pairs in zip(rows, own, strict=True):
+            row[: len(pairs)] = scores[start : start + len(pairs)]
+            start += len(pairs)
+        gathered = zip(gather_rows(rows, len(lists)), lists, strict=True)
+        return torch.cat([row[: len(pairs)] for row, pairs in gathered])
 
     def pairs(self, one: TrainingList) -> list[PairIds]:
         query = self.query_ids[one.query]
@@ -245,23 +278,20 @@ class RerankerStep(_Step[Reranker]):
     def _scores(
         self, lists: Sequence[Sequence[PairIds]], is_counted: bool
     ) -> Float[Tensor, "pair"]:
-        model, pairs = self.model, [pair for one in lists for pair in one]
-        groups, direction = (
-            model.micro_batches(lists, self.settings.token_budget),
-            model.direction(),
-        )
-        return self.run(lambda group: model.score(group, direction), pairs, groups, is_counted)
+        pairs = [pair for row in lists for pair in row]
+        groups = self.model.micro_batches(lists, self.settings.token_budget)
+        direction = self.model.direction()
+        return self.run(lambda group: self.model.score(group, direction), pairs, groups, is_counted)
 
 
 StepModule = EncoderStep | RerankerStep
 
 
-def _tokens(
-    rows: Float[Tensor, "text width"], texts: Sequence[TokenIds], dim: int
+def _unpadded(
+    tokens: Float[Tensor, "text token dim"], texts: Sequence[TokenIds]
 ) -> list[Float[Tensor, "_ dim"]]:
-    """The vectors of each text's tokens, which stand behind its own."""
-    split = rows.unflatten(1, (-1, dim))
-    return [row[1 : 1 + len(text)] for row, text in zip(split, texts, strict=True)]
+    """Return the vectors of each text's tokens."""
+    return [row[: len(text)] for row, text in zip(tokens, texts, strict=True)]
 
 
 def _layer_classes(network: Any) -> list[str]:

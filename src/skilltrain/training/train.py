@@ -188,10 +188,12 @@ class TrainReranker(Train):
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainReranker":
-        if self.loss.needs_sides:
+        if self.loss.needs.directions:
             raise ValueError(
                 "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
             )
+        if self.loss.needs.vectors:
+            raise ValueError(f"loss: {self.loss.name} needs vectors, which only an encoder has")
         if self.training.varlen:
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:

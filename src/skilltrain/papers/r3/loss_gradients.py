@@ -18,7 +18,6 @@ from torch import Tensor
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.page import html_page, markdown
 from skilltrain.files import staged_folder, write_json, write_text
-from skilltrain.losses import Matryoshka
 from skilltrain.models.loading import default_device
 from skilltrain.records import Verdict
 from skilltrain.terminal import track
@@ -71,7 +70,7 @@ def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
             skill.
     """
     is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
-    if is_late or isinstance(config.loss, Matryoshka):
+    if is_late or not config.loss.fits_reranker:
         raise SkilltrainError(
             "gradients are taken apart for a plain loss alone", where="loss", fix="name one"
         )
@@ -150,7 +149,7 @@ def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[P
 def _reranker_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
     with torch.no_grad():
         scores = step(Pairs([step.pairs(row) for row in batch])).double().cpu()
-    scored = list_scores(batch, scores.requires_grad_(), step.loss.needs_teacher_scores)
+    scored = list_scores(batch, scores.requires_grad_(), step.loss.needs.teacher_scores)
     (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)
     width = slopes.shape[1]
     names = [[*map(str, row.verdicts)] + [""] * (width - len(row.verdicts)) for row in batch]
