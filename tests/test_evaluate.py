@@ -369,10 +369,9 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     )
     task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
-    inputs = analyse_inputs(
-        AnalysisConfig.model_validate({"more": [STRUCTURE]}), [], benchmark, skills
-    )
-    assert {(row["num_gold"], row["num_others"]) for row in inputs["structure"]} == {(2, 8)}
+    config = AnalysisConfig.model_validate({"more": [STRUCTURE]})
+    rows = analyse_inputs(config, Inputs([], benchmark, skills))["structure"]
+    assert {(row["num_gold"], row["num_others"]) for row in rows} == {(2, 8)}
 
 
 def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score(topics):

@@ -172,11 +172,11 @@ def always_one(ranking, relevance, k):
 
 BROKEN: list[tuple[Callable[[], None], str]] = [
     (lambda: check_loss(LeakyLoss()), "an invalid candidate has a gradient"),
-    (lambda: check_loss(MeanLoss()), "not the sum of the losses of its queries"),
+    (lambda: check_loss(MeanLoss()), "not the sum of its queries' losses"),
     (lambda: check_ranker(BrokenRanker(("x", 1)), QUERIES, SKILLS), "not in the pool"),
     (lambda: check_ranker(BrokenRanker(("s0", 1), ("s0", 0)), QUERIES, SKILLS), "ranked twice"),
-    (lambda: check_ranker(BrokenRanker(("s0", 0), ("s1", 1)), QUERIES, SKILLS), "not descend"),
-    (lambda: check_ranker(BrokenRanker(("s1", 1), ("s0", 1)), QUERIES, SKILLS), "change the order"),
+    (lambda: check_ranker(BrokenRanker(("s0", 0), ("s1", 1)), QUERIES, SKILLS), "must descend"),
+    (lambda: check_ranker(BrokenRanker(("s1", 1), ("s0", 1)), QUERIES, SKILLS), "keep the order"),
     (lambda: check_measure("test_plugins:always_one@3"), "not 0 for an empty ranking"),
 ]
 
@@ -193,7 +193,7 @@ def test_layer_that_reads_other_pairs_fails(pool: FilterPool):
 
 
 def test_source_that_finds_positives_fails(mining: Mining):
-    with pytest.raises(AssertionError, match="a positive is a candidate"):
+    with pytest.raises(AssertionError, match="a candidate is a positive"):
         check_source(EagerSource(), mining, limit=4)
 
 

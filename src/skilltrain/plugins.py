@@ -141,6 +141,14 @@ def import_path(path: str) -> Any:
         raise SkilltrainError(f"cannot import {path}: {error}") from error
 
 
+def chosen_plugin(kind: str, name: str) -> Any:
+    """Import the plug-in that a setting names (see `load_plugin`). Raises ValueError, for pydantic."""
+    try:
+        return load_plugin(kind, name)
+    except SkilltrainError as error:
+        raise ValueError(error.what) from error
+
+
 @dataclass(frozen=True)
 class OneOf:
     """Marks a setting as a section of one kind of plug-in. The key `tag` of the section holds its name.
@@ -175,10 +183,7 @@ class OneOf:
         name = str(value[self.tag])
         is_known = ":" in name or name in plugin_paths(self.kind)
         if is_known:
-            try:
-                plugin = load_plugin(self.kind, name)
-            except SkilltrainError as error:
-                raise ValueError(error.what) from error
+            plugin = chosen_plugin(self.kind, name)
             if not (isinstance(plugin, type) and issubclass(plugin, base)):
                 raise ValueError(f"{name} is no subclass of {base.__module__}.{base.__name__}")
             if inspect.isabstract(plugin):

@@ -43,7 +43,7 @@ Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
 
 
 def load_prompt(name: str | Path) -> Mapping[str, Any]:
-    """Return a prompt: that of a plug-in, or that of a YAML file. It has the keys `system` and `user`."""
+    """Return a prompt with the keys `system` and `user`: that of a plug-in, or that of a YAML file."""
     texts = load_recipe(name) if isinstance(name, Path) else load_plugin("prompt", name)
     if not {"system", "user"} <= texts.keys():
         raise SkilltrainError("a prompt has the keys system and user", where=name)

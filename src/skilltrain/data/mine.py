@@ -12,7 +12,7 @@ from skilltrain.config import InputPath, Seed
 from skilltrain.data.near_duplicates import Positions
 from skilltrain.data.sources import Mining, Ranked
 from skilltrain.errors import SkilltrainError
-from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
+from skilltrain.plugins import BUILT_IN, chosen_plugin, load_plugin, plugin_paths
 from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.stage import Stage, Summary
@@ -21,10 +21,7 @@ from skilltrain.terminal import say, track
 
 
 def _known_source(name: str) -> str:
-    try:
-        load_plugin("source", name)
-    except SkilltrainError as error:
-        raise ValueError(error.what) from error
+    chosen_plugin("source", name)
     return name
 
 
@@ -79,9 +76,9 @@ class Mine(Stage):
 
     def limits(self) -> dict[str, int]:
         """Return the number of candidates per query by source in use, built-in sources first."""
+        limits = {"taxonomy": self.num_taxonomy, "random": self.num_random}
         names = dict.fromkeys((*plugin_paths("source"), *self.sources))
-        used = [name for name in names if name in self.sources]
-        return {name: getattr(self, load_plugin("source", name).limit) for name in used}
+        return {name: limits.get(name, self.depth) for name in names if name in self.sources}
 
     def run(self, out: Path) -> Summary:
         """Write RANKINGS (one stage per source, with its own ranks and scores) and DROPPED.

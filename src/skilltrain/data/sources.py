@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float32
@@ -105,13 +105,7 @@ def best_first(positions: Positions, scores: Float32[np.ndarray, " candidate"]) 
 
 
 class NegativeSource(ABC):
-    """Base of a source.
-
-    Attributes:
-        limit: Setting of the stage `mine` that holds the number of candidates per query.
-    """
-
-    limit: ClassVar[str] = "depth"
+    """Base of a source. `limit` is the setting `depth` of the stage, for taxonomy and random another."""
 
     @abstractmethod
     def find(self, mining: Mining, row: int, limit: int) -> Ranked:
@@ -142,8 +136,6 @@ class LexicalSource(NegativeSource):
 class TaxonomySource(NegativeSource):
     """A sample of the skills that share a category with a positive, and a name with none."""
 
-    limit = "num_taxonomy"
-
     def find(self, mining: Mining, row: int, limit: int) -> Ranked:
         related = np.flatnonzero(mining.has_category_of_positive(row))
         positive_names = mining.names[mining.positives[row]]
@@ -153,8 +145,6 @@ class TaxonomySource(NegativeSource):
 
 class RandomSource(NegativeSource):
     """A sample of the skills that share a category with no positive."""
-
-    limit = "num_random"
 
     def find(self, mining: Mining, row: int, limit: int) -> Ranked:
         is_unrelated = ~mining.has_category_of_positive(row)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import Field, SerializeAsAny
@@ -35,6 +35,19 @@ _DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need 
 _WHOLE = 10**9  # characters
 
 
+class Inputs(NamedTuple):
+    """What an evaluation is made of. `skills` are those of all pools by id."""
+
+    systems: Sequence[SystemConfig]
+    benchmark: Benchmark
+    skills: Mapping[str, Skill]
+
+    def models(self) -> list[EncoderConfig | RerankConfig]:
+        """Return the distinct models that run on this machine."""
+        parts = {part.key: part for system in self.systems for part in parts_of(system.rankers)}
+        return [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
+
+
 class Analysis(Config):
     """Base of an analysis: settings, and rows of metrics.json under its kind, which a report shows as a table.
 
@@ -43,12 +56,7 @@ class Analysis(Config):
 
     kind: Any  # a Literal in each analysis
 
-    def analyse_inputs(
-        self,
-        systems: Sequence[SystemConfig],
-        benchmark: Benchmark,
-        skills: Mapping[str, Skill],
-    ) -> list[Row]:
+    def analyse_inputs(self, inputs: Inputs) -> list[Row]:
         """Analyse models or skills before anything is ranked. Raises SkilltrainError if it cannot."""
         return []
 
@@ -75,26 +83,16 @@ class AnalysisConfig(Config):
     )
 
 
-def analyse_inputs(
-    config: AnalysisConfig,
-    systems: Sequence[SystemConfig],
-    benchmark: Benchmark,
-    skills: Mapping[str, Skill],
-) -> dict[str, list[Row]]:
+def analyse_inputs(config: AnalysisConfig, inputs: Inputs) -> dict[str, list[Row]]:
     """The analyses that need no ranking, made first, so that what fails, fails early.
 
     Raises SkilltrainError where an analysis was asked for and cannot be made.
     """
-    rows = {one.kind: one.analyse_inputs(systems, benchmark, skills) for one in config.more}
+    rows = {one.kind: one.analyse_inputs(inputs) for one in config.more}
     if config.truncation:
-        rows["truncation"] = [truncation(model, [*skills.values()]) for model in models_of(systems)]
+        skills = [*inputs.skills.values()]
+        rows["truncation"] = [truncation(model, skills) for model in inputs.models()]
     return rows
-
-
-def models_of(systems: Sequence[SystemConfig]) -> list[EncoderConfig | RerankConfig]:
-    """Return the distinct models that run on this machine."""
-    parts = {part.key: part for system in systems for part in parts_of(system.rankers)}
-    return [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
 
 
 def analyse_results(

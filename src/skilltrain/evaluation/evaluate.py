@@ -15,6 +15,7 @@ from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import (
     AnalysisConfig,
+    Inputs,
     analyse_inputs,
     analyse_results,
     tell_unserved,
@@ -114,7 +115,8 @@ class Evaluate(Stage):
         benchmark, pools, predicted = _opened(self)
         check_systems(self.systems)  # before what an analysis takes
         by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
-        analysis: dict[str, Any] = {**analyse_inputs(self.analysis, self.systems, benchmark, by_id)}
+        inputs = Inputs(self.systems, benchmark, by_id)
+        analysis: dict[str, Any] = {**analyse_inputs(self.analysis, inputs)}
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
         stages, asked = _ranked(self, benchmark, pools, unserved)
         notes = [*benchmark.notes, *_select_notes(asked)]

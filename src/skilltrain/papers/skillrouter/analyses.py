@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,9 +12,9 @@ from pydantic import Field
 
 from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analyse import Analysis, models_of
+from skilltrain.evaluation.analyse import Analysis, Inputs
 from skilltrain.evaluation.report import Report
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, wanted_skills
+from skilltrain.metrics.benchmarks.benchmark import wanted_skills
 from skilltrain.metrics.benchmarks.skillrouter import ORIGIN
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.metrics.comparison import holm
@@ -22,8 +22,6 @@ from skilltrain.metrics.slices import Row
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.papers.skillrouter.field_attention import field_attention
-from skilltrain.records import Skill
-from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -53,19 +51,14 @@ class Attention(Analysis):
         default=50, ge=1, description="queries, each with the first skill by id that it wants"
     )
 
-    def analyse_inputs(
-        self,
-        systems: Sequence[SystemConfig],
-        benchmark: Benchmark,
-        skills: Mapping[str, Skill],
-    ) -> list[Row]:
-        rerankers = [model for model in models_of(systems) if isinstance(model, RerankConfig)]
+    def analyse_inputs(self, inputs: Inputs) -> list[Row]:
+        rerankers = [model for model in inputs.models() if isinstance(model, RerankConfig)]
         if not rerankers:
             what = "is measured in rerankers, and no system has one"
             raise SkilltrainError(what, where="analysis.more.attention")
         pairs = [
-            (task.query, skills[wanted_skills(task.relevance, skills)[0]])
-            for task in benchmark.tasks[: self.num_queries]
+            (task.query, inputs.skills[wanted_skills(task.relevance, inputs.skills)[0]])
+            for task in inputs.benchmark.tasks[: self.num_queries]
         ]
         return [
             field_attention(load_reranker(config, default_device()), pairs, config.source)
@@ -78,17 +71,12 @@ class Structure(Analysis):
 
     kind: Literal["structure"] = "structure"
 
-    def analyse_inputs(
-        self,
-        systems: Sequence[SystemConfig],
-        benchmark: Benchmark,
-        skills: Mapping[str, Skill],
-    ) -> list[Row]:
+    def analyse_inputs(self, inputs: Inputs) -> list[Row]:
         gold: dict[str, str] = {}
-        for task in benchmark.tasks:
-            for skill_id in wanted_skills(task.relevance, skills):
-                gold[skill_id] = skills[skill_id].body
-        others = (skill.body for skill in skills.values() if skill.skill_id not in gold)
+        for task in inputs.benchmark.tasks:
+            for skill_id in wanted_skills(task.relevance, inputs.skills):
+                gold[skill_id] = inputs.skills[skill_id].body
+        others = (skill.body for skill in inputs.skills.values() if skill.skill_id not in gold)
         return compare_structure(gold.values(), others)
 
 
