@@ -14,20 +14,20 @@ import yaml
 from skilltrain.data.screening import (
     RULES,
     bundled,
+    deobfuscate,
     flags_to_leave_out,
     hidden,
     lures,
+    normalize,
     read_flags,
-    reading,
     screen,
     screen_pool,
     screen_texts,
     secret_keys,
-    unfold,
     write_flags,
 )
-from skilltrain.data.screening.bundled import BundledFile, bundled_files
-from skilltrain.data.screening.reading import read_text
+from skilltrain.data.screening.bundled import BundledFile, read_bundled_files
+from skilltrain.data.screening.normalize import normalize_text
 from skilltrain.records import Skill
 from skilltrain.tables import FLAGS, read_table
 from skilltrain.workers import WorkersConfig
@@ -342,9 +342,15 @@ def test_screening_says_the_same_every_time_and_of_any_text():
 
 def test_places_in_the_plain_text_lead_back():
     text = "Ａ&lt;b\u200bİ\\\nc"
-    plain = read_text(text)
-    assert plain.plain == "a<bİc"
-    assert [text[slice(*plain.place(i, i + 1))] for i in range(5)] == ["Ａ", "&", "b", "İ", "c"]
+    plain = normalize_text(text)
+    assert plain.normalized == "a<bİc"
+    assert [text[slice(*plain.original_span(i, i + 1))] for i in range(5)] == [
+        "Ａ",
+        "&",
+        "b",
+        "İ",
+        "c",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -374,30 +380,33 @@ def test_places_in_the_plain_text_lead_back():
     ],
 )
 def test_programs_are_read_as_if_nothing_were_hidden(written: str, shown: str):
-    reading = read_text(written, "./x")
-    assert reading.plain == shown
+    reading = normalize_text(written, "./x")
+    assert reading.normalized == shown
     assert all(
         0 <= start < end <= len(written)
-        for start, end in (reading.place(i, i + 1) for i in range(len(shown)))
+        for start, end in (reading.original_span(i, i + 1) for i in range(len(shown)))
     )
 
 
-TRIED = [find for rule in RULES for find in rule.finds + rule.programs]
-RUNS = (hidden._RUN, reading._DISGUISE)  # a run of one kind of letter, with nothing behind it
+TRIED = [find for rule in RULES for find in rule.checks + rule.program_checks]
+RUNS = (
+    hidden._INVISIBLE_RUN,
+    normalize._DISGUISE,
+)  # a run of one kind of letter, with nothing behind it
 
 
 def patterns() -> list[re.Pattern]:
     """Every pattern of the package and of its table."""
-    modules = (hidden, lures, reading, secret_keys, unfold)
+    modules = (deobfuscate, hidden, lures, normalize, secret_keys)
     found = [
         value
         for module in modules
         for value in vars(module).values()
         if isinstance(value, re.Pattern)
     ]
-    found += [regex for regex, _ in unfold._STEPS]
+    found += [regex for regex, _ in deobfuscate._STEPS]
     of_rules = [
-        one for find in TRIED for one in (find.regex, find.unless, *find.needs, *find.score) if one
+        one for find in TRIED for one in (find.regex, find.unless, *find.needs, *find.scores) if one
     ]
     return found + [re.compile(one) for one in of_rules]
 
@@ -564,14 +573,14 @@ def test_what_belongs_to_a_skill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / name).write_text("x" * (1000 if name == "big.bin" else 10))
     (tmp_path / "link").symlink_to(tmp_path / "b.md")
     monkeypatch.setattr(bundled, "MAX_BYTES", 500)
-    files, num_left_out = bundled_files(tmp_path)
+    files, num_left_out = read_bundled_files(tmp_path)
     assert [str(file.path) for file in files] == ["b.md", "a/1.sh", "a/2.sh"] and num_left_out == 1
-    assert [str(file.path) for file in bundled_files(tmp_path, hidden=True)[0]] == [
+    assert [str(file.path) for file in read_bundled_files(tmp_path, hidden=True)[0]] == [
         ".git/hooks/a",
         ".vscode/b",
     ]
     monkeypatch.setattr(bundled, "MAX_FILES", 2)
-    assert [len(bundled_files(tmp_path)[0]), bundled_files(tmp_path)[1]] == [2, 2]
+    assert [len(read_bundled_files(tmp_path)[0]), read_bundled_files(tmp_path)[1]] == [2, 2]
 
 
 @pytest.mark.usefixtures("locked_folders")
@@ -579,7 +588,7 @@ def test_a_folder_that_nobody_may_enter_costs_only_its_files(tmp_path: Path):
     for name in ("locked/x.py", "run.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    files, num_left_out = bundled_files(tmp_path)
+    files, num_left_out = read_bundled_files(tmp_path)
     assert [str(file.path) for file in files] == ["run.sh"] and num_left_out == 1
 
 

@@ -1,4 +1,4 @@
-"""The files beside a SKILL.md: which of them belong to the skill, and their texts."""
+"""Read the files beside a SKILL.md that belong to the skill."""
 
 import os
 import re
@@ -9,12 +9,12 @@ from pathlib import Path
 from skilltrain.data.pool.skill_file import SKILL_FILE
 from skilltrain.texts import clean_text, decode_text, printable
 
-MAX_FILES, MAX_BYTES = (
-    500,
-    4 * 2**20,
-)  # of one skill; what lies beyond is neither screened nor handed on
-_NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
-_NO_TEXT = re.compile(rb"[^\t\n -~]+")
+# Limits per skill. Files beyond them are neither screened nor copied.
+MAX_FILES = 500
+MAX_BYTES = 4 * 2**20
+
+_SKIPPED_NAMES = (SKILL_FILE.lower(), ".env", ".env.local")  # .env holds the user's own secrets
+_NON_ASCII_BYTES = re.compile(rb"[^\t\n -~]+")  # all but printable ASCII, tabs and line ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +27,39 @@ class BundledFile:
 
     @property
     def field(self) -> str:
-        """How a flag names the file."""
+        """Name of the file in a flag: `./` and its path."""
         return f"./{printable(self.path.as_posix())}"
 
     @property
     def text(self) -> str:
-        """The text of the file; where it is no text, the letters in it: a shell would run them all the same."""
+        """Text of the file, or the ASCII characters of a binary file.
+
+        Binary files are not skipped, because a shell runs the commands in them all the same.
+        """
         text = decode_text(self.content)
-        return clean_text(
-            text if text is not None else _NO_TEXT.sub(b"\n", self.content).decode("ascii")
-        )
+        if text is None:
+            text = _NON_ASCII_BYTES.sub(b"\n", self.content).decode("ascii")
+        return clean_text(text)
 
 
-def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
-    """(the files of a skill's folder but SKILL.md, how many are left out because they cannot be read or are too much).
+def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
+    """Read the files of a skill's folder, except SKILL.md.
 
-    Links and folders of other skills are no part of the skill. What is hidden (.github, .vscode, .claude, git's hooks)
-    is not handed on, but people clone it, and programs run it unasked: `hidden` gives these files, and no others (.env
-    is the user's own).
+    Links and the folders of other skills do not belong to the skill.
+
+    Args:
+        folder: The folder of the skill.
+        hidden: Read only hidden files (.github, .vscode, .claude, git hooks) instead of only
+            visible ones. Hidden files are not copied with a skill. They are screened because users
+            clone them and because some programs run them without asking.
+
+    Returns:
+        The files, and the number of files that are unreadable or exceed the limits.
     """
     files: list[BundledFile] = []
-    num_left_out = num_bytes = 0
-    for path in _paths(folder, hidden):
+    num_bytes = 0
+    num_left_out = 0
+    for path in _list_paths(folder, hidden):
         try:
             if path.is_symlink() or not path.is_file():
                 continue
@@ -65,18 +76,25 @@ def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFi
     return files, num_left_out
 
 
-def _paths(folder: Path, hidden: bool) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        inside = Path(place).relative_to(folder).parts
-        is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
-        # Of a folder that nobody may enter `exists` would raise.
-        kept = (
-            name
-            for name in folders
-            if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE))
-        )
-        folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
-        wanted = (
-            name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git
-        )
-        yield from (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)
+def _list_paths(folder: Path, hidden: bool) -> Iterator[Path]:
+    """Yield the paths below `folder` in sorted order: either the hidden or the visible ones."""
+    for parent, subfolders, names in os.walk(folder):
+        parent_parts = Path(parent).relative_to(folder).parts
+        in_hidden_folder = any(part.startswith(".") for part in parent_parts)
+
+        searched = [name for name in subfolders if hidden or not name.startswith(".")]
+        if parent_parts == (".git",):
+            searched = [name for name in searched if name == "hooks"]  # git runs nothing else
+            names = []
+        # os.walk descends into the folders that remain in this list.
+        subfolders[:] = sorted(name for name in searched if not _holds_skill(Path(parent, name)))
+
+        for name in sorted(names):
+            is_hidden = in_hidden_folder or name.startswith(".")
+            if is_hidden == hidden and name.lower() not in _SKIPPED_NAMES:
+                yield Path(parent, name)
+
+
+def _holds_skill(folder: Path) -> bool:
+    # `Path.exists` would raise for a folder without read permission; `glob` yields nothing.
+    return any(folder.glob(SKILL_FILE))
