@@ -53,7 +53,7 @@ def test_json_round_trip_and_refusals(tmp_path):
 def test_json_lines_come_with_their_numbers_and_what_is_none_is_named(
     tmp_path, monkeypatch, suffix
 ):
-    monkeypatch.setattr("skilltrain.files._MAX_LINE", 200_000)
+    monkeypatch.setattr("skilltrain.files._MAX_LINE_BYTES", 200_000)
     pack = gzip.compress if suffix.endswith("gz") else bytes
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(pack('\ufeff{"a": 1}\n\n  \n{"a": "ü"}\r\n{"a": 3}'.encode()))

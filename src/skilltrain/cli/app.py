@@ -15,7 +15,7 @@ from skilltrain.config import apply_overrides, load_recipe, sections_of, tags_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.stages import STAGES, closing_words, dry_run, run_recipe
 from skilltrain.terminal import is_main_process
-from skilltrain.texts import printable, shortened
+from skilltrain.texts import printable, shorten
 from skilltrain.version import __version__
 
 P = ParamSpec("P")
@@ -167,7 +167,7 @@ def _brief(value: Any) -> str:
     else:
         plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         text = json.dumps(plain, default=str, ensure_ascii=False)
-    return shortened(text, 70, "...")
+    return shorten(text, 70, "...")
 
 
 # What is printed ------------------------------------------------------------------------------------------------------
