@@ -25,7 +25,7 @@ Step = Callable[[re.Match[str], Values], str | None]
 """Returns what replaces a match, or None to keep it."""
 
 _NUM_ROUNDS = 3  # one hidden text may contain another
-_MIN_ADDED_CHARS = 20_000  # that variables may add to a short program
+_MIN_GROWTH = 20_000  # characters that the steps may add to a short program
 _MAX_VALUE_CHARS = 600  # of a variable
 _MAX_SEPARATOR_CHARS = 4  # between joined literals
 _MAX_ASCII = 127
@@ -46,17 +46,18 @@ class MappedText(NamedTuple):
 def deobfuscate(program: str) -> MappedText:
     """Return a program with its hidden texts written out."""
     values: Values = {}
-    num_chars_allowed = max(_MIN_ADDED_CHARS, len(program))
+    growth_left = max(_MIN_GROWTH, len(program))  # characters
 
     def replace(step: Step, match: re.Match[str]) -> str | None:
-        nonlocal num_chars_allowed
+        """Return what a step makes of a match, unless the program grew too much."""
+        nonlocal growth_left
         replacement = step(match, values)
         if replacement is None or replacement == match[0]:
             return None
-        num_chars_allowed -= max(0, len(replacement) - len(match[0]))
-        return replacement if num_chars_allowed > 0 else None
+        growth_left -= max(0, len(replacement) - len(match[0]))
+        return replacement if growth_left > 0 else None
 
-    # Variables may be used before the line that assigns them, for example in functions.
+    # A variable may be used above the line that assigns it, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
         _track_variable(assignment, values)
 
@@ -95,18 +96,17 @@ def replace_matches(
         if replacement is None:
             continue
 
-        # Leave out what both have in common, but replace at least one character.
-        num_shared = min(_num_common_chars(match[0], replacement), len(match[0]) - 1)
-        start = match.start() + num_shared
-        replacement = replacement[num_shared:]
-        num_shared = min(
-            _num_common_chars(text[start : match.end()][::-1], replacement[::-1]),
-            match.end() - start - 1,
-            len(replacement) - 1,
-        )
-        num_shared = max(0, num_shared)
-        end = match.end() - num_shared
-        replacement = replacement[: len(replacement) - num_shared]
+        # Skip the start that both have in common, but replace at least one character.
+        num_shared_first = min(_num_common_chars(match[0], replacement), len(match[0]) - 1)
+        start = match.start() + num_shared_first
+        replacement = replacement[num_shared_first:]
+
+        # Skip the end that both have in common, but replace at least one character by another.
+        num_common_last = _num_common_chars(text[start : match.end()][::-1], replacement[::-1])
+        num_skippable = min(match.end() - start, len(replacement)) - 1
+        num_shared_last = max(0, min(num_common_last, num_skippable))
+        end = match.end() - num_shared_last
+        replacement = replacement[: len(replacement) - num_shared_last]
 
         pieces += [text[copied_end:start], replacement]
         offsets.extend(old_offsets[copied_end:start])
@@ -126,7 +126,7 @@ def _num_common_chars(left: str, right: str) -> int:
 
 
 def _spread(offsets: Sequence[int], num: int) -> list[int]:
-    """Return `num` of the offsets, evenly from the first to the last. May repeat some."""
+    """Return `num` of the offsets, evenly spaced from the first to the last, with repeats."""
     last = len(offsets) - 1
     return [offsets[last * index // max(1, num - 1)] for index in range(num)]
 
@@ -367,7 +367,7 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
     """Return the value of a variable where it is used, including `${x:0:2}` and `${x/a/b}`."""
     name = _first_group(use, "braced", "plain", "ruby", "format", "batch").lower()
     if name.startswith("ifs") and use[0].startswith("$"):
-        return " "  # a shell's field separator, written in place of a space
+        return " "  # the field separator of a shell, used in place of a space
     value = values.get(name)
     if value is None:
         return use["default"]

@@ -45,15 +45,13 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
     A span begins where the payload comes from: an `echo`, a download or a file.
     """
     normalized = text.normalized
-    end = 0
+    previous_end = 0
     for decoder in _DECODER.finditer(normalized):
-        start = max(
-            end,  # of the previous decoder
-            normalized.rfind("\n", end, decoder.start()) + 1,
-            decoder.start() - _MAX_PAYLOAD_CHARS,
-        )
-        end = decoder.end()
+        line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
+        start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
         before = normalized[start : decoder.start()]
+        end = decoder.end()
+        previous_end = end
         substitution = _RUN_SUBSTITUTION.search(before)
 
         is_piped_to_shell = decoder["pipe_to_shell"] is not None
@@ -61,18 +59,18 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
         if not is_piped_to_shell and not is_substituted:
             continue
 
-        if before.rstrip(" \\").endswith("|"):
-            # The payload is piped into the decoder.
-            command_start = substitution.start() if substitution else _last_command_start(before)
+        if before.rstrip(" \\").endswith("|"):  # the payload is piped into the decoder
+            offset = substitution.start() if substitution else _last_command_start(before)
             source = before.rstrip(" \\|")
-            span = (start + command_start, end)
-            if _PAYLOAD.search(source, command_start) and not text.is_sample(*span):
+            span = (start + offset, end)
+            if _PAYLOAD.search(source, offset) and not text.is_sample(*span):
                 yield span
-        else:
-            command_end = end if is_piped_to_shell else end + _MAX_OPERAND_CHARS
-            command = normalized[decoder.start() : command_end]
-            if _has_operand(command) and not text.is_sample(*decoder.span()):
-                yield (start + substitution.start() if substitution else decoder.start()), end
+        else:  # the decoder reads a file or a here-string
+            command_start = start + substitution.start() if substitution else decoder.start()
+            operand_end = end if is_piped_to_shell else end + _MAX_OPERAND_CHARS
+            decoder_command = normalized[decoder.start() : operand_end]
+            if _has_operand(decoder_command) and not text.is_sample(*decoder.span()):
+                yield command_start, end
 
 
 def _last_command_start(before: str) -> int:
