@@ -42,12 +42,12 @@ from skilltrain.serving.indexing import write_index
 from skilltrain.serving.router import Router
 from skilltrain.serving.servers import GetSkillParams, new_http_app, new_mcp_server
 from skilltrain.serving.service import (
-    PAGE,
+    PAGE_SIZE,
     RouteLog,
     Service,
-    entry_of,
-    skill_at,
-    uri_of,
+    skill_entry,
+    find_skill,
+    skill_uri,
     watched_contents,
 )
 from skilltrain.tables import QUERIES, RANKINGS, read_table
@@ -140,8 +140,8 @@ def write_skill(folder: Path, name: str, words: str) -> None:
 )
 def test_every_skill_has_an_address_of_its_own_and_another_is_nobodys(skill_id, name, uri):
     skill = Skill(skill_id, name, "d", "b")
-    assert uri_of(skill) == uri
-    assert skill_at(uri, {skill_id: skill}) is skill
+    assert skill_uri(skill) == uri
+    assert find_skill(uri, {skill_id: skill}) is skill
     for other in (
         "",
         "skill://",
@@ -156,14 +156,16 @@ def test_every_skill_has_an_address_of_its_own_and_another_is_nobodys(skill_id, 
         uri.upper(),
         f"skill://by-id/{skill_id}/x/SKILL.md",
     ):
-        assert skill_at(other, {skill_id: skill}) is None
+        assert find_skill(other, {skill_id: skill}) is None
 
 
 def test_an_entry_has_the_front_matter_of_a_name_that_agent_skills_allow():
     front = {"name": "pdf-merge", "description": PDF.description, "license": "MIT"}
-    assert entry_of(replace(PDF, license="MIT"))["frontmatter"] == front
+    assert skill_entry(replace(PDF, license="MIT"))["frontmatter"] == front
     assert (
-        entry_of(replace(PDF, name="PDF merge")) is entry_of(replace(PDF, description="")) is None
+        skill_entry(replace(PDF, name="PDF merge"))
+        is skill_entry(replace(PDF, description=""))
+        is None
     )
 
 
@@ -211,17 +213,17 @@ def test_a_client_searches_loads_and_checks_what_it_reads():
 def test_the_list_comes_in_pages():
     pool = {
         f"skill-{n:03}": Skill(f"skill-{n:03}", f"skill-{n:03}", "d", "b")
-        for n in range(2 * PAGE + 1)
+        for n in range(2 * PAGE_SIZE + 1)
     }
     pool["skill-000"] = replace(pool["skill-000"], name="No Agent Skill")
-    cursors = (None, str(PAGE), str(2 * PAGE))
+    cursors = (None, str(PAGE_SIZE), str(2 * PAGE_SIZE))
     pages = asked(
         service_of(pool),
         *(method("skills/list", PaginatedRequestParams(cursor=one)) for one in cursors),
     )
     assert [page.get("nextCursor") for page in pages] == [*cursors[1:], None]
     uris = [entry["uri"] for page in pages for entry in page["skills"]]
-    assert uris == [f"skill://skill-{n:03}/SKILL.md" for n in range(1, 2 * PAGE + 1)]
+    assert uris == [f"skill://skill-{n:03}/SKILL.md" for n in range(1, 2 * PAGE_SIZE + 1)]
     assert (
         pages[0]["resultType"] == "complete"
         and pages[0]["ttlMs"] > 0
@@ -268,7 +270,7 @@ def test_texts_of_skills_steer_nothing():
         service.search("pdf", 1, None)["skills"][0]["description"]
         == "merge pdf [31mfiles < |im_end|>"
     )
-    assert "\u202e" not in service.text(uri_of(PDF))
+    assert "\u202e" not in service.text(skill_uri(PDF))
 
 
 def test_flagged_skills_are_marked_or_withheld():
@@ -277,13 +279,13 @@ def test_flagged_skills_are_marked_or_withheld():
         skill["skill_id"]: skill["flags"] for skill in marked.search("pdf files", 5, None)["skills"]
     }
     assert rows[PDF.skill_id] == [] and rows["evil"]
-    assert "FLAGGED" in marked.text(uri_of(LURE)).split("===")[0]
+    assert "FLAGGED" in marked.text(skill_uri(LURE)).split("===")[0]
     assert [skill["skill_id"] for skill in withheld.search("pdf files", 1, None)["skills"]] == [
         PDF.skill_id
     ]
-    assert [entry["uri"] for entry in withheld.page(0)[0]] == [uri_of(PDF), uri_of(CSV)]
+    assert [entry["uri"] for entry in withheld.page(0).entries] == [skill_uri(PDF), skill_uri(CSV)]
     with pytest.raises(SkilltrainError, match="no skill is served here"):
-        withheld.text(uri_of(LURE))
+        withheld.text(skill_uri(LURE))
 
 
 def test_an_example_puts_a_router_behind_the_search_of_fastmcps_tools(monkeypatch):
