@@ -15,14 +15,14 @@ from rich.console import Console
 
 from invented_report import invented
 from skilltrain.evaluation.page import (
+    Axis,
     axis_around,
-    axis_of,
     axis_over,
     duration,
+    escape_markdown,
     number,
     p_equals,
     p_value,
-    plain,
     signed,
 )
 from skilltrain.evaluation.report import ANALYSES, Report, build_report
@@ -445,9 +445,9 @@ def test_axes_have_round_ends_and_hold_all_values():
     assert axis_over([12, 45], logarithmic=True).ticks == (10, 100)
     assert axis_over([10, 10], logarithmic=True).ticks == (10, 100)
     assert axis_around(0.5, [0.68, 0.39]).ticks == (0.3, 0.5, 0.7)
-    assert axis_of((1, 10, 100), logarithmic=True).place(10) == pytest.approx(50)
-    assert axis_of((0.2, 0.4)).place(0.3) == pytest.approx(50)
-    assert axis_of((0.2, 0.4)).place(math.inf) == 100
+    assert Axis((1, 10, 100), logarithmic=True).position(10) == pytest.approx(50)
+    assert Axis((0.2, 0.4)).position(0.3) == pytest.approx(50)
+    assert Axis((0.2, 0.4)).position(math.inf) == 100
 
 
 def test_numbers_are_short():
@@ -475,4 +475,4 @@ def test_numbers_are_short():
         visible("a\u202e\ud800\u2028\x1b b\u3000c\n\u200d")
         == "a[U+202E][U+D800][U+2028][U+001B] b\u3000c\n\u200d"
     )
-    assert plain("1. <a|b>_") == "1\\. &lt;a\\|b>\\_"
+    assert escape_markdown("1. <a|b>_") == "1\\. &lt;a\\|b>\\_"
