@@ -127,7 +127,7 @@ def click(page: Page, selector: str) -> None:
     [
         ("k8s q2", ["q2"]),  # the name of a candidate
         ("KEEP failing", ["q2"]),  # words of the query
-        ("very description", ["q2"]),  # a check that points at the list
+        ("same description", ["q2"]),  # a check that points at the list
         ("nothing-holds-this", []),
         (".*[(", []),
     ],

@@ -230,7 +230,7 @@ def check_safe(text: str, num_scripts: int) -> Tags:
 def test_html_plots_means_and_recall_and_lists_failures_first():
     text = html_of(BASE, BETTER)
     listed = text.split('id="queries"')[1]
-    assert "The hardest stand first: in 1 of 3 queries no system puts a gold skill first." in listed
+    assert "The hardest queries come first: in 1 of 3 queries no system puts a gold skill first." in listed
     # base never finds q3, better at rank 2; q1 is found later than q2
     assert re.findall(r'<details class="query"><summary><b>(..)</b>', listed) == ["q3", "q1", "q2"]
     first = listed.split("</summary>")[0]
@@ -398,9 +398,9 @@ def test_a_measure_without_values_for_some_queries_says_over_how_many_it_is():
     markdown, page = report_markdown(report), report_page(report)
     assert "| system | Hit@1 | Set-Compat (n = 1) |" in markdown
     assert "| Set-Compat (n = 0) |" in markdown.split("## Kind: single")[1]
-    assert "Set-Compat is over the 1 queries that have a value of it" in markdown
+    assert "Set-Compat is the mean over the 1 queries that have a value" in markdown
     assert "Set-Compat <small>n = 1</small>" in page and "Set-Compat@k" not in page
-    assert "Over the 1 of 3 queries that have a value." in page
+    assert "Mean over the 1 of 3 queries that have a value." in page
     assert "n = 1" in terminal(report, 80)
     report = report_with("Set-Compat", {}, {})
     assert "<td>–</td>" in report_page(
