@@ -1,4 +1,4 @@
-"""Save the model of a training run, export it as a folder, and push it to the Hugging Face Hub."""
+"""Save the model of a training run, export it to a folder, and push it to the Hugging Face Hub."""
 
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from skilltrain.training.settings import (
     load_model,
 )
 
-_CONFIGS: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
+_CONFIG_TYPES: dict[str, type[TrainEncoderConfig] | type[TrainRerankerConfig]] = {
     "train_encoder": TrainEncoderConfig,
     "train_reranker": TrainRerankerConfig,
 }
@@ -39,9 +39,15 @@ def save_trained(
     summary: Mapping[str, Any],
     adapter_only: bool = False,
 ) -> None:
-    """Save the model of a checkpoint with its card. An adapter (LoRA) is merged, or saved alone.
+    """Save the model of a checkpoint with its card, on the CPU: the GPU may still hold the model.
 
-    Runs on the CPU, because the GPU may still hold the model.
+    Args:
+        config: Settings of the training run.
+        checkpoint: Folder of the checkpoint.
+        out: Folder to write.
+        summary: Summary of the run, for the card.
+        adapter_only: Whether to save only the adapter (LoRA), without a card. Otherwise an adapter
+            is merged into the model.
     """
     model = load_model(config, torch.device("cpu"))
     load_weights(model, "model", checkpoint)
@@ -66,15 +72,15 @@ def export_run(
 
     Args:
         run: Folder of a training run, finished or not.
-        out: Folder to write; absent or empty.
+        out: Folder to write. It must be empty or not exist.
         checkpoint: `step-N` or `best`. By default the final model of a finished run, or the newest
             checkpoint of an unfinished run.
         published: Facts for the model card that the run does not know.
         form: Form of the model, if not the one that training saves.
-        adapter_only: Whether to write the adapter (LoRA) alone, without a card.
+        adapter_only: Whether to write only the adapter (LoRA), without a card.
 
     Returns:
-        `out`, `stage` and `checkpoint`, the checkpoint that the weights are from.
+        `out`, `stage`, and `checkpoint`, the name of the checkpoint with these weights.
 
     Raises:
         SkilltrainError: The run has no such checkpoint, form, adapter or report.
@@ -86,49 +92,58 @@ def export_run(
     if adapter_only and config.adapter is None:
         fault = "trained all weights, no adapter"
         raise SkilltrainError(fault, where=run, fix="export without --adapter")
-    name = summary.get("checkpoint")
-    exported = None
+
+    final_name = summary.get("checkpoint")
+    name = final_name
     with staged_folder(out) as staged:
         if summary and checkpoint is None and not adapter_only:
             copy_model(run, staged)
         else:
-            source = _find_checkpoint(run, checkpoint or name)
-            if source.name != name:
-                summary = {}  # its results are not those of this checkpoint
-                name = exported = source.name
+            source = _find_checkpoint(run, checkpoint or final_name)
+            name = source.name
+            if name != final_name:
+                summary = {}  # it describes another checkpoint
             save_trained(config, source, staged, summary, adapter_only)
         if form is not None:
             write_form(staged, form)
         if not adapter_only:
             settings = open_model(staged, "meta").settings
             recipe = config.model_dump(mode="json")
+            exported = name if name != final_name else None
             record = RunRecord(settings, recipe, summary, exported, form, run)
             write_text(staged / "README.md", model_card(record, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": name}
 
 
 def _read_run(run: Path) -> tuple[TrainConfig, Mapping[str, Any]]:
-    """Return settings and summary of a run; the summary of an unfinished run is empty."""
+    """Return the settings and the summary of a run. An unfinished run has an empty summary."""
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
         raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
     recipe = load_recipe(run / RECIPE_FILE)
     stage = recipe.get("stage")
-    if stage not in _CONFIGS:
+    if stage not in _CONFIG_TYPES:
         raise SkilltrainError(f"is a run of stage {stage}, which trains no model", where=run)
-    config = validate(_CONFIGS[stage], recipe, run / RECIPE_FILE)
+    config = validate(_CONFIG_TYPES[stage], recipe, run / RECIPE_FILE)
     return config, record["summary"] if record["finished"] else {}
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
-    """Return the checkpoint called `name` (`best` is one, too); without a name the newest."""
+    """Return the folder of a checkpoint.
+
+    Args:
+        run: Folder of a training run.
+        name: `step-N`, `best`, or None for the newest.
+    """
     folder = run / CHECKPOINTS
     paths = {path.name: path for path in checkpoints(folder)}
     if not paths:
         fix = "train for longer, or lower training.save_every"
         raise SkilltrainError("holds no checkpoint", where=folder, fix=fix)
-    name = name or [*paths][-1]
+
+    if name is None:
+        name = [*paths][-1]
     path = best_checkpoint(folder) if name == "best" else paths.get(name)
     if path is None:
         fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
@@ -146,34 +161,25 @@ def push_model(
 ) -> dict[str, Any]:
     """Upload a model to the repository `published.repo` on the Hub, in one commit.
 
-    Afterwards the repository holds these files and no others.
+    The commit deletes all other files of the repository.
 
     Args:
         run: Folder of a finished training run, or one that `export_run` wrote.
         published: Facts for the model card that the run does not know.
         form: Form of the model, if not the one that training saves.
         public: Whether the repository is public.
-        into_existing: Whether a repository that holds only a README.md may be written.
-        only_plan: Whether everything is checked but nothing is sent.
+        into_existing: Whether to replace a README.md that is the only file of the repository.
+        only_plan: Whether to check everything but send nothing.
 
     Returns:
-        `url`, `files` (size in bytes by name) and `card`.
+        `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
 
     Raises:
         SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
     """
     assert published.repo is not None
     record = record_of(run)
-    if record and not record.get("finished"):
-        fix = "continue it with --resume, or export a checkpoint and push that"
-        raise SkilltrainError("this training has not finished", where=run, fix=fix)
-    if not record and (form or published.license or published.reports):
-        fix = "give --form, --license and --report to `skilltrain export`"
-        raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
-    for name in (CHECKPOINT_FILE, "config.json", "README.md"):
-        if not (run / name).is_file():
-            fix = "give a finished training run, or an export of one (without --adapter)"
-            raise SkilltrainError(f"holds no model to push: no {name}", where=run, fix=fix)
+    _check_pushable(run, record, has_facts=bool(form or published.license or published.reports))
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
         if record:
@@ -186,3 +192,17 @@ def push_model(
         card = paths["README.md"].read_text(encoding="utf-8")
         url = None if only_plan else upload(paths, published.repo, public, into_existing)
     return {"url": url, "files": sizes, "card": card}
+
+
+def _check_pushable(run: Path, record: Mapping[str, Any], has_facts: bool) -> None:
+    """Check that a folder is a finished run, or an export to which no more facts are given."""
+    if record and not record.get("finished"):
+        fix = "continue it with --resume, or export a checkpoint and push that"
+        raise SkilltrainError("this training has not finished", where=run, fix=fix)
+    if not record and has_facts:
+        fix = "give --form, --license and --report to `skilltrain export`"
+        raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
+    for name in (CHECKPOINT_FILE, "config.json", "README.md"):
+        if not (run / name).is_file():
+            fix = "give a finished training run, or an export of one (without --adapter)"
+            raise SkilltrainError(f"holds no model to push: no {name}", where=run, fix=fix)
