@@ -1,4 +1,4 @@
-"""Which requests the HTTP server refuses by their headers: host names, web pages and the token, on every route."""
+"""Requests that the HTTP server refuses by their headers, on every route."""
 
 import logging
 from contextlib import ExitStack
@@ -27,8 +27,6 @@ ROUTES = {
     "/health": None,
     "/metrics": None,
 }
-
-
 ANSWERED = dict.fromkeys(ROUTES, 200) | {"/embed": 424, "/rerank": 424}
 
 
@@ -83,7 +81,7 @@ def test_other_hosts_are_refused_everywhere(start, host):
     assert statuses(start(), Host=host) == dict.fromkeys(ROUTES, 421)
 
 
-def test_other_addresses_answer_only_allowed_hosts(start):
+def test_public_addresses_need_allowed_hosts(start):
     client = start("0.0.0.0", ["Router.internal"])
 
     assert statuses(client, Host="router.internal:80") == ANSWERED
@@ -91,7 +89,7 @@ def test_other_addresses_answer_only_allowed_hosts(start):
         assert statuses(client, Host=host) == dict.fromkeys(ROUTES, 421)
 
 
-def test_loopback_names_stay_beside_allowed_hosts(start):
+def test_loopback_names_stay_allowed(start):
     client = start(hosts=["router.example.com"])
 
     assert statuses(client, Host="router.example.com") == statuses(client) == ANSWERED
@@ -139,7 +137,7 @@ def test_every_route_but_health_needs_the_token(start, monkeypatch):
         assert statuses(client, Authorization=header.encode()) == refused
 
 
-def test_a_waiting_stream_is_not_offered(start):
+def test_mcp_refuses_get_requests(start):
     headers = {"Host": "localhost", "Accept": "text/event-stream"}
 
     assert start().get("/mcp", headers=headers).status_code == 405

@@ -13,7 +13,7 @@ from skilltrain.metrics.benchmarks.benchmark import Task
 from skilltrain.metrics.bootstrap import share
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query
-from skilltrain.serving.answer import Calibrator, Traced
+from skilltrain.serving.answer import Calibrator, Trace
 from skilltrain.serving.calibrate import (
     assign_folds,
     bound,
@@ -31,15 +31,15 @@ RANKERS = "[{kind: lexical}]"
 def traced(scores, **tops):
     """What a router made of a task: skills of these scores, and rankers that gave these at most."""
     found = {name: [("x", top), ("y", top - 1)] for name, top in tops.items()}
-    return Traced(found, {}, [(f"s{number}", score) for number, score in enumerate(scores)])
+    return Trace(found, {}, [(f"s{number}", score) for number, score in enumerate(scores)])
 
 
 def test_features_are_score_lead_and_tops():
-    rows = traced([3.0, 2.5, 1.0], lexical=9.0, dense=0.5).rows(["dense", "lexical"])
+    rows = traced([3.0, 2.5, 1.0], lexical=9.0, dense=0.5).features(["dense", "lexical"])
     assert rows.tolist() == [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]]
-    assert traced([3.0], lexical=9.0).rows(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
-    assert traced([], lexical=0.0).rows(["lexical"]).shape == (0, 3)
-    assert Traced({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, []).tops(
+    assert traced([3.0], lexical=9.0).features(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
+    assert traced([], lexical=0.0).features(["lexical"]).shape == (0, 3)
+    assert Trace({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, []).top_scores(
         ["bm25", "none"]
     ) == [0.25, 0.0]
 
@@ -143,7 +143,7 @@ def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
     whole = router.trace("merge pdf files").ranking
     left = router.trace("merge pdf files", {whole[0][0]})
     assert (
-        left.ranking[0][0] == left.found["lexical"][0][0] == whole[1][0]
+        left.ranking[0][0] == left.rankings_by_ranker["lexical"][0][0] == whole[1][0]
         and len(left.ranking) == len(whole) - 1
     )
     good, bad = (

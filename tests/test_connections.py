@@ -1,4 +1,4 @@
-"""Many, slow and broken connections to a server in a process of its own, and a log that raises nothing."""
+"""A server process under many, slow and broken connections; and its log handler."""
 
 import http.client
 import json
@@ -25,12 +25,15 @@ from skilltrain.serving.connections import LineHandler
 from small_library import succeeds, write_library
 
 HALF_HEAD = b"POST /route HTTP/1.1\r\nHost: localhost\r\nContent-Le"
-HALF_BODY = b'POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n{"que'
+HALF_BODY = (
+    b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 999\r\n\r\n{"que'
+)
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory) -> Path:
-    """Return a router of BM25 alone."""
+    """Return a router with BM25 as its only ranker."""
     folder = tmp_path_factory.mktemp("served")
     skills = write_library(folder / "library") / "skills"
     succeeds("index", f"pool={skills}", "rankers=[{kind: lexical}]", f"out={folder / 'router'}")
@@ -51,7 +54,7 @@ class Server:
         return connection
 
     def health(self) -> int:
-        """Return the status of /health, 0 if there is no answer."""
+        """Return the status of /health, or 0 without a response."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             client.request("GET", "/health")
@@ -62,20 +65,21 @@ class Server:
             client.close()
 
     def wait_for_health(self) -> None:
-        last = time.monotonic() + 240
+        deadline = time.monotonic() + 240
         while self.health() != 200:
-            assert self.process.poll() is None and time.monotonic() < last, self.errors.read_text()
+            is_running = self.process.poll() is None
+            assert is_running and time.monotonic() < deadline, self.errors.read_text()
             time.sleep(0.1)
 
     def stop(self) -> tuple[int, str]:
-        """Send SIGTERM and return the exit code and what is on stderr."""
+        """Send SIGTERM; return the exit code and the text on stderr."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(120), self.errors.read_text()
 
 
 @contextmanager
 def running(router: Path, folder: Path, *options: str, seconds: int = 20):
-    """Yield a server that waits `seconds` for a client and may open 1,024 descriptors."""
+    """Start a server that drops clients after `seconds` and may open 1,024 descriptors."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = (
@@ -102,7 +106,7 @@ def running(router: Path, folder: Path, *options: str, seconds: int = 20):
 
 @pytest.fixture(scope="module")
 def impatient_server(router, tmp_path_factory):
-    """Yield a server that waits for a client for a second."""
+    """Start a server that drops slow clients after one second."""
     with running(router, tmp_path_factory.mktemp("impatient"), seconds=1) as server:
         yield server
 
@@ -119,7 +123,7 @@ def many_files():
 
 
 @pytest.mark.slow
-def test_a_thousand_idle_connections_do_not_end_it(router, tmp_path, many_files):
+def test_it_survives_a_thousand_idle_connections(router, tmp_path, many_files):
     with running(router, tmp_path) as server:
         with ExitStack() as connections:
             for _ in range(1100):
@@ -134,7 +138,7 @@ def test_a_thousand_idle_connections_do_not_end_it(router, tmp_path, many_files)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit")
-def test_a_lack_of_descriptors_does_not_end_it(router, tmp_path):
+def test_it_survives_a_lack_of_descriptors(router, tmp_path):
     with running(router, tmp_path) as server:
         num_open = len([*Path(f"/proc/{server.process.pid}/fd").iterdir()])
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (num_open + 5, 1024))
@@ -147,7 +151,8 @@ def test_a_lack_of_descriptors_does_not_end_it(router, tmp_path):
 
         server.wait_for_health()
         code, errors = server.stop()
-        assert code == 0 and "Traceback" not in errors
+        assert code == 0
+        assert "Traceback" not in errors
 
 
 @pytest.mark.slow
@@ -191,7 +196,7 @@ def test_dropped_connections_leave_no_log(impatient_server):
 
 
 @pytest.mark.slow
-def test_a_log_that_fails_at_the_end_is_one_line(router, tmp_path):
+def test_a_final_log_fault_is_one_line(router, tmp_path):
     log = tmp_path / "log"
     with running(router, tmp_path, "--log", str(log)) as server:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -203,10 +208,11 @@ def test_a_log_that_fails_at_the_end_is_one_line(router, tmp_path):
         code, errors = server.stop()
 
     assert code == 2
-    assert errors.startswith(f"error: {log}") and errors.count("\n") == 1
+    assert errors.startswith(f"error: {log}")
+    assert errors.count("\n") == 1
 
 
-# The log handler -----------------------------------------------------------------------------------------------------
+# The log handler ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -216,7 +222,7 @@ def logger():
     return logger
 
 
-def test_a_fault_is_one_line_with_its_place(logger, capsys):
+def test_an_error_is_logged_on_one_line(logger, capsys):
     try:
         {}["missing"]
     except KeyError:
@@ -234,13 +240,13 @@ def test_a_repeated_line_is_printed_once(logger, capsys):
     assert capsys.readouterr().err.splitlines() == ["first", "second", "first"]
 
 
-def test_a_client_that_left_is_not_logged(logger, capsys):
+def test_a_disconnect_is_not_logged(logger, capsys):
     logger.error("fault", exc_info=ClientDisconnect())
 
     assert capsys.readouterr().err == ""
 
 
-def test_a_log_that_cannot_be_printed_raises_nothing(logger, monkeypatch):
+def test_the_log_handler_never_raises(logger, monkeypatch):
     logger.error("%d", "no number")
     with open(os.devnull) as closed:  # noqa: PTH123
         pass

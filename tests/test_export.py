@@ -1,4 +1,4 @@
-"""Saved folders: plain sentence-transformers and our own reader compute our numbers, and no broken model is saved."""
+"""Saved models: plain sentence-transformers and our own reader open them with the same outputs."""
 
 import json
 
@@ -33,17 +33,21 @@ CONTROLS = Skill(
 QUERIES = ["deploy the pods", "", "运行 chart " * 3, " {{ a }} {% x %} "]
 
 
-# Encoders ------------------------------------------------------------------------------------------------------------
+# Encoders -----------------------------------------------------------------------------------------
+
+
+def keep(encoder):
+    return encoder
 
 
 def with_chat_template(encoder):
-    """It is kept, but never applied."""
+    """Give the tokenizer a chat template, which is saved but never applied."""
     encoder.tokenizer.chat_template = CHAT
     return encoder
 
 
 def with_first_token(encoder):
-    """As with Mistral's or Llama's tokenizers, which begin every text with a token of their own."""
+    """Begin every text with a token, as Mistral's and Llama's tokenizers do."""
     backend = encoder.tokenizer.backend_tokenizer
     first = ("<|im_start|>", backend.token_to_id("<|im_start|>"))
     beginning = processors.TemplateProcessing(
@@ -60,64 +64,92 @@ def vectors_of(encoder, texts, max_tokens=32):
         return encoder(encoder.tokenize(texts, max_tokens))
 
 
-@pytest.mark.parametrize(
-    ("name", "pooling", "change"),
-    [
-        ("bert_dropout", "mean", None),
-        ("bert", "cls", None),
+TEMPLATE = EncoderTemplate(instruction="Find the skill", query_chars=60)
+TEXTS = [TEMPLATE.skill.render(skill) for skill in (*SKILLS, CONTROLS)]
+ENCODER_QUERIES = [*QUERIES, "运行 chart " * 5, "[SEP] or <|im_start|> <think> is text"]
+
+
+@pytest.fixture(
+    params=[
+        ("bert_dropout", "mean", keep),
+        ("bert", "cls", keep),
         ("qwen3", "last_token", with_chat_template),
-        (
-            "qwen3_base_tokenizer",
-            "last_token",
-            None,
-        ),  # it does not append the end token by itself: the saved one must
+        # This tokenizer appends no end token by itself, so the saved one must.
+        ("qwen3_base_tokenizer", "last_token", keep),
         ("qwen3_base_tokenizer", "last_token", with_first_token),
     ],
+    ids=lambda param: f"{param[0]} {param[2].__name__}",
 )
-def test_an_encoder_gives_its_vectors_in_plain_sentence_transformers_and_in_ours(
-    tmp_path, open_encoder_of, capfd, name, pooling, change
-):
-    """Prompts and both token limits included; and what plain sentence-transformers writes of it gives them, too."""
-    template = EncoderTemplate(instruction="Find the skill", query_chars=60)
-    encoder = open_encoder_of(
-        name, pooling=pooling, max_tokens=32, query_max_tokens=24, template=template
-    )
-    encoder = change(encoder) if change else encoder
+def saved_encoder(request, tmp_path, open_encoder_of):
+    """Save an encoder with prompts and two token limits; return it and its folder."""
+    name, pooling, change = request.param
+    settings = {"max_tokens": 32, "query_max_tokens": 24, "template": TEMPLATE}
+    encoder = change(open_encoder_of(name, pooling=pooling, **settings))
     save_model(encoder, tmp_path / "ours", base=name)
-    capfd.readouterr()
-    plain = SentenceTransformer(str(tmp_path / "ours"), device="cpu")
-    assert "pooler" not in "".join(capfd.readouterr()) and plain.similarity_fn_name == "cosine"
-    texts = [template.skill.render(skill) for skill in (*SKILLS, CONTROLS)]
-    asked = [*QUERIES, "运行 chart " * 5, "[SEP] or <|im_start|> <think> is text"]
-    rendered = [template.render_query(query) for query in asked]
-    lengths = [[len(ids) for ids in encoder.tokenize(some, 1000)] for some in (texts, rendered)]
-    assert min(lengths[0]) < 32 < max(lengths[0]) and max(lengths[1]) > 24  # one of each is cut
-    skills = vectors_of(encoder, texts)
-    with torch.inference_mode():
-        queries = encoder(encoder.tokenize_queries(asked))
-    assert torch.allclose(queries.norm(dim=1), torch.ones(len(asked)))
-    for encode in (plain.encode, plain.encode_document):
-        assert torch.allclose(encode(texts, convert_to_tensor=True), skills, atol=1e-5)
-    assert torch.allclose(plain.encode_query(asked, convert_to_tensor=True), queries, atol=1e-5)
+    return encoder, tmp_path / "ours"
 
-    again = load_encoder(EncoderConfig(source=str(tmp_path / "ours")), CPU)
-    assert (
-        again.settings == encoder.settings
-        and again.tokenizer.chat_template == encoder.tokenizer.chat_template
-    )
-    assert again.tokenize_queries([*asked, "a" * 99]) == encoder.tokenize_queries(
-        [*asked, "a" * 99]
-    )
-    assert torch.equal(vectors_of(again, texts), skills)
+
+def encode_queries(encoder):
+    with torch.inference_mode():
+        return encoder(encoder.tokenize_queries(ENCODER_QUERIES))
+
+
+def test_some_texts_are_cut(saved_encoder):
+    encoder, _ = saved_encoder
+    rendered = [TEMPLATE.render_query(query) for query in ENCODER_QUERIES]
+
+    lengths = [len(ids) for ids in encoder.tokenize(TEXTS, 1000)]
+    query_lengths = [len(ids) for ids in encoder.tokenize(rendered, 1000)]
+
+    assert min(lengths) < 32 < max(lengths)
+    assert max(query_lengths) > 24
+
+
+def test_plain_sentence_transformers_gives_our_vectors(saved_encoder, capfd):
+    encoder, folder = saved_encoder
+    capfd.readouterr()
+
+    plain = SentenceTransformer(str(folder), device="cpu")
+
+    assert "pooler" not in "".join(capfd.readouterr())  # no warning of missing weights
+    assert plain.similarity_fn_name == "cosine"
+    skills = vectors_of(encoder, TEXTS)
+    for encode in (plain.encode, plain.encode_document):
+        assert torch.allclose(encode(TEXTS, convert_to_tensor=True), skills, atol=1e-5)
+    queries = encode_queries(encoder)
+    assert torch.allclose(queries.norm(dim=1), torch.ones(len(queries)))
+    plain_queries = plain.encode_query(ENCODER_QUERIES, convert_to_tensor=True)
+    assert torch.allclose(plain_queries, queries, atol=1e-5)
+
+
+def test_our_reader_gives_the_same_vectors(saved_encoder):
+    encoder, folder = saved_encoder
+
+    again = load_encoder(EncoderConfig(source=str(folder)), CPU)
+
+    assert again.settings == encoder.settings
+    assert again.tokenizer.chat_template == encoder.tokenizer.chat_template
+    queries = [*ENCODER_QUERIES, "a" * 99]
+    assert again.tokenize_queries(queries) == encoder.tokenize_queries(queries)
+    assert torch.equal(vectors_of(again, TEXTS), vectors_of(encoder, TEXTS))
+
+
+def test_we_read_what_plain_sentence_transformers_writes(saved_encoder, tmp_path):
+    encoder, folder = saved_encoder
+    rendered = [TEMPLATE.render_query(query) for query in ENCODER_QUERIES]
+    plain = SentenceTransformer(str(folder), device="cpu")
 
     plain.save_pretrained(str(tmp_path / "plain"))
     foreign = load_encoder(EncoderConfig(source=str(tmp_path / "plain")), CPU)
-    assert (foreign.settings.pooling, foreign.settings.max_tokens) == (pooling, 32)
-    assert torch.allclose(vectors_of(foreign, texts), skills, atol=1e-5)
+
+    assert foreign.settings.pooling == encoder.settings.pooling
+    assert foreign.settings.max_tokens == 32
+    assert torch.allclose(vectors_of(foreign, TEXTS), vectors_of(encoder, TEXTS), atol=1e-5)
+    queries = encode_queries(encoder)
     assert torch.allclose(vectors_of(foreign, rendered, 24), queries, atol=1e-5)
 
 
-# Rerankers -----------------------------------------------------------------------------------------------------------
+# Rerankers ----------------------------------------------------------------------------------------
 
 
 def scores_of(reranker, query, skills):
@@ -132,99 +164,128 @@ def plain_scores(plain, reranker, query, skills):
     )
 
 
+def yes_no_settings(separator):
+    template = RerankerTemplate(
+        form="yes_no",
+        instruction="Find the 'best' \"skill\" 运行\n💥 \\n",
+        separator=separator,
+    )
+    return {"max_tokens": 400, "template": template}
+
+
 RERANKERS = {
     "query within half": ("bert_reranker", {"max_tokens": 64, "query_max_tokens": 16}),
     "query beyond half": ("bert_reranker", {"max_tokens": 64, "query_max_tokens": 40}),
-    **{
-        f"yes_no, {len(separator)} between": (
-            "qwen3_reranker",
-            {
-                "max_tokens": 400,
-                "template": RerankerTemplate(
-                    form="yes_no",
-                    instruction="Find the 'best' \"skill\" 运行\n💥 \\n",
-                    separator=separator,
-                ),
-            },
-        )
-        for separator in ("\n", "\n\n")
-    },
+    "yes_no, 1 between": ("qwen3_reranker", yes_no_settings("\n")),
+    "yes_no, 2 between": ("qwen3_reranker", yes_no_settings("\n\n")),
 }
 
 
-@pytest.mark.parametrize(("name", "settings"), RERANKERS.values(), ids=RERANKERS)
-def test_a_reranker_gives_its_scores_in_plain_cross_encoder_and_in_ours(
-    tmp_path, open_reranker_of, name, settings
-):
-    """Raw query and the skill's text go in; instruction, separator, chat form, limits and suffix are the folder's.
-
-    The skill alone is cut, though a query may take more than half of the tokens; no sigmoid is applied.
-    """
+@pytest.fixture(params=RERANKERS.values(), ids=RERANKERS)
+def saved_reranker(request, tmp_path, open_reranker_of):
+    """Save a reranker; return it, its folder, and a query that reaches the token limit."""
+    name, settings = request.param
     reranker = open_reranker_of(name, **settings)
     save_model(reranker, tmp_path, base=name)
-    plain, again = (
-        CrossEncoder(str(tmp_path), device="cpu"),
-        load_reranker(RerankerConfig(source=str(tmp_path)), CPU),
-    )
-    is_bert = (
-        name == "bert_reranker"
-    )  # in the chat form, plain CrossEncoder breaks up control tokens' names
-    skills = [*SKILLS, CONTROLS] if is_bert else SKILLS
-    longest = "deploy " * settings.get("query_max_tokens", 40)
+    return reranker, tmp_path, "deploy " * settings.get("query_max_tokens", 40)
+
+
+def test_plain_cross_encoder_gives_our_scores(saved_reranker):
+    """It gets the raw query and the text of the skill, and applies no sigmoid."""
+    reranker, folder, longest = saved_reranker
+    # In the chat form, plain CrossEncoder breaks up the names of control tokens.
+    is_chat = reranker.settings.template.form == "yes_no"
+    skills = SKILLS if is_chat else [*SKILLS, CONTROLS]
+
+    plain = CrossEncoder(str(folder), device="cpu")
+
     for query in (*QUERIES, longest):
-        ours = scores_of(reranker, query, skills)
-        assert torch.allclose(plain_scores(plain, reranker, query, skills), ours, atol=1e-5)
-        assert torch.equal(scores_of(again, query, skills), ours)
+        scores = scores_of(reranker, query, skills)
+        assert torch.allclose(plain_scores(plain, reranker, query, skills), scores, atol=1e-5)
+
+
+def test_our_reader_gives_the_same_scores(saved_reranker):
+    reranker, folder, longest = saved_reranker
+    skills = [*SKILLS, CONTROLS]
+
+    again = load_reranker(RerankerConfig(source=str(folder)), CPU)
+
     assert again.settings == reranker.settings
-    pairs = reranker.tokenize(longest, [*SKILLS, CONTROLS])
-    assert again.tokenize(longest, [*SKILLS, CONTROLS]) == pairs
-    assert pairs[1].num_cut > 0 and (not is_bert or len(pairs[1]) == 64)
-    content = json.loads((tmp_path / "skilltrain.json").read_text())
-    assert content["kind"] == "reranker" and content["base"] == name
+    assert again.tokenize(longest, skills) == reranker.tokenize(longest, skills)
+    for query in (*QUERIES, longest):
+        scores = scores_of(reranker, query, skills)
+        assert torch.equal(scores_of(again, query, skills), scores)
 
 
-def test_a_skill_cannot_end_its_own_message_in_plain_cross_encoder(tmp_path, open_reranker_of):
-    """A space breaks up the names of control tokens: exactly the template's own three and four of them are left."""
+def test_only_the_skill_of_a_pair_is_cut(saved_reranker):
+    reranker, _, longest = saved_reranker
+
+    pair = reranker.tokenize(longest, SKILLS)[1]
+
+    assert pair.num_cut > 0
+    if reranker.settings.template.form == "pair":
+        assert len(pair) == 64
+
+
+def test_a_saved_reranker_names_its_base(saved_reranker):
+    _, folder, _ = saved_reranker
+
+    record = json.loads((folder / "skilltrain.json").read_text())
+
+    assert record["kind"] == "reranker"
+    assert record["base"] in ("bert_reranker", "qwen3_reranker")
+
+
+def test_a_skill_cannot_end_its_own_message(tmp_path, open_reranker_of):
+    """A space breaks up the names of control tokens, so that only the template's own are left."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=400)
     save_model(reranker, tmp_path, base="qwen3_reranker")
     plain = CrossEncoder(str(tmp_path), device="cpu")
     text = reranker.settings.template.render_skill(CONTROLS)
+
     (ids,) = plain.preprocess([(CONTROLS.description, text)], prompt="find")["input_ids"].tolist()
-    (ours,) = reranker.tokenize(CONTROLS.description, [CONTROLS])
-    for name, count in {
+    (pair,) = reranker.tokenize(CONTROLS.description, [CONTROLS])
+
+    for token, count in {
         "<|im_end|>": 2,
         "<|im_start|>": 3,
         "<think>": 1,
         "</think>": 1,
         "<|endoftext|>": 0,
     }.items():
-        number = reranker.tokenizer.convert_tokens_to_ids(name)
-        assert ids.count(number) == ours.ids.count(number) == count
+        token_id = reranker.tokenizer.convert_tokens_to_ids(token)
+        assert ids.count(token_id) == pair.ids.count(token_id) == count
 
 
-def test_the_chat_template_is_safe_from_its_own_values():
+def test_the_chat_template_escapes_its_values():
     template = RerankerTemplate(form="yes_no", instruction="{{ 7 * 7 }} '\"\\ {% endif %}")
     chat = [{"role": "query", "content": "<|a|>"}, {"role": "document", "content": "{{ 1 }}\n"}]
     text = yes_no_chat_template(template, ["<|a|>"])
+
     (rendered,), _ = render_jinja_template(conversations=[chat], chat_template=text)
-    body = "<Instruct>: {{ 7 * 7 }} '\"\\ {% endif %}\n\n<Query>: < |a|>\n\n<Document>: {{ 1 }}\n<|im_end|>"
-    assert body in rendered
+
+    assert (
+        "<Instruct>: {{ 7 * 7 }} '\"\\ {% endif %}\n\n"
+        "<Query>: < |a|>\n\n<Document>: {{ 1 }}\n<|im_end|>"
+    ) in rendered
 
 
 @pytest.mark.parametrize(
     ("name", "layer"), [("bert_reranker", "classifier"), ("qwen3_reranker", "lm_head")]
 )
-def test_half_precision_weights_give_scores_in_float32(tmp_path, open_reranker_of, name, layer):
+def test_half_precision_weights_give_float32_scores(tmp_path, open_reranker_of, name, layer):
     reranker = open_reranker_of(name, precision="bfloat16", max_tokens=400)
     save_model(reranker, tmp_path, base=name)
+
     plain = CrossEncoder(str(tmp_path), device="cpu")
+    scores = plain_scores(plain, reranker, QUERIES[0], SKILLS)
+
     assert plain.keep_in_fp32_modules == [f"0.model.{layer}"]
-    found = plain_scores(plain, reranker, QUERIES[0], SKILLS)
-    assert torch.allclose(found, scores_of(reranker, QUERIES[0], SKILLS), atol=0.05)
-    assert not torch.equal(found, found.bfloat16().float())  # finer than bfloat16 is
+    assert torch.allclose(scores, scores_of(reranker, QUERIES[0], SKILLS), atol=0.05)
+    assert not torch.equal(scores, scores.bfloat16().float())  # finer than bfloat16
 
 
-# Saving --------------------------------------------------------------------------------------------------------------
+# Saving -------------------------------------------------------------------------------------------
 
 
 def bytes_in(folder):
@@ -234,44 +295,68 @@ def bytes_in(folder):
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reranker_of):
-    for place in ("one", "two", "two"):  # the last time over what is there
-        save_model(open_encoder_of("bert"), tmp_path / place / "encoder", base="b")
-        save_model(open_reranker_of("bert_reranker"), tmp_path / place / "reranker", base="b")
+    for folder in ("one", "two", "two"):  # the last time over an existing model
+        save_model(open_encoder_of("bert"), tmp_path / folder / "encoder", base="b")
+        save_model(open_reranker_of("bert_reranker"), tmp_path / folder / "reranker", base="b")
+
     assert bytes_in(tmp_path / "one") == bytes_in(tmp_path / "two")
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path, open_encoder_of, open_reranker_of):
-    encoder, reranker = open_encoder_of("bert"), open_reranker_of("bert_reranker")
+def test_a_nan_weight_is_not_saved(tmp_path, open_encoder_of):
+    encoder = open_encoder_of("bert")
     with torch.no_grad():
         encoder.backbone.embeddings.word_embeddings.weight[3, 2] = float("nan")
-        reranker.network.classifier.bias[0] = float("inf")
-    for model, name in (
-        (encoder, "embeddings.word_embeddings.weight"),
-        (reranker, "classifier.bias"),
-    ):
-        with pytest.raises(
-            SkilltrainError, match=rf"model: the weight {name} holds values that are no numbers"
-        ):
-            save_model(model, tmp_path / "model", base="bert")
+
+    name = "embeddings.word_embeddings.weight"
+    message = f"model: the weight {name} holds values that are no numbers"
+    with pytest.raises(SkilltrainError, match=message):
+        save_model(encoder, tmp_path / "model", base="bert")
+
     assert bytes_in(tmp_path) == {}
 
 
-def test_what_failed_half_way_is_no_model_and_a_finished_model_stays(
-    tmp_path, open_encoder_of, monkeypatch
-):
-    """A kill or a full disk while saving must not leave weights without the settings that belong to them."""
+def test_an_infinite_weight_is_not_saved(tmp_path, open_reranker_of):
+    reranker = open_reranker_of("bert_reranker")
+    with torch.no_grad():
+        reranker.network.classifier.bias[0] = float("inf")
 
-    def disk_full(*_):
+    message = "model: the weight classifier.bias holds values that are no numbers"
+    with pytest.raises(SkilltrainError, match=message):
+        save_model(reranker, tmp_path / "model", base="bert")
+
+    assert bytes_in(tmp_path) == {}
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Return a function that makes every further save fail before its end."""
+
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
-    save_model(open_encoder_of("bert"), tmp_path / "finished", base="bert")
-    before = bytes_in(tmp_path)
-    monkeypatch.setattr("skilltrain.models.saving.write_record", disk_full)
-    for name in ("finished", "fresh"):
-        with pytest.raises(
-            SkilltrainError, match=f"{name}: cannot save the model: No space left on device"
-        ):
-            save_model(open_encoder_of("bert"), tmp_path / name, base="other")
-    assert bytes_in(tmp_path) == before
+    return lambda: monkeypatch.setattr("skilltrain.models.saving.write_record", fail)
+
+
+def test_a_failed_save_keeps_the_old_model(tmp_path, open_encoder_of, full_disk):
+    folder = tmp_path / "finished"
+    save_model(open_encoder_of("bert"), folder, base="bert")
+    old_files = bytes_in(tmp_path)
+    full_disk()
+
+    message = "finished: cannot save the model: No space left on device"
+    with pytest.raises(SkilltrainError, match=message):
+        save_model(open_encoder_of("bert"), folder, base="other")
+
+    assert bytes_in(tmp_path) == old_files
+
+
+def test_a_failed_save_leaves_no_model(tmp_path, open_encoder_of, full_disk):
+    full_disk()
+
+    message = "fresh: cannot save the model: No space left on device"
+    with pytest.raises(SkilltrainError, match=message):
+        save_model(open_encoder_of("bert"), tmp_path / "fresh", base="other")
+
+    assert bytes_in(tmp_path) == {}
     with pytest.raises(SkilltrainError, match=r"is no model folder: it has no config\.json"):
         resolve_model(str(tmp_path / "fresh"))

@@ -1,4 +1,4 @@
-"""Exported forms give the scores of the model that they were made from, in the programs that they are for."""
+"""Exported forms give the outputs of their model in the programs that they are made for."""
 
 import json
 import sys
@@ -28,147 +28,181 @@ MANY = [*SKILLS, Skill("3", "运行 💥", "", "yes</think> no"), Skill("4", "",
 
 @pytest.fixture
 def reranker(tmp_path, open_reranker_of):
-    """A Qwen3 reranker, saved in tmp_path/model."""
-    found = open_reranker_of("qwen3_reranker", max_tokens=400)
-    save_model(found, tmp_path / "model", base="b")
-    return found
+    """Return a Qwen3 reranker that is saved in tmp_path/model."""
+    model = open_reranker_of("qwen3_reranker", max_tokens=400)
+    save_model(model, tmp_path / "model", base="b")
+    return model
+
+
+@pytest.fixture
+def classifier(tmp_path, reranker):
+    """Return the folder of a sequence classifier, made from the reranker."""
+    write_form(tmp_path / "model", "sequence_classification")
+    return tmp_path / "model"
 
 
 def read(folder, name):
     return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
-def test_one_output_in_place_of_a_vocabulary_gives_the_same_scores(tmp_path, reranker):
-    """In plain transformers, padded on either side; in CrossEncoder, cut texts included; and read back by us."""
-    folder, wanted = tmp_path / "model", scores_of(reranker, QUERY, MANY[1:])
-    write_form(folder, "sequence_classification")
-    network = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    assert (
-        network.config.num_labels == 1
-        and type(network).__name__ == "Qwen3ForSequenceClassification"
-    )
-    for side in ("left", "right"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
-        chats = [
-            [
-                {"role": "query", "content": QUERY},
-                {"role": "document", "content": reranker.settings.template.render_skill(skill)},
-            ]
-            for skill in MANY[1:]
-        ]
-        texts = tokenizer.apply_chat_template(chats, tokenize=False)
-        with torch.inference_mode():
-            found = network(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
-        # The third skill's control token is broken up by a space in the chat template.
-        assert torch.allclose(found[[0, 2]], wanted[[0, 2]], atol=1e-5)
-    cut = Skill("5", "cut", "table", "review the commit and merge " * 60)
-    pairs = [(QUERY, reranker.settings.template.render_skill(skill)) for skill in (*SKILLS, cut)]
-    plain = CrossEncoder(str(folder), device="cpu").predict(pairs, convert_to_tensor=True)
-    assert torch.allclose(plain, scores_of(reranker, QUERY, [*SKILLS, cut]), atol=1e-5)
-    again = load_reranker(RerankerConfig(source=str(folder)), CPU)
-    assert again.is_packed and torch.allclose(
-        scores_of(again, QUERY, MANY), scores_of(reranker, QUERY, MANY), atol=1e-5
-    )
-    check_round_trip(folder)
-    # What vLLM and TEI read: the task, the number of outputs, what follows the head, and how two texts become one.
-    config, record = read(folder, "config.json"), read(folder, "skilltrain.json")
-    assert config["architectures"] == ["Qwen3ForSequenceClassification"]  # both: the task
-    assert (config["id2label"], config["label2id"]) == (
-        {"0": "LABEL_0"},
-        {"LABEL_0": 0},
-    )  # one label: a reranker
+def file_modes(folder):
+    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_gives_a_classifiers_scores(classifier, reranker, side):
+    network = AutoModelForSequenceClassification.from_pretrained(classifier).eval()
+    tokenizer = AutoTokenizer.from_pretrained(classifier, padding_side=side)
+    # The chat template would break up the control token of the skill between these two.
+    skills = [MANY[1], MANY[3]]
+    documents = [reranker.settings.template.render_skill(skill) for skill in skills]
+    chats = [
+        [{"role": "query", "content": QUERY}, {"role": "document", "content": document}]
+        for document in documents
+    ]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+
+    with torch.inference_mode():
+        logits = network(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+
+    assert type(network).__name__ == "Qwen3ForSequenceClassification"
+    assert network.config.num_labels == 1
+    assert torch.allclose(logits[:, 0], scores_of(reranker, QUERY, skills), atol=1e-5)
+
+
+def test_cross_encoder_gives_a_classifiers_scores(classifier, reranker):
+    long_skill = Skill("5", "cut", "table", "review the commit and merge " * 60)
+    skills = [*SKILLS, long_skill]
+    pairs = [(QUERY, reranker.settings.template.render_skill(skill)) for skill in skills]
+
+    scores = CrossEncoder(str(classifier), device="cpu").predict(pairs, convert_to_tensor=True)
+
+    assert torch.allclose(scores, scores_of(reranker, QUERY, skills), atol=1e-5)
+
+
+def test_our_reader_gives_a_classifiers_scores(classifier, reranker):
+    again = load_reranker(RerankerConfig(source=str(classifier)), CPU)
+
+    assert again.is_packed
+    scores = scores_of(again, QUERY, MANY)
+    assert torch.allclose(scores, scores_of(reranker, QUERY, MANY), atol=1e-5)
+    check_round_trip(classifier)
+
+
+def test_servers_can_read_a_classifier(classifier, reranker):
+    config = read(classifier, "config.json")
+
+    # vLLM and TEI: a reranker is a sequence classifier with one label.
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["id2label"] == {"0": "LABEL_0"}
+    assert config["label2id"] == {"LABEL_0": 0}
     assert config["pad_token_id"] == reranker.tokenizer.pad_token_id
-    assert (
-        config["use_sep_token"] is config["use_pad_token"] is False
-    )  # vLLM: query and document are one text
-    assert (
-        config["sentence_transformers"]["activation_fn"] == "torch.nn.modules.linear.Identity"
-    )  # vLLM: no sigmoid
+    # vLLM: query and document are one text, and no sigmoid is applied.
+    assert config["use_sep_token"] is False
+    assert config["use_pad_token"] is False
+    activation = config["sentence_transformers"]["activation_fn"]
+    assert activation == "torch.nn.modules.linear.Identity"
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    assert "{%- set INSTRUCTION" in (folder / "chat_template.jinja").read_text(
-        encoding="utf-8"
-    )  # vLLM --chat-template
-    weights = load_file(folder / "model.safetensors")
+    # vLLM --chat-template
+    template = (classifier / "chat_template.jinja").read_text(encoding="utf-8")
+    assert "{%- set INSTRUCTION" in template
+
+
+def test_a_classifier_has_one_output_row(classifier):
+    weights = load_file(classifier / "model.safetensors")
+
     assert weights["score.weight"].shape == (1, 32)  # vLLM: a head named score, without bias
-    assert "model.embed_tokens.weight" in weights and "lm_head.weight" not in weights
-    files = {
-        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
-    }
-    assert record["form"] == "sequence_classification" and not any(
-        "LogitScore" in name for name in files
-    )
-    assert set(record["files"]) == files.keys()
-    assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o644}
+    assert "model.embed_tokens.weight" in weights
+    assert "lm_head.weight" not in weights
+
+
+def test_the_record_lists_a_classifiers_files(classifier):
+    record = read(classifier, "skilltrain.json")
+
+    paths = [path for path in classifier.rglob("*") if path.is_file()]
+    names = {path.relative_to(classifier).as_posix() for path in paths}
+    assert record["form"] == "sequence_classification"
+    assert set(record["files"]) == names
+    assert not any("LogitScore" in name for name in names)
+    assert file_modes(classifier) == {0o644}
 
 
 @pytest.mark.parametrize(
     ("name", "pooling"), [("bert", "cls"), ("bert", "mean"), ("qwen3", "last_token")]
 )
-def test_the_keys_that_tei_and_vllm_read_of_an_encoder(tmp_path, open_encoder_of, name, pooling):
-    """Both know a limit by max_seq_length (vLLM only beside do_lower_case) and the pooling by 1_Pooling's flags."""
+def test_servers_can_read_an_encoder(tmp_path, open_encoder_of, name, pooling):
     template = EncoderTemplate(instruction="Find the skill")
-    save_model(
-        open_encoder_of(name, pooling=pooling, max_tokens=32, template=template),
-        tmp_path,
-        base=name,
-    )
-    transformer, own = (
-        read(tmp_path, "sentence_bert_config.json"),
-        read(tmp_path, "1_Pooling/config.json"),
-    )
+    encoder = open_encoder_of(name, pooling=pooling, max_tokens=32, template=template)
+
+    save_model(encoder, tmp_path, base=name)
+
+    # vLLM reads max_seq_length only beside do_lower_case.
+    transformer = read(tmp_path, "sentence_bert_config.json")
     assert (transformer["max_seq_length"], transformer["do_lower_case"]) == (32, False)
+    pooling_config = read(tmp_path, "1_Pooling/config.json")
     flag = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}[pooling]
-    for each in ("cls_token", "mean_tokens", "lasttoken", "max_tokens", "mean_sqrt_len_tokens"):
-        assert own[f"pooling_mode_{each}"] is (each == flag)
-    assert "word_embedding_dimension" not in own
-    kinds = [
-        module["type"] for module in read(tmp_path, "modules.json")
-    ]  # the names that both compare with
-    assert kinds == [
+    for mode in ("cls_token", "mean_tokens", "lasttoken", "max_tokens", "mean_sqrt_len_tokens"):
+        assert pooling_config[f"pooling_mode_{mode}"] is (mode == flag)
+    assert "word_embedding_dimension" not in pooling_config
+    # Both servers compare these names.
+    assert [module["type"] for module in read(tmp_path, "modules.json")] == [
         "sentence_transformers.base.modules.transformer.Transformer",
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
         "sentence_transformers.base.modules.normalize.Normalize",
     ]
-    prompts = read(tmp_path, "config_sentence_transformers.json")[
-        "prompts"
-    ]  # TEI: a map of strings
+    # TEI takes a map of strings.
+    prompts = read(tmp_path, "config_sentence_transformers.json")["prompts"]
     assert prompts == {"query": "Instruct: Find the skill\nQuery:", "document": ""}
     config = read(tmp_path, "config.json")
-    assert config["architectures"][0].endswith("Model") and config["max_position_embeddings"] >= 32
-    assert config.get("pad_token_id", 0) is not None  # TEI takes none, but no null
+    assert config["architectures"][0].endswith("Model")
+    assert config["max_position_embeddings"] >= 32
+    assert config.get("pad_token_id", 0) is not None  # TEI allows a missing key, but no null
     if name == "qwen3":
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert (tmp_path / "tokenizer.json").is_file()
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {
-        0o644
-    }
+    assert file_modes(tmp_path) == {0o644}
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3"])
-def test_late_interaction_opens_as_a_multi_vector_encoder(
-    tmp_path, open_encoder_of, monkeypatch, name
-):
-    encoder = open_encoder_of(name, max_tokens=32, query_max_tokens=24)
-    save_model(encoder, tmp_path, base=name)
+@pytest.fixture(params=["bert", "qwen3"])
+def multi_vector(request, tmp_path, open_encoder_of):
+    """Return an encoder, whose multi_vector form is saved in tmp_path."""
+    encoder = open_encoder_of(request.param, max_tokens=32, query_max_tokens=24)
+    save_model(encoder, tmp_path, base=request.param)
     write_form(tmp_path, "multi_vector")
-    plain = MultiVectorEncoder(str(tmp_path), device="cpu")
-    texts = [encoder.settings.template.skill.render(skill) for skill in MANY]
-    queries = [QUERY, "deploy the pods " * 20, "运行"]
-    ids = encoder.tokenize(texts, 32), encoder.tokenize_queries(queries)
+    return encoder
+
+
+def token_vectors(encoder, texts):
+    """Return the vectors of each text's tokens; the first row of `with_tokens` is the text's."""
     with torch.inference_mode():
-        skills, asked = (
-            [encoder.with_tokens([text], len(text))[0][1:] for text in some] for some in ids
-        )
-    found = plain.similarity(plain.encode_query(queries), plain.encode_document(texts))
-    assert torch.allclose(found, max_sim(asked, skills), atol=1e-5)
+        return [encoder.with_tokens([ids], len(ids))[0][1:] for ids in texts]
+
+
+def test_multi_vector_encoder_gives_our_scores(tmp_path, multi_vector):
+    queries = [QUERY, "deploy the pods " * 20, "运行"]
+    texts = [multi_vector.settings.template.skill.render(skill) for skill in MANY]
+
+    plain = MultiVectorEncoder(str(tmp_path), device="cpu")
+    scores = plain.similarity(plain.encode_query(queries), plain.encode_document(texts))
+
+    query_vectors = token_vectors(multi_vector, multi_vector.tokenize_queries(queries))
+    skill_vectors = token_vectors(multi_vector, multi_vector.tokenize(texts, 32))
+    assert torch.allclose(scores, max_sim(query_vectors, skill_vectors), atol=1e-5)
     check_round_trip(tmp_path)
-    card = model_card(
-        RunRecord(encoder.settings, {"model": {"source": name}}, {}, form="multi_vector")
-    )
-    (tmp_path / "README.md").write_text(card, encoding="utf-8")
-    ours = max_sim(asked[:1], skills[:2])[0]
-    assert np.allclose(run_program(card, tmp_path, monkeypatch), ours.numpy(), atol=1e-5)
-    assert "kind: late" in card and not (tmp_path / "1_Pooling").exists()
+    assert not (tmp_path / "1_Pooling").exists()
+
+
+def test_a_multi_vector_card_gives_our_scores(tmp_path, multi_vector, monkeypatch):
+    recipe = {"model": {"source": "owner/base"}}
+    card = model_card(RunRecord(multi_vector.settings, recipe, {}, form="multi_vector"))
+
+    scores = run_program(card, tmp_path, monkeypatch)
+
+    query_vectors = token_vectors(multi_vector, multi_vector.tokenize_queries([QUERY]))
+    skill_vectors = token_vectors(multi_vector, multi_vector.tokenize_skills(SKILLS))
+    expected = max_sim(query_vectors, skill_vectors)[0]
+    assert np.allclose(scores, expected.numpy(), atol=1e-5)
+    assert "kind: late" in card
 
 
 def run_onnx(file, inputs):
@@ -177,34 +211,31 @@ def run_onnx(file, inputs):
 
 
 def arrays(tokenizer, *texts):
-    return {
-        name: value.numpy()
-        for name, value in tokenizer(*texts, padding=True, return_tensors="pt").items()
-    }
+    inputs = tokenizer(*texts, padding=True, return_tensors="pt")
+    return {name: value.numpy() for name, value in inputs.items()}
 
 
 @pytest.mark.slow
 def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
-    """Under the names that TEI and sentence-transformers give inputs and output, for texts of any length."""
+    """TEI and sentence-transformers know inputs and output by these names."""
     pytest.importorskip("onnxscript")
     encoder = open_encoder_of("bert", max_tokens=32)
     save_model(encoder, tmp_path, base="b")
+
     write_form(tmp_path, "onnx")
-    inputs = arrays(
-        AutoTokenizer.from_pretrained(tmp_path),
-        ["deploy pods", "review the commit and merge it", "a"],
-    )
+
+    texts = ["deploy pods", "review the commit and merge it", "a"]
+    inputs = arrays(AutoTokenizer.from_pretrained(tmp_path), texts)
+    is_token = inputs["attention_mask"].astype(bool)
+    tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
     with torch.inference_mode():
-        wanted = encoder.backbone(
-            **{name: torch.from_numpy(value) for name, value in inputs.items()}
-        )
-    real = inputs["attention_mask"].astype(bool)
-    found = run_onnx(tmp_path / ONNX, inputs)
-    assert np.allclose(found[real], wanted.last_hidden_state.numpy()[real], atol=1e-4)
-    rough = run_onnx(tmp_path / ONNX_INT8, inputs)[real]
-    exact = found[real]
-    cosines = (rough * exact).sum(1) / np.linalg.norm(rough, axis=1) / np.linalg.norm(exact, axis=1)
-    assert not np.array_equal(rough, exact) and cosines.min() > 0.95
+        expected = encoder.backbone(**tensors).last_hidden_state.numpy()
+    exact = run_onnx(tmp_path / ONNX, inputs)[is_token]
+    assert np.allclose(exact, expected[is_token], atol=1e-4)
+    rough = run_onnx(tmp_path / ONNX_INT8, inputs)[is_token]
+    norms = np.linalg.norm(rough, axis=1) * np.linalg.norm(exact, axis=1)
+    assert not np.array_equal(rough, exact)
+    assert ((rough * exact).sum(1) / norms).min() > 0.95
     assert {ONNX, ONNX_INT8} <= set(read(tmp_path, "skilltrain.json")["files"])
 
 

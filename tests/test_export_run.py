@@ -1,7 +1,4 @@
-"""A run's model or any of its checkpoints as a folder, and pushed to a Hub on loopback: one clear line for every fault.
-
-What arrives is whole, opens elsewhere with the same scores, and tells only figures that are its own.
-"""
+"""Export of a run's model and checkpoints, and pushes of them to a Hub on loopback."""
 
 import json
 import shutil
@@ -36,7 +33,8 @@ from skilltrain.training.train import TrainEncoder, TrainReranker, load_model, s
 from skilltrain.training.training_set import ListsSource
 from small_library import skilltrain, succeeds
 
-CPU, REPO = torch.device("cpu"), "our-team/sr-emb"
+CPU = torch.device("cpu")
+REPO = "our-team/sr-emb"
 TEXTS = ["deploy pods", "", "review the commit and merge " * 20]
 SUMMARY = {
     "num_lists": 7,
@@ -63,19 +61,20 @@ def config_of(folder, source, reranker=False, **more):
 
 
 def add_checkpoint(config, step, best=0) -> Any:
-    """A checkpoint of a run as training leaves it, its weights a little off the start; the model that holds them."""
+    """Write a checkpoint as training does, with changed weights; return the model that has them."""
     model = load_model(config, CPU).eval()
     torch.manual_seed(step)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+
     folder = config.out / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)
-    seen = {
-        value.data_ptr(): name for name, value in reversed(model.state_dict().items())
-    }  # tied weights once
-    weights = {f"model.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
+    state = model.state_dict()
+    name_by_address = {value.data_ptr(): name for name, value in reversed(state.items())}
+    names = name_by_address.values()  # tied weights once
+    weights = {f"model.{name}": state[name].contiguous() for name in names}
     save_file(weights, folder / "model.safetensors")
     position = {"step": step, "loss": 0.1, "best": {"step": best}}
     state = {"format": CHECKPOINT.number, "written_by": "whole models on cpu", "position": position}
@@ -99,20 +98,19 @@ def write_run(config, finished):
 
 @pytest.fixture
 def unfinished(tmp_path, model_folders):
-    """(settings, models by step) of a run with three checkpoints, the second of them the best."""
+    """Return settings, and models by step, of a run with three checkpoints; step 4 is the best."""
     config = config_of(tmp_path, model_folders["bert"])
     return config, {step: add_checkpoint(config, step, best=4) for step in (2, 4, 10)}
 
 
 @pytest.fixture
 def finished(unfinished):
-    """The same of a finished run, whose pool is half English, half Chinese and comes from the Hub."""
+    """Return the same of a finished run with its pool."""
     config, models = unfinished
-    skills = [Skill(f"s{n}", "name", "what", "how", lang="en" if n else "zh") for n in range(3)]
+    skills = [Skill(f"s{n}", "name", "what", "how") for n in range(3)]
     write_table(skills, SKILLS, config.data.pool)
-    (config.data.pool / "run.json").write_text(
-        json.dumps({"recipe": {"sources": ["hf:owner/skills:train", "own"]}})
-    )
+    record = {"recipe": {"sources": ["hf:owner/skills:train", "own"]}}
+    (config.data.pool / "run.json").write_text(json.dumps(record))
     write_run(config, finished=True)
     save_trained(config, config.out / "checkpoints" / "step-4", config.out, SUMMARY)
     (config.out / "train_log.jsonl").write_text("{}\n")
@@ -122,111 +120,131 @@ def finished(unfinished):
 def assert_same_vectors(folder, encoder):
     plain = SentenceTransformer(str(folder), device="cpu")
     with torch.inference_mode():
-        ours = encoder(encoder.tokenize(TEXTS, 32))
-    assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), ours, atol=1e-5)
+        vectors = encoder(encoder.tokenize(TEXTS, 32))
+    assert torch.allclose(plain.encode(TEXTS, convert_to_tensor=True), vectors, atol=1e-5)
 
 
-def refuses(message, work, *given, **named):
+def refuses(message, work, *arguments, **options):
     with pytest.raises(SkilltrainError, match=message):
-        work(*given, **named)
+        work(*arguments, **options)
+
+
+def read_card(folder):
+    return (folder / "README.md").read_text()
 
 
 def files_in(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-# Export --------------------------------------------------------------------------------------------------------------
+# Export -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("checkpoint", "step"), [(None, 10), ("step-2", 2), ("best", 4)])
-def test_any_checkpoint_of_an_unfinished_run_becomes_a_model(
-    tmp_path, unfinished, checkpoint, step
-):
+def test_a_checkpoint_becomes_a_model(tmp_path, unfinished, checkpoint, step):
     config, models = unfinished
-    found = export_run(config.out, tmp_path / "out", checkpoint)
-    assert found == {
+
+    outcome = export_run(config.out, tmp_path / "out", checkpoint)
+
+    assert outcome == {
         "out": str(tmp_path / "out"),
         "stage": "train_encoder",
         "checkpoint": f"step-{step}",
     }
     assert_same_vectors(tmp_path / "out", models[step])
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"checkpoint `step-{step}`" in card and "Not evaluated" in card
+    card = read_card(tmp_path / "out")
+    assert f"checkpoint `step-{step}`" in card
+    assert "Not evaluated" in card
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_a_finished_run_is_copied_without_its_logs_and_only_its_own_card_has_its_figures(
-    tmp_path, finished
-):
+def test_a_finished_run_is_copied(tmp_path, finished):
     config, models = finished
-    (tmp_path / "out").mkdir()  # an empty folder is no obstacle
-    assert export_run(config.out, tmp_path / "out")["checkpoint"] == "step-4"
-    assert_same_vectors(tmp_path / "out", models[4])
-    copied = files_in(tmp_path / "out")
-    assert (
-        copied.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"})
-        and "1_Pooling/config.json" in copied
-    )
-    for name in copied:
-        assert (tmp_path / "out" / name).read_bytes() == (config.out / name).read_bytes()
-    export_run(config.out, tmp_path / "chosen", "step-4")
-    export_run(config.out, tmp_path / "other", "step-2")
-    cards = [(tmp_path / name / "README.md").read_text() for name in ("out", "chosen", "other")]
-    figures = ("| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |", "last loss")
-    assert [[figure in card for figure in figures] for card in cards] == [
-        [True, True],
-        [True, True],
-        [False, False],
-    ]
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is allowed
+
+    outcome = export_run(config.out, out)
+
+    assert outcome["checkpoint"] == "step-4"
+    assert_same_vectors(out, models[4])
+    names = files_in(out)
+    assert names.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"})
+    assert "1_Pooling/config.json" in names
+    for name in names:
+        assert (out / name).read_bytes() == (config.out / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
-def test_an_adapter_is_merged_or_read_by_peft(tmp_path, model_folders, name):
-    config = config_of(
-        tmp_path,
-        model_folders[name],
-        "reranker" in name,
-        adapter=AdapterConfig(rank=2, dropout=0.1),
-    )
-    model, skill = add_checkpoint(config, 3), Skill("s", "pods", "deploy pods", "to find the task")
+@pytest.mark.parametrize(
+    ("checkpoint", "is_final"), [(None, True), ("step-4", True), ("step-2", False)]
+)
+def test_only_the_final_card_has_results(tmp_path, finished, checkpoint, is_final):
+    config, _ = finished
+
+    export_run(config.out, tmp_path / "out", checkpoint)
+
+    card = read_card(tmp_path / "out")
+    assert ("| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |" in card) is is_final
+    assert ("last loss" in card) is is_final
+
+
+@pytest.fixture(params=["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
+def adapter_run(request, tmp_path, model_folders):
+    """Return base model, settings and model of a run that trains an adapter."""
+    base = model_folders[request.param]
+    is_reranker = "reranker" in request.param
+    config = config_of(tmp_path, base, is_reranker, adapter=AdapterConfig(rank=2, dropout=0.1))
+    return base, config, add_checkpoint(config, 3)
+
+
+def outputs_of(model):
+    with torch.inference_mode():
+        if isinstance(model, Reranker):
+            skill = Skill("s", "pods", "deploy pods", "to find the task")
+            return model(model.tokenize("deploy", [skill]))
+        return model(model.tokenize(TEXTS, 32))
+
+
+def test_an_adapter_is_merged(tmp_path, adapter_run):
+    _, config, model = adapter_run
+
     export_run(config.out, tmp_path / "merged")
-    check_round_trip(tmp_path / "merged")
-    with torch.inference_mode():
-        ours, theirs = (
-            one(
-                one.tokenize("deploy", [skill])
-                if isinstance(one, Reranker)
-                else one.tokenize(TEXTS, 32)
-            )
-            for one in (model, open_model(tmp_path / "merged"))
-        )
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 
-    summary = export_run(config.out, tmp_path / "adapter", adapter_only=True)
-    assert summary["checkpoint"] == "step-3"
-    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
-        "target_modules"
-    ]
-    assert targets == sorted(targets)
-    kind: Any = AutoModel
-    if "reranker" in name:
-        kind = AutoModelForCausalLM if "qwen3" in name else AutoModelForSequenceClassification
-    peft = PeftModel.from_pretrained(
-        kind.from_pretrained(model_folders[name]), str(tmp_path / "adapter")
-    ).eval()
-    ids, network = (
-        torch.tensor([[2, 9, 30, 12, 3]]),
-        model.network if "reranker" in name else model.backbone,
-    )
+    check_round_trip(tmp_path / "merged")
+    merged = open_model(tmp_path / "merged")
+    torch.testing.assert_close(outputs_of(merged), outputs_of(model), atol=1e-5, rtol=0)
+
+
+def test_an_adapter_opens_in_peft(tmp_path, adapter_run):
+    base, config, model = adapter_run
+    model_type: Any = AutoModel
+    network = model.network if isinstance(model, Reranker) else model.backbone
+    if isinstance(model, Reranker):
+        is_yes_no = model.yes_no_ids is not None
+        model_type = AutoModelForCausalLM if is_yes_no else AutoModelForSequenceClassification
+
+    outcome = export_run(config.out, tmp_path / "adapter", adapter_only=True)
+
+    assert outcome["checkpoint"] == "step-3"
+    peft = PeftModel.from_pretrained(model_type.from_pretrained(base), str(tmp_path / "adapter"))
+    ids = torch.tensor([[2, 9, 30, 12, 3]])
     with torch.inference_mode():
-        torch.testing.assert_close(
-            peft(input_ids=ids)[0], network(input_ids=ids)[0], atol=1e-5, rtol=0
-        )
-    refuses("holds an adapter, not a model of its own", resolve_model, str(tmp_path / "adapter"))
+        output = peft.eval()(input_ids=ids)[0]
+        torch.testing.assert_close(output, network(input_ids=ids)[0], atol=1e-5, rtol=0)
+
+
+def test_an_adapter_folder_is_no_model(tmp_path, adapter_run):
+    _, config, _ = adapter_run
+
+    export_run(config.out, tmp_path / "adapter", adapter_only=True)
+
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == sorted(settings["target_modules"])
+    message = "holds an adapter, not a model of its own"
+    refuses(message, resolve_model, str(tmp_path / "adapter"))
 
 
 def write_report(folder, source):
-    """What `evaluate` leaves of two systems, the second with the encoder in `source`."""
+    """Write the report of two systems, the second of which uses the encoder in `source`."""
     dense = {
         "name": "hybrid | ours",
         "rankers": [{"kind": "fuse", "of": [{"kind": "dense", "source": str(source)}]}],
@@ -278,43 +296,67 @@ def test_card_shows_licence_repository_and_reports(tmp_path, finished):
         ),
     ],
 )
-def test_what_a_run_cannot_give_is_refused(tmp_path, finished, arguments, message):
+def test_an_impossible_export_is_refused(tmp_path, finished, arguments, message):
     run = finished[0].out
-    if source := arguments.get("reports"):
-        report = write_report(tmp_path / "report", tmp_path / source)
-        arguments = {
-            "published": Published(reports=[report]),
-            "checkpoint": arguments.get("checkpoint"),
-        }
+    if "reports" in arguments:
+        report = write_report(tmp_path / "report", tmp_path / arguments["reports"])
+        published = Published(reports=[report])
+        arguments = {"published": published, "checkpoint": arguments.get("checkpoint")}
+
     refuses(message, export_run, run, tmp_path / "out", **arguments)
+
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_run_of_this_kind_is_refused(tmp_path, model_folders):
-    config, out = config_of(tmp_path, model_folders["bert"]), tmp_path / "out"
-    refuses(
-        r"nowhere: holds no training run: no run\.json \(give the folder that a training wrote to",
-        export_run,
-        tmp_path / "nowhere",
-        out,
-    )
-    refuses(r"holds no training run: no run\.json", export_run, model_folders["bert"], out)
+def test_other_folders_are_no_runs(tmp_path, model_folders):
+    message = r"holds no training run: no run\.json"
+    advice = r" \(give the folder that a training wrote to"
+
+    refuses(f"nowhere: {message}{advice}", export_run, tmp_path / "nowhere", tmp_path / "out")
+    refuses(message, export_run, model_folders["bert"], tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
-    refuses(r"checkpoints: holds no checkpoint", export_run, config.out, out)
-    refuses(
-        r"trained all weights, no adapter .export without --adapter",
-        export_run,
-        config.out,
-        out,
-        adapter_only=True,
-    )
+
+    refuses("checkpoints: holds no checkpoint", export_run, config.out, tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_an_adapter_is_refused(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"])
+    write_run(config, finished=False)
+
+    message = "trained all weights, no adapter .export without --adapter"
+    refuses(message, export_run, config.out, tmp_path / "out", adapter_only=True)
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_another_stage_is_refused(tmp_path, model_folders):
+    config = config_of(tmp_path, model_folders["bert"])
+    write_run(config, finished=False)
     (config.out / "recipe.yaml").write_text("stage: mine\n")
-    refuses("is a run of stage mine, which trains no model", export_run, config.out, out)
+
+    message = "is a run of stage mine, which trains no model"
+    refuses(message, export_run, config.out, tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_model_are_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     add_checkpoint(config, 3)
     write_run(config_of(tmp_path, model_folders["qwen3"]), finished=False)
-    refuses(r"step-3: the checkpoint does not fit the recipe's model", export_run, config.out, out)
-    assert not out.exists()
+
+    message = "step-3: the checkpoint does not fit the recipe's model"
+    refuses(message, export_run, config.out, tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_removed_names_say_their_replacement(tmp_path):
@@ -327,21 +369,24 @@ def test_removed_names_say_their_replacement(tmp_path):
         assert outcome.code == 2 and advice in outcome.error_line
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path, unfinished):
+@pytest.mark.parametrize("name", ["out", "out/mine.txt"])
+def test_existing_files_are_not_overwritten(tmp_path, unfinished, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("kept")
-    for name in ("out", "out/mine.txt"):
-        with pytest.raises(SkilltrainError, match=rf"{name}: exists, and is no empty folder"):
-            export_run(unfinished[0].out, tmp_path / name)
-    assert files_in(tmp_path / "out") == {"mine.txt"} and not (tmp_path / ".out.partial").exists()
+
+    message = f"{name}: exists, and is no empty folder"
+    refuses(message, export_run, unfinished[0].out, tmp_path / name)
+
+    assert files_in(tmp_path / "out") == {"mine.txt"}
+    assert not (tmp_path / ".out.partial").exists()
 
 
-# Push ----------------------------------------------------------------------------------------------------------------
+# Push ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub whose token the environment holds."""
+    """Start a Hub. The environment has its token."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with hub_server() as running:
@@ -349,98 +394,122 @@ def hub(monkeypatch):
         yield running
 
 
-def test_a_model_arrives_whole_in_a_private_repository(hub, finished):
+def test_a_push_uploads_the_whole_model(hub, finished):
     run = finished[0].out
-    found = push_model(run, Published(REPO, "apache-2.0"))
+
+    outcome = push_model(run, Published(REPO))
+
     repository = hub.repositories[REPO]
-    assert repository.private and repository.commits == 1 and found["url"].endswith(REPO)
-    assert {name: len(content) for name, content in repository.files.items()} == found["files"]
+    assert repository.private
+    assert repository.commits == 1
+    assert outcome["url"].endswith(REPO)
+    sizes = {name: len(content) for name, content in repository.files.items()}
+    assert sizes == outcome["files"]
     for name in ("model.safetensors", "1_Pooling/config.json", "tokenizer.json"):
         assert repository.files[name] == (run / name).read_bytes()
-    card = repository.files["README.md"].decode()
-    assert (
-        card == found["card"]
-        and f'SentenceTransformer("{REPO}")' in card
-        and "license: apache-2.0" in card
-    )
-    assert not any(
-        "checkpoints" in name or name in ("run.json", "recipe.yaml") for name in repository.files
-    )
 
 
-def test_a_second_push_leaves_nothing_of_the_first(hub, finished, tmp_path):
-    export_run(
-        finished[0].out, tmp_path / "exported", published=Published(REPO), form="multi_vector"
-    )
-    hub.repositories[REPO] = Repository(
-        files={"skilltrain.json": b"{}", "model-00001-of-00002.safetensors": b"old"}
-    )
-    found = push_model(tmp_path / "exported", Published(REPO))
-    assert (
-        hub.repositories[REPO].files.keys() == found["files"].keys()
-        and "MultiVectorEncoder(" in found["card"]
-    )
+def test_a_push_uploads_no_logs(hub, finished):
+    push_model(finished[0].out, Published(REPO))
+
+    names = hub.repositories[REPO].files.keys()
+    assert names.isdisjoint({"run.json", "recipe.yaml"})
+    assert not any("checkpoints" in name for name in names)
+
+
+def test_a_pushed_card_names_the_repository(hub, finished):
+    outcome = push_model(finished[0].out, Published(REPO, "apache-2.0"))
+
+    card = hub.repositories[REPO].files["README.md"].decode()
+    assert card == outcome["card"]
+    assert f'SentenceTransformer("{REPO}")' in card
+    assert "license: apache-2.0" in card
+
+
+def test_a_push_deletes_older_files(hub, finished, tmp_path):
+    exported = tmp_path / "exported"
+    export_run(finished[0].out, exported, published=Published(REPO), form="multi_vector")
+    old_files = {"skilltrain.json": b"{}", "model-00001-of-00002.safetensors": b"old"}
+    hub.repositories[REPO] = Repository(files=old_files)
+
+    outcome = push_model(exported, Published(REPO))
+
+    assert hub.repositories[REPO].files.keys() == outcome["files"].keys()
+    assert "MultiVectorEncoder(" in outcome["card"]
+
+
+def test_an_export_has_its_form_already(hub, finished, tmp_path):
+    export_run(finished[0].out, tmp_path / "exported")
+
     refuses("is pushed as it is", push_model, tmp_path / "exported", Published(REPO), form="onnx")
 
 
-def test_a_refused_commit_leaves_the_repository_as_it_was(hub, tmp_path):
-    """With more files than the Hub's own upload of a folder puts into a commit."""
-    names = [f"part_{number}.json" for number in range(30)]
-    for name in names:
-        (tmp_path / name).write_text("{}")
-    old = {"skilltrain.json": b"{}", "model.safetensors": b"old"}
-    hub.repositories[REPO], hub.status_of_commit = Repository(files=dict(old)), 400
-    paths = {name: tmp_path / name for name in names}
+def test_a_refused_commit_changes_nothing(hub, tmp_path):
+    # upload_folder would put so many files into several commits.
+    paths = {f"part_{number}.json": tmp_path / f"part_{number}.json" for number in range(30)}
+    for path in paths.values():
+        path.write_text("{}")
+    old_files = {"skilltrain.json": b"{}", "model.safetensors": b"old"}
+    hub.repositories[REPO] = Repository(files=dict(old_files))
+    hub.status_of_commit = 400
+
     refuses("nothing is half-written", upload, paths, REPO, False, False)
-    assert hub.repositories[REPO].files == old and sum("/commit/" in line for line in hub.log) == 1
+
+    assert hub.repositories[REPO].files == old_files
+    assert sum("/commit/" in line for line in hub.log) == 1
 
 
-def test_a_public_repository_is_written_only_when_asked_for(hub, finished):
+def test_a_public_repository_needs_a_flag(hub, finished):
     hub.repositories[REPO] = Repository(private=False)
-    refuses(
-        r"our-team/sr-emb: the repository is public \(add --public",
-        push_model,
-        finished[0].out,
-        Published(REPO),
-    )
+
+    message = r"our-team/sr-emb: the repository is public \(add --public"
+    refuses(message, push_model, finished[0].out, Published(REPO))
+
     assert hub.repositories[REPO].commits == 0
-    push_model(finished[0].out, Published("our-team/open"), public=True)
-    assert not hub.repositories["our-team/open"].private
+
+
+def test_a_flag_creates_a_public_repository(hub, finished):
+    push_model(finished[0].out, Published(REPO), public=True)
+
+    assert not hub.repositories[REPO].private
 
 
 def test_a_private_repository_is_not_published(hub, finished):
     hub.repositories[REPO] = Repository(private=True)
 
-    refuses(
-        r"our-team/sr-emb: the repository is private, and stays so \(make it public on its page",
-        push_model,
-        finished[0].out,
-        Published(REPO),
-        public=True,
+    message = (
+        r"our-team/sr-emb: the repository is private, and stays so \(make it public on its page"
     )
+    refuses(message, push_model, finished[0].out, Published(REPO), public=True)
 
     assert hub.repositories[REPO].commits == 0
 
 
-def test_a_repository_with_a_readme_is_replaced_with_a_flag(hub, finished):
-    hub.repositories[REPO] = Repository(files={"README.md": b"mine", ".gitattributes": b"*.bin"})
-    refuses(
-        r"exists and holds a README\.md \(add --into-existing",
-        push_model,
-        finished[0].out,
-        Published(REPO),
-    )
+README_ONLY = {"README.md": b"mine", ".gitattributes": b"*.bin"}
+
+
+def test_a_repository_with_a_readme_is_kept(hub, finished):
+    hub.repositories[REPO] = Repository(files=dict(README_ONLY))
+
+    message = r"exists and holds a README\.md \(add --into-existing"
+    refuses(message, push_model, finished[0].out, Published(REPO))
+
     assert hub.repositories[REPO].files["README.md"] == b"mine"
+
+
+def test_a_flag_replaces_the_readme(hub, finished):
+    hub.repositories[REPO] = Repository(files=dict(README_ONLY))
 
     outcome = push_model(finished[0].out, Published(REPO), into_existing=True)
 
     files = hub.repositories[REPO].files
     assert files["README.md"].decode() == outcome["card"]
-    assert files[".gitattributes"] == b"*.bin" and "model.safetensors" in files
+    assert files[".gitattributes"] == b"*.bin"
+    assert "model.safetensors" in files
 
 
 def test_an_empty_repository_needs_no_flag(hub, finished):
-    """A push whose commit failed leaves one behind."""
+    # A push whose commit failed leaves one behind.
     hub.repositories[REPO] = Repository(files={".gitattributes": b""})
 
     push_model(finished[0].out, Published(REPO))
@@ -476,7 +545,7 @@ def test_an_echoed_token_is_masked(hub, finished, capfd, status):
     assert TOKEN not in outcome.out + outcome.err + "".join(capfd.readouterr())
 
 
-def test_an_echoed_token_of_hf_auth_login_is_masked(hub, finished, monkeypatch, tmp_path):
+def test_an_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN")
@@ -488,23 +557,30 @@ def test_an_echoed_token_of_hf_auth_login_is_masked(hub, finished, monkeypatch, 
     assert TOKEN not in "".join(traceback.format_exception(caught.value))  # as --debug shows it
 
 
-def test_a_name_that_the_hub_refuses_ends_the_dry_run(hub, finished):
+def test_a_dry_run_checks_the_name(hub, finished):
     outcome = skilltrain("push", finished[0].out, "--repo", "owner/x..y", "--dry-run")
 
-    assert (
-        outcome.code == 2 and "owner/x..y: is no name of a model on the Hub" in outcome.error_line
-    )
+    assert outcome.code == 2
+    assert "owner/x..y: is no name of a model on the Hub" in outcome.error_line
 
 
-def test_a_dry_run_shows_files_and_card_and_asks_no_server(hub, finished):
-    command = ("push", finished[0].out, "--repo", REPO, "--dry-run")
-    shown, size = succeeds(*command).out, (finished[0].out / "model.safetensors").stat().st_size
-    assert f"{REPO}: would be pushed; nothing was sent" in shown
-    assert f"model.safetensors: {size:,} bytes\n" in shown and "## Limits" in shown
-    assert (
-        set(json.loads(skilltrain(*command, "--json").out)) == {"url", "files", "card"}
-        and hub.log == []
-    )
+def test_a_dry_run_shows_files_and_card(hub, finished):
+    run = finished[0].out
+
+    printed = succeeds("push", run, "--repo", REPO, "--dry-run").out
+
+    size = (run / "model.safetensors").stat().st_size
+    assert f"{REPO}: would be pushed; nothing was sent" in printed
+    assert f"model.safetensors: {size:,} bytes\n" in printed
+    assert "## Limits" in printed
+    assert hub.log == []
+
+
+def test_a_dry_run_prints_json(hub, finished):
+    printed = skilltrain("push", finished[0].out, "--repo", REPO, "--dry-run", "--json").out
+
+    assert set(json.loads(printed)) == {"url", "files", "card"}
+    assert hub.log == []
 
 
 def add_note(text):
@@ -515,7 +591,7 @@ def add_note(text):
     return change
 
 
-def take_a_weight(run):
+def remove_a_weight(run):
     weights = load_file(run / "model.safetensors")
     del weights["embeddings.LayerNorm.weight"]
     save_file(weights, run / "model.safetensors", metadata={"format": "pt"})
@@ -540,7 +616,7 @@ def take_a_weight(run):
             add_note("https://ada:open" + "sesame@host/x"),
             r"tokenizer_config\.json: holds what looks like a secret: https://… \(",
         ),
-        (take_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
+        (remove_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
         (shutil.rmtree, r"run: holds no model to push: no skilltrain\.json"),
         (
             lambda run: (run / "config.json").unlink(),
@@ -548,22 +624,24 @@ def take_a_weight(run):
         ),
     ],
 )
-def test_what_is_refused_before_anything_is_sent(hub, finished, damage, message):
+def test_a_broken_model_is_not_sent(hub, finished, damage, message):
     damage(finished[0].out)
+
     refuses(message, push_model, finished[0].out, Published(REPO))
+
     assert hub.log == []
 
 
 def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_encoder_of):
-    save_model(
-        open_encoder_of("bert", max_tokens=32, query_max_tokens=24), tmp_path / "encoder", base="b"
-    )
-    check_round_trip(tmp_path / "encoder")
-    pooling = tmp_path / "encoder" / "1_Pooling" / "config.json"
-    pooling.write_text(
-        pooling.read_text().replace('"pooling_mode": "mean"', '"pooling_mode": "cls"')
-    )
-    refuses(r"gives other scores in .*: they differ by \d", check_round_trip, tmp_path / "encoder")
+    folder = tmp_path / "encoder"
+    save_model(open_encoder_of("bert", max_tokens=32, query_max_tokens=24), folder, base="b")
+    check_round_trip(folder)
+    pooling = folder / "1_Pooling" / "config.json"
+    text = pooling.read_text()
+
+    pooling.write_text(text.replace('"pooling_mode": "mean"', '"pooling_mode": "cls"'))
+
+    refuses(r"gives other scores in .*: they differ by \d", check_round_trip, folder)
 
 
 @pytest.mark.parametrize(
@@ -584,11 +662,13 @@ def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_
         ({"offline": True}, r"cannot upload: .*offline"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(hub, finished, monkeypatch, change, message):
+def test_a_fault_of_the_hub_is_named(hub, finished, monkeypatch, change, message):
     monkeypatch.setenv("HF_TOKEN", change.get("token", TOKEN))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", change.get("offline", False))
     hub.status_of_create = change.get("create", 200)
     if "files" in change:
         hub.repositories[REPO] = Repository(files=change["files"])
+
     refuses(message, push_model, finished[0].out, Published(REPO))
-    assert sum(one.commits for one in hub.repositories.values()) == 0
+
+    assert sum(repository.commits for repository in hub.repositories.values()) == 0

@@ -1,4 +1,4 @@
-"""The command for agents' hooks: it names skills, and whatever goes wrong it is silent and exits 0 soon."""
+"""The command for agents' hooks: it prints skills, or nothing after a fault, and exits with 0."""
 
 import json
 import os
@@ -23,60 +23,79 @@ ANSWER = {"fits": True, "skills": [SKILL], "note": "n"}
 
 @contextmanager
 def server(answer: bytes, code: int = 200, wait: float = 0.0):
-    """A stub of `skilltrain serve` that waits behind each byte; yields its address and the bodies that it was sent."""
-    bodies: list[dict] = []
+    """Start a stub of `skilltrain serve`; yield its address and the requests that it gets.
+
+    Args:
+        answer: Content of each response.
+        code: Status of each response.
+        wait: Seconds after each byte of the content.
+    """
+    requests: list[dict] = []
 
     class Handler(Quiet):
         def do_POST(self):
-            bodies.append(
-                {"path": self.path, "token": self.headers["Authorization"]}
-                | json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            )
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            head = {"path": self.path, "token": self.headers["Authorization"]}
+            requests.append(head | body)
             self.send_response(code)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            for place in range(len(answer)):
-                self.wfile.write(answer[place : place + 1])
+            for n in range(len(answer)):
+                self.wfile.write(answer[n : n + 1])
                 time.sleep(wait)
 
     with serving(Handler) as address:
-        yield address, bodies
+        yield address, requests
 
 
-def hook(address: str, given: str, seconds: float = 20.0, **variables: str) -> str:
-    """What the hook prints; it always exits 0 and says nothing on stderr. Its own limit is for quick machines."""
+def hook(address: str, text: str, seconds: float = 20.0, **variables: str) -> str:
+    """Run the hook and return what it prints. Check that it exits with 0 and that stderr is empty.
+
+    Args:
+        address: Address of the server.
+        text: Text on stdin.
+        seconds: Time limit; the hook's own is too short for slow machines.
+        **variables: Environment variables.
+    """
     code = f"import skilltrain.serving.hook as hook; hook._SECONDS = {seconds}; hook.main()"
-    line = [sys.executable, "-c", code, address]
-    found = subprocess.run(
-        line,
-        input=given.encode(),
+    outcome = subprocess.run(
+        [sys.executable, "-c", code, address],
+        input=text.encode(),
         capture_output=True,
         check=False,
         timeout=120,
         env=os.environ | variables,
     )
-    assert (found.returncode, found.stderr) == (0, b"")
-    return found.stdout.decode()
+    assert (outcome.returncode, outcome.stderr) == (0, b"")
+    return outcome.stdout.decode()
 
 
-def test_it_names_the_skills_of_a_prompt():
-    with server(json.dumps(ANSWER).encode()) as (address, bodies):
-        told = hook(
-            address,
-            json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"}),
-        )
-        assert told == hook(address, "join these pdf files")
-    request = {"path": "/route", "token": None, "query": "join these pdf files", "k": 3}
-    assert bodies == [request] * 2
-    first, line, last = told.splitlines()
-    assert "untrusted" in first and "load_skill" in last
+def test_it_prints_the_skills_of_a_prompt():
+    with server(json.dumps(ANSWER).encode()) as (address, _):
+        first, line, last = hook(address, "join these pdf files").splitlines()
+
+    assert "untrusted" in first
     assert line == (
-        "- pdf-merge (skill://pdf-merge/SKILL.md): merge  [31mpdf files FLAGGED by the safety screening."
+        "- pdf-merge (skill://pdf-merge/SKILL.md): merge  [31mpdf files "
+        "FLAGGED by the safety screening."
     )
+    assert "load_skill" in last
+
+
+def test_it_reads_the_json_of_a_hook():
+    text = json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"})
+
+    with server(json.dumps(ANSWER).encode()) as (address, requests):
+        printed = hook(address, text)
+
+    assert "pdf-merge" in printed
+    assert requests == [
+        {"path": "/route", "token": None, "query": "join these pdf files", "k": 3},
+    ]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "text",
     [
         "",
         " \n",
@@ -95,26 +114,26 @@ def test_it_names_the_skills_of_a_prompt():
         '{"prompt": "?! 12"}',
     ],
 )
-def test_what_is_no_users_prompt_is_not_asked_for(given):
-    with server(json.dumps(ANSWER).encode()) as (address, bodies):
-        assert hook(address, given) == ""
+def test_other_text_than_a_prompt_is_not_sent(text):
+    with server(json.dumps(ANSWER).encode()) as (address, requests):
+        assert hook(address, text) == ""
 
-    assert bodies == []
+    assert requests == []
 
 
-@pytest.mark.parametrize("given", ["not json", "\ufeff合并文件", '"quoted" words', "5 pdfs"])
-def test_other_text_is_a_prompt(given):
-    with server(json.dumps(ANSWER).encode()) as (address, bodies):
-        assert "pdf-merge" in hook(address, given)
+@pytest.mark.parametrize("text", ["not json", "\ufeff合并文件", '"quoted" words', "5 pdfs"])
+def test_plain_text_is_a_prompt(text):
+    with server(json.dumps(ANSWER).encode()) as (address, requests):
+        assert "pdf-merge" in hook(address, text)
 
-    assert [body["query"] for body in bodies] == [given]
+    assert [request["query"] for request in requests] == [text]
 
 
 def test_it_sends_the_token_of_the_environment():
-    with server(json.dumps(ANSWER).encode()) as (address, bodies):
+    with server(json.dumps(ANSWER).encode()) as (address, requests):
         hook(address, "join", SKILLTRAIN_TOKEN="s3cret")
 
-    assert [body["token"] for body in bodies] == ["Bearer s3cret"]
+    assert [request["token"] for request in requests] == ["Bearer s3cret"]
 
 
 def test_long_answers_are_cut():
@@ -122,7 +141,8 @@ def test_long_answers_are_cut():
     with server(json.dumps(answer).encode()) as (address, _):
         lines = hook(address, "join").splitlines()
 
-    assert len(lines) == 5 and max(map(len, lines)) < 1100
+    assert len(lines) == 5
+    assert max(map(len, lines)) < 1100
 
 
 @pytest.mark.parametrize("closed", ["stdin", "stdout"])
@@ -136,15 +156,15 @@ def test_a_closed_stream_is_silent(closed):
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, b"", b"")
 
 
-def test_a_stdin_that_stays_open_does_not_hold_it():
+def test_an_open_stdin_does_not_block():
     code = "import skilltrain.serving.hook as hook; hook.main()"
 
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
         assert process.wait(120) == 0
 
 
-def test_it_exits_with_0_at_any_moment():
-    """The limit of time falls into each part of the work, reading, printing and the end included."""
+def test_it_exits_with_0_at_any_time_limit():
+    """The limit ends each part of the work in turn, from reading to the end after printing."""
     with server(json.dumps(ANSWER).encode()) as (address, _):
         for number in range(40):
             hook(address, "join", seconds=0.002 * number)
@@ -159,34 +179,51 @@ def test_it_exits_with_0_at_any_moment():
         None,
         {"fits": True},
         {"fits": True, "skills": [7]},
-        ANSWER,
     ],
 )
-def test_no_skill_a_bad_answer_and_an_error_are_silent(answer):
-    sent = answer if isinstance(answer, str) else json.dumps(answer)
-    with server(sent.encode(), 500 if answer is ANSWER else 200) as (address, bodies):
-        assert hook(address, "join these pdf files") == "" and len(bodies) == 1
+def test_an_unusable_answer_is_silent(answer):
+    content = answer if isinstance(answer, str) else json.dumps(answer)
+    with server(content.encode()) as (address, requests):
+        assert hook(address, "join these pdf files") == ""
+
+    assert len(requests) == 1
+
+
+def test_an_error_of_the_server_is_silent():
+    with server(json.dumps(ANSWER).encode(), code=500) as (address, requests):
+        assert hook(address, "join these pdf files") == ""
+
+    assert len(requests) == 1
 
 
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "nonsense", "http://[", "http://x:99999999"]
 )
-def test_a_server_that_is_not_there_is_silent(address):
+def test_a_missing_server_is_silent(address):
     assert hook(address, "join these pdf files") == ""
 
 
 def test_it_does_not_wait_for_a_slow_server():
     with server(json.dumps(ANSWER).encode(), wait=0.1) as (address, _):
         assert hook(address, "join", seconds=0.5) == ""
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never answers
-        assert hook(f"http://127.0.0.1:{deaf.getsockname()[1]}", "join", seconds=0.5) == ""
 
 
-def test_it_imports_no_package_but_its_own():
+def test_it_does_not_wait_for_a_silent_server():
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts, and never answers
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        assert hook(address, "join", seconds=0.5) == ""
+
+
+def test_it_imports_no_other_package():
     code = (
         "import sys; before = set(sys.modules); import skilltrain.serving.hook; import sysconfig; "
-        "found = {name.partition('.')[0] for name in set(sys.modules) - before}; "
-        "print(sorted(found - set(sys.stdlib_module_names)))"
+        "names = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(names - set(sys.stdlib_module_names)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "['skilltrain']"
+
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+
+    assert outcome.stdout.strip() == "['skilltrain']"

@@ -1,4 +1,4 @@
-"""The page of `skilltrain inspect`: its counts by hand, its checks, what is missing, and hostile texts."""
+"""The page of `skilltrain inspect`: counts by hand, checks, missing runs, hostile texts."""
 
 import json
 import re
@@ -76,37 +76,43 @@ def write_run(folder: Path, recipe: dict[str, Any], *tables: tuple[tables.TableS
 
 
 def list_rows(lists: dict[str, list[tuple[str, str, str, int]]]) -> list[dict[str, Any]]:
-    names = ("skill_ids", "verdicts", "sources", "ranks")
-    columns = {
-        q: {name: [row[n] for row in rows] for n, name in enumerate(names)}
-        for q, rows in lists.items()
-    }
-    return [{"query_id": query_id, **of_query} for query_id, of_query in columns.items()]
+    """Return rows of LISTS."""
+    rows = []
+    for query_id, entries in lists.items():
+        skill_ids, verdicts, sources, ranks = map(list, zip(*entries, strict=True))
+        row = {"query_id": query_id, "skill_ids": skill_ids, "verdicts": verdicts}
+        rows.append(row | {"sources": sources, "ranks": ranks})
+    return rows
 
 
 def ranking_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
-    found = [(stage, n) for stage, size in sizes.items() for n in range(1, size + 1)]
-    return [
-        {"query_id": "q1", "skill_id": f"k{n}", "rank": n, "score": 0.5, "stage": stage}
-        for stage, n in found
-    ]
+    """Return rows of RANKINGS with as many candidates of each source as `sizes` says."""
+    rows = []
+    for stage, size in sizes.items():
+        for rank in range(1, size + 1):
+            row = {"query_id": "q1", "skill_id": f"k{rank}", "rank": rank, "score": 0.5}
+            rows.append(row | {"stage": stage})
+    return rows
 
 
 def write_runs(
     root: Path, pool: Any = POOL, texts: Any = TEXTS, drops: Any = DROPS, lists: Any = ROWS
 ) -> Path:
-    """pool, queries, mined, filtered and lists in `root`, small enough to count by hand; the folder of lists."""
+    """Write the runs pool, queries, mined, filtered and lists; return the folder of lists.
+
+    They are small enough to count by hand.
+    """
     paths = {"pool": root / "pool", "queries": root / "queries"}
-    asked = [Query(query_id, text, "single", "llm", "train") for query_id, text in texts.items()]
+    queries = [Query(query_id, text, "single", "llm", "train") for query_id, text in texts.items()]
     skills = [Skill(skill_id, *row) for skill_id, row in pool.items()]
     empty = Dropped("", "s/empty", "empty", "body is empty")
     write_run(paths["pool"], {"stage": "pool"}, (SKILLS, skills), (DROPPED, [empty]))
-    write_run(paths["queries"], {"stage": "queries"}, (QUERIES, asked), (DROPPED, []))
+    write_run(paths["queries"], {"stage": "queries"}, (QUERIES, queries), (DROPPED, []))
     mined = write_run(
         root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, [])
     )
-    gone = Counter(drop.source for drop in drops)
-    kept = {source: size - gone[source] for source, size in MINED.items()}
+    num_dropped = Counter(drop.source for drop in drops)
+    kept = {source: size - num_dropped[source] for source, size in MINED.items()}
     layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "rank_window"}]
     filtered = write_run(
         root / "filtered",
@@ -119,7 +125,7 @@ def write_runs(
         root / "lists",
         {"stage": "lists", **paths, "rankings": filtered, "quotas": quotas},
         (LISTS, list_rows(lists)),
-        (QUERIES, asked),
+        (QUERIES, queries),
         (
             DROPPED,
             [Dropped("q9", "", "no_positive", "no required skill of this query is in the pool")],
@@ -128,13 +134,13 @@ def write_runs(
 
 
 def values_of(folder: Path, max_lists: int = 10) -> dict[str, Any]:
-    """What the page of `folder` shows."""
+    """Return the variables of the page of `folder`."""
     rows = read_table(folder, LISTS).to_pylist()
     return page_values(rows, follow_runs(folder), None, max_lists)
 
 
 def page_of(folder: Path, max_lists: int = 10) -> str:
-    """The page of `folder`, written beside it."""
+    """Write the page of `folder` beside it, and return its text."""
     return Path(inspect_lists(folder, None, None, max_lists)["page"]).read_text()
 
 
@@ -226,7 +232,7 @@ def test_a_positive_in_another_language_is_found(tmp_path: Path):
     assert findings["other_language"] == {"q2": {"z/tu"}}
 
 
-def test_skills_outside_the_pool_and_scores_are_shown(tmp_path: Path):
+def test_unknown_skills_are_shown_with_scores(tmp_path: Path):
     lists = write_runs(tmp_path, lists={"q1": [*ROWS["q1"][:2], ("gone", "irrelevant", "x", 9)]})
     rows = read_table(lists, LISTS).to_pylist()
     write_table([row | {"teacher_scores": [0.5, 0.625, 0.1]} for row in rows], LISTS, lists)
@@ -250,7 +256,7 @@ def test_hostile_text_stays_text(tmp_path: Path):
     assert "&lt;img src=x onerror=alert(2)&gt;[U+2028][U+202E]" in page
 
 
-def test_what_is_not_found_is_named(tmp_path: Path):
+def test_missing_runs_are_named(tmp_path: Path):
     lists = write_runs(tmp_path)
     for name in ("pool", "filtered"):
         (tmp_path / name).rename(tmp_path / f"{name}-moved")
@@ -261,7 +267,8 @@ def test_what_is_not_found_is_named(tmp_path: Path):
     page = (tmp_path / "lists.html").read_text()
     assert [line.split(":")[0] for line in missing] == ["rankings of stage lists", "pool"]
     assert [line.split(":")[0] for line in with_pool] == ["rankings of stage lists"]
-    assert 'class="missing"' in page and "<b>?</b>" in page
+    assert 'class="missing"' in page
+    assert "<b>?</b>" in page
 
 
 def test_lists_without_a_record_are_shown(tmp_path: Path):
@@ -274,7 +281,7 @@ def test_lists_without_a_record_are_shown(tmp_path: Path):
     assert shown["num_lists_shown"] == 3
 
 
-def test_runs_that_moved_together_are_found(tmp_path: Path):
+def test_runs_are_found_after_a_move(tmp_path: Path):
     write_runs(tmp_path / "here", drops=[])
     moved = (tmp_path / "here").rename(tmp_path / "there")
 
@@ -295,7 +302,7 @@ def test_the_sample_is_the_same_each_time(tmp_path: Path):
     shown = {row["query_id"] for row in values_of(folder, max_lists=5)["shown"]}
     assert first == second
     assert "6 of 300 lists" in first
-    assert "q299" in shown  # not drawn, but a check points at it
+    assert "q299" in shown  # not in the sample, but a check reports it
 
 
 def test_the_command_prints_counts(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The report and the page of `skilltrain inspect` in a real browser: widths, colours, search, and hostile texts."""
+"""The report and the page of `skilltrain inspect` in a real browser."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ NUM_MORE = 30  # lists beside the three of TEXTS, so that there is a second page
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A browser that shows the report of invented systems with hostile names and texts."""
+    """Open the report of invented systems, with hostile names and texts, in a browser."""
     root = tmp_path_factory.mktemp("browser")
     write_report(invented(24), root)
     with browser(root / "report.html") as page:
@@ -28,7 +28,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A browser that shows the page of the small lists, hostile texts among them."""
+    """Open the page of small lists, with hostile texts, in a browser."""
     root = tmp_path_factory.mktemp("browser")
     pool = POOL | {"z/tu": (HOSTILE, HOSTILE, HOSTILE * 20, None, "zh", HOSTILE)}
     texts = (
@@ -44,7 +44,7 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(autouse=True)
 def quiet(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test does, nothing is logged, no dialog opens and nothing but the page itself is asked for."""
+    """Check after each test that nothing was logged, opened or requested, except the page."""
     yield
     for page in (
         request.getfixturevalue(name)
@@ -67,29 +67,31 @@ def text_of(page: Page, selector: str) -> str:
     return page.run(f"document.querySelector({selector!r}).textContent")
 
 
-# The report ----------------------------------------------------------------------------------------------------------
+# The report ---------------------------------------------------------------------------------------
 
 
 def shown(page: Page, selector: str) -> list[str]:
-    """The texts of the elements that take room on the page."""
+    """Return the texts of the visible elements."""
     return page.run(
         f"[...document.querySelectorAll({selector!r})].filter(node => node.getClientRects().length)"
         ".map(node => node.textContent)"
     )
 
 
-def test_search_finds_texts_and_names_and_leaves_the_rest(report: Page):
-    every = shown(report, ".query")
-    some = [entry for entry in every if "task-00" in entry]
-    for words, found in (
-        ("TASK-00", some),
+def test_search_hides_other_queries(report: Page):
+    all_entries = shown(report, ".query")
+    first_entries = [entry for entry in all_entries if "task-00" in entry]
+
+    for words, matches in (
+        ("TASK-00", first_entries),
         (".*[(", []),
-        ("<img", every),
-        ("", every),
-    ):  # the hostile text, as text
+        ("<img", all_entries),  # part of the hostile text
+        ("", all_entries),
+    ):
         search(report, "queries", words)
-        assert text_of(report, "#queries output") == f"{len(found)} found"
-        assert shown(report, ".query") == found
+
+        assert text_of(report, "#queries output") == f"{len(matches)} found"
+        assert shown(report, ".query") == matches
 
 
 def test_lists_open_and_hostile_texts_stay_texts(report: Page):
@@ -115,7 +117,7 @@ def test_nothing_runs_out_of_the_page_everything_has_a_name_and_texts_stand_out(
     assert report.run(CONTRASTS) == []
 
 
-# The page of lists ---------------------------------------------------------------------------------------------------
+# The page of lists --------------------------------------------------------------------------------
 
 
 def click(page: Page, selector: str) -> None:
@@ -127,7 +129,7 @@ def click(page: Page, selector: str) -> None:
     [
         ("k8s q2", ["q2"]),  # the name of a candidate
         ("KEEP failing", ["q2"]),  # words of the query
-        ("very description", ["q2"]),  # a check that points at the list
+        ("same description", ["q2"]),  # a check that points at the list
         ("nothing-holds-this", []),
         (".*[(", []),
     ],

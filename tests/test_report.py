@@ -15,14 +15,14 @@ from rich.console import Console
 
 from invented_report import invented
 from skilltrain.evaluation.page import (
+    Axis,
     axis_around,
-    axis_of,
     axis_over,
     duration,
+    escape_markdown,
     number,
     p_equals,
     p_value,
-    plain,
     signed,
 )
 from skilltrain.evaluation.report import ANALYSES, Report, build_report
@@ -230,7 +230,10 @@ def check_safe(text: str, num_scripts: int) -> Tags:
 def test_html_plots_means_and_recall_and_lists_failures_first():
     text = html_of(BASE, BETTER)
     listed = text.split('id="queries"')[1]
-    assert "The hardest stand first: in 1 of 3 queries no system puts a gold skill first." in listed
+    assert (
+        "The hardest queries come first: in 1 of 3 queries no system puts a gold skill first."
+        in listed
+    )
     # base never finds q3, better at rank 2; q1 is found later than q2
     assert re.findall(r'<details class="query"><summary><b>(..)</b>', listed) == ["q3", "q1", "q2"]
     first = listed.split("</summary>")[0]
@@ -398,9 +401,9 @@ def test_a_measure_without_values_for_some_queries_says_over_how_many_it_is():
     markdown, page = report_markdown(report), report_page(report)
     assert "| system | Hit@1 | Set-Compat (n = 1) |" in markdown
     assert "| Set-Compat (n = 0) |" in markdown.split("## Kind: single")[1]
-    assert "Set-Compat is over the 1 queries that have a value of it" in markdown
+    assert "Set-Compat is the mean over the 1 queries that have a value" in markdown
     assert "Set-Compat <small>n = 1</small>" in page and "Set-Compat@k" not in page
-    assert "Over the 1 of 3 queries that have a value." in page
+    assert "Mean over the 1 of 3 queries that have a value." in page
     assert "n = 1" in terminal(report, 80)
     report = report_with("Set-Compat", {}, {})
     assert "<td>–</td>" in report_page(
@@ -445,9 +448,9 @@ def test_axes_have_round_ends_and_hold_all_values():
     assert axis_over([12, 45], logarithmic=True).ticks == (10, 100)
     assert axis_over([10, 10], logarithmic=True).ticks == (10, 100)
     assert axis_around(0.5, [0.68, 0.39]).ticks == (0.3, 0.5, 0.7)
-    assert axis_of((1, 10, 100), logarithmic=True).place(10) == pytest.approx(50)
-    assert axis_of((0.2, 0.4)).place(0.3) == pytest.approx(50)
-    assert axis_of((0.2, 0.4)).place(math.inf) == 100
+    assert Axis((1, 10, 100), logarithmic=True).position(10) == pytest.approx(50)
+    assert Axis((0.2, 0.4)).position(0.3) == pytest.approx(50)
+    assert Axis((0.2, 0.4)).position(math.inf) == 100
 
 
 def test_numbers_are_short():
@@ -475,4 +478,4 @@ def test_numbers_are_short():
         visible("a\u202e\ud800\u2028\x1b b\u3000c\n\u200d")
         == "a[U+202E][U+D800][U+2028][U+001B] b\u3000c\n\u200d"
     )
-    assert plain("1. <a|b>_") == "1\\. &lt;a\\|b>\\_"
+    assert escape_markdown("1. <a|b>_") == "1\\. &lt;a\\|b>\\_"

@@ -159,7 +159,7 @@ def test_an_index_answers_as_its_rankers_do_opened_anew(model, model_folders, tm
             "rerank": 1e-5,
         }  # tokens are stored in 8 bits
         for name, most in within.items():
-            found, expected = (dict(trace.found[name]) for trace in traces)
+            found, expected = (dict(trace.rankings_by_ranker[name]) for trace in traces)
             assert found == pytest.approx(expected, abs=most)
     assert [*loaded.skills.values()] == POOL and loaded.skills["s1"] == POOL[1]
     why = next(
@@ -308,12 +308,14 @@ def test_an_index_of_another_model_is_refused(model, tmp_path):
         Router.load(folder)
     anew, before = (
         Router.load(made(folder, rankers=hybrid(model))),
-        reader.trace("join two tables").found["dense"],
+        reader.trace("join two tables").rankings_by_ranker["dense"],
     )
-    assert reader.refresh() and before != reader.trace("join two tables").found["dense"]
     assert (
-        reader.trace("join two tables").found["dense"]
-        == anew.trace("join two tables").found["dense"]
+        reader.refresh() and before != reader.trace("join two tables").rankings_by_ranker["dense"]
+    )
+    assert (
+        reader.trace("join two tables").rankings_by_ranker["dense"]
+        == anew.trace("join two tables").rankings_by_ranker["dense"]
     )
 
 

@@ -1,4 +1,4 @@
-"""The command `skilltrain inspect`: one HTML page about training lists."""
+"""The command `skilltrain inspect`: write one HTML page about training lists."""
 
 import itertools
 import random
@@ -28,31 +28,38 @@ from skilltrain.tables import (
 )
 from skilltrain.texts import language_of, name_key
 
-SHORT_BODY = 200  # characters; too few to teach what a skill does
+SHORT_BODY = 200  # characters; a shorter body hardly says what a skill does
 NUM_PER_CHECK = 20  # lists shown of each check, besides the sample
 NUM_PER_FILTER = 50  # dropped candidates shown of each filter
+_MAX_LANGUAGE_CHARS = 4000  # of a query that are read to detect its language
 _INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # settings that name earlier runs
 
-# What each check means stands in the page's template.
+
+def _is_in_other_language(text: str, skill: Skill) -> bool:
+    if not skill.lang:
+        return False
+    language = language_of(text[:_MAX_LANGUAGE_CHARS])
+    return language is not None and language != skill.lang
+
+
+# The template of the page explains each check.
 POSITIVE_CHECKS: Mapping[str, Callable[[str, Skill], bool]] = {
     "leak": lambda text, skill: names_skill(text, skill.name),
     "program_leak": lambda text, skill: names_program(text, skill.body),
-    "other_language": lambda text, skill: (
-        bool(skill.lang) and language_of(text[:4000]) not in (None, skill.lang)
-    ),
+    "other_language": _is_in_other_language,
     "short_positive": lambda text, skill: len(skill.body) < SHORT_BODY,
 }
-"""Check → whether it points at a positive of a list, given the query's text."""
+"""For each check, whether it reports a positive, given the text of its query."""
 NEGATIVE_CHECKS: Mapping[str, Callable[[Skill], Any]] = {
     "same_name": lambda skill: name_key(skill.name),
     "same_description": lambda skill: skill.description.strip().casefold(),
     "same_body": lambda skill: skill.body.strip(),
 }
-"""Check → what a negative must not share with a positive of its list."""
+"""For each check, the property that a negative must not share with a positive of its list."""
 
 
 class Run(NamedTuple):
-    """A run on the way to the lists."""
+    """A run that led to the lists."""
 
     stage: str
     folder: Path
@@ -60,7 +67,14 @@ class Run(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """The runs from the lists in `folder` back to the pool, what they read by setting, and what was not found."""
+    """The runs from the lists back to the pool.
+
+    Attributes:
+        folder: Folder of the lists.
+        runs: Runs, the one that wrote the lists first.
+        inputs: Paths that the runs read, by setting.
+        missing: One line for each input or record that was not found.
+    """
 
     folder: Path
     runs: list[Run]
@@ -80,17 +94,16 @@ def inspect_lists(
         max_lists: Number of lists to show. Of more lists a sample is shown.
 
     Raises:
-        SkilltrainError: If `lists` holds no lists, `pool` no pool, or `out` is in the folder `lists`.
+        SkilltrainError: `lists` holds no lists, `pool` no pool, or `out` is in the folder `lists`.
     """
     folder = lists.resolve() if lists.is_dir() else lists.resolve().parent
     file = folder.with_name(f"{folder.name}.html") if out is None else out
-    for path, spec in ((lists, LISTS), (pool, SKILLS)):
-        if path is not None and not table_path(path, spec).is_file():
-            fix = f"give a folder with {spec.name}.parquet"
-            raise SkilltrainError(f"holds no {spec.name}", where=path, fix=fix)
+    _check_table(lists, LISTS)
+    if pool is not None:
+        _check_table(pool, SKILLS)
     if folder in file.resolve().parents:
-        what = "lies in the folder of the lists, which a page would change"
-        raise SkilltrainError(what, where=file, fix="set --out")
+        fault = "is in the folder of the lists, which a page would change"
+        raise SkilltrainError(fault, where=file, fix="set --out")
 
     trail = follow_runs(folder)
     values = page_values(_read_rows([lists], LISTS), trail, pool, max_lists)
@@ -105,16 +118,22 @@ def inspect_lists(
     }
 
 
+def _check_table(path: Path, spec: TableSpec) -> None:
+    if not table_path(path, spec).is_file():
+        fix = f"give a folder with {spec.name}.parquet"
+        raise SkilltrainError(f"holds no {spec.name}", where=path, fix=fix)
+
+
 def follow_runs(folder: Path) -> Trail:
     """Follow the records of runs from the lists in `folder` back to the pool.
 
-    A pool or queries that no stage wrote have no record, which is no fault.
+    A pool or queries without a record are not reported as missing: they need not come from a stage.
     """
     trail = Trail(folder, [], {name: [] for name in _INPUTS}, [])
     if not record_of(folder):
         trail.missing.append(f"{folder}: no record of its run ({RUN_FILE})")
-    waiting = [folder]
-    for current in waiting:
+    folders = [folder]
+    for current in folders:  # grows in the loop
         record = record_of(current)
         if not record or any(run.folder == current for run in trail.runs):
             continue
@@ -125,89 +144,124 @@ def follow_runs(folder: Path) -> Trail:
                 continue
             path = Path(recipe[name]).expanduser()
             if not path.exists():
-                path = folder.parent / path.name  # runs that moved together lie beside the lists
+                path = folder.parent / path.name  # where it is if all runs were moved together
             if path.exists():
                 path = path.resolve()
                 trail.inputs[name].append(path)
-                waiting.append(path if path.is_dir() else path.parent)
+                folders.append(path if path.is_dir() else path.parent)
             elif name in ("lists", "rankings"):
                 trail.missing.append(f"{name} of stage {recipe['stage']}: {recipe[name]}")
     return trail
 
 
-def _read_rows(paths: Iterable[Path | None], spec: TableSpec) -> list[dict[str, Any]]:
-    """Return the rows of the tables of a kind that are in `paths`."""
-    files = [table_path(path, spec) for path in paths if path is not None]
-    tables = [read_table(file, spec).to_pylist() for file in files if file.is_file()]
-    return list(itertools.chain(*tables))
+def _read_rows(paths: Iterable[Path], spec: TableSpec) -> list[dict[str, Any]]:
+    """Return the rows of all tables of a kind that exist in `paths`."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        file = table_path(path, spec)
+        if file.is_file():
+            rows += read_table(file, spec).to_pylist()
+    return rows
 
 
 def page_values(
     rows: Sequence[Mapping[str, Any]], trail: Trail, pool: Path | None, max_lists: int
 ) -> dict[str, Any]:
-    """Return what the page shows, by the names that its template uses."""
+    """Return the variables of the page's template.
+
+    Args:
+        rows: Rows of LISTS.
+        trail: Runs that led to the lists. What is missing is added to it.
+        pool: Pool to use in the place of the one of the trail.
+        max_lists: Number of lists in the sample.
+    """
+    # Texts.
     pools = trail.inputs["pool"][:1] if pool is None else [pool]
     skills = {row["skill_id"]: Skill(**row) for row in _read_rows(pools, SKILLS)}
     queries = _read_rows([*trail.inputs["queries"], trail.folder], QUERIES)
     texts = {row["query_id"]: row["text"] for row in queries}
-    clustered = _read_rows([*pools, *trail.inputs["clusters"]], CLUSTERS)
-    clusters = {row["skill_id"]: row["cluster"] for row in clustered}
     if not skills:
         trail.missing.append("pool: texts of skills are missing (give --pool)")
     if not texts:
         trail.missing.append("queries: lists are shown without their query's text")
 
-    ranked = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
-    mined = [run for run in ranked if "rankings" not in run.recipe]
-    drops: dict[tuple[str, str], list[Dropped]] = {}
-    for run in reversed(trail.runs):
-        for row in _read_rows([run.folder], DROPPED):
-            drops.setdefault((run.stage, row["filter"]), []).append(Dropped(**row))
-    filtered = {name: drops[stage, name] for stage, name in drops if stage == "filter"}
-    shown_drops: list[Dropped] = []
-    for name, of_filter in filtered.items():
-        pairs = {
-            (drop.query_id, drop.skill_id): drop for drop in of_filter
-        }  # sources may share one
-        sample = _sample(list(pairs.values()), NUM_PER_FILTER, name)
-        shown_drops += sorted(sample, key=lambda drop: drop.value or 0.0)  # close calls first
+    # Candidates that each stage kept and dropped.
+    ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
+    mining_runs = [run for run in ranking_runs if "rankings" not in run.recipe]
+    drops = _read_drops(trail)
+    filter_drops = {name: drops[stage, name] for stage, name in drops if stage == "filter"}
+    quotas = next((run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas")), {})
 
+    # Lists to look at.
+    cluster_rows = _read_rows([*pools, *trail.inputs["clusters"]], CLUSTERS)
+    clusters = {row["skill_id"]: row["cluster"] for row in cluster_rows}
     findings: dict[str, dict[str, set[str]]] = {}
-    chosen: Counter[str] = Counter()
     for row in rows:
-        query_id = row["query_id"]
-        for check, skill_ids in check_list(row, texts.get(query_id, ""), skills, clusters).items():
-            findings.setdefault(check, {})[query_id] = skill_ids
-        judged = zip(row["sources"], row["verdicts"], strict=True)
-        chosen.update(source for source, verdict in judged if verdict not in POSITIVE)
-    shown = set(_sample([row["query_id"] for row in rows], max_lists, "lists"))
-    for check, broken in findings.items():
-        shown.update(_sample(list(broken), NUM_PER_CHECK, check))
+        text = texts.get(row["query_id"], "")
+        for check, skill_ids in check_list(row, text, skills, clusters).items():
+            findings.setdefault(check, {})[row["query_id"]] = skill_ids
+    shown_ids = set(_sample([row["query_id"] for row in rows], max_lists, "lists"))
+    for check, skill_ids_by_query in findings.items():
+        shown_ids.update(_sample(list(skill_ids_by_query), NUM_PER_CHECK, check))
+
     return {
         "num_pool": len(skills) or None,
         "num_lists": len(rows),
-        "mined": _count_by_source(mined),
-        "kept": _count_by_source(ranked),
-        "dropped": Counter(drop.source for drop in itertools.chain(*filtered.values())),
-        "chosen": chosen,
-        "quotas": next((r.recipe["quotas"] for r in trail.runs if r.recipe.get("quotas")), {}),
+        "mined": _count_by_source(mining_runs),
+        "kept": _count_by_source(ranking_runs),
+        "dropped": Counter(drop.source for drop in itertools.chain(*filter_drops.values())),
+        "chosen": _count_negatives(rows),
+        "quotas": quotas,
         "drops": drops,
         "findings": findings,
         "skills": skills,
         "texts": texts,
         "positives": {row["query_id"]: row["skill_ids"][0] for row in rows},
-        "shown": [row for row in rows if row["query_id"] in shown],
-        "shown_drops": shown_drops,
+        "shown": [row for row in rows if row["query_id"] in shown_ids],
+        "shown_drops": _sample_drops(filter_drops),
     }
 
 
+def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
+    """Return what the runs dropped, by stage and filter, in the order of the runs."""
+    drops: dict[tuple[str, str], list[Dropped]] = {}
+    for run in reversed(trail.runs):
+        for row in _read_rows([run.folder], DROPPED):
+            drops.setdefault((run.stage, row["filter"]), []).append(Dropped(**row))
+    return drops
+
+
+def _sample_drops(drops_by_filter: Mapping[str, Sequence[Dropped]]) -> list[Dropped]:
+    """Sample the dropped candidates of each filter, and sort them by value: close calls first."""
+    sample: list[Dropped] = []
+    for name, drops in drops_by_filter.items():
+        # Several sources may have mined the same candidate.
+        unique = {(drop.query_id, drop.skill_id): drop for drop in drops}
+        drawn = _sample(list(unique.values()), NUM_PER_FILTER, name)
+        sample += sorted(drawn, key=lambda drop: drop.value or 0.0)
+    return sample
+
+
 def _count_by_source(runs: Sequence[Run]) -> Counter[str] | None:
-    """Count candidates of the nearest run by source. Of millions of rows only this column is read."""
+    """Count candidates of the first run by source; None without a run.
+
+    The table may have millions of rows, so only one column is read.
+    """
     if not runs:
         return None
     table = pq.read_table(table_path(runs[0].folder, RANKINGS), columns=["stage"])
     counts = table.column("stage").value_counts().to_pylist()
     return Counter({row["values"]: row["counts"] for row in counts})
+
+
+def _count_negatives(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Count the negatives of all lists by source."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        for source, verdict in zip(row["sources"], row["verdicts"], strict=True):
+            if verdict not in POSITIVE:
+                counts[source] += 1
+    return counts
 
 
 def _sample(items: Sequence[Any], count: int, seed: str) -> list[Any]:
@@ -220,16 +274,29 @@ def check_list(
     skills: Mapping[str, Skill],
     clusters: Mapping[str, int],
 ) -> dict[str, set[str]]:
-    """Check what training assumes of a list, and return the ids of the skills that break it by check."""
-    judged = zip(row["skill_ids"], row["verdicts"], strict=True)
-    known = [(skills[key], verdict in POSITIVE) for key, verdict in judged if key in skills]
-    positives = [skill for skill, is_positive in known if is_positive]
-    negatives = [skill for skill, is_positive in known if not is_positive]
+    """Check the assumptions of training for one list.
+
+    Args:
+        row: Row of LISTS.
+        text: Text of the query.
+        skills: Skills of the pool, by id. Others are not checked.
+        clusters: Near-duplicate cluster of a skill, by id.
+
+    Returns:
+        Ids of the skills that break an assumption, by check.
+    """
+    positives: list[Skill] = []
+    negatives: list[Skill] = []
+    for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
+        if skill_id in skills:
+            side = positives if verdict in POSITIVE else negatives
+            side.append(skills[skill_id])
+
     findings: dict[str, set[str]] = {}
     for check, is_odd in POSITIVE_CHECKS.items():
         findings[check] = {skill.skill_id for skill in positives if is_odd(text, skill)}
     keys = {**NEGATIVE_CHECKS, "cluster": lambda skill: clusters.get(skill.skill_id)}
     for check, key in keys.items():
-        shared = {key(skill) for skill in positives} - {None, ""}
-        findings[check] = {skill.skill_id for skill in negatives if key(skill) in shared}
+        positive_keys = {key(skill) for skill in positives} - {None, ""}
+        findings[check] = {skill.skill_id for skill in negatives if key(skill) in positive_keys}
     return {check: skill_ids for check, skill_ids in findings.items() if skill_ids}

@@ -1,8 +1,8 @@
-"""Pages and Markdown from the templates beside this file, and how they put numbers into words and plots.
+"""HTML pages and Markdown documents from templates, and the formats and axes that they use.
 
-Skill names, queries and bodies are untrusted. Every text that a template prints is escaped, with the characters that
-nobody sees written out; a page is one file that asks for nothing, and its own policy admits only its one script and
-its one style sheet, each named by its hash.
+Skill names, queries and bodies are untrusted. Every text that a template prints is escaped, and its
+invisible characters are written out. A page is one file that requests nothing. Its security policy
+admits only its own script and style sheet, by their hashes.
 """
 
 import base64
@@ -27,30 +27,24 @@ _TEMPLATES = files("skilltrain.evaluation") / "templates"
 
 
 def html_page(name: str, /, **values: Any) -> str:
-    """Return a whole page: the template `name` with the style sheet and the script that all pages share."""
+    """Render the template `name` as a page that contains the shared style sheet and script."""
     style = (_TEMPLATES / "page.css").read_text("utf-8")
     script = (_TEMPLATES / "page.js").read_text("utf-8")
     policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
-    policy += f"; style-src {_hash(style)}; script-src {_hash(script)}"
-    made = _environment(markdown=False).get_template(f"{name}.html.j2")
-    return made.render(values, policy=policy, style=Markup(style), script=Markup(script))
+    policy += f"; style-src {_csp_hash(style)}; script-src {_csp_hash(script)}"
+    template = _environment(markdown=False).get_template(f"{name}.html.j2")
+    return template.render(values, policy=policy, style=Markup(style), script=Markup(script))
 
 
 def markdown(name: str, /, **values: Any) -> str:
-    """The Markdown document `name`; texts are one line without markup, formatted numbers stay as they are."""
+    """Render the template `name` as Markdown. Texts are escaped, formatted numbers are not."""
     return _environment(markdown=True).get_template(f"{name}.md.j2").render(values)
 
 
-def plain(text: str) -> str:
-    """`text` as one line of Markdown without markup, which begins no list, quotation or heading either."""
-    text = one_line(visible(text)).replace("&", "&amp;").replace("<", "&lt;")
-    text = "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in text)
-    return re.sub(r"^(\d*)([-+>=~.)])", r"\1\\\2", text)
-
-
-def lead(text: str, length: int) -> str:
-    """The beginning of a text on one line."""
-    return one_line(text[: 2 * length])[:length] + ("…" if len(text) > length else "")
+def _csp_hash(content: str) -> str:
+    """Return the hash of a script or style sheet, as a Content-Security-Policy names it."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def cell(value: object) -> str:
@@ -60,150 +54,188 @@ def cell(value: object) -> str:
 
 @cache
 def _environment(markdown: bool) -> Environment:
-    shown = plain if markdown else visible
-    made = Environment(
+    escape = escape_markdown if markdown else visible
+
+    def finalize(value: Any) -> Any:
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return escape(value) if is_text else value
+
+    environment = Environment(
         loader=PackageLoader("skilltrain.evaluation"),
         autoescape=not markdown,
-        finalize=lambda value: (
-            shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-        ),
+        finalize=finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"cell": cell, "lead": lead, "median": median, "zip": zip}
-    made.filters |= {form.__name__: _trusted(form) if markdown else form for form in _FORMATS}
-    return made
+    environment.filters |= {"cell": cell, "shorten": shorten, "median": median, "zip": zip}
+    for function in _FORMATS:
+        # Markdown would escape the dots and signs of numbers.
+        environment.filters[function.__name__] = _as_markup(function) if markdown else function
+    return environment
 
 
-def _trusted(form: Callable[..., str]) -> Callable[..., Markup]:
-    return lambda *values: Markup(form(*values))
+def _as_markup(function: Callable[..., str]) -> Callable[..., Markup]:
+    """Return a function whose results are not escaped."""
+    return lambda *values: Markup(function(*values))
 
 
-def _hash(content: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+# Texts ---------------------------------------------------------------------------------------
 
 
-def share(value: float) -> str:
-    """The number at a tick of an axis of shares: 0, .25, 1."""
+def escape_markdown(text: str) -> str:
+    """Return `text` on one line, without anything that Markdown or HTML would interpret."""
+    text = one_line(visible(text)).replace("&", "&amp;").replace("<", "&lt;")
+    text = "".join(f"\\{char}" if char in "\\`*_[]|#" else char for char in text)
+    # A list item, quotation or heading begins with one of these, or with a number before it.
+    return re.sub(r"^(\d*)([-+>=~.)])", r"\1\\\2", text)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return the first `length` characters of a text, on one line."""
+    start = one_line(text[: 2 * length])[:length]
+    return f"{start}…" if len(text) > length else start
+
+
+# Formats, which are also filters of the templates --------------------------------------------
+
+
+def tick_label(value: float) -> str:
+    """Format the number at a tick of an axis of shares: 0, .25, 1."""
     return f"{value:.0f}" if value in (0, 1) else compact(value, 2)
 
 
 def percent(part: float, whole: float) -> str:
-    """A share in words: `1.7%`, `<0.1%`, `0%`."""
-    found = 100 * part / whole if whole else 0.0
-    if 0 < found < 0.1:
+    """Format a share: `1.7%`, `<0.1%`, `0%`."""
+    value = 100 * part / whole if whole else 0.0
+    if 0 < value < 0.1:
         return "<0.1%"
-    return f"{found:.1f}%" if found < 10 and found != round(found) else f"{found:.0f}%"
+    num_decimals = 1 if value < 10 and value != round(value) else 0
+    return f"{value:.{num_decimals}f}%"
 
 
 def p_value(p: float) -> str:
-    """A p like `.0321`, `<.0001` where it is smaller, 1 where it rounds to it."""
-    if p >= 0.99995:
+    """Format a p-value with four decimals: `.0321`. Smaller ones are `<.0001`."""
+    if p >= 0.99995:  # rounds to 1
         return "1"
     return "<.0001" if p < 0.0001 else compact(p, 4)
 
 
 def p_equals(p: float) -> str:
-    """A p in a sentence: `p = .0321`, `p < .0001`."""
+    """Format a p-value in a sentence: `p = .0321`, `p < .0001`."""
     value = p_value(p)
     return f"p < {value[1:]}" if value.startswith("<") else f"p = {value}"
 
 
 def signed(value: float) -> str:
-    """A difference with its sign, like `+.173`; 0 has none."""
+    """Format a difference with its sign: `+.173`. A 0 has no sign."""
     text = compact(value, 3)
-    return text if text.startswith("-") or not text.strip("0.") else f"+{text}"
+    is_zero = not text.strip("0.")
+    return text if text.startswith("-") or is_zero else f"+{text}"
 
 
 def signed_interval(value: Interval) -> str:
-    """A difference with its interval, like `+.173 [.08, .27]`."""
+    """Format a difference with its interval: `+.173 [.08, .27]`."""
     return f"{signed(value.mean)} {value.bounds()}"
 
 
 def feature_reading(feature: Mapping[str, Any]) -> str:
-    """What the test of a row of `structure` allows to say of gold skills: more, less or not told apart."""
+    """Say whether gold skills have more or less of a feature of their structure than others."""
     if feature["p"] >= ALPHA or feature["effect"] == 0.5:
         return "not told apart"
     return "more" if feature["effect"] > 0.5 else "less"
 
 
 def number(value: float) -> str:
-    """A count, length or rate in three significant digits or more: `1,240`, `12.5`, `.04`."""
+    """Format a count, length or rate with three significant digits or more: `1,240`, `12.5`."""
     if abs(value) >= 100 or value == round(value):
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else compact(value, 2)
 
 
 def duration(seconds: float) -> str:
-    """A time of waiting in three significant digits: `.42 ms`, `85.0 ms`, `1.30 s`."""
+    """Format a duration with three significant digits: `.42 ms`, `85.0 ms`, `1.30 s`."""
     value, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
-    return (
-        f"{value:,.0f} {unit}"
-        if value >= 99.95
-        else f"{compact(value, 1 if value >= 9.995 else 2)} {unit}"
-    )
+    if value >= 99.95:  # rounds to 100
+        return f"{value:,.0f} {unit}"
+    num_decimals = 1 if value >= 9.995 else 2  # 9.995 rounds to 10.0
+    return f"{compact(value, num_decimals)} {unit}"
 
 
 def counted(num: int, noun: str) -> str:
-    """A count with its noun: `1 query`, `3 queries`, `2 systems`."""
+    """Format a count with its noun: `1 query`, `3 queries`, `2 systems`."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{num:,} {noun if num == 1 else plural}"
 
 
-_FORMATS = (compact, counted, duration, number, p_equals, p_value, percent, feature_reading, share)
-_FORMATS += (signed, signed_interval)
+_FORMATS: tuple[Callable[..., str], ...] = (
+    compact,
+    counted,
+    duration,
+    feature_reading,
+    number,
+    p_equals,
+    p_value,
+    percent,
+    signed,
+    signed_interval,
+    tick_label,
+)
+
+
+# Axes of plots -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A stretch of numbers laid over 100 percent of a plot's width, and the round numbers that mark it."""
+    """An axis of a plot, from the first tick to the last, with a number at each tick."""
 
     ticks: tuple[float, ...]
-    low: float
-    high: float
     logarithmic: bool = False
 
-    def place(self, value: float) -> float:
-        """Where a value stands, in percent; values beyond the ends stand at the ends."""
-        value = min(max(value, self.low), self.high)
+    def position(self, value: float) -> float:
+        """Return the position of a value in percent of the axis, limited to its ends."""
+        low = self.ticks[0]
+        high = self.ticks[-1]
+        value = min(max(value, low), high)
         if self.logarithmic:
-            return 100 * math.log(value / self.low) / math.log(self.high / self.low)
-        return 100 * (value - self.low) / (self.high - self.low)
+            return 100 * math.log(value / low) / math.log(high / low)
+        return 100 * (value - low) / (high - low)
 
 
-def axis_of(ticks: Sequence[float], logarithmic: bool = False) -> Axis:
-    """The axis from the first tick to the last."""
-    return Axis(tuple(ticks), ticks[0], ticks[-1], logarithmic)
-
-
-SHARES = axis_of((0, 0.25, 0.5, 0.75, 1))
+SHARES = Axis((0, 0.25, 0.5, 0.75, 1))
+_MARGINS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)  # on either side of the middle of an axis
+_STEPS = (0.01, 0.02, 0.05, 0.1, 0.2)  # between the ticks of an axis
+_MAX_STEPS = 6
 
 
 def ends_of(values: Iterable[Interval]) -> list[float]:
-    """The ends of intervals, for the axis that holds them."""
+    """Return the lower and upper ends of intervals."""
     return [end for value in values for end in (value.low, value.high)]
 
 
 def axis_around(middle: float, values: Sequence[float]) -> Axis:
-    """The axis with `middle` in its middle, as wide as the values ask for, up to 1 on either side."""
-    largest = max(abs(value - middle) for value in values)
-    limit = next(
-        limit
-        for limit in (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-        if largest <= limit + 1e-9 or limit == 1
-    )
-    return axis_of((round(middle - limit, 2), middle, round(middle + limit, 2)))
+    """Return the smallest axis around `middle` that contains all values, or ends 1 from it."""
+    distance = max(abs(value - middle) for value in values)
+    fitting = [margin for margin in _MARGINS if distance <= margin + 1e-9]
+    margin = fitting[0] if fitting else _MARGINS[-1]
+    return Axis((round(middle - margin, 2), middle, round(middle + margin, 2)))
 
 
 def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
-    """Return the axis of a few round numbers that holds all values; powers of ten, if it is logarithmic."""
-    low, high = min(values), max(values)
+    """Return an axis of a few round numbers that contains all values.
+
+    The ticks of a logarithmic axis are powers of ten.
+    """
+    low = min(values)
+    high = max(values)
     if logarithmic:
         first = math.floor(math.log10(low))
         last = max(first + 1, math.ceil(math.log10(high)))
-        return axis_of([10.0**power for power in range(first, last + 1)], logarithmic)
-    step = next((size for size in (0.01, 0.02, 0.05, 0.1) if size * 6 >= high - low), 0.2)
+        return Axis(tuple(10.0**power for power in range(first, last + 1)), logarithmic)
+
+    fitting = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
+    step = fitting[0] if fitting else _STEPS[-1]
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
-    return axis_of([round(n * step, 9) for n in range(first, last + 1)])
+    return Axis(tuple(round(n * step, 9) for n in range(first, last + 1)))

@@ -1,9 +1,9 @@
-"""The forms of an evaluation's report: JSON, Markdown, one HTML page with its figures, a table for the terminal."""
+"""Write the report of an evaluation: JSON, Markdown, an HTML page with plots, a terminal table."""
 
-import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -13,7 +13,6 @@ from skilltrain.evaluation.page import (
     SHARES,
     Axis,
     axis_around,
-    axis_of,
     axis_over,
     ends_of,
     html_page,
@@ -21,18 +20,24 @@ from skilltrain.evaluation.page import (
 )
 from skilltrain.evaluation.report import ANALYSES, Report
 from skilltrain.files import write_json, write_jsonl, write_text
-from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, compact
+from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
 from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
 from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 
-CURVE = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)  # cutoffs of the recall curve
-MARKED = (1, 2, 5, 10, 20, 50)  # of them, those with a number
-NUM_CASES = 100  # fixed (and broken) queries listed of a pair of systems
-NUM_QUERIES = 500  # queries listed; a larger page is slow to search
-_NAME, _CELL = 11, 21  # widths of the terminal's first column and of a mean with its interval
+_CURVE_CUTOFFS = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)
+_CURVE_TICKS = (1, 2, 5, 10, 20, 50)
+_MAX_CASES = 100  # fixed, and broken, queries that the page lists for a pair of systems
+_MAX_QUERIES = 500  # queries that the page lists; a larger page is slow to search
+_NAME_WIDTH = 11  # of the first column in the terminal
+_CELL_WIDTH = 21  # of a mean with its interval
+
+Point = tuple[float, float]
+"""Percent from the left and percent from the bottom of a plot."""
+Column = tuple[SliceMeans, str]
+"""A slice and a system: one column in the terminal."""
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -44,56 +49,52 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def write_per_query(report: Report, file: Path) -> None:
-    """Write one row per system and query: the query's kind, and its value of each measure that it has one of."""
-    rows = (
-        {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
-        | {
-            name: value
-            for name, value in result.per_query[query_id].items()
-            if name in report.measures
-        }
-        for result in report.results
-        for query_id, task in report.tasks.items()
-    )
+    """Write one row per system and query: the query's kind, and its value of each measure.
+
+    Measures without a value for the query are left out.
+    """
+    rows: list[dict[str, Any]] = []
+    for result in report.results:
+        for query_id, task in report.tasks.items():
+            row = {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
+            for measure, value in result.per_query[query_id].items():
+                if measure in report.measures:
+                    row[measure] = value
+            rows.append(row)
     write_jsonl(file, rows)
 
 
 def report_markdown(report: Report) -> str:
-    """The report as Markdown: the same numbers as the page, in tables."""
-    return markdown("evaluation", **_values(report))
+    """Return the report as Markdown: the numbers of the page, in tables."""
+    return markdown("evaluation", **_common_values(report))
 
 
 def report_page(report: Report) -> str:
-    """The report as one HTML page; queries that no system begins with a gold skill stand first."""
-    ranks = {
-        query_id: [found[query_id] for found in report.first_ranks.values()]
-        for query_id in report.tasks
-    }
-    found = {query_id: sum(1 / rank for rank in row if rank) for query_id, row in ranks.items()}
+    """Return the report as one HTML page."""
+    num_failures = sum(1 not in _first_ranks(report, query_id) for query_id in report.tasks)
     return html_page(
         "evaluation",
-        **_values(report),
-        num_failures=sum(1 not in row for row in ranks.values()),
-        hardest_first=sorted(
-            ranks, key=lambda query_id: (1 in ranks[query_id], found[query_id], query_id)
-        ),
+        **_common_values(report),
+        num_failures=num_failures,
+        hardest_first=_hardest_first(report),
         curve=_recall_curve(report),
-        trade=_trade(report),
+        latency_plot=_latency_plot(report),
         axes=_axes(report),
-        layers=_layers,
+        layer_plot=_layer_plot,
         fields=FIELDS_SEEN["full"],
-        limits={"cases": NUM_CASES, "queries": NUM_QUERIES},
+        max_cases=_MAX_CASES,
+        max_queries=_MAX_QUERIES,
     )
 
 
-def _values(report: Report) -> dict[str, Any]:
-    """What both templates ask for."""
-    used = dict.fromkeys(name.removesuffix(COPIES).partition("@")[0] for name in report.measures)
+def _common_values(report: Report) -> dict[str, Any]:
+    """Return the variables of both the page and the Markdown template."""
+    names = [measure.removesuffix(COPIES).partition("@")[0] for measure in report.measures]
     return {
         "report": report,
         "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
         "other_analyses": {k: rows for k, rows in report.analysis.items() if k not in ANALYSES},
-        "meanings": {name: meaning_of(name) for name in used},
+        "meanings": {name: meaning_of(name) for name in names},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "seed": SEED,
@@ -102,104 +103,166 @@ def _values(report: Report) -> dict[str, Any]:
     }
 
 
-def _recall_curve(report: Report) -> dict[str, Any] | None:
-    """Mean recall by the number of candidates kept, on a logarithmic axis up to the longest ranking.
+def _first_ranks(report: Report, query_id: str) -> list[int | None]:
+    """Return the rank of the first gold skill by each system; None if there is none."""
+    return [ranks[query_id] for ranks in report.first_ranks.values()]
 
-    `lines` maps system → places (percent from the left, percent from the bottom), `last` system → its last value.
-    """
-    rankings = [ranking for result in report.results for ranking in result.rankings.values()]
-    longest = max(map(len, rankings), default=0)
-    cutoffs = [k for k in CURVE if k <= longest]
+
+def _hardest_first(report: Report) -> list[str]:
+    """Sort the queries: first those without a gold skill on rank 1, then by reciprocal ranks."""
+
+    def difficulty(query_id: str) -> tuple[bool, float, str]:
+        ranks = _first_ranks(report, query_id)
+        return 1 in ranks, sum(1 / rank for rank in ranks if rank), query_id
+
+    return sorted(report.tasks, key=difficulty)
+
+
+class RecallCurve(NamedTuple):
+    """Mean recall of each system by the number of candidates, on a logarithmic axis."""
+
+    axis: Axis
+    points_by_system: dict[str, list[Point]]
+    last_by_system: dict[str, float]
+
+
+def _recall_curve(report: Report) -> RecallCurve | None:
+    """Return the recall up to the length of the longest ranking; None if that is too short."""
+    max_length = 0
+    for result in report.results:
+        max_length = max([max_length, *map(len, result.rankings.values())])
+    cutoffs = [k for k in _CURVE_CUTOFFS if k <= max_length]
     if len(cutoffs) < 2:
         return None
-    axis = axis_of([*(k for k in MARKED if k < cutoffs[-1]), cutoffs[-1]], logarithmic=True)
+
+    ticks = [k for k in _CURVE_TICKS if k < cutoffs[-1]]
+    axis = Axis((*ticks, cutoffs[-1]), logarithmic=True)
     measures = [Measure("Recall", k) for k in cutoffs]
-    lines: dict[str, list[tuple[float, float]]] = {}
-    last: dict[str, float] = {}
+    curve = RecallCurve(axis, {}, {})
     for result in report.results:
-        rows = list(per_query(result.rankings, report.benchmark.relevances, measures).values())
+        rows = per_query(result.rankings, report.benchmark.relevances, measures).values()
         means = [fmean(row[str(measure)] for row in rows) for measure in measures]
-        lines[result.name] = [(axis.place(k), 100 * y) for k, y in zip(cutoffs, means, strict=True)]
-        last[result.name] = means[-1]
-    return {"axis": axis, "lines": lines, "last": last}
+        curve.points_by_system[result.name] = [
+            (axis.position(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)
+        ]
+        curve.last_by_system[result.name] = means[-1]
+    return curve
 
 
-def _trade(report: Report) -> dict[str, Any] | None:
-    """Latency against quality: both axes, and system → (its whole time, its mean); None where no system has both."""
-    latencies = report.analysis.get("latencies", ())
-    totals = {row["system"]: row for row in latencies if row["stage"] == "total" and row["p50"] > 0}
-    means = {name: row.get(report.chief_measure) for name, row in report.every.means.items()}
-    points = {
-        name: (totals[name], mean)
-        for name, mean in means.items()
-        if mean is not None and name in totals
-    }
+class LatencyPlot(NamedTuple):
+    """Latency (x, milliseconds) against the mean of the chief measure (y), by system."""
+
+    x_axis: Axis
+    y_axis: Axis
+    points_by_system: dict[str, tuple[Row, Interval]]
+
+
+def _latency_plot(report: Report) -> LatencyPlot | None:
+    """Return the plot of the systems that have both a latency and a mean, if there are any."""
+    totals: dict[str, Row] = {}
+    for row in report.analysis.get("latencies", ()):
+        if row["stage"] == "total" and row["p50"] > 0:
+            totals[row["system"]] = row
+
+    points: dict[str, tuple[Row, Interval]] = {}
+    for system, means in report.every.means.items():
+        if system in totals and report.chief_measure in means:
+            points[system] = (totals[system], means[report.chief_measure])
     if not points:
         return None
-    across = axis_over([1000 * row["p50"] for row, _ in points.values()], logarithmic=True)
-    return {
-        "across": across,
-        "up": axis_over(ends_of(mean for _, mean in points.values())),
-        "points": points,
-    }
+    return LatencyPlot(
+        axis_over([1000 * row["p50"] for row, _ in points.values()], logarithmic=True),
+        axis_over(ends_of(mean for _, mean in points.values())),
+        points,
+    )
 
 
 def _axes(report: Report) -> dict[str, Axis]:
-    """The axes of shares and, where they are drawn, of differences, agents' pass rates and effects of structure."""
-    analysis, found = report.analysis, {"shares": SHARES}
+    """Return the axes of the plots by name. Plots without data have none."""
+    axes = {"shares": SHARES}
     if report.comparisons:
-        found["differences"] = axis_around(0, ends_of(c.difference for c in report.comparisons))
-    if rates := analysis.get("pass_rates"):
-        ends = [rate[key] for rate in rates for key in ("without_skills", "with_gold")]
-        found["agents"] = axis_over(
-            [*ends, *(value.mean for rate in rates for value in rate["estimates"].values())]
-        )
-    if structure := analysis.get("structure"):
-        found["structure"] = axis_around(0.5, [feature["effect"] for feature in structure])
-    return found
+        ends = ends_of(comparison.difference for comparison in report.comparisons)
+        axes["differences"] = axis_around(0, ends)
+
+    pass_rates = report.analysis.get("pass_rates")
+    if pass_rates:
+        values: list[float] = []
+        for row in pass_rates:
+            values += [row["without_skills"], row["with_gold"]]
+            values += [estimate.mean for estimate in row["estimates"].values()]
+        axes["agents"] = axis_over(values)
+
+    structure = report.analysis.get("structure")
+    if structure:
+        axes["structure"] = axis_around(0.5, [feature["effect"] for feature in structure])
+    return axes
 
 
-def _layers(model: Row) -> dict[str, Any]:
-    """Field → its line over the layers, and the places of five of their `numbers`; one layer fills the whole width."""
-    layers = model["layers"] * (2 if len(model["layers"]) == 1 else 1)
+class LayerPlot(NamedTuple):
+    """Attention to each field by layer, and the positions and numbers of at most five layers."""
+
+    points_by_field: dict[str, list[Point]]
+    ticks: list[tuple[float, int]]
+
+
+def _layer_plot(model: Row) -> LayerPlot:
+    """Return the plot of a model's attention. A single layer fills the whole width."""
+    layers = model["layers"]
+    if len(layers) == 1:
+        layers = layers * 2
     step = 100 / (len(layers) - 1)
-    lines: dict[str, Any] = {
-        name: [(step * n, 100 * one[name]) for n, one in enumerate(layers)]
-        for name in FIELDS_SEEN["full"]
-    }
-    named = sorted({n * (len(model["layers"]) - 1) // 4 for n in range(5)})
-    return lines | {"numbers": [(step * n, n + 1) for n in named]}
+    points: dict[str, list[Point]] = {}
+    for field in FIELDS_SEEN["full"]:
+        points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
+
+    last = len(model["layers"]) - 1
+    numbered = sorted({quarter * last // 4 for quarter in range(5)})
+    return LayerPlot(points, [(step * n, n + 1) for n in numbered])
+
+
+# Terminal ------------------------------------------------------------------------------------
 
 
 def terminal_table(report: Report, width: int) -> Group:
-    """Return the means for a terminal: measures are rows, systems columns, as many as fit its `width`."""
+    """Return the means for a terminal. Measures are rows; systems are columns.
+
+    Columns that do not fit the `width` follow in further tables.
+    """
     parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
-    rows = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:
-        rows = [list(itertools.chain(*rows))]  # the slices of a single system side by side
-    num_columns = max(1, (width - _NAME) // _CELL)
+        # The slices of a single system are side by side.
+        groups = [[(part, report.systems[0]) for part in parts]]
+    else:
+        groups = [[(part, system) for system in report.systems] for part in parts]
+
+    num_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
     tables: list[Table] = []
-    for row in rows:
-        for start in range(0, len(row), num_columns):
-            table = Table(pad_edge=False)
-            table.add_column(no_wrap=True)
-            columns = row[start : start + num_columns]
-            for part, name in columns:
-                head = f"{printable(name)}\n{part.value}, n = {len(part.query_ids)}"
-                table.add_column(head, justify="right", overflow="fold", max_width=_CELL - 3)
-            for measure in report.measures:
-                cells = [_cell(part, name, measure) for part, name in columns]
-                table.add_row(measure.replace(" ", "\n"), *cells)
-            tables.append(table)
+    for columns in groups:
+        for start in range(0, len(columns), num_columns):
+            tables.append(_table(columns[start : start + num_columns], report.measures))
+
     title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
     notes = Text("\n".join(map(printable, (report.headline(), *report.notes))))
     return Group(title, *tables, notes)
+
+
+def _table(columns: Sequence[Column], measures: Sequence[str]) -> Table:
+    table = Table(pad_edge=False)
+    table.add_column(no_wrap=True)
+    for part, system in columns:
+        head = f"{printable(system)}\n{part.value}, n = {len(part.query_ids)}"
+        table.add_column(head, justify="right", overflow="fold", max_width=_CELL_WIDTH - 3)
+    for measure in measures:
+        cells = [_cell(part, system, measure) for part, system in columns]
+        table.add_row(measure.replace(" ", "\n"), *cells)
+    return table
 
 
 def _cell(part: SliceMeans, system: str, measure: str) -> Text:
     value = part.means[system].get(measure)
     if value is None:
         return Text("–", style="dim")
+    is_best = system in part.best(measure)
     count = f"\nn = {value.n}" if value.n < len(part.query_ids) else ""
-    mean = Text(compact(value.mean, 3), style="bold" if system in part.best(measure) else "")
+    mean = Text(compact(value.mean, 3), style="bold" if is_best else "")
     return mean.append(f" {value.bounds()}{count}", style="not bold dim")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -17,18 +17,32 @@ from skilltrain.runs import record_of
 from skilltrain.templates import FIELDS_SEEN
 
 _TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
-_CLASSES = {  # class that opens the model → kind, task on the Hub, tags
-    "SentenceTransformer": ("encoder", "sentence-similarity", ["feature-extraction"]),
-    "MultiVectorEncoder": ("encoder", "sentence-similarity", ["multi-vector", "late-interaction"]),
-    "CrossEncoder": ("reranker", "text-ranking", ["cross-encoder", "reranker"]),
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
+_OPENED_NAME = re.compile(
+    r'^model = \w+\("(.+)"\)', re.MULTILINE
+)  # as the card's program writes it
+
+
+class _ModelClass(NamedTuple):
+    """Kind of the models that a class opens, and their task and tags on the Hub."""
+
+    kind: Literal["encoder", "reranker"]
+    task: str
+    tags: list[str]
+
+
+_MODEL_CLASSES = {
+    "SentenceTransformer": _ModelClass("encoder", "sentence-similarity", ["feature-extraction"]),
+    "MultiVectorEncoder": _ModelClass(
+        "encoder", "sentence-similarity", ["multi-vector", "late-interaction"]
+    ),
+    "CrossEncoder": _ModelClass("reranker", "text-ranking", ["cross-encoder", "reranker"]),
 }
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_OPENED_NAME = re.compile(r'^model = \w+\("(.+)"\)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Published:
-    """Facts that a run does not know about its model.
+    """Facts about a model that its run does not know.
 
     Attributes:
         repo: Name on the Hub, OWNER/NAME.
@@ -56,7 +70,7 @@ class Published:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Facts that a run knows about its model.
+    """Facts about a model that its run knows.
 
     Attributes:
         settings: Settings saved with the model.
@@ -77,13 +91,21 @@ class RunRecord:
 
 
 class Result(NamedTuple):
-    """One metric of one system; `figure` has mean, low, high and n."""
+    """One metric of one system. `estimate` has mean, low, high and n."""
 
     benchmark: str
     system: str
     uses_model: bool
     metric: str
-    figure: Mapping[str, float]
+    estimate: Mapping[str, float]
+
+
+class Input(NamedTuple):
+    """An input of a run: the key of its setting, its path, and its SHA-256."""
+
+    key: str
+    path: Path
+    sha256: str
 
 
 def model_card(record: RunRecord, published: Published = Published()) -> str:
@@ -94,48 +116,27 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     Raises:
         SkilltrainError: No system of a report uses the run.
     """
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import ModelCard
 
-    model_class = "SentenceTransformer"
+    class_name = "SentenceTransformer"
     if isinstance(record.settings, RerankerSettings):
-        model_class = "CrossEncoder"
+        class_name = "CrossEncoder"
     elif record.form == "multi_vector":
-        model_class = "MultiVectorEncoder"
-    kind, task, tags = _CLASSES[model_class]
+        class_name = "MultiVectorEncoder"
+    model_class = _MODEL_CLASSES[class_name]
 
     results = [
-        Result("development queries", "this model", True, metric, figure)
-        for metric, figure in record.summary.get("dev", {}).items()
+        Result("development queries", "this model", True, metric, estimate)
+        for metric, estimate in record.summary.get("dev", {}).items()
     ]
     for report in published.reports:
         results += _report_results(report, record.run or Path())
-    evaluations = [
-        EvalResult(
-            task,
-            "agent-skills",
-            result.benchmark,
-            result.metric,
-            round(result.figure["mean"], 4),
-            dataset_config=f"{result.benchmark}: {result.system}",
-            metric_name=result.metric,
-        )
-        for result in results
-        if result.uses_model
-    ]
 
     base = record.recipe["model"]["source"]
-    data = ModelCardData(
-        library_name="sentence-transformers",
-        pipeline_tag=task,
-        license=published.license,
-        base_model=base if _HUB_ID.fullmatch(base) and not Path(base).exists() else None,
-        tags=["sentence-transformers", *tags, "agent-skills", "skilltrain"],
-        model_name=f"agent skill {kind}" if evaluations else None,
-        eval_results=evaluations or None,
-    )
+    data = _card_data(model_class, results, base, published.license)
     variables = vars(record) | {
-        "kind": kind,
-        "model_class": model_class,
+        "kind": model_class.kind,
+        "model_class": class_name,
         "name": published.repo or ".",
         "base": shareable(base).removeprefix("package:"),
         "fields": FIELDS_SEEN[record.settings.template.skill.fields],
@@ -149,34 +150,70 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
 
 
 def rename_model(card: Path, repo: str) -> None:
-    """Make the programs of a card open the repository `repo`, not a folder or another repository."""
+    """Make the programs of a card open the repository `repo`.
+
+    A card that somebody rewrote stays as it is.
+    """
     text = card.read_text(encoding="utf-8")
     name = _OPENED_NAME.search(text)
-    if name is not None:  # else somebody rewrote the card
+    if name is not None:
         write_text(card, text.replace(f'"{name[1]}"', f'"{repo}"'))
 
 
+def _card_data(
+    model_class: _ModelClass, results: Sequence[Result], base: str, license: str | None
+) -> Any:
+    """Return the front matter."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    evaluations = [
+        EvalResult(
+            model_class.task,
+            "agent-skills",
+            result.benchmark,
+            result.metric,
+            round(result.estimate["mean"], 4),
+            dataset_config=f"{result.benchmark}: {result.system}",
+            metric_name=result.metric,
+        )
+        for result in results
+        if result.uses_model
+    ]
+    is_on_hub = _HUB_ID.fullmatch(base) and not Path(base).exists()
+    return ModelCardData(
+        library_name="sentence-transformers",
+        pipeline_tag=model_class.task,
+        license=license,
+        base_model=base if is_on_hub else None,
+        tags=["sentence-transformers", *model_class.tags, "agent-skills", "skilltrain"],
+        model_name=f"agent skill {model_class.kind}" if evaluations else None,
+        eval_results=evaluations or None,
+    )
+
+
 def _report_results(report: Path, run: Path) -> Iterator[Result]:
-    """Yield the results of an evaluation. At least one of its systems uses the model of `run`."""
+    """Yield the results of an evaluation, at least one of whose systems uses the model of `run`."""
     metrics = read_json(report / "metrics.json")
     record = record_of(report)
-    names = set()
-    for key, folder, _ in _inputs(record):
-        if folder.resolve() == run.resolve():  # the key is systems.NUMBER.…
-            names.add(record["recipe"]["systems"][int(key.split(".")[1])]["name"])
-    if not names:
+    systems_with_model: set[str] = set()
+    for run_input in _inputs(record):
+        if run_input.path.resolve() == run.resolve():
+            number = int(run_input.key.split(".")[1])  # the key is systems.NUMBER.…
+            systems_with_model.add(record["recipe"]["systems"][number]["name"])
+    if not systems_with_model:
         fault = f"no system of this report uses {run}"
         raise SkilltrainError(fault, where=report, fix="evaluate it first")
+
     for system in metrics["systems"]:
-        uses_model = system["name"] in names
-        for metric, figure in system["metrics"].items():
-            yield Result(metrics["benchmark"], system["name"], uses_model, metric, figure)
+        uses_model = system["name"] in systems_with_model
+        for metric, estimate in system["metrics"].items():
+            yield Result(metrics["benchmark"], system["name"], uses_model, metric, estimate)
 
 
-def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, Path, str]]:
-    """Yield key, path and SHA-256 of each input in a run's record."""
+def _inputs(record: Mapping[str, Any]) -> Iterator[Input]:
+    """Yield the inputs in a run's record."""
     for key, sha256 in record.get("inputs", {}).items():
         value: Any = record["recipe"]
         for part in key.split("."):
             value = value[int(part) if isinstance(value, list) else part]
-        yield key, Path(value), sha256
+        yield Input(key, Path(value), sha256)

@@ -1,4 +1,4 @@
-"""Other forms of a saved model, for servers and runtimes that do not take it as training saves it."""
+"""Other forms of a saved model, for servers and runtimes that cannot open it as it was saved."""
 
 import shutil
 from pathlib import Path
@@ -16,14 +16,15 @@ from skilltrain.models.modules import IDENTITY, write_modules
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.models.saving import write_record, write_weights
 
-ONNX, ONNX_INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"
+ONNX = "onnx/model.onnx"
+ONNX_INT8 = "onnx/model_quantized.onnx"
 _MAX_FILE_BYTES = 2**30  # ONNX's own limit is 2 GiB
 
 
 def open_model(
     folder: Path, device: str = "cpu", precision: Literal["float32", "bfloat16"] = "float32"
 ) -> Any:
-    """Open the `Encoder` or `Reranker` that was saved in `folder`.
+    """Open the `Encoder` or `Reranker` in `folder`.
 
     Raises:
         SkilltrainError: The folder holds no model.
@@ -39,40 +40,44 @@ def write_form(folder: Path, form: Form) -> None:
 
     Args:
         folder: A folder that `save_model` wrote.
-        form: `sequence_classification` gives a Qwen3-like reranker one output, yes - no.
-            `multi_vector` makes an encoder open as a `MultiVectorEncoder`. `onnx` adds the network
-            in float32 and with 8-bit weights and activations (dynamic quantisation); a Qwen3-like
-            reranker becomes a sequence classifier first.
+        form: `sequence_classification` gives a Qwen3-like reranker one output, the logit of yes
+            minus the logit of no. `multi_vector` makes an encoder open as a `MultiVectorEncoder`.
+            `onnx` adds the network in float32 and with 8-bit weights and activations (dynamic
+            quantisation); a Qwen3-like reranker becomes a sequence classifier first.
 
     Raises:
         SkilltrainError: The model has no such form, or a package is missing.
     """
     model = open_model(folder, "meta")
-    is_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
+    answers_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
+
     if form == "multi_vector":
         if not isinstance(model, Encoder):
             raise SkilltrainError("only an encoder has this form", where=f"--form {form}")
         for module_folder in folder.glob("[0-9]_*"):
             shutil.rmtree(module_folder)
         write_modules(model, folder, per_token=True)
-    elif is_yes_no:
+    elif answers_yes_no:  # for `onnx`, too
         _convert_to_classifier(folder)
     elif form == "sequence_classification":
         fault = "only a reranker with template.form=yes_no has this form"
         if isinstance(model, Reranker):
             fault += "; one of form pair is a classifier already"
         raise SkilltrainError(fault, where=f"--form {form}")
+
     if form == "onnx":
         _add_onnx(folder)
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
 
 def _convert_to_classifier(folder: Path) -> None:
-    """Replace the vocabulary's output rows by one row, W_yes - W_no, which gives the same score."""
+    """Replace the output layer by one row, W_yes - W_no, which gives the same scores."""
     from transformers import AutoModelForSequenceClassification
 
-    stored = read_json(folder / "config.json").get("dtype")
-    reranker = open_model(folder, precision="bfloat16" if stored == "bfloat16" else "float32")
+    dtype = read_json(folder / "config.json").get("dtype")
+    reranker = open_model(folder, precision="bfloat16" if dtype == "bfloat16" else "float32")
+
+    # An empty classifier gets the layers of the reranker.
     with torch.device("meta"):
         network: Any = AutoModelForSequenceClassification.from_config(reranker.network.config)
     network.config.update(
@@ -85,10 +90,11 @@ def _convert_to_classifier(folder: Path) -> None:
         }
     )
     setattr(network, network.base_model_prefix, reranker.network.base_model)
-    direction = reranker.direction().detach()  # float32, also of bfloat16 weights
+    direction = reranker.direction().detach()  # [hidden], float32 even for bfloat16 weights
     heads(network)[0].weight = nn.Parameter(direction[None].clone())
     reranker.network = network.eval()
 
+    # Its files replace those of the reranker.
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
@@ -97,6 +103,7 @@ def _convert_to_classifier(folder: Path) -> None:
 
 
 def _add_onnx(folder: Path) -> None:
+    """Export the network to ONNX in float32, and quantise the result to 8 bits."""
     try:
         import onnxscript  # noqa: F401  torch needs it
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -107,11 +114,12 @@ def _add_onnx(folder: Path) -> None:
 
     network = open_model(folder).network
     network.set_attn_implementation("sdpa")  # a graph cannot hold our attention for packed texts
-    network.config.use_cache = network.base_model.config.use_cache = False
+    network.config.use_cache = False
+    network.base_model.config.use_cache = False
 
     ids = torch.ones(2, 8, dtype=torch.long)
     mask = torch.ones_like(ids)
-    mask[1, 5:] = 0  # a trace without padding would leave the mask out
+    mask[1, 5:] = 0  # without padding, tracing would remove the mask
     example = {"input_ids": ids, "attention_mask": mask}
     if (getattr(network.config, "type_vocab_size", None) or 0) > 1:
         example["token_type_ids"] = torch.zeros_like(ids)

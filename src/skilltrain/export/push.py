@@ -31,8 +31,10 @@ _PROBE_SKILLS = (
     Skill("2", "deploy", "Deploy to Kubernetes", "Build the image, then roll it out."),
 )
 _TEXT_SUFFIXES = {".json", ".jinja", ".md", ".txt", ".xml"}
-_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")
-_HUB_SECONDS = 60.0  # of silence; the Hub needs some time for a large commit
+_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
+_MAX_DIFFERENCE = 1e-4  # between outputs of the two programs
+_MAX_DIFFERENCE_BFLOAT16 = 0.1  # of logits, which reach some tens
+_HUB_SECONDS = 60.0  # without a response; the Hub needs some time for a large commit
 _CONNECT_SECONDS = 10.0
 
 
@@ -50,27 +52,30 @@ def check_folder(folder: Path) -> dict[str, Path]:
 
 @torch.inference_mode()
 def check_round_trip(folder: Path) -> None:
-    """Check that plain sentence-transformers computes what the model does, also for cut texts.
+    """Check that plain sentence-transformers gives the outputs of the model, also for cut texts.
 
     Raises:
         SkilltrainError: It cannot open the folder, or gives other scores.
     """
     model = open_model(folder)
-    is_late = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
+    is_multi_vector = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
     if isinstance(model, Reranker):
         outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     else:
         texts = model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS)
-        rows = [model.with_tokens([ids], len(ids))[0] for ids in texts]
-        outputs = [vectors[1:] if is_late else vectors[0] for vectors in rows]
+        vectors = [model.with_tokens([ids], len(ids))[0] for ids in texts]  # text, then tokens
+        outputs = [rows[1:] if is_multi_vector else rows[0] for rows in vectors]
+
     try:
-        plain = torch.cat([*_plain_outputs(model, str(folder), is_late)])
-        difference = (torch.cat(outputs) - plain.float()).abs().max().item()
-    except Exception as error:  # its readers raise anything
+        plain_outputs = torch.cat([*_plain_outputs(model, str(folder), is_multi_vector)])
+        difference = (torch.cat(outputs) - plain_outputs.float()).abs().max().item()
+    except Exception as error:  # sentence-transformers may raise anything
         fault = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
         raise SkilltrainError(fault, where=folder.name, fix="nothing was sent") from error
+
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
-    if not difference <= (0.1 if is_half else 1e-4):  # NaN, too; logits reach some tens
+    limit = _MAX_DIFFERENCE_BFLOAT16 if is_half else _MAX_DIFFERENCE
+    if not difference <= limit:  # also true for NaN
         fault = (
             f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
         )
@@ -78,8 +83,13 @@ def check_round_trip(folder: Path) -> None:
         raise SkilltrainError(fault, where=folder.name, fix=fix)
 
 
-def _plain_outputs(model: Encoder | Reranker, folder: str, is_late: bool) -> Iterable[Tensor]:
-    """Scores by query of a reranker; vectors of queries, then skills of an encoder."""
+def _plain_outputs(
+    model: Encoder | Reranker, folder: str, is_multi_vector: bool
+) -> Iterable[Tensor]:
+    """Return what plain sentence-transformers computes for the probes.
+
+    For a reranker, the scores of all pairs. For an encoder, the vectors of each query, then skill.
+    """
     from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
     texts = [model.settings.template.skill.render(skill) for skill in _PROBE_SKILLS]
@@ -87,8 +97,9 @@ def _plain_outputs(model: Encoder | Reranker, folder: str, is_late: bool) -> Ite
         pairs = [(query, text) for query in _PROBE_QUERIES for text in texts]
         scores = CrossEncoder(folder, device="cpu").predict(pairs, convert_to_tensor=True)
         return scores[None]
-    plain = (MultiVectorEncoder if is_late else SentenceTransformer)(folder, device="cpu")
-    rows = [*plain.encode_query([*_PROBE_QUERIES]), *plain.encode_document(texts)]
+    encoder_class = MultiVectorEncoder if is_multi_vector else SentenceTransformer
+    encoder = encoder_class(folder, device="cpu")
+    rows = [*encoder.encode_query([*_PROBE_QUERIES]), *encoder.encode_document(texts)]
     return [torch.as_tensor(row) for row in rows]
 
 
@@ -99,12 +110,19 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
         spans = [*secret_spans(text), *(match.span() for match in _URL_PASSWORD.finditer(text))]
         for start, end in spans:
             fault = f"holds what looks like a secret: {mask_secret(text[start:end])}"
-            fix = "take it out of the recipe, and revoke it; nothing was sent"
+            fix = "remove it from the recipe, and revoke it; nothing was sent"
             raise SkilltrainError(fault, where=name, fix=fix)
 
 
 def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bool) -> str:
-    """Send all files in one commit; return the repository's address."""
+    """Upload all files in one commit. Other files of the repository are deleted.
+
+    Returns:
+        URL of the repository.
+
+    Raises:
+        SkilltrainError: The Hub refuses the upload or does not answer.
+    """
     from huggingface_hub import (
         CommitOperationAdd,
         CommitOperationDelete,
@@ -122,13 +140,13 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
         with warnings.catch_warnings(action="ignore"):  # as above
             old_names = _open_repository(api, repo, public, into_existing)
             say(f"{url}: uploading")
-            # upload_folder would cut many files into several commits.
+            # upload_folder would split many files into several commits.
             changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
             changes += [CommitOperationDelete(name) for name in sorted(old_names - {*paths})]
             api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
     except SkilltrainError:
         raise
-    except Exception as error:  # a broken Hub makes the client raise anything
+    except Exception as error:  # the client may raise anything
         message = getattr(error, "server_message", None) or str(error) or type(error).__name__
         message = message.replace(get_token() or "[key]", "[key]")
         fault = f"cannot upload: {printable(message, 200)}"
@@ -140,7 +158,7 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
 
 
 def _limited_client() -> Any:
-    """Make the Hub's own HTTP client, with time limits."""
+    """Create the HTTP client that huggingface_hub uses by default, with time limits."""
     import httpx2
     from huggingface_hub.utils._http import default_client_factory
 
@@ -153,8 +171,8 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
     """Create a repository, or check an existing one; return the names of its files.
 
     Raises:
-        SkilltrainError: It holds something else than a model of skilltrain, or is not as public as
-            it should be.
+        SkilltrainError: The repository holds something other than a model of skilltrain, or is
+            public although it should be private, or the other way round.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -165,6 +183,7 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
     except RepositoryNotFoundError:
         api.create_repo(repo, private=not public)
         return set()
+
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
     if names == {"README.md"} and not into_existing:
         fix = "add --into-existing to replace it, or choose another --repo"

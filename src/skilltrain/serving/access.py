@@ -1,7 +1,8 @@
-"""Who may ask the HTTP server: allowed host names, allowed web pages, and a bearer token.
+"""Access to the HTTP server: allowed host names, allowed web pages, and a bearer token.
 
-A web page can ask a server that only its reader can reach: directly, which the header Origin shows, or under a host
-name of its own that it lets point to the server (DNS rebinding), which the header Host shows.
+A web page in a browser can send requests to a server that only its reader can reach. If it does so
+directly, the header Origin names the page. If it lets a host name of its own point to the server
+(DNS rebinding), the header Host has that name. Both headers are checked.
 """
 
 import hmac
@@ -16,42 +17,52 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skilltrain.errors import SkilltrainError
 
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d*)?")
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d*)?")  # a name or [IPv6], then a port
 
 
 def host_name(host: str) -> str | None:
-    """Return the lower-case name in `NAME` or `NAME:PORT`, None if there is none. IPv6 addresses are in brackets."""
+    """Return the lower-case name in `NAME` or `NAME:PORT`, or None if it is malformed.
+
+    IPv6 addresses are in brackets.
+    """
     match = _HOST.fullmatch(host.lower())
     return match and match[1]
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host`, an address to listen on, can be reached from this machine alone."""
-    return host in _LOOPBACK or f"[{host}]" in _LOOPBACK
+    """Return whether only this machine can reach the address `host`."""
+    return host in _LOOPBACK_NAMES or f"[{host}]" in _LOOPBACK_NAMES
 
 
 def refusal(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    """Return the answer to a request that is refused."""
+    """Create the response to a refused request."""
     return JSONResponse({"error": message, "error_type": "Validation"}, status, headers)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Headers that a request must have: a host of `hosts`, no origin outside `origins`, and the token, if any."""
+    """Requests that the server accepts.
+
+    Attributes:
+        hosts: Allowed names in the header Host.
+        origins: Web pages that may send requests. Programs other than browsers send no Origin.
+        token: Bearer token that requests need, or an empty string.
+    """
 
     hosts: frozenset[str]
     origins: frozenset[str] = frozenset()
     token: str = ""
 
     def check(self, scope: Scope) -> Response | None:
-        """Return the refusal of a request, or None if it is allowed."""
+        """Return None for an allowed request, otherwise the response that refuses it."""
         headers = Headers(scope=scope)
         if host_name(headers.get("host", "")) not in self.hosts:
             return refusal("this host name is not allowed (serve --allowed-host NAME)", 421)
         if not self.origins.issuperset(headers.getlist("origin")):
             return refusal("web pages are not answered (serve --allowed-origin ORIGIN)", 403)
-        # A browser asks with OPTIONS, without the token, whether its page may ask.
+
+        # A browser sends OPTIONS without the token, to ask whether its page may send a request.
         needs_token = self.token and scope["path"] != "/health" and scope["method"] != "OPTIONS"
         authorization = headers.get("authorization", "").encode()
         if needs_token and not hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
@@ -65,7 +76,7 @@ def read_access(
     """Read the options of `skilltrain serve`.
 
     Args:
-        host: Address to listen on. At a loopback address the loopback names are allowed too.
+        host: Address to listen on. If it is a loopback address, loopback names are allowed too.
         allowed_hosts: Host names; ports are ignored.
         allowed_origins: Web pages, as `SCHEME://HOST` or `SCHEME://HOST:PORT`.
         token_variable: Environment variable that holds the token, or an empty string.
@@ -81,25 +92,30 @@ def read_access(
         if host_name(origin.partition("://")[2]) is None:
             fix = "give scheme and host, such as https://app.example.com"
             raise SkilltrainError("is no origin", where=f"--allowed-origin {origin}", fix=fix)
-    names = [*allowed_hosts, *(_LOOPBACK if is_loopback(host) else ())]
+
+    names = [*allowed_hosts]
+    if is_loopback(host):
+        names += _LOOPBACK_NAMES
     if not names:
-        what = "other machines can reach this address, but no host name is allowed"
+        fault = "other machines can reach this address, but no host name is allowed"
         fix = "name the hosts that clients use: --allowed-host NAME, once for each"
-        raise SkilltrainError(what, where=f"--host {host}", fix=fix)
+        raise SkilltrainError(fault, where=f"--host {host}", fix=fix)
+
     token = os.environ.get(token_variable, "").strip()
     if token_variable and not token:
-        what = "this environment variable holds no token"
-        raise SkilltrainError(what, where=f"--token-env {token_variable}")
-    origins = frozenset(origin.lower() for origin in allowed_origins)
+        fault = "this environment variable holds no token"
+        raise SkilltrainError(fault, where=f"--token-env {token_variable}")
+
     hosts = frozenset(str(host_name(name)) for name in names)
+    origins = frozenset(origin.lower() for origin in allowed_origins)
     return Access(hosts, origins, token)
 
 
 def guard(app: ASGIApp, access: Access) -> ASGIApp:
-    """Return `app` behind a check of every request, which comes before anything reads the body."""
+    """Return `app` with a check of every request. The check comes before the body is read."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        refused = access.check(scope) if scope["type"] == "http" else None
-        await (refused or app)(scope, receive, send)
+    async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = access.check(scope) if scope["type"] == "http" else None
+        await (response or app)(scope, receive, send)
 
-    return answer
+    return guarded_app

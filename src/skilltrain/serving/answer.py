@@ -1,7 +1,8 @@
-"""What a router answers: skills, why these, and how sure it may be of them.
+"""Answers of a router: skills, why they were chosen, and how certain the router is.
 
-A skill's probability is a logistic function (Platt, 1999) of a few features, none of which may lower it when it rises.
-Within a task only the skill's own score and its lead differ, so that probabilities fall with rank.
+The probability that a skill serves a task is a logistic function of a few features (Platt, 1999). A
+higher feature never lowers it. For one task only the skill's own score and its lead differ between
+skills, so that probabilities fall with rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from skilltrain.records import Ranking
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where a ranker put a skill, and its own score for it. Ranks count from 1."""
+class RankerScore:
+    """Rank (from 1) and score of a skill in the ranking of one ranker."""
 
     ranker: str
     rank: int
@@ -27,25 +28,38 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Why:
-    """Why a skill was answered.
+class Explanation:
+    """Why a skill was chosen.
 
-    `placed` is by ranker, over the pool where it looks at all of it; `terms` are words of the task that the skill
-    holds, those that count most first; `window` is the part of its body (start, end) that is nearest to the task.
+    Attributes:
+        placed: Rank and score by each ranker that found the skill. If a ranker ranks both the whole
+            pool and a few candidates, its ranking of the pool counts.
+        terms: Words of the task that the skill contains, most important first.
+        window: Start and end of the part of the body that is most similar to the task.
     """
 
-    placed: tuple[Placed, ...]
+    placed: tuple[RankerScore, ...]
     terms: tuple[str, ...]
     window: tuple[int, int] | None
 
     def __str__(self) -> str:
-        ranks = ", ".join(f"{placed.ranker} {placed.rank}" for placed in self.placed)
-        return f"ranks: {ranks}" + (f"; words: {', '.join(self.terms)}" if self.terms else "")
+        text = "ranks: " + ", ".join(f"{entry.ranker} {entry.rank}" for entry in self.placed)
+        if self.terms:
+            text += f"; words: {', '.join(self.terms)}"
+        return text
 
 
 @dataclass(frozen=True)
 class RoutedSkill:
-    """One skill of an answer. Its texts are untrusted; `flags` has the first find of each rule of the screening."""
+    """One skill of an answer. Its texts are untrusted.
+
+    Attributes:
+        path: Its SKILL.md, if the router knows the file.
+        score: Score of the last ranker.
+        probability: Probability that the skill serves the task. None without a calibration.
+        why: Why the skill was chosen.
+        flags: First finding of each rule of the safety screening.
+    """
 
     rank: int
     skill_id: str
@@ -54,16 +68,20 @@ class RoutedSkill:
     path: Path | None
     score: float
     probability: float | None
-    why: Why
+    why: Explanation
     flags: tuple[Flag, ...]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best skills for a task, and whether any `fits`, as far as a calibrated router can tell.
+    """The best skills for a task.
 
-    `num_likely` of the first skills hold one that serves the task, with the chance that the calibration was asked for
-    (conformal prediction); it may be more than there are in `skills`, and is None without a calibration.
+    Attributes:
+        skills: Best skills first.
+        fits: Whether any skill serves the task. Without a calibration, whether there is any skill.
+        num_likely: Number of skills, from the first on, that contain one that serves the task, with
+            the certainty that the calibration was asked for (conformal prediction). It may exceed
+            `len(skills)`, and is None without a calibration.
     """
 
     skills: tuple[RoutedSkill, ...]
@@ -72,48 +90,62 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Traced:
-    """What each ranker made of a task, by its name (those that are fused, one by one), and the last ranking.
+class Trace:
+    """Rankings of all rankers for one task.
 
-    `most` is the score that a ranker gives at most, where that depends on the task, as BM25's does on its length.
+    Attributes:
+        rankings_by_ranker: Ranking of each ranker. Rankers that are fused have one each.
+        max_score_by_ranker: Highest score that a ranker can give for this task, where it depends on
+            the task. BM25's depends on the length of the task.
+        ranking: Final ranking.
     """
 
-    found: Mapping[str, Ranking]
-    most: Mapping[str, float]
+    rankings_by_ranker: Mapping[str, Ranking]
+    max_score_by_ranker: Mapping[str, float]
     ranking: Ranking
 
-    def placed(self, skill_id: str) -> tuple[Placed, ...]:
-        """Where the rankers put a skill."""
-        rows = (
-            (name, n, *pair)
-            for name, ranking in self.found.items()
-            for n, pair in enumerate(ranking, 1)
-        )
-        return tuple(
-            Placed(name, rank, score) for name, rank, other, score in rows if other == skill_id
-        )
+    def ranker_scores(self, skill_id: str) -> tuple[RankerScore, ...]:
+        """Return rank and score of a skill by each ranker that found it."""
+        entries: list[RankerScore] = []
+        for ranker, ranking in self.rankings_by_ranker.items():
+            for rank, (ranked_id, score) in enumerate(ranking, 1):
+                if ranked_id == skill_id:
+                    entries.append(RankerScore(ranker, rank, score))
+        return tuple(entries)
 
-    def tops(self, rankers: Sequence[str]) -> list[float]:
-        """The best score that each of `rankers` gave, as a share of its most."""
-        best = {
-            name: max((score for _, score in self.found[name]), default=0.0) for name in rankers
-        }
-        return [best[name] / (self.most.get(name, 1.0) or 1.0) for name in rankers]
+    def top_scores(self, rankers: Sequence[str]) -> list[float]:
+        """Return the best score of each ranker, as a share of its highest possible score."""
+        shares: list[float] = []
+        for ranker in rankers:
+            scores = [score for _, score in self.rankings_by_ranker[ranker]]
+            max_score = self.max_score_by_ranker.get(ranker, 1.0) or 1.0  # BM25's may be 0
+            shares.append(max(scores, default=0.0) / max_score)
+        return shares
 
-    def rows(self, rankers: Sequence[str]) -> Float64[np.ndarray, "skill feature"]:
-        """For each ranked skill its score, its lead over the best of the others, and the tops of `rankers`."""
+    def features(self, rankers: Sequence[str]) -> Float64[np.ndarray, "skill feature"]:
+        """Return score, lead and `top_scores(rankers)` of each skill of the final ranking.
+
+        The lead is the difference to the best other skill: negative for all skills but the first,
+        and 0 for an only skill.
+        """
         scores = np.array([score for _, score in self.ranking])
         leads = scores - scores[:1]
-        leads[:1] = -leads[1:2].sum()  # the first one's over the second, 0 where there is none
-        return np.column_stack([scores, leads, np.tile(self.tops(rankers), (len(scores), 1))])
+        leads[:1] = -leads[1:2].sum()  # the sum is 0 without a second skill
+        top_scores = np.tile(self.top_scores(rankers), (len(scores), 1))
+        return np.column_stack([scores, leads, top_scores])
 
 
 class Calibrator(Config):
-    """Probabilities of a router's answers, and what follows from them.
+    """Turns the scores of a trace into probabilities, and decides whether a skill fits.
 
-    `weights` are of score, lead and the tops of `rankers`. A task is answered where the first skill's probability is
-    `threshold` at least, and no top is below its `least`: of a task unlike all that skills serve, too, some skill
-    stands out among the others. `miss` is the most that 1 - probability may be of a skill in the likely set.
+    Attributes:
+        rankers: Rankers whose top scores are features.
+        weights: Weights of score, lead and the top scores of `rankers`.
+        intercept: Constant of the logistic function.
+        threshold: Lowest probability of the first skill for which a task is answered.
+        least: Lowest top score by each ranker for which a task is answered. Even for a task that
+            resembles no skill, some skill stands out among the others.
+        miss: Highest value of 1 - probability for a skill of the likely set.
     """
 
     rankers: tuple[str, ...]
@@ -123,25 +155,35 @@ class Calibrator(Config):
     least: tuple[float, ...]
     miss: float
 
-    def probabilities(self, traced: Traced) -> Float64[np.ndarray, " skill"]:
-        """The probability of each ranked skill that it serves the task."""
-        logits = traced.rows(self.rankers) @ np.array(self.weights) + self.intercept
+    def probabilities(self, trace: Trace) -> Float64[np.ndarray, " skill"]:
+        """Return the probability that a skill serves the task, by rank."""
+        logits = trace.features(self.rankers) @ np.array(self.weights) + self.intercept
         return (1 + np.tanh(logits / 2)) / 2  # the logistic function, without overflow
 
-    def fits(self, traced: Traced) -> bool:
-        """Whether any skill serves the task."""
-        is_like = all(
-            top >= least for top, least in zip(traced.tops(self.rankers), self.least, strict=True)
-        )
-        return is_like and bool(max(self.probabilities(traced), default=-1.0) >= self.threshold)
+    def fits(self, trace: Trace) -> bool:
+        """Return whether any skill serves the task."""
+        for score, limit in zip(trace.top_scores(self.rankers), self.least, strict=True):
+            if score < limit:
+                return False
+        best = max(self.probabilities(trace), default=-1.0)
+        return bool(best >= self.threshold)
 
-    def num_likely(self, traced: Traced) -> int:
-        """How many of the first skills hold one that serves the task, with the chance that was asked for."""
-        return int(np.count_nonzero(1 - self.probabilities(traced) <= self.miss))
+    def num_likely(self, trace: Trace) -> int:
+        """Return the size of the likely set; see `Answer.num_likely`."""
+        is_likely = 1 - self.probabilities(trace) <= self.miss
+        return int(np.count_nonzero(is_likely))
 
 
 class Calibration(Config):
-    """What the stage calibrate writes, and an index holds: a calibrator, and the rankers and models that it is for."""
+    """Calibration of an index, as the stage `calibrate` writes it.
+
+    Attributes:
+        system: Rankers that were calibrated.
+        models: Fingerprints of their models.
+        calibrator: Fitted calibrator.
+        num_queries: Number of queries that it was fitted to.
+        figures: Metrics of the calibration.
+    """
 
     system: list[dict[str, Any]]
     models: dict[str, str]

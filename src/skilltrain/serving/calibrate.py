@@ -22,7 +22,7 @@ from skilltrain.files import write_json
 from skilltrain.metrics.benchmarks.benchmark import Task, check_pool, knowing_copies
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.bootstrap import share
-from skilltrain.serving.answer import Calibration, Calibrator, Traced
+from skilltrain.serving.answer import Calibration, Calibrator, Trace
 from skilltrain.serving.index import AllowedServers
 from skilltrain.serving.indexing import CALIBRATION_FILE
 from skilltrain.serving.router import Router
@@ -122,7 +122,7 @@ class Calibrate(Stage):
 class Case(NamedTuple):
     """What a router made of a query, which of the ranked skills are right, and whether the pool holds any."""
 
-    traced: Traced
+    traced: Trace
     right: tuple[bool, ...]
     is_served: bool
 
@@ -136,8 +136,8 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         raise SkilltrainError(
             "the router's first skill is never right, so there is nothing to calibrate"
         )
-    rankers = tuple(cases[0].traced.found)
-    rows = np.concatenate([case.traced.rows(rankers)[:_FITTED] for case in cases])
+    rankers = tuple(cases[0].traced.rankings_by_ranker)
+    rows = np.concatenate([case.traced.features(rankers)[:_FITTED] for case in cases])
     weights, intercept = fit_logistic(
         rows, np.concatenate([case.right[:_FITTED] for case in cases])
     )
@@ -155,7 +155,7 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         "threshold": bound(np.array([max(one, default=0.0) for one in sure]), level),
         "least": tuple(
             bound(of, level, _ANY)
-            for of in np.array([case.traced.tops(rankers) for case in served]).T
+            for of in np.array([case.traced.top_scores(rankers) for case in served]).T
         ),
         "miss": 1 - bound(np.array(best), contained),
     }

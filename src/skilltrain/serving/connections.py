@@ -1,4 +1,4 @@
-"""Limits on the HTTP server's connections, and a log that cannot end the server."""
+"""An HTTP server that survives too many, slow and broken connections, and its log handler."""
 
 import asyncio
 import logging
@@ -15,73 +15,98 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from skilltrain.terminal import say
 from skilltrain.texts import one_line
 
-_SECONDS = 20  # for a request to arrive, and for a client to go on reading an answer
+_SECONDS = 20  # for a request to arrive, and for a client to go on reading a response
 _MAX_CONNECTIONS = 1000
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_TICKS_PER_SECOND = 10  # of uvicorn's main loop
+_UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class LineHandler(logging.Handler):
-    """Prints a log record as one line, without its traceback; a repeated line is printed once. Never raises."""
+    """Prints each log record as one line, without a traceback. Never raises.
 
-    _last = ""
+    A line that equals the last one is not printed again.
+    """
+
+    _last_line = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record, unless it says that a client has closed its connection."""
+        """Print a record, unless it reports that a client has closed its connection."""
         with suppress(Exception):
             line = record.getMessage()
             error = record.exc_info[1] if record.exc_info else None
+            if isinstance(error, ClientDisconnect):
+                return
             if error is not None:
-                line += f": {type(error).__name__}: {error}"
-                for frame, number in [*traceback.walk_tb(error.__traceback__)][-1:]:
-                    line += f" ({frame.f_code.co_filename}:{number})"
-            if line != self._last and not isinstance(error, ClientDisconnect):
-                self._last = line
+                line += f": {type(error).__name__}: {error}{_error_position(error)}"
+            if line != self._last_line:
+                self._last_line = line
                 say(one_line(line))
 
 
+def _error_position(error: BaseException) -> str:
+    """Return file and line that raised an error, in brackets; an empty string if unknown."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return ""
+    frame, line_number = frames[-1]
+    return f" ({frame.f_code.co_filename}:{line_number})"
+
+
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 that refuses connections above `limit_concurrency`; uvicorn refuses their requests alone."""
+    """HTTP/1.1 that closes connections above `limit_concurrency`.
+
+    uvicorn itself keeps such connections open and refuses only their requests.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or answer 503 and close it."""
+        """Accept a connection, or answer 503 and close it."""
         super().connection_made(transport)
         if self.limit_concurrency and len(self.connections) > self.limit_concurrency:
             self.logger.error("%d connections are open: more get 503", self.limit_concurrency)
-            transport.write(_FULL)
+            transport.write(_UNAVAILABLE)
             transport.close()
 
 
 class LimitedServer(uvicorn.Server):
     """A server that drops slow clients.
 
-    A request, head and body, must arrive within `_SECONDS` of the connection or of the last answer. A client that stops
-    reading an answer is dropped after the same time.
+    A whole request, head and body, must arrive within `_SECONDS` of the connection or of the last
+    response. A client that stops reading a response is dropped after the same time.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._seconds: dict[Any, int] = {}  # waited for (connection, its last request)
+        # Seconds that the server has waited for a client, by (connection, its last request).
+        self._waiting_seconds: dict[Any, int] = {}
 
     async def on_tick(self, counter: int) -> bool:
-        """Count for how long each client has been waited for."""
-        if counter % 10 == 0:  # once a second
-            connections: set[Any] = self.server_state.connections
-            waiting = [(c, c.cycle) for c in connections if _is_waiting(c.cycle, c.flow)]
-            self._seconds = {pair: self._seconds.get(pair, 0) + 1 for pair in waiting}
-            for (connection, _), seconds in self._seconds.items():
-                if seconds > _SECONDS:
-                    connection.transport.abort()
+        """Drop slow clients once a second."""
+        if counter % _TICKS_PER_SECOND == 0:
+            self._drop_slow_clients()
         return await super().on_tick(counter)
+
+    def _drop_slow_clients(self) -> None:
+        connections: set[Any] = self.server_state.connections
+        waiting_seconds: dict[Any, int] = {}
+        for connection in connections:
+            key = (connection, connection.cycle)
+            if _is_waiting(connection.cycle, connection.flow):
+                waiting_seconds[key] = self._waiting_seconds.get(key, 0) + 1
+        self._waiting_seconds = waiting_seconds
+
+        for (connection, _), seconds in waiting_seconds.items():
+            if seconds > _SECONDS:
+                connection.transport.abort()
 
 
 def _is_waiting(request: RequestResponseCycle | None, flow: FlowControl) -> bool:
-    """Return whether the client has to act: to send its request, or to read the answer."""
+    """Return whether the server waits for the client to send its request or read the response."""
     is_answering = request is not None and not (request.more_body or request.response_complete)
     return flow.write_paused or not is_answering
 
 
 def max_connections() -> int:
-    """Return half of the file descriptors that this process may open, at most 1,000; the rest is for the router."""
+    """Return half of the files that this process may open, at most 1,000; the router needs some."""
     try:
         from resource import RLIMIT_NOFILE, getrlimit
     except ImportError:  # Windows has no such limit
@@ -90,16 +115,17 @@ def max_connections() -> int:
 
 
 def new_http_server(app: ASGIApp) -> uvicorn.Server:
-    """Return a server for `app` that holds these limits."""
+    """Create a server for `app` that has these limits."""
     limit = max_connections()
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
         ws="none",
         log_config=None,
-        log_level="error",  # what a client does wrong is not logged
+        log_level="error",  # mistakes of clients are not logged
         limit_concurrency=limit,
-        backlog=limit // 4,  # the loop accepts so many before it closes what exceeds the limit
+        # The event loop accepts so many connections before it can close those above the limit.
+        backlog=limit // 4,
         timeout_graceful_shutdown=_SECONDS,
     )
     return LimitedServer(config)

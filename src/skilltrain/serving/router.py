@@ -18,7 +18,7 @@ from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, w
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import parts_of
-from skilltrain.serving.answer import Answer, RoutedSkill, Traced, Why
+from skilltrain.serving.answer import Answer, Explanation, RoutedSkill, Trace
 from skilltrain.serving.index import Contents, Held, Index, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
@@ -45,7 +45,7 @@ class _Opened:
     def index(self) -> Index | None:
         return self.held if isinstance(self.held, Index) else None
 
-    def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Traced:
+    def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Trace:
         """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
         places: dict[str, Ranking] = {}
 
@@ -62,10 +62,10 @@ class _Opened:
         for key, part in self.parts.items():
             if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
                 most[self.names[key]] = part.index.most(query.text)
-        return Traced(places, most, ranking)
+        return Trace(places, most, ranking)
 
     def routed(
-        self, query: Query, traced: Traced, rank: int, probability: float | None
+        self, query: Query, traced: Trace, rank: int, probability: float | None
     ) -> RoutedSkill:
         """The skill that came out at a rank, and why."""
         skill_id, score = traced.ranking[rank - 1]
@@ -84,7 +84,7 @@ class _Opened:
                     if number is None
                     else self.models[key].model.settings.window(skill, number)
                 )
-        why = Why(traced.placed(skill_id), tuple(terms), window)
+        why = Explanation(traced.ranker_scores(skill_id), tuple(terms), window)
         path, flags = self.screened(skill)
         return RoutedSkill(
             rank, skill_id, skill.name, skill.description, path, score, probability, why, flags
@@ -167,7 +167,7 @@ class Router:
             return Answer(skills, bool(skills), None)
         return Answer(skills, calibrator.fits(traced), calibrator.num_likely(traced))
 
-    def trace(self, task: str, without: Collection[str] = ()) -> Traced:
+    def trace(self, task: str, without: Collection[str] = ()) -> Trace:
         """What each ranker makes of a task, as if the skills `without` were not in the pool."""
         return self._now.trace(_query(task), _DEPTH, without)
 

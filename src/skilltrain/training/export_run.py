@@ -1,4 +1,4 @@
-"""Export the model of a training run as a folder, and push it to the Hugging Face Hub."""
+"""Save the model of a training run, export it to a folder, and push it to the Hugging Face Hub."""
 
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +16,6 @@ from skilltrain.formats import RUN
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
-from skilltrain.stage import load_stage
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.train import Train, save_trained
 
@@ -33,15 +32,15 @@ def export_run(
 
     Args:
         run: Folder of a training run, finished or not.
-        out: Folder to write; absent or empty.
+        out: Folder to write. It must be empty or not exist.
         checkpoint: `step-N` or `best`. By default the final model of a finished run, or the newest
             checkpoint of an unfinished run.
         published: Facts for the model card that the run does not know.
         form: Form of the model, if not the one that training saves.
-        adapter_only: Whether to write the adapter (LoRA) alone, without a card.
+        adapter_only: Whether to write only the adapter (LoRA), without a card.
 
     Returns:
-        `out`, `stage` and `checkpoint`, the checkpoint that the weights are from.
+        `out`, `stage`, and `checkpoint`, the name of the checkpoint with these weights.
 
     Raises:
         SkilltrainError: The run has no such checkpoint, form, adapter or report.
@@ -53,22 +52,24 @@ def export_run(
     if adapter_only and config.adapter is None:
         fault = "trained all weights, no adapter"
         raise SkilltrainError(fault, where=run, fix="export without --adapter")
-    name = summary.get("checkpoint")
-    exported = None
+
+    final_name = summary.get("checkpoint")
+    name = final_name
     with staged_folder(out) as staged:
         if summary and checkpoint is None and not adapter_only:
             copy_model(run, staged)
         else:
-            source = _find_checkpoint(run, checkpoint or name)
-            if source.name != name:
-                summary = {}  # its results are not those of this checkpoint
-                name = exported = source.name
+            source = _find_checkpoint(run, checkpoint or final_name)
+            name = source.name
+            if name != final_name:
+                summary = {}  # it describes another checkpoint
             save_trained(config, source, staged, summary, adapter_only)
         if form is not None:
             write_form(staged, form)
         if not adapter_only:
             settings = open_model(staged, "meta").settings
             recipe = config.model_dump(mode="json")
+            exported = name if name != final_name else None
             record = RunRecord(settings, recipe, summary, exported, form, run)
             write_text(staged / "README.md", model_card(record, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": name}
@@ -91,13 +92,20 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
-    """Return the checkpoint called `name` (`best` is one, too); without a name the newest."""
+    """Return the folder of a checkpoint.
+
+    Args:
+        run: Folder of a training run.
+        name: `step-N`, `best`, or None for the newest.
+    """
     folder = run / CHECKPOINTS
     paths = {path.name: path for path in checkpoints(folder)}
     if not paths:
         fix = "train for longer, or lower training.save_every"
         raise SkilltrainError("holds no checkpoint", where=folder, fix=fix)
-    name = name or [*paths][-1]
+
+    if name is None:
+        name = [*paths][-1]
     path = best_checkpoint(folder) if name == "best" else paths.get(name)
     if path is None:
         fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
@@ -115,34 +123,25 @@ def push_model(
 ) -> dict[str, Any]:
     """Upload a model to the repository `published.repo` on the Hub, in one commit.
 
-    Afterwards the repository holds these files and no others.
+    The commit deletes all other files of the repository.
 
     Args:
         run: Folder of a finished training run, or one that `export_run` wrote.
         published: Facts for the model card that the run does not know.
         form: Form of the model, if not the one that training saves.
         public: Whether the repository is public.
-        into_existing: Whether a repository that holds only a README.md may be written.
-        dry_run: Whether everything is checked but nothing is sent.
+        into_existing: Whether to replace a README.md that is the only file of the repository.
+        dry_run: Whether to check everything but send nothing.
 
     Returns:
-        `url`, `files` (size in bytes by name) and `card`.
+        `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
 
     Raises:
         SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
     """
     assert published.repo is not None
     record = record_of(run)
-    if record and not record.get("finished"):
-        fix = "continue it with --resume, or export a checkpoint and push that"
-        raise SkilltrainError("this training has not finished", where=run, fix=fix)
-    if not record and (form or published.license or published.reports):
-        fix = "give --form, --license and --report to `skilltrain export`"
-        raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
-    for name in (CHECKPOINT_FILE, "config.json", "README.md"):
-        if not (run / name).is_file():
-            fix = "give a finished training run, or an export of one (without --adapter)"
-            raise SkilltrainError(f"holds no model to push: no {name}", where=run, fix=fix)
+    _check_pushable(run, record, has_facts=bool(form or published.license or published.reports))
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
         if record:
@@ -155,3 +154,17 @@ def push_model(
         card = paths["README.md"].read_text(encoding="utf-8")
         url = None if dry_run else upload(paths, published.repo, public, into_existing)
     return {"url": url, "files": sizes, "card": card}
+
+
+def _check_pushable(run: Path, record: Mapping[str, Any], has_facts: bool) -> None:
+    """Check that a folder is a finished run, or an export to which no more facts are given."""
+    if record and not record.get("finished"):
+        fix = "continue it with --resume, or export a checkpoint and push that"
+        raise SkilltrainError("this training has not finished", where=run, fix=fix)
+    if not record and has_facts:
+        fix = "give --form, --license and --report to `skilltrain export`"
+        raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
+    for name in (CHECKPOINT_FILE, "config.json", "README.md"):
+        if not (run / name).is_file():
+            fix = "give a finished training run, or an export of one (without --adapter)"
+            raise SkilltrainError(f"holds no model to push: no {name}", where=run, fix=fix)

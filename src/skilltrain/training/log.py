@@ -1,4 +1,4 @@
-"""What a training leaves to read: one dict of figures a step, for train_log.jsonl, the terminal and the trackers."""
+"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers."""
 
 import importlib.util
 import json
@@ -18,32 +18,43 @@ from skilltrain.metrics.bootstrap import Interval
 from skilltrain.terminal import is_main_process
 
 TrackerName = Literal["wandb", "tensorboard"]
-_SHOWN = (
-    "stage",
-    "loss",
-    "adapter",
-    "training",
-)  # of a recipe, in wandb; paths in the others tell of the machine
+# Sections of a recipe that wandb gets. Paths in the other sections would reveal the machine.
+_PUBLIC_SECTIONS = ("stage", "loss", "adapter", "training")
 
 
-def note_of(figures: Mapping[str, float]) -> str:
-    """The figures of a step in one line."""
-    return (
-        f"loss {figures['loss']:.4f}  lr {figures['learning_rate']:.1e}  |g| {figures['grad_norm']:.2f}  "
-        f"{figures['queries_per_second']:,.1f} queries/s  {figures['tokens_per_second']:,.0f} tokens/s  "
-        f"padding {figures['padding_share']:.0%}"
-        + (f"  peak {figures['peak_gib']:.1f} GiB" if "peak_gib" in figures else "")
-    )
+def note_of(metrics: Mapping[str, float]) -> str:
+    """Format the metrics of a step as one line."""
+    parts = [
+        f"loss {metrics['loss']:.4f}",
+        f"lr {metrics['learning_rate']:.1e}",
+        f"|g| {metrics['grad_norm']:.2f}",
+        f"{metrics['queries_per_second']:,.1f} queries/s",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        f"padding {metrics['padding_share']:.0%}",
+    ]
+    if "peak_gib" in metrics:
+        parts.append(f"peak {metrics['peak_gib']:.1f} GiB")
+    return "  ".join(parts)
 
 
 class TrainingLog:
-    """Keeps figures in a file and in trackers, which it closes; on processes but the first it keeps nothing."""
+    """Writes metrics to a file and to trackers. On all processes but the first, it does nothing.
+
+    Args:
+        path: File to write, one JSON object per line.
+        resumed_step: Step that the run resumes from; later lines of the file are removed. 0 starts
+            a new file.
+        trackers: Trackers to write to, and to close at the end.
+    """
 
     def __init__(self, path: Path, resumed_step: int, trackers: Sequence[GeneralTracker]) -> None:
-        self.path, self.active, self.trackers = path, is_main_process(), trackers
+        self.path = path
+        self.active = is_main_process()
+        self.trackers = trackers
         if self.active:
-            kept = _kept_lines(path, resumed_step) if resumed_step and path.is_file() else ()
-            write_text(path, "".join(f"{line}\n" for line in kept))
+            is_resumed = resumed_step and path.is_file()
+            lines = _read_lines(path, resumed_step) if is_resumed else ()
+            write_text(path, "".join(f"{line}\n" for line in lines))
             self.file = path.open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> "TrainingLog":
@@ -55,27 +66,24 @@ class TrainingLog:
         for tracker in self.trackers:
             tracker.finish()
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._keep(
-            step, _rounded(figures), {f"train/{name}": value for name, value in figures.items()}
-        )
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a training step."""
+        tracked = {f"train/{name}": value for name, value in metrics.items()}
+        self._write(step, _round(metrics), tracked)
 
-    def write_dev(self, step: int, figures: Mapping[str, Interval]) -> None:
-        """Keep the figures of a dev evaluation after `step`, each with its interval."""
-        shown: dict[str, float] = {}
-        for name, one in figures.items():
-            shown |= {
-                f"dev/{name}": one.mean,
-                f"dev/{name}/low": one.low,
-                f"dev/{name}/high": one.high,
-            }
-        self._keep(
-            step,
-            {"dev": {name: _rounded(asdict(one)) | {"n": one.n} for name, one in figures.items()}},
-            shown,
-        )
+    def write_dev(self, step: int, metrics: Mapping[str, Interval]) -> None:
+        """Write the metrics of a dev evaluation after `step`, each with its interval."""
+        row: dict[str, Any] = {}
+        tracked: dict[str, float] = {}
+        for name, interval in metrics.items():
+            row[name] = _round(asdict(interval)) | {"n": interval.n}
+            tracked[f"dev/{name}"] = interval.mean
+            tracked[f"dev/{name}/low"] = interval.low
+            tracked[f"dev/{name}/high"] = interval.high
+        self._write(step, {"dev": row}, tracked)
 
-    def _keep(self, step: int, row: Mapping[str, Any], shown: dict[str, float]) -> None:
+    def _write(self, step: int, row: Mapping[str, Any], tracked: dict[str, float]) -> None:
+        """Write `row` to the file and `tracked` to the trackers."""
         if not self.active:
             return
         try:
@@ -83,45 +91,35 @@ class TrainingLog:
         except OSError as error:
             raise SkilltrainError(f"cannot write: {reason_of(error)}", where=self.path) from error
         for tracker in self.trackers:
-            tracker.log(shown, step=step)
+            tracker.log(tracked, step=step)
 
 
 def open_trackers(
     names: Sequence[TrackerName], folder: Path, recipe: Mapping[str, Any]
 ) -> list[GeneralTracker]:
-    """accelerate's trackers of a run, whose files lie in its `folder`; none on processes but the first.
+    """Open accelerate's trackers of a run. All processes but the first get none.
 
-    wandb is told the figures and how it is trained, but no console output, source code, git state, packages or host
-    name; WANDB_PROJECT names the project. Raises SkilltrainError where a tracker's package is not installed.
+    Args:
+        names: Trackers to open.
+        folder: Folder of the run, and of the trackers' files.
+        recipe: Recipe of the run. wandb gets its public sections and the metrics, but no console
+            output, source code, git state, packages or host name. WANDB_PROJECT sets the project.
+
+    Raises:
+        SkilltrainError: The package of a tracker is not installed.
     """
     for name in names:
-        found = importlib.util.find_spec(name)
-        if (
-            found is None or found.origin is None
-        ):  # a folder `wandb` that runs have left is no package
-            raise SkilltrainError(
-                f"{name} is not installed", fix="pip install 'skilltrain[trackers]'"
-            )
-    trackers = list[GeneralTracker]()
+        spec = importlib.util.find_spec(name)
+        # A folder `wandb` that runs have written counts as a package without an origin.
+        if spec is None or spec.origin is None:
+            fix = "pip install 'skilltrain[trackers]'"
+            raise SkilltrainError(f"{name} is not installed", fix=fix)
+
+    trackers: list[GeneralTracker] = []
     if not is_main_process():
         return trackers
     if "wandb" in names:
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra
-
-        settings = wandb.Settings(
-            console="off",
-            host="",
-            disable_git=True,
-            disable_code=True,
-            save_code=False,
-            x_disable_meta=True,
-            x_save_requirements=False,
-        )
-        shown = {key: recipe[key] for key in _SHOWN if key in recipe}
-        project, name = os.environ.get("WANDB_PROJECT", "skilltrain"), folder.resolve().name
-        trackers.append(
-            WandBTracker(project, name=name, dir=str(folder), config=shown, settings=settings)
-        )
+        trackers.append(_wandb_tracker(folder, recipe))
     if "tensorboard" in names:
         trackers.append(TensorBoardTracker("tensorboard", folder))
     for tracker in trackers:
@@ -129,18 +127,39 @@ def open_trackers(
     return trackers
 
 
-def _kept_lines(path: Path, resumed_step: int) -> Iterator[str]:
-    """The whole lines of a run up to the step that it resumes from; later steps are done again."""
+def _wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> WandBTracker:
+    import wandb  # pyright: ignore[reportMissingImports]  # an extra
+
+    settings = wandb.Settings(
+        console="off",
+        host="",
+        disable_git=True,
+        disable_code=True,
+        save_code=False,
+        x_disable_meta=True,
+        x_save_requirements=False,
+    )
+    return WandBTracker(
+        os.environ.get("WANDB_PROJECT", "skilltrain"),
+        name=folder.resolve().name,
+        dir=str(folder),
+        config={key: recipe[key] for key in _PUBLIC_SECTIONS if key in recipe},
+        settings=settings,
+    )
+
+
+def _read_lines(path: Path, last_step: int) -> Iterator[str]:
+    """Yield the lines of a log up to `last_step`. Incomplete lines are skipped."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and row["step"] <= resumed_step:
+            if isinstance(row, dict) and row["step"] <= last_step:
                 yield line
 
 
-def _rounded(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Seven digits of each figure, all that float32 holds; null for what is no number, which JSON lacks."""
-    return {
-        name: float(f"{value:.7g}") if math.isfinite(value) else None
-        for name, value in figures.items()
-    }
+def _round(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Round to seven digits, the precision of float32. NaN and infinity become null in JSON."""
+    rounded: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        rounded[name] = float(f"{value:.7g}") if math.isfinite(value) else None
+    return rounded

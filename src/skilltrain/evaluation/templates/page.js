@@ -1,59 +1,75 @@
 "use strict";
-// What all pages share: rows a page at a time, search, and a hint where a table scrolls. Without it a page keeps all contents.
-function pager(place, total, size, page, go) {
-  const pages = Math.max(1, Math.ceil(total / size));
-  const button = (name, to, enabled) => {
+// Script of all pages: paging, search, and a hint at tables that scroll. Without it, a page shows all contents.
+
+// Fills `container` with buttons for the pages of a list. `showPage` is called with the number of the new page.
+function fillPager(container, numItems, pageSize, page, showPage) {
+  const numPages = Math.max(1, Math.ceil(numItems / pageSize));
+  const button = (label, targetPage, isEnabled) => {
     const node = document.createElement("button");
-    Object.assign(node, { type: "button", disabled: !enabled, textContent: name });
-    node.addEventListener("click", () => go(to));
+    Object.assign(node, { type: "button", disabled: !isEnabled, textContent: label });
+    node.addEventListener("click", () => showPage(targetPage));
     return node;
   };
-  const where = document.createElement("span");
-  where.textContent = `${page + 1} of ${pages}`;
-  place.replaceChildren(button("Previous", page - 1, page > 0), where, button("Next", page + 1, page + 1 < pages));
-  place.hidden = pages === 1;
+  const position = document.createElement("span");
+  position.textContent = `${page + 1} of ${numPages}`;
+  container.replaceChildren(
+    button("Previous", page - 1, page > 0),
+    position,
+    button("Next", page + 1, page + 1 < numPages),
+  );
+  container.hidden = numPages === 1;
 }
 
-// Shows `size` of the nodes at a time, and a pager after `list`; returns a function that takes other nodes.
-function paged(list, nodes, size) {
-  const place = document.createElement("div");
-  place.className = "pages";
-  list.after(place);
-  let shown = [];
-  function show(of, page) {
-    for (const node of shown) node.classList.add("off-page");
-    shown = of.slice(page * size, (page + 1) * size);
-    for (const node of shown) node.classList.remove("off-page");
-    pager(place, of.length, size, page, (to) => {
-      show(of, to);
+// Shows `pageSize` of the nodes at a time, and a pager after `list`. Returns a function that shows other nodes instead.
+function makePaged(list, nodes, pageSize) {
+  const container = document.createElement("div");
+  container.className = "pages";
+  list.after(container);
+
+  let visibleNodes = [];
+  function show(items, page) {
+    for (const node of visibleNodes) node.classList.add("off-page");
+    visibleNodes = items.slice(page * pageSize, (page + 1) * pageSize);
+    for (const node of visibleNodes) node.classList.remove("off-page");
+    fillPager(container, items.length, pageSize, page, (targetPage) => {
+      show(items, targetPage);
       list.scrollIntoView({ block: "start" });
     });
   }
+
   for (const node of nodes) node.classList.add("off-page");
   show(nodes, 0);
-  return (of) => show(of, 0);
+  return (items) => show(items, 0);
 }
 
+// Long tables.
 for (const table of document.querySelectorAll("table[data-paged]")) {
   const rows = [...table.tBodies[0].rows];
-  if (rows.length > table.dataset.paged) paged(table.parentElement, rows, Number(table.dataset.paged));
+  const pageSize = Number(table.dataset.paged);
+  if (rows.length > pageSize) makePaged(table.parentElement, rows, pageSize);
 }
 
-// Filters the entries of a list by their whole text.
+// Lists with a search box. An entry matches if its text contains all words.
 for (const section of document.querySelectorAll(".searchable")) {
-  const box = section.querySelector("input[type=search]"), list = section.querySelector(".list");
+  const box = section.querySelector("input[type=search]");
+  const list = section.querySelector(".list");
   const entries = [...list.children].map((node) => ({ node, text: node.textContent.toLowerCase() }));
-  const show = paged(list, entries.map((entry) => entry.node), Number(list.dataset.paged));
+  const nodes = entries.map((entry) => entry.node);
+  const showEntries = makePaged(list, nodes, Number(list.dataset.paged));
+
   box.closest(".search").hidden = false;
   box.addEventListener("input", () => {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
     const matches = entries.filter(({ text }) => words.every((word) => text.includes(word)));
-    show(matches.map((entry) => entry.node));
+    showEntries(matches.map((entry) => entry.node));
     section.querySelector("output").textContent = `${matches.length} found`;
   });
 }
 
-const scrolls = new ResizeObserver((changes) => {
-  for (const { target } of changes) target.classList.toggle("wider", target.scrollWidth > target.clientWidth + 1);
+// Tables that are wider than the page.
+const observer = new ResizeObserver((changes) => {
+  for (const { target } of changes) {
+    target.classList.toggle("wider", target.scrollWidth > target.clientWidth + 1);
+  }
 });
-for (const node of document.querySelectorAll(".scroll")) scrolls.observe(node);
+for (const node of document.querySelectorAll(".scroll")) observer.observe(node);
