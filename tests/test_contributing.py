@@ -33,7 +33,7 @@ ENTRY = re.compile(r'^- Entry point: `("(\w+)\.(\w+)" = "(acme\.\w+:\w+)")`', re
 ENTRIES = {kind: (line, name, path) for line, kind, name, path in ENTRY.findall(TEXT)}
 # An example is tested as soon as its kind has plug-ins of our own.
 KIND_OF = {path.split(":")[0].split(".")[1]: kind for kind, (_, _, path) in ENTRIES.items()}
-EXAMPLES = {name: code for code, name in MODULE.findall(TEXT) if BUILT_IN.get(KIND_OF[name])}
+EXAMPLES = {name: code for code, name in MODULE.findall(TEXT) if KIND_OF[name] in BUILT_IN}
 MAX_LINES = 15  # of code
 # Where each example would stand in skilltrain itself.
 PLACES = {
@@ -46,6 +46,7 @@ PLACES = {
     "analyses": "evaluation",
     "prompts": "data",
     "stages": "data",
+    "commands": "cli",
 }
 SKILLS = [
     Skill("gold", "pdf reader", "", "read the pages of a pdf"),
