@@ -9,7 +9,7 @@ from torch import nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.loading import heads, in_own_dtype
+from skilltrain.models.loading import cast_to_weight_dtype, heads
 
 _NAME = "default"  # peft's name for a model's only adapter
 # Kept out of 4 bits by name: heads, which are trained or read as they are, and the pooler, which is part of a head.
@@ -92,7 +92,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         if ".lora_" in name:
             parameter.data = parameter.data.float()
     for head in _heads(network):  # in float32 as well: FSDP2 wants one number format of what trains
-        head.float().requires_grad_(True).register_forward_pre_hook(in_own_dtype)
+        head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
 
 
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:

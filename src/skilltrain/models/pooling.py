@@ -12,7 +12,7 @@ from torch import Tensor
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import inside, read_json
-from skilltrain.models.loading import num_positions, read_map
+from skilltrain.models.loading import num_positions, read_json_object
 
 Pooling = Literal["mean", "last_token", "cls"]
 _ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
@@ -85,7 +85,7 @@ def foreign_settings(
     """
     if not (folder / "modules.json").is_file():
         return {}, ("", "")
-    files = read_map(folder / "config_sentence_transformers.json") | {
+    files = read_json_object(folder / "config_sentence_transformers.json") | {
         "modules": read_json(folder / "modules.json")
     }
     found = validate(_Files, files, folder)
@@ -108,7 +108,7 @@ def foreign_settings(
         next((prompts[name] for name in _OF_SKILLS if name in prompts), ""),
     )
     if "Pooling" in places:
-        config = read_map(places["Pooling"] / "config.json")
+        config = read_json_object(places["Pooling"] / "config.json")
         settings["pooling"] = pooling or _pooling(folder, places["Pooling"], config)
         if any(used) and config.get("include_prompt") is False:
             what = "its pooling leaves the prompt out (include_prompt: false), which an encoder here does not compute"
@@ -152,9 +152,9 @@ def _token_limits(
     """
     names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
     given = validate(
-        _Files, next(filter(None, (read_map(place / name) for name in names)), {}), folder
+        _Files, next(filter(None, (read_json_object(place / name) for name in names)), {}), folder
     )
-    own = read_map(place / "tokenizer_config.json").get("model_max_length")
+    own = read_json_object(place / "tokenizer_config.json").get("model_max_length")
     own = own if isinstance(own, int) and own < _ENDLESS else None
     most = _least(
         own if given.max_seq_length is None else given.max_seq_length, num_positions(model_config)

@@ -200,7 +200,7 @@ def load_reranker(
         network = loading.load_network(auto_class, folder, tokenizer, given, new_head)
     for head in loading.heads(network):
         head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(loading.in_own_dtype)
+        head.register_forward_pre_hook(loading.cast_to_weight_dtype)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
