@@ -23,7 +23,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker
-from skilltrain.models.tokens import tokenized
+from skilltrain.models.tokens import tokenize_texts
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
@@ -42,7 +42,7 @@ class OwnEncoder:
         settings = encoder.settings
         chunks = [settings.chunk_texts(skill) for skill in skills]
         texts = [*chain.from_iterable(chunks)]
-        tokens = tokenized(
+        tokens = tokenize_texts(
             dict(zip(texts, texts, strict=True)),
             lambda some: encoder.tokenize(some, settings.max_tokens),
         )
@@ -50,7 +50,7 @@ class OwnEncoder:
         self.text_tokens: list[TokenIds] = [*tokens.values()]
         numbers = {text: number for number, text in enumerate(tokens)}
         self.chunk_rows = np.array([numbers[text] for text in texts], dtype=np.int64)
-        self.query_tokens = tokenized(
+        self.query_tokens = tokenize_texts(
             {query.query_id: query.text for query in queries}, encoder.tokenize_queries
         )
         self.skill_ids = [skill.skill_id for skill in skills]

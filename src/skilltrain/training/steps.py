@@ -22,7 +22,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.tokens import tokenized, tokenizer_identity
+from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
 from skilltrain.records import Skill
 from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
@@ -87,8 +87,8 @@ class _Step(nn.Module, Generic[ModelT]):
             settings.token_cache,
         )
         queries = {one.query: one.query for one in data.lists}
-        self.query_ids = made_by_first_rank(lambda: tokenized(queries, of_queries, *about))
-        self.skill_ids = made_by_first_rank(lambda: tokenized(data.skills, of_skills, *about))
+        self.query_ids = made_by_first_rank(lambda: tokenize_texts(queries, of_queries, *about))
+        self.skill_ids = made_by_first_rank(lambda: tokenize_texts(data.skills, of_skills, *about))
 
     def run(
         self,
