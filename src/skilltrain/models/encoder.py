@@ -204,7 +204,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     prompts = "", ""
     if not stored:
         least = EncoderSettings().query_max_tokens
-        found, prompts = foreign_settings(folder, model_config, config.pooling, least)
+        found, *prompts = foreign_settings(folder, model_config, config.pooling, least)
         base |= found
     settings = validate(EncoderSettings, (stored or base) | given, folder)
     limit = loading.num_positions(model_config)
