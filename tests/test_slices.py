@@ -13,11 +13,11 @@ from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import Relevance
 from skilltrain.metrics.slices import (
     SliceMeans,
+    distinct_slices,
     gaps,
     labels_of,
     means_by_slice,
     quartiles,
-    shown,
 )
 from skilltrain.records import Query, Skill
 from test_comparison import interval
@@ -66,7 +66,9 @@ def test_a_slice_holds_the_queries_of_one_value():
         ("reason", "low_quality"): ("q2", "q3"),
         ("reason", "scope_mismatch"): ("q2",),
     }
-    assert [part.label for part in shown(found)].count("origin") == 0  # it is all queries once more
+    assert [part.label for part in distinct_slices(found)].count(
+        "origin"
+    ) == 0  # it is all queries once more
     every, single, multi = found[:3]
     assert every.means["two"]["Hit@1"] == interval([1, 1, 0])
     assert single.means["one"] == {

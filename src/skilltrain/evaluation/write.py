@@ -24,7 +24,7 @@ from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
 from skilltrain.metrics.measures import COPIES, MEANINGS, Measure, per_query
-from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
+from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, distinct_slices
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 
@@ -172,7 +172,7 @@ def _layers(model: Row) -> dict[str, Any]:
 
 def terminal_table(report: Report, width: int) -> Group:
     """Return the means for a terminal: measures are rows, systems columns, as many as fit its `width`."""
-    parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
+    parts = [part for part in distinct_slices(report.slices) if part.label in (ALL, KIND, LENGTH)]
     rows = [[(part, name) for name in report.systems] for part in parts]
     if len(report.systems) == 1:
         rows = [list(itertools.chain(*rows))]  # the slices of a single system side by side
