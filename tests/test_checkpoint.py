@@ -158,7 +158,7 @@ def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypat
 
     monkeypatch.setattr(engine, "write_text", late)
     engine.check_shared(accelerator, tmp_path)
-    monkeypatch.setattr(engine, "_PATIENCE", 0.0)
+    monkeypatch.setattr(engine, "_VISIBILITY_TIMEOUT", 0.0)
     with pytest.raises(SkilltrainError, match="process 0 does not see what process 0 writes here"):
         engine.check_shared(accelerator, tmp_path)
     assert len(set(written)) == 2 and not written[0].exists()
