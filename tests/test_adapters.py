@@ -192,7 +192,7 @@ def of_adapter(parameters):
 
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
-    """Return settings, trained parameters and step module of a run. Its 4-bit weights stay equal."""
+    """Return settings, trained parameters and step of a run. Its 4-bit weights stay equal."""
     config = config_of(base, tmp_path_factory.mktemp("whole"))
     step = new_step(config)
     packed = {
