@@ -1,4 +1,4 @@
-"""Adapters: only they train, merging changes no score, and a saved model shows no trace of them; QLoRA as well."""
+"""Adapters and QLoRA: only they train, and merging changes no score of a saved model."""
 
 import copy
 import importlib.util
@@ -112,37 +112,48 @@ def test_trained_merged_saved_and_read_again(
             torch.testing.assert_close(found, trained, atol=1e-5, rtol=1e-5)
 
 
-def test_trained_parameters_are_few_and_counted_by_hand(open_encoder_of):
+def test_only_the_targets_are_trained(open_encoder_of):
+    """Per layer: query is 32 to 32, intermediate 32 to 64; each has rank * (in + out) weights."""
     backbone = open_encoder_of("bert").backbone
-    add_adapter(
-        backbone, AdapterConfig(rank=2, targets=("attention.self.query", "intermediate.dense"))
-    )
-    trained = {name: p.numel() for name, p in backbone.named_parameters() if p.requires_grad}
-    # Two layers; the query layer is 32 to 32, the intermediate layer 32 to 64: rank (in + out) each.
-    assert sum(trained.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 64))
-    assert {name.partition(".lora_")[0].rpartition(".")[2] for name in trained} == {
-        "query",
-        "dense",
-    }
+    targets = ("attention.self.query", "intermediate.dense")
+
+    add_adapter(backbone, AdapterConfig(rank=2, targets=targets))
+
+    sizes = {name: p.numel() for name, p in backbone.named_parameters() if p.requires_grad}
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in sizes}
+    assert layers == {"query", "dense"}
+    assert sum(sizes.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 64))
 
 
-def test_bad_input_is_named(open_encoder_of, monkeypatch):
-    backbone = open_encoder_of("qwen3").backbone
-    for settings, message in (
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"targets": ("q_proj", "query")}, r"ends with 'query'.*q_proj, k_proj, .*down_proj"),
-        ({"targets": ("proj",)}, "ends with 'proj'"),  # a whole name, not a part of one
+        ({"targets": ("proj",)}, "ends with 'proj'"),  # only a part of a name
         ({"targets": ("embed_tokens",)}, "ends with 'embed_tokens'"),
         ({"rank": 99}, "99 exceeds the width of every layer"),
-    ):
-        with pytest.raises(SkilltrainError, match=message):
-            add_adapter(backbone, AdapterConfig(**settings))
-    assert quantizing_options(None) == quantizing_options(SMALL) == {}
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(open_encoder_of, settings, message):
+    backbone = open_encoder_of("qwen3").backbone
+
+    with pytest.raises(SkilltrainError, match=message):
+        add_adapter(backbone, AdapterConfig(**settings))
+
+
+@pytest.mark.parametrize("adapter", [None, SMALL])
+def test_only_nf4_needs_options(adapter):
+    assert quantizing_options(adapter) == {}
+
+
+def test_missing_bitsandbytes_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
     with pytest.raises(SkilltrainError, match=r"pip install 'skilltrain\[qlora\]'"):
         quantizing_options(NF4)
 
 
-# QLoRA from the first step to the model folder -----------------------------------------------------------------------
+# QLoRA from the first step to the model folder ----------------------------------------------
 
 
 NF4 = AdapterConfig(rank=4, alpha=8, dropout=0.1, quantize="nf4")
@@ -181,7 +192,7 @@ def of_adapter(parameters):
 
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
-    """(settings, trained parameters, the step module) of an undisturbed run; 4-bit weights stay as they were."""
+    """Return settings, trained parameters and step of a run. Its 4-bit weights stay equal."""
     config = config_of(base, tmp_path_factory.mktemp("whole"))
     step = new_step(config)
     packed = {
@@ -236,15 +247,23 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
         load_weights(load_model(config, CPU), "model", tmp_path)
 
 
-def test_quantized_layers_without_an_adapter_become_plain_too_and_a_bad_width_is_refused(
-    base, save_wide
-):
+@pytest.fixture
+def open_quantized(save_wide):
+    """Return a function that opens a Qwen3 of a width with 4-bit weights."""
     options = {"dtype": torch.float32, **quantizing_options(NF4)}
-    network = AutoModel.from_pretrained(base, **options).eval()
+    return lambda width: AutoModel.from_pretrained(save_wide(width), **options).eval()
+
+
+def test_merging_makes_all_layers_plain(open_quantized):
+    network = open_quantized(64)
     add_adapter(network, NF4.model_copy(update={"targets": ("q_proj",)}))
+
     merge_adapter(network)
-    assert {type(m).__name__ for m in network.modules() if "Linear" in type(m).__name__} == {
-        "Linear"
-    }
+
+    class_names = {type(module).__name__ for module in network.modules()}
+    assert {name for name in class_names if "Linear" in name} == {"Linear"}
+
+
+def test_a_width_without_whole_blocks_is_refused(open_quantized):
     with pytest.raises(SkilltrainError, match=r"layers.0.self_attn.q_proj is 96 wide"):
-        add_adapter(AutoModel.from_pretrained(save_wide(96), **options), NF4)
+        add_adapter(open_quantized(96), NF4)

@@ -1,5 +1,8 @@
+"""Checkpoints: which are kept, loaded and refused, and that none can run code."""
+
 import io
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as tensors
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.metrics.bootstrap import Interval
 from skilltrain.training import checkpoint, engine
 from skilltrain.training.checkpoint import (
     Best,
@@ -23,7 +27,7 @@ from training_runs import malicious_pickle
 
 @pytest.fixture
 def run():
-    """(accelerator, model, optimizer) after one step, ready to be saved."""
+    """Return accelerator, model and optimizer after one step."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -42,34 +46,82 @@ def names(folder):
     return [path.name for path in checkpoints(folder)]
 
 
-def test_the_newest_and_the_best_are_kept_and_a_half_written_one_is_never_picked_up(run, tmp_path):
-    assert load_checkpoint(*run, tmp_path) is best_checkpoint(tmp_path) is None
-    for name in ("step-100.partial", "step-x", "step-", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text("half")
-    save(run, tmp_path, 2, 9, 10, keep=2)
-    assert names(tmp_path) == ["step-9", "step-10"] and best_checkpoint(tmp_path) is None
-    save(run, tmp_path, 100, best=9, keep=1)  # takes the place of its own leftover
-    assert (
-        names(tmp_path) == ["step-9", "step-100"] and not (tmp_path / "step-100.partial").exists()
-    )
+def test_an_empty_folder_has_no_checkpoint(run, tmp_path):
+    assert load_checkpoint(*run, tmp_path) is None
+    assert best_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["step-100.partial", "step-x", "step-", "other"])
+def test_an_incomplete_checkpoint_is_ignored(run, tmp_path, name):
+    save(run, tmp_path, 2)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "model.safetensors").write_text("half")
+
     position = load_checkpoint(*run, tmp_path)
-    assert (
-        position is not None
-        and position.step == 100
-        and best_checkpoint(tmp_path) == tmp_path / "step-9"
-    )
+
+    assert names(tmp_path) == ["step-2"]
+    assert position is not None
+    assert position.step == 2
+
+
+def test_a_partial_checkpoint_is_replaced(run, tmp_path):
+    partial = tmp_path / "step-100.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_text("half")
+
+    save(run, tmp_path, 100)
+
+    assert names(tmp_path) == ["step-100"]
+    assert not partial.exists()
+
+
+def test_the_newest_checkpoints_are_kept(run, tmp_path):
+    save(run, tmp_path, 2, 9, 10, keep=2)
+
+    assert names(tmp_path) == ["step-9", "step-10"]
+    assert best_checkpoint(tmp_path) is None
+
+
+def test_the_best_checkpoint_is_kept(run, tmp_path):
+    save(run, tmp_path, 9, 10)
+
+    save(run, tmp_path, 100, best=9, keep=1)
+
+    assert names(tmp_path) == ["step-9", "step-100"]
+    assert best_checkpoint(tmp_path) == tmp_path / "step-9"
+
+
+def test_the_newest_checkpoint_is_loaded(run, tmp_path):
+    save(run, tmp_path, 9, 10, 100)
+
+    position = load_checkpoint(*run, tmp_path)
+
+    assert position is not None
+    assert position.step == 100
+
+
+@pytest.mark.parametrize(
+    ("value", "is_better"), [(0.5, True), (0.4, False), (0.3, False), (float("nan"), False)]
+)
+def test_only_a_higher_value_is_better(value, is_better):
+    best = Best(step=1, value=0.4)
+
+    assert best.update(2, "m", {"m": Interval(value, 0, 1, 9)}) == is_better
+
+    assert best.step == (2 if is_better else 1)
+    assert best.num_bad == (0 if is_better else 1)
 
 
 def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
-    def full_disk(*_):
+    def raise_disk_full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_save_states", full_disk)
-    with pytest.raises(
-        SkilltrainError, match=r"step-3\.partial: cannot save a checkpoint: No space left on device"
-    ):
+    monkeypatch.setattr(checkpoint, "_save_states", raise_disk_full)
+    message = r"step-3\.partial: cannot save a checkpoint: No space left on device"
+
+    with pytest.raises(SkilltrainError, match=message):
         save(run, tmp_path, 3)
+
     assert checkpoints(tmp_path) == []
 
 
@@ -82,97 +134,156 @@ DAMAGE = {
 }
 
 
-def changed(old, new):
-    return lambda content: (
-        content.replace(old, new) if old in content else pytest.fail("nothing to change")
-    )
+def replaced(old, new):
+    """Return a function that replaces a part of a file's content."""
+
+    def damage(content):
+        assert old in content
+        return content.replace(old, new)
+
+    return damage
 
 
-def of_another_model(content):
-    """Each moment twice as long."""
-    return tensors(
-        {name: torch.cat([x, x]) if x.ndim else x for name, x in tensors_in(content).items()}
-    )
+def with_double_moments(content):
+    """Make each moment of the optimiser twice as long."""
+    moments = tensors_in(content)
+    for name, value in moments.items():
+        if value.ndim:
+            moments[name] = torch.cat([value, value])
+    return tensors(moments)
+
+
+def refusal(run, folder):
+    """Return the error of loading a checkpoint."""
+    with pytest.raises(SkilltrainError) as error:
+        load_checkpoint(*run, folder)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        *((file, damage) for file in FILES for damage in DAMAGE.values()),
-        ("optimizer.safetensors", of_another_model),
-        ("state.json", changed(b'"step": 3', b'"step": "three"')),
-        ("state.json", changed(b'"position"', b'"place"')),
-        ("random_0.safetensors", changed(b'"cpu"', b'"gpu"')),
-        ("state.json", changed(b"whole models on cpu", b"8 x FSDP on cuda")),
+        *product(FILES, DAMAGE.values()),
+        ("state.json", replaced(b'"step": 3', b'"step": "three"')),
+        ("state.json", replaced(b'"position"', b'"place"')),
+        ("random_0.safetensors", replaced(b'"cpu"', b'"gpu"')),
     ],
 )
-def test_a_damaged_checkpoint_and_another_launch_are_refused_in_one_line(
-    run, tmp_path, file, damage
-):
+def test_a_damaged_checkpoint_is_refused(run, tmp_path, file, damage):
     save(run, tmp_path, 3)
     path = tmp_path / "step-3" / file
-    content = path.read_bytes()
     if damage is None:
         path.unlink()
     else:
-        path.write_bytes(damage(content))
-    with pytest.raises(SkilltrainError) as error:
-        load_checkpoint(*run, tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}/step-3") and "\n" not in str(error.value)
-    if damage is of_another_model:
-        assert "ValueError the optimiser holds (4, 3) for a weight of (2, 3)" in str(error.value)
-    if b"FSDP" in (path.read_bytes() if path.is_file() else b""):
-        assert str(error.value).endswith(
-            "8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)"
-        )
+        path.write_bytes(damage(path.read_bytes()))
+
+    message = refusal(run, tmp_path)
+
+    assert message.startswith(f"{tmp_path}/step-3")
+    assert "\n" not in message
 
 
-PICKLED_BY_OTHERS = ("random_states_0.pkl", "optimizer.bin", "deepspeed/mp_rank_00_model_states.pt")
+def test_another_models_optimiser_is_refused(run, tmp_path):
+    save(run, tmp_path, 3)
+    path = tmp_path / "step-3" / "optimizer.safetensors"
+    path.write_bytes(with_double_moments(path.read_bytes()))
+
+    message = refusal(run, tmp_path)
+
+    assert "ValueError the optimiser holds (4, 3) for a weight of (2, 3)" in message
+    assert "\n" not in message
 
 
-@pytest.mark.parametrize("file", [*FILES, *PICKLED_BY_OTHERS])
-def test_a_checkpoint_from_elsewhere_executes_no_code(run, tmp_path, file):
-    """A pickle under our own names is refused; under the names that accelerate and others use it is never opened."""
-    save(run, tmp_path / "run", 3)
-    path, sign = tmp_path / "run" / "step-3" / file, tmp_path / "executed"
+def test_another_launch_is_refused(run, tmp_path):
+    save(run, tmp_path, 3)
+    path = tmp_path / "step-3" / "state.json"
+    path.write_bytes(replaced(b"whole models on cpu", b"8 x FSDP on cuda")(path.read_bytes()))
+
+    message = refusal(run, tmp_path)
+
+    ending = "8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)"
+    assert message.endswith(ending)
+
+
+def write_malicious_pickle(path, sign):
+    """Write a pickle that creates the file `sign` when it is read, and check that it would."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(malicious_pickle(sign))
-    if file in FILES:
-        with pytest.raises(SkilltrainError, match="step-3"):
-            load_checkpoint(*run, tmp_path / "run")
-    else:
-        assert load_checkpoint(*run, tmp_path / "run") is not None
-    assert not sign.exists()
     torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
-    assert sign.exists()  # it would have
+    sign.unlink()
 
 
-def test_a_file_that_another_machine_sees_late_is_waited_for(tmp_path, monkeypatch):
-    accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    written = []
+@pytest.mark.parametrize("file", FILES)
+def test_a_pickle_under_our_names_is_refused(run, tmp_path, file):
+    save(run, tmp_path / "run", 3)
+    sign = tmp_path / "executed"
+    write_malicious_pickle(tmp_path / "run" / "step-3" / file, sign)
 
-    def late(path, text):
-        written.append(path)
+    assert "step-3" in refusal(run, tmp_path / "run")
+
+    assert not sign.exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["random_states_0.pkl", "optimizer.bin", "deepspeed/mp_rank_00_model_states.pt"]
+)
+def test_a_pickle_of_other_programs_is_never_opened(run, tmp_path, file):
+    save(run, tmp_path / "run", 3)
+    sign = tmp_path / "executed"
+    write_malicious_pickle(tmp_path / "run" / "step-3" / file, sign)
+
+    assert load_checkpoint(*run, tmp_path / "run") is not None
+
+    assert not sign.exists()
+
+
+@pytest.fixture
+def late_markers(monkeypatch):
+    """Paths of the markers of `check_shared`, which appear 0.2 seconds late."""
+    paths = []
+
+    def write_late(path, text):
+        paths.append(path)
         threading.Timer(0.2, path.write_text, [text]).start()
 
-    monkeypatch.setattr(engine, "write_text", late)
-    engine.check_shared(accelerator, tmp_path)
-    monkeypatch.setattr(engine, "_PATIENCE", 0.0)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(engine, "write_text", write_late)
+    return paths
+
+
+def test_a_late_file_is_waited_for(tmp_path, late_markers):
+    engine.check_shared(Accelerator(cpu=True), tmp_path)
+
+    (marker,) = late_markers
+    assert not marker.exists()
+
+
+def test_each_check_has_its_own_marker(tmp_path, late_markers):
+    for _ in range(2):
+        engine.check_shared(Accelerator(cpu=True), tmp_path)
+
+    first, second = late_markers
+    assert first != second
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path, late_markers, monkeypatch):
+    monkeypatch.setattr(engine, "_VISIBILITY_TIMEOUT", 0.0)
+
     with pytest.raises(SkilltrainError, match="process 0 does not see what process 0 writes here"):
-        engine.check_shared(accelerator, tmp_path)
-    assert len(set(written)) == 2 and not written[0].exists()
+        engine.check_shared(Accelerator(cpu=True), tmp_path)
 
 
-def test_weights_of_another_model_are_refused(run, tmp_path):
-    save(run, tmp_path, 1)
-    for other, unfit in (
+@pytest.mark.parametrize(
+    ("model", "mismatch"),
+    [
         (torch.nn.Linear(4, 2), "size mismatch"),
         (torch.nn.Linear(3, 2, bias=False), "bias"),
         (torch.nn.ModuleList([torch.nn.Linear(3, 2)]), "weight|bias"),
-    ):
-        with pytest.raises(
-            SkilltrainError,
-            match=f"step-1: the checkpoint does not fit the recipe's model.*({unfit})",
-        ):
-            load_weights(other, "", tmp_path / "step-1")
+    ],
+)
+def test_weights_of_another_model_are_refused(run, tmp_path, model, mismatch):
+    save(run, tmp_path, 1)
+    message = f"step-1: the checkpoint does not fit the recipe's model.*({mismatch})"
+
+    with pytest.raises(SkilltrainError, match=message):
+        load_weights(model, "", tmp_path / "step-1")

@@ -1,4 +1,4 @@
-"""Intervals by the bootstrap, and two systems compared: tests, Holm's adjustment, and the comparison itself."""
+"""Bootstrap intervals, and comparisons of systems: the tests and Holm's correction."""
 
 import math
 from dataclasses import replace
@@ -38,43 +38,75 @@ def paired_difference(a: list[float], b: list[float]) -> tuple[Interval, float]:
     return paired_differences(np.subtract(a, b)[:, None])[0]
 
 
-def test_agrees_with_the_binomial():
+def test_the_interval_agrees_with_the_binomial():
     """Of 100 queries 60 hit: resampled means are Binomial(100, .6) / 100."""
-    found = interval([1.0] * 60 + [0.0] * 40)
-    exact = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.6) / 100
-    assert [found.low, found.high] == pytest.approx(exact, abs=0.0101)
+    expected = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.6) / 100
+
+    result = interval([1.0] * 60 + [0.0] * 40)
+
+    assert [result.low, result.high] == pytest.approx(expected, abs=0.0101)
+
+
+VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
 @settings(max_examples=25)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_the_interval_lies_within_the_values_and_is_repeatable(values: list[float]):
-    found = interval(values)
-    assert min(values) <= found.low <= found.high <= max(values)
-    assert found == interval(values)
+@given(VALUES)
+def test_the_interval_lies_within_the_values(values: list[float]):
+    result = interval(values)
+
+    assert min(values) <= result.low <= result.high <= max(values)
 
 
-def test_a_paired_difference_has_its_own_sign_width_and_p():
-    """b always lies .1 above a: paired, this is certain, however far the queries spread. Of four queries, one lost and
-    three won, draws at or below 0 are Binomial(4, 3/4) <= 2, which is 67/256."""
-    a = np.random.default_rng(0).random(60)
-    found, p = paired_difference(a.tolist(), (a + 0.1).tolist())
-    assert found.mean == pytest.approx(-0.1) and found.high - found.low < 1e-9
+@settings(max_examples=25)
+@given(VALUES)
+def test_the_interval_is_repeatable(values: list[float]):
+    assert interval(values) == interval(values)
+
+
+def test_a_constant_difference_is_certain():
+    """The difference is always -.1, however much the queries differ."""
+    values = np.random.default_rng(0).random(60)
+
+    result, p = paired_difference(values.tolist(), (values + 0.1).tolist())
+
+    assert result.mean == pytest.approx(-0.1)
+    assert result.high - result.low < 1e-9
     assert p == pytest.approx(2 / 10_001)
-    found, p = paired_difference([1, 1, 1, 0], [0, 0, 0, 1])
-    assert found.mean == 0.5 and p == pytest.approx(2 * 67 / 256, abs=0.02)
-    assert paired_difference([1, 0], [0, 1])[1] == 1.0
 
 
-def test_clusters_are_drawn_whole():
-    """Clusters of equal size: their means, drawn; of sizes 1 and 3 a draw is (1, 1), (1, 3), (3, 1) or (3, 3)."""
+def test_p_counts_resamples_at_or_below_zero():
+    """One query lost, three won: P(Binomial(4, 3/4) <= 2) = 67/256."""
+    result, p = paired_difference([1, 1, 1, 0], [0, 0, 0, 1])
+
+    assert result.mean == 0.5
+    assert p == pytest.approx(2 * 67 / 256, abs=0.02)
+
+
+def test_p_is_at_most_one():
+    _, p = paired_difference([1, 0], [0, 1])
+
+    assert p == 1.0
+
+
+def test_clusters_of_equal_size_are_drawn_whole():
     values = np.random.default_rng(3).random((20, 2))
-    names = [str(place % 10) for place in range(20)]
-    together = intervals(values, clusters=names)
-    of_means = intervals((values[:10] + values[10:]) / 2)
-    for found, expected in zip(together, of_means, strict=True):
-        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
-        assert (found.mean, found.n) == (pytest.approx(expected.mean), 20)
-    means = resampled_means(np.array([[1.0], [0.0], [0.0], [0.0]]), clusters=["a", "b", "b", "b"])
+    clusters = [str(position % 10) for position in range(20)]
+
+    clustered = intervals(values, clusters)
+
+    cluster_means = intervals((values[:10] + values[10:]) / 2)
+    for result, expected in zip(clustered, cluster_means, strict=True):
+        assert (result.low, result.high) == pytest.approx((expected.low, expected.high))
+        assert (result.mean, result.n) == (pytest.approx(expected.mean), 20)
+
+
+def test_clusters_of_unequal_size_are_drawn_whole():
+    """Of clusters of 1 and 3 queries, a draw is (1, 1), (1, 3), (3, 1) or (3, 3)."""
+    values = np.array([[1.0], [0.0], [0.0], [0.0]])
+
+    means = resampled_means(values, clusters=["a", "b", "b", "b"])
+
     assert set(means[:, 0]) == {1.0, 0.25, 0.0}
     assert np.mean(means == 0.25) == pytest.approx(0.5, abs=0.02)
 
@@ -95,7 +127,7 @@ def test_bad_values_are_refused(values: list[float], message: str):
 
 
 @pytest.mark.parametrize(
-    ("value", "places", "text"),
+    ("value", "decimals", "text"),
     [
         (0.573, 3, ".573"),
         (1, 2, "1.00"),
@@ -107,24 +139,41 @@ def test_bad_values_are_refused(values: list[float], message: str):
         (0.9999, 3, "1.000"),
     ],
 )
-def test_compact_prints_shares_as_papers_do(value: float, places: int, text: str):
-    assert compact(value, places) == text
+def test_compact_prints_shares_as_papers_do(value: float, decimals: int, text: str):
+    assert compact(value, decimals) == text
+
+
+def test_an_interval_is_printed_compactly():
     assert str(Interval(0.573, 0.45, 0.694, 75)) == ".573 [.45, .69]"
 
 
-def test_separation_is_the_share_of_pairs_in_the_right_order():
-    found = separation([3.0, 2.0], [2.0, 1.0, -np.inf])
-    assert (found.mean, found.n) == (pytest.approx(5.5 / 6), 5)
-    assert separation([2.0] * 3, [1.0] * 2) == Interval(1, 1, 1, 5)
-    assert separation([1.0] * 3, [1.0] * 2) == Interval(0.5, 0.5, 0.5, 5)
-    source = np.random.default_rng(1)
-    above, below = source.normal(1, 1, 60).tolist(), source.normal(0, 1, 50).tolist()
-    found = separation(above, below)
-    assert found.mean == pytest.approx(scipy.stats.mannwhitneyu(above, below).statistic / 3000)
-    assert 0.05 < found.mean - found.low < 0.15 and 0.03 < found.high - found.mean < 0.15
+def test_separation_is_the_share_of_ordered_pairs():
+    result = separation([3.0, 2.0], [2.0, 1.0, -np.inf])  # one pair of six is equal
+
+    assert (result.mean, result.n) == (pytest.approx(5.5 / 6), 5)
 
 
-# Two systems -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("above", "expected"), [(2.0, 1), (1.0, 0.5)])
+def test_separation_of_constant_values_is_certain(above: float, expected: float):
+    result = separation([above] * 3, [1.0] * 2)
+
+    assert result == Interval(expected, expected, expected, 5)
+
+
+def test_separation_is_mann_whitneys_statistic():
+    rng = np.random.default_rng(1)
+    above = rng.normal(1, 1, 60).tolist()
+    below = rng.normal(0, 1, 50).tolist()
+
+    result = separation(above, below)
+
+    statistic = scipy.stats.mannwhitneyu(above, below).statistic
+    assert result.mean == pytest.approx(statistic / 3000)
+    assert 0.05 < result.mean - result.low < 0.15
+    assert 0.03 < result.high - result.mean < 0.15
+
+
+# Two systems ---------------------------------------------------------------------------------
 
 SIGNS = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=60)
 
@@ -141,7 +190,7 @@ def test_the_sign_test_is_mcnemars(signs: list[float]):
 
 
 def test_the_sign_test_follows_the_mean():
-    """Four of five queries are a little better, and the fifth is so much worse that the mean falls."""
+    """Four of five queries are a little better, and the fifth so much worse that the mean falls."""
     differences = np.array([0.1, 0.1, 0.1, 0.1, -0.9])
 
     assert sign_test(differences) == 1.0
@@ -156,20 +205,20 @@ def test_a_rounding_error_is_no_direction():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
 def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]):
-    """Its adjusted p is the largest Bonferroni p of all families within the family that hold the test."""
-    everyone = range(len(p_values))
-    families = [
-        set(f) for size in range(1, len(p_values) + 1) for f in combinations(everyone, size)
-    ]
-    expected = [
-        max(
-            min(1.0, len(family) * min(p_values[j] for j in family))
-            for family in families
-            if i in family
-        )
-        for i in everyone
-    ]
-    assert holm(p_values) == pytest.approx(expected) and holm([]) == []
+    """Its adjusted p is the largest Bonferroni p of all families that contain the test."""
+    positions = range(len(p_values))
+    expected = [0.0 for _ in positions]
+    for size in range(1, len(p_values) + 1):
+        for family in combinations(positions, size):
+            bonferroni_p = min(1.0, size * min(p_values[position] for position in family))
+            for position in family:
+                expected[position] = max(expected[position], bonferroni_p)
+
+    assert holm(p_values) == pytest.approx(expected)
+
+
+def test_holm_of_no_test_is_empty():
+    assert holm([]) == []
 
 
 MEASURES = ("Hit@1", "MRR@10")
@@ -204,27 +253,32 @@ PAIRS = (("bm25", "trained"), ("base", "trained"))
 
 
 def test_each_pair_is_compared_by_each_measure():
-    found = compare(SYSTEMS, PAIRS, MEASURES)
+    comparisons = compare(SYSTEMS, PAIRS, MEASURES)
 
-    names = [(c.baseline, c.system, c.measure) for c in found]
+    names = [(c.baseline, c.system, c.measure) for c in comparisons]
     assert names == [(*pair, measure) for pair in PAIRS for measure in MEASURES]
 
 
 def test_a_difference_is_the_bootstraps():
-    (found,) = compare(SYSTEMS, [("bm25", "trained")], ["MRR@10"])
+    (comparison,) = compare(SYSTEMS, [("bm25", "trained")], ["MRR@10"])
 
     differences = np.subtract(column(TRAINED, "MRR@10"), column(BM25, "MRR@10"))
     ((interval, p),) = paired_differences(differences[:, None])
-    assert found.difference == interval
-    assert found.num_better + found.num_worse > MAX_EXACT
-    assert (found.p, found.p_holm) == (p, p)
+    assert comparison.difference == interval
+    assert comparison.num_better + comparison.num_worse > MAX_EXACT
+    assert (comparison.p, comparison.p_holm) == (p, p)
 
 
 def test_holm_corrects_over_all_comparisons():
-    found = compare(SYSTEMS, PAIRS, MEASURES)
+    comparisons = compare(SYSTEMS, PAIRS, MEASURES)
 
-    assert [c.p_holm for c in found] == holm([c.p for c in found])
-    assert adjust(found[:1])[0].p_holm == found[0].p
+    assert [c.p_holm for c in comparisons] == holm([c.p for c in comparisons])
+
+
+def test_adjust_corrects_only_given_comparisons():
+    comparisons = compare(SYSTEMS, PAIRS, MEASURES)
+
+    assert adjust(comparisons[:1])[0].p_holm == comparisons[0].p
 
 
 @pytest.mark.parametrize(
@@ -233,45 +287,53 @@ def test_holm_corrects_over_all_comparisons():
 )
 def test_few_differing_queries_are_tested_exactly(num_fixed: int, num_same: int, verdict: str):
     """The bootstrap's p of four fixed and none broken is about 2 / e^4 = .037, whatever n is."""
-    before = one_measure("a", [0.0] * (num_fixed + num_same))
-    after = one_measure("b", [1.0] * num_fixed + [0.0] * num_same)
+    baseline = one_measure("a", [0.0] * (num_fixed + num_same))
+    system = one_measure("b", [1.0] * num_fixed + [0.0] * num_same)
 
-    (found,) = compare([before, after], [("a", "b")], ["m"])
+    (comparison,) = compare([baseline, system], [("a", "b")], ["m"])
 
-    assert found.p == pytest.approx(2 / 2**num_fixed)
-    assert (found.num_better, found.num_worse, found.reading) == (num_fixed, 0, verdict)
+    assert comparison.p == pytest.approx(2 / 2**num_fixed)
+    assert (comparison.num_better, comparison.num_worse, comparison.reading) == (
+        num_fixed,
+        0,
+        verdict,
+    )
 
 
 @pytest.mark.parametrize("values", [[1.0, 0.0, 1.0], [0.25] * 4, [0.0] * 3])
 def test_equal_systems_differ_in_nothing(values: list[float]):
-    (found,) = compare([one_measure("a", values), one_measure("b", values)], [("a", "b")], ["m"])
+    (comparison,) = compare(
+        [one_measure("a", values), one_measure("b", values)], [("a", "b")], ["m"]
+    )
 
-    assert found == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 0, 0, 1.0)
+    assert comparison == Comparison("b", "a", "m", Interval(0, 0, 0, len(values)), 0, 0, 1.0)
 
 
 def test_a_cluster_counts_once():
-    """Fifteen tasks over two pools where both fare alike are tested as fifteen queries, and n is 30."""
+    """Fifteen tasks with equal results in two pools count as fifteen queries, and n is 30."""
     hits = np.random.default_rng(4).integers(0, 2, (15, 2)).astype(float)
     once = [one_measure(name, hits[:, side].tolist()) for side, name in enumerate("ab")]
     repeated = np.repeat(hits, 2, axis=0)
     twice = [one_measure(name, repeated[:, side].tolist()) for side, name in enumerate("ab")]
     clusters = {f"q{position}": f"task {position // 2}" for position in range(30)}
 
-    (alone,) = compare(once, [("a", "b")], ["m"])
-    (clustered,) = compare([replace(one, clusters=clusters) for one in twice], [("a", "b")], ["m"])
+    (unrepeated,) = compare(once, [("a", "b")], ["m"])
+    (clustered,) = compare(
+        [replace(system, clusters=clusters) for system in twice], [("a", "b")], ["m"]
+    )
     (separate,) = compare(twice, [("a", "b")], ["m"])
 
-    assert clustered == replace(alone, difference=replace(alone.difference, n=30))
+    assert clustered == replace(unrepeated, difference=replace(unrepeated.difference, n=30))
     assert separate.num_better == 2 * clustered.num_better
 
 
 def test_queries_without_a_value_are_left_out():
-    before = SystemResult("a", {"q0": {"m": 0.0}, "q1": {}, "q2": {"m": 0.5}}, {})
-    after = SystemResult("b", {"q0": {"m": 1.0}, "q1": {}, "q2": {"m": 0.5}}, {})
+    baseline = SystemResult("a", {"q0": {"m": 0.0}, "q1": {}, "q2": {"m": 0.5}}, {})
+    system = SystemResult("b", {"q0": {"m": 1.0}, "q1": {}, "q2": {"m": 0.5}}, {})
 
-    found = compare([before, after], [("a", "b")], ["m", "nowhere"])
+    comparison = compare([baseline, system], [("a", "b")], ["m", "nowhere"])
 
-    assert [(c.measure, c.difference.mean, c.difference.n) for c in found] == [("m", 0.5, 2)]
+    assert [(c.measure, c.difference.mean, c.difference.n) for c in comparison] == [("m", 0.5, 2)]
 
 
 def test_other_queries_are_refused():

@@ -1,3 +1,5 @@
+"""oneDNN's linear layers compute what PyTorch's do, with the same gradients."""
+
 import copy
 
 import pytest
@@ -8,6 +10,7 @@ from skilltrain.losses import ListwiseCE
 from skilltrain.models import cpu_linear
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear, pack_linear_layers, train_with_onednn
+from skilltrain.models.encoder import Encoder
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from test_steps import gradients
 from training_data import training_set
@@ -25,14 +28,14 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def any_processor(monkeypatch):
-    """oneDNN computes on every processor; which one chooses it by itself is another question."""
+    """Use oneDNN on every processor."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: True)
 
 
-def both(inner, outer, bias=True):
-    """(a plain layer, one of the same weights that oneDNN computes)."""
+def plain_and_fast(inner, outer, bias=True):
+    """Return a plain layer, and one with the same weights that oneDNN computes."""
     torch.manual_seed(inner * 1000 + outer)
     plain = nn.Linear(inner, outer, bias)
     network = nn.Sequential(copy.deepcopy(plain))
@@ -42,34 +45,42 @@ def both(inner, outer, bias=True):
     return plain, fast
 
 
-def outcome(layer, values, call=None):
-    """Outputs and the gradients of inputs, weight and bias, for a weighted sum of the outputs."""
+def outputs_and_gradients(layer, values, call=None):
+    """Return the outputs, and the gradients of inputs, weight and bias."""
     values = values.detach().requires_grad_(True)
     layer.zero_grad()
     output = (call or layer)(values)
-    (
-        output * torch.linspace(-1, 2, max(1, output.numel()))[: output.numel()].view(output.shape)
-    ).sum().backward()
+    weights = torch.linspace(-1, 2, max(1, output.numel()))[: output.numel()]
+    (output * weights.view(output.shape)).sum().backward()
     return [output.detach(), values.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def assert_close(got, wanted, tolerance=1e-5):
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert one.shape == other.shape and one.dtype == other.dtype
-            furthest = (one - other).abs().max().item() if one.numel() else 0.0
-            assert furthest <= tolerance * max(
-                1.0, other.abs().max().item() if other.numel() else 0.0
-            )
+def largest(values):
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def assert_close(results, expected):
+    for result, reference in zip(results, expected, strict=True):
+        assert (result is None) == (reference is None)
+        if result is not None:
+            assert result.shape == reference.shape
+            assert result.dtype == reference.dtype
+            assert largest(result - reference) <= 1e-5 * max(1.0, largest(reference))
+
+
+def assert_equal(results, expected):
+    for result, reference in zip(results, expected, strict=True):
+        assert torch.equal(result, reference)
 
 
 @pytest.mark.parametrize(("shape", "outer", "bias"), SHAPES)
-def test_values_and_all_gradients_are_those_of_a_plain_layer(shape, outer, bias):
-    plain, fast = both(shape[-1], outer, bias)
+def test_outputs_and_gradients_equal_a_plain_layers(shape, outer, bias):
+    plain, fast = plain_and_fast(shape[-1], outer, bias)
     values = torch.randn(shape)
-    assert_close(outcome(fast, values), outcome(plain, values))
+
+    results = outputs_and_gradients(fast, values)
+
+    assert_close(results, outputs_and_gradients(plain, values))
 
 
 VIEWS = {
@@ -81,94 +92,175 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
-def test_values_and_gradients_that_are_not_contiguous(view):
-    plain, fast = both(24, 40)
+def test_tensors_need_not_be_contiguous(view):
+    plain, fast = plain_and_fast(24, 40)
     values = torch.randn(9, 24, 24)
-    assert_close(outcome(fast, values, view(fast)), outcome(plain, values, view(plain)))
+
+    results = outputs_and_gradients(fast, values, view(fast))
+
+    assert_close(results, outputs_and_gradients(plain, values, view(plain)))
 
 
-def test_subclasses_stay_and_inference_leaves_what_is_laid_out_for_training():
-    class Own(nn.Linear):
+def test_subclasses_are_not_replaced():
+    class Subclass(nn.Linear):
         pass
 
-    network = nn.ModuleDict({"head": nn.Linear(4, 9), "own": Own(4, 4)})
+    network = nn.ModuleDict({"layer": Subclass(4, 4)})
+
     train_with_onednn(network)
     pack_linear_layers(network, 8)
-    assert [type(module) for module in network.values()] == [OneDnnLinear, Own]
+
+    assert type(network["layer"]) is Subclass
 
 
-def test_a_replaced_layer_keeps_weights_and_hooks():
+def test_packing_keeps_layers_for_training():
+    network = nn.ModuleDict({"layer": nn.Linear(4, 9)})
+
+    train_with_onednn(network)
+    pack_linear_layers(network, 8)
+
+    assert type(network["layer"]) is OneDnnLinear
+
+
+@pytest.fixture
+def tied_network():
+    """A network whose head has the weights of a table, and a hook that doubles its inputs."""
     network = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
     network["head"].weight = network["table"].weight
     network["head"].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    return network
+
+
+def test_a_replaced_layer_keeps_tied_weights(tied_network):
+    train_with_onednn(tied_network)
+
+    assert type(tied_network["head"]) is OneDnnLinear
+    assert tied_network["head"].weight is tied_network["table"].weight
+
+
+def test_a_replaced_layer_keeps_its_hooks(tied_network):
     values = torch.randn(3, 4)
-    expected = network["head"](values)
+    expected = tied_network["head"](values)
 
-    train_with_onednn(network)
+    train_with_onednn(tied_network)
 
-    assert type(network["head"]) is OneDnnLinear
-    assert network["head"].weight is network["table"].weight
-    assert torch.allclose(network["head"](values), expected, atol=1e-6)
+    assert torch.allclose(tied_network["head"](values), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_number_formats_are_computed_as_ever(dtype):
-    plain, fast = (layer.to(dtype) for layer in both(12, 20))
+def test_other_number_formats_are_computed_as_before(dtype):
+    plain, fast = (layer.to(dtype) for layer in plain_and_fast(12, 20))
     values = torch.randn(5, 12, dtype=dtype)
-    for got, wanted in zip(outcome(fast, values), outcome(plain, values), strict=True):
-        assert torch.equal(got, wanted)
+
+    results = outputs_and_gradients(fast, values)
+
+    assert_equal(results, outputs_and_gradients(plain, values))
 
 
 def test_equal_inputs_give_equal_bits():
-    _, fast = both(96, 384)
+    _, fast = plain_and_fast(96, 384)
     values = torch.randn(1031, 96)
-    first = outcome(fast, values)
-    moved = (
-        torch.empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
-    )  # elsewhere, and not aligned
-    for again in (outcome(fast, values), outcome(fast, values.clone()), outcome(fast, moved)):
-        assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
+
+    first = outputs_and_gradients(fast, values)
+
+    assert_equal(outputs_and_gradients(fast, values), first)
+    assert_equal(outputs_and_gradients(fast, values.clone()), first)
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3_reranker", "qwen3 with an adapter"])
-def test_a_training_step_is_the_plain_one_and_no_name_changes(
-    open_encoder_of, open_reranker_of, name
-):
-    is_reranker, data = name.endswith("reranker"), training_set(6)
-    model = (open_reranker_of if is_reranker else open_encoder_of)(name.split()[0])
-    if name.endswith("adapter"):
-        add_adapter(model.network, AdapterConfig(rank=4, alpha=8))
-    settings, names, results = StepSettings(400, recompute=True), list(model.state_dict()), []
-    for speed_up in (lambda _: None, train_with_onednn):
-        speed_up(model)
-        step = (RerankerStep if is_reranker else EncoderStep)(
-            model, ListwiseCE(), data, settings
-        ).train()
-        loss = step(data.lists)
-        results.append((loss.item(), gradients(model, loss)))
-    (plain_loss, plain), (loss, got) = results
-    assert (
-        any(type(module) is OneDnnLinear for module in model.modules())
-        and list(model.state_dict()) == names
-    )
-    assert loss == pytest.approx(plain_loss, rel=1e-5) and got.keys() == plain.keys()
-    largest = max(value.abs().max().item() for value in plain.values())
-    assert max((got[name] - plain[name]).abs().max().item() for name in plain) <= 1e-5 * largest
+def test_unaligned_inputs_give_equal_bits():
+    _, fast = plain_and_fast(96, 384)
+    values = torch.randn(1031, 96)
+    unaligned = torch.empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
+
+    results = outputs_and_gradients(fast, unaligned)
+
+    assert_equal(results, outputs_and_gradients(fast, values))
 
 
-def test_the_processor_decides(monkeypatch):
+MODELS = ["bert", "qwen3_reranker", "qwen3 with an adapter"]
+
+
+@pytest.fixture
+def open_model(open_encoder_of, open_reranker_of):
+    """Return a function that opens a model of MODELS."""
+
+    def open_by_name(name):
+        opener = open_reranker_of if name.endswith("reranker") else open_encoder_of
+        model = opener(name.split()[0])
+        if name.endswith("adapter"):
+            add_adapter(model.network, AdapterConfig(rank=4, alpha=8))
+        return model
+
+    return open_by_name
+
+
+def loss_and_gradients(model):
+    """Return the loss of a training step, and its gradients by name."""
+    data = training_set(6)
+    step_class = EncoderStep if isinstance(model, Encoder) else RerankerStep
+    step = step_class(model, ListwiseCE(), data, StepSettings(400, recompute=True)).train()
+    loss = step(data.lists)
+    return loss.item(), gradients(model, loss)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step_equals_the_plain_one(open_model, name):
+    model = open_model(name)
+    plain_loss, plain_gradients = loss_and_gradients(model)
+
+    train_with_onednn(model)
+    loss, fast_gradients = loss_and_gradients(model)
+
+    assert any(type(module) is OneDnnLinear for module in model.modules())
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+    assert fast_gradients.keys() == plain_gradients.keys()
+    tolerance = 1e-5 * max(map(largest, plain_gradients.values()))
+    for key, gradient in fast_gradients.items():
+        assert largest(gradient - plain_gradients[key]) <= tolerance
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replacing_layers_changes_no_name(open_model, name):
+    model = open_model(name)
+    names = list(model.state_dict())
+
+    train_with_onednn(model)
+
+    assert list(model.state_dict()) == names
+
+
+@pytest.fixture
+def set_processor(monkeypatch):
+    """Return a function that sets the name of the processor and whether it has AVX-512."""
     monkeypatch.undo()
-    for name, avx512, wanted in [
+
+    def set_capabilities(name, has_avx512):
+        capabilities = {"cpu_name": name, "avx512_f": has_avx512}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+
+    return set_capabilities
+
+
+@pytest.mark.parametrize(
+    ("name", "has_avx512", "expected"),
+    [
         ("AMD EPYC 9B45", True, True),
         ("AMD EPYC 7763", False, False),
         ("Intel(R) Xeon(R) Platinum 8481C", True, False),
-    ]:
-        monkeypatch.setattr(
-            torch.cpu, "get_capabilities", lambda n=name, a=avx512: {"cpu_name": n, "avx512_f": a}
-        )
-        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-        assert cpu_linear.onednn_is_faster() is wanted
+    ],
+)
+def test_the_processor_decides(set_processor, name, has_avx512, expected):
+    set_processor(name, has_avx512)
+
+    assert cpu_linear.onednn_is_faster() is expected
+
+
+def test_layers_stay_where_onednn_is_not_faster(set_processor):
+    set_processor("AMD EPYC 7763", has_avx512=False)
     network = nn.Sequential(nn.Linear(2, 2))
-    train_with_onednn(network)  # on the last of them
+
+    train_with_onednn(network)
+
     assert type(network[0]) is nn.Linear

@@ -18,30 +18,33 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 class Launched(Accelerator):
-    """What accelerate makes of a launch, as far as it is looked at."""
+    """The properties of an accelerator that `_refuse_unsupported` reads."""
 
     distributed_type: Any = None
     num_processes: Any = 0
 
     def __init__(self, kind, num_processes=2, stage=None):
-        self.distributed_type, self.num_processes = kind, num_processes
-        self.state = SimpleNamespace(
-            deepspeed_plugin=None if stage is None else SimpleNamespace(zero_stage=stage)
-        )
+        self.distributed_type = kind
+        self.num_processes = num_processes
+        plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
+        self.state = SimpleNamespace(deepspeed_plugin=plugin)
 
 
-GIVE = "(give training.batch_size={} training.accumulation={}, {} queries per update; or --num_processes 1 to acc"
+FIX = (
+    "(give training.batch_size={} training.accumulation={}, {} queries per update; "
+    "or --num_processes 1 to acc"
+)
 
 
 @pytest.mark.parametrize(
     ("launch", "settings", "quantized", "message"),
     [
-        ((DistributedType.MULTI_GPU, 3), {}, False, GIVE.format(9, 4, 36)),
+        ((DistributedType.MULTI_GPU, 3), {}, False, FIX.format(9, 4, 36)),
         (
             (DistributedType.MULTI_GPU, 4),
             {"batch_size": 1, "accumulation": 16},
             False,
-            GIVE.format(4, 4, 16),
+            FIX.format(4, 4, 16),
         ),
         (
             (DistributedType.MEGATRON_LM,),
@@ -64,14 +67,15 @@ GIVE = "(give training.batch_size={} training.accumulation={}, {} queries per up
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(launch, settings, quantized, message):
+def test_unsupported_launches_are_refused(launch, settings, quantized, message):
     with pytest.raises(SkilltrainError) as error:
         engine._refuse_unsupported(Launched(*launch), TrainingConfig(**settings), quantized)
+
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("asked", "version", "message"),
+    ("backend", "version", "message"),
     [
         ("FSDP", "1", r"FSDP version 1 is not supported \(set fsdp_version: 2"),
         pytest.param(
@@ -83,46 +87,79 @@ def test_what_cannot_work_is_refused_with_the_reason(launch, settings, quantized
         ("DEEPSPEED", "", r"DeepSpeed is not installed .pip install 'skilltrain\[deepspeed\]'"),
     ],
 )
-def test_what_would_not_run_as_asked_is_refused(monkeypatch, asked, version, message):
-    monkeypatch.setenv(f"ACCELERATE_USE_{asked}", "true")
+def test_unavailable_backends_are_refused(monkeypatch, backend, version, message):
+    monkeypatch.setenv(f"ACCELERATE_USE_{backend}", "true")
     monkeypatch.setenv("FSDP_VERSION", version)
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+
     with pytest.raises(SkilltrainError, match=message):
         new_accelerator(TrainingConfig(batch_size=8), quantized=False)
 
 
-def test_the_launchers_cpu_is_the_cpu_also_beside_a_gpu(monkeypatch):
-    """With launch/cpu.yaml `accelerate launch` sets this variable; the model must lie where accelerate computes."""
+@pytest.fixture
+def has_gpu(monkeypatch):
+    """Pretend that there is a GPU with bfloat16, and a CPU without."""
+    capabilities = {"avx512_bf16": False, "amx_bf16": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    capabilities = {"avx512_bf16": False, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+
+
+@pytest.mark.usefixtures("has_gpu")
+def test_the_gpu_is_the_default_device():
     assert default_device().type == "cuda"
-    for value, expected in (
-        ("False", "cuda"),
-        ("0", "cuda"),
-        ("True", "cpu"),
-        ("1", "cpu"),
-        ("yes", "cpu"),
-    ):
-        monkeypatch.setenv("ACCELERATE_USE_CPU", value)
-        assert default_device().type == expected
+
+
+@pytest.mark.usefixtures("has_gpu")
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("False", "cuda"), ("0", "cuda"), ("True", "cpu"), ("1", "cpu"), ("yes", "cpu")],
+)
+def test_the_launcher_can_choose_the_cpu(monkeypatch, value, expected):
+    """With launch/cpu.yaml, `accelerate launch` sets this variable."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+
+    assert default_device().type == expected
+
+
+@pytest.mark.usefixtures("has_gpu")
+def test_the_accelerator_uses_the_launchers_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
+
     accelerator = new_accelerator(TrainingConfig(batch_size=8, precision="auto"), quantized=False)
-    assert (accelerator.device.type, accelerator.mixed_precision) == ("cpu", "no")
+
+    assert accelerator.device.type == "cpu"
+    assert accelerator.mixed_precision == "no"
+
+
+@pytest.fixture
+def set_gpu_generation(monkeypatch):
+    """Return a function that sets the major compute capability of the GPU."""
+
+    def set_generation(generation):
+        properties = SimpleNamespace(major=generation)
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+
+    return set_generation
 
 
 @pytest.mark.parametrize(
     ("generation", "expected"), [(7, torch.float32), (8, torch.bfloat16), (9, torch.bfloat16)]
 )
-def test_auto_is_bfloat16_only_where_a_gpu_multiplies_it_itself(monkeypatch, generation, expected):
-    """PyTorch calls it supported on T4 and V100 (7.x) too, where it is emulated and slower than float32."""
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=generation)
-    )
-    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+def test_auto_needs_native_bfloat16(set_gpu_generation, generation, expected):
+    """T4 and V100 (7.x) only emulate bfloat16, although PyTorch calls it supported."""
+    set_gpu_generation(generation)
     assert torch.cuda.is_bf16_supported()
+
     assert resolve_dtype("auto", torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("generation", [7, 8])
+def test_bfloat16_can_be_chosen_on_any_gpu(set_gpu_generation, generation):
+    set_gpu_generation(generation)
+
     assert resolve_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16

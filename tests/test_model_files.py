@@ -43,7 +43,7 @@ def publish(tmp_path, monkeypatch):
     cache = tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    loading._from_hub.cache_clear()
+    loading._download.cache_clear()
 
     def into_cache(folder: Path, is_known_to_be_whole: bool = True) -> str:
         home = cache / f"models--me--{folder.name}"
@@ -98,7 +98,7 @@ def test_a_cache_that_may_lack_files_is_told_once(model_folders, publish, told):
     for _ in range(2):
         assert load_encoder(EncoderConfig(source=name), CPU).settings == EncoderSettings()
     assert [line.split(";")[0] for line in told] == [
-        f"{name}: the Hub cannot be asked what files the model has"
+        f"{name}: cannot ask the Hub which files the model has"
     ]
 
 

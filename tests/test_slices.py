@@ -1,4 +1,4 @@
-"""Results by slice: which queries a slice holds, means over them, and queries that are drawn together."""
+"""Slices: which queries they hold, the means over them, and the labels that define them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,11 @@ from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import Relevance
 from skilltrain.metrics.slices import (
     SliceMeans,
+    distinct_slices,
     gaps,
     labels_of,
     means_by_slice,
     quartiles,
-    shown,
 )
 from skilltrain.records import Query, Skill
 from test_comparison import interval
@@ -46,16 +46,20 @@ def query(query_id: str, text: str) -> Query:
     return Query(query_id, text, kind="", origin="llm", split="test")
 
 
-ONE, TWO = (
-    system("one", [1, 0, 0], q2={"Set-Compat": 1.0}),
-    system("two", [1, 1, 0], q2={"Set-Compat": 0.0}),
-)
+ONE = system("one", [1, 0, 0], q2={"Set-Compat": 1.0})
+TWO = system("two", [1, 1, 0], q2={"Set-Compat": 0.0})
 
 
-def test_a_slice_holds_the_queries_of_one_value():
-    """Single before multi, easy before hard; a query with two reasons is in the slices of both."""
-    found = means_by_slice([ONE, TWO], LABELS, ["Hit@1", "Set-Compat"])
-    assert {(part.label, part.value): part.query_ids for part in found} == {
+@pytest.fixture
+def slices() -> list[SliceMeans]:
+    return list(means_by_slice([ONE, TWO], LABELS, ["Hit@1", "Set-Compat"]))
+
+
+def test_a_slice_holds_the_queries_of_one_value(slices: list[SliceMeans]):
+    """Single comes before multi, easy before hard. A query with two reasons is in both slices."""
+    query_ids = {(part.label, part.value): part.query_ids for part in slices}
+
+    assert query_ids == {
         ("all", "all"): ("q1", "q2", "q3"),
         ("kind", "single"): ("q1", "q3"),
         ("kind", "multi"): ("q2",),
@@ -66,76 +70,121 @@ def test_a_slice_holds_the_queries_of_one_value():
         ("reason", "low_quality"): ("q2", "q3"),
         ("reason", "scope_mismatch"): ("q2",),
     }
-    assert [part.label for part in shown(found)].count("origin") == 0  # it is all queries once more
-    every, single, multi = found[:3]
+    assert [part.value for part in slices[:4]] == ["all", "single", "multi", "easy"]
+
+
+def test_a_slice_of_all_queries_is_not_distinct(slices: list[SliceMeans]):
+    labels = [part.label for part in distinct_slices(slices)]
+
+    assert "origin" not in labels
+    assert labels[:3] == ["all", "kind", "kind"]
+
+
+def test_means_are_over_the_queries_of_a_slice(slices: list[SliceMeans]):
+    every, single, _ = slices[:3]
+
     assert every.means["two"]["Hit@1"] == interval([1, 1, 0])
-    assert single.means["one"] == {
-        "Hit@1": interval([1, 0])
-    }  # Set-Compat is defined for none of them
-    assert every.partial() == {"Set-Compat": 1} and multi.partial() == {}
-    assert every.best("Hit@1") == {"two"} and single.best("Hit@1") == frozenset()
+    assert single.means["one"]["Hit@1"] == interval([1, 0])
+
+
+def test_a_measure_without_values_has_no_mean(slices: list[SliceMeans]):
+    every, single, multi = slices[:3]
+
+    assert "Set-Compat" not in single.means["one"]
+    assert every.partial() == {"Set-Compat": 1}
+    assert multi.partial() == {}
+
+
+def test_the_best_system_has_the_highest_mean(slices: list[SliceMeans]):
+    every, single, _ = slices[:3]
+
+    assert every.best("Hit@1") == {"two"}
     assert every.best("Set-Compat") == {"one"}
+    assert single.best("Hit@1") == frozenset()  # equal means
 
 
-def test_direction_and_domain_come_from_the_query_and_its_gold_skills():
+# Labels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "directions", "domains"),
+    [
+        ("cut the tables in two", ["en"], ("en2en",), ("data-and-science",)),
+        (
+            "把这些发票按月整理好",
+            ["en", "zh"],
+            ("zh2en", "zh2zh"),
+            ("data-and-science", "media-and-design"),
+        ),
+        ("pdf ocr batch", ["zh"], ("en2zh",), ("media-and-design",)),
+        ("été", ["en"], None, ("data-and-science",)),
+        ("x", ["no"], None, None),
+    ],
+)
+def test_direction_and_domain_come_from_gold_skills(
+    text: str,
+    gold: list[str],
+    directions: tuple[str, ...] | None,
+    domains: tuple[str, ...] | None,
+):
     skills = {
         "en": Skill("en", "one", "d", "b", category="spreadsheets", lang="en"),
         "zh": Skill("zh", "two", "d", "b", category="video-production", lang="zh"),
         "no": Skill("no", "three", "d", "b", category="odd"),
     }
-    texts = {
-        "cut the tables in two": ["en"],
-        "把这些发票按月整理好": ["en", "zh"],
-        "pdf ocr batch": ["zh"],
-        "été": ["en"],
-        "x": ["no"],
-    }
-    tasks = [
-        task_of(query(t, t), Relevance(frozenset(g), dict.fromkeys(g, 1.0)), {})
-        for t, g in texts.items()
-    ]
-    found = [(one.get("direction"), one.get("domain")) for one in labels_of(tasks, skills).values()]
-    data, media = ("data-and-science",), ("media-and-design",)
-    assert found == [
-        (("en2en",), data),
-        (("zh2en", "zh2zh"), data + media),
-        (("en2zh",), media),
-        (None, data),
-        (None, None),
-    ]
-    told = task_of(
-        query("q", "cut the tables"),
-        Relevance(frozenset({"en"}), {"en": 1.0}),
-        {"direction": "zh2zh"},
-    )
-    assert labels_of([told], skills)["q"]["direction"] == "zh2zh"  # what the benchmark says stands
+    relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
+
+    labels = labels_of([task_of(query("q", text), relevance, {})], skills)["q"]
+
+    assert labels.get("direction") == directions
+    assert labels.get("domain") == domains
 
 
-def test_every_category_of_the_taxonomy_is_in_one_super_domain():
+def test_labels_of_the_benchmark_win():
+    skill = Skill("en", "one", "d", "b", category="spreadsheets", lang="en")
+    relevance = Relevance(frozenset({"en"}), {"en": 1.0})
+    task = task_of(query("q", "cut the tables"), relevance, {"direction": "zh2zh"})
+
+    labels = labels_of([task], {"en": skill})
+
+    assert labels["q"]["direction"] == "zh2zh"
+
+
+def test_every_category_is_in_one_domain():
     taxonomy = yaml.safe_load((SOURCE / "data/pool/taxonomy.yaml").read_text(encoding="utf-8"))
+
     domains = yaml.safe_load((SOURCE / "metrics/domains.yaml").read_text(encoding="utf-8"))
-    assert sorted(entry["name"] for entry in taxonomy) == sorted(
-        name for of in domains.values() for name in of
-    )
+
+    categories = [name for names in domains.values() for name in names]
+    assert sorted(entry["name"] for entry in taxonomy) == sorted(categories)
     assert len(domains) == 8
 
 
-def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_drawn_together():
-    """Thirteen queries, twelve of which are four tasks: their interval is that of four, and n still says twelve."""
+def test_labels_with_many_values_have_no_slices():
+    query_ids = [f"q{number}" for number in range(1, 14)]
     labels = {
-        f"q{n}": {"tag": str(n), "month": str(n % 12), "task": str(n < 13)} for n in range(1, 14)
+        query_id: {"tag": str(number), "month": str(number % 12)}
+        for number, query_id in enumerate(query_ids)
     }
-    clusters = {f"q{n}": f"task {(n - 1) // 3}" for n in range(1, 13)}
-    found = means_by_slice(
-        [replace(system("one", [*[1] * 6, *[0] * 7]), clusters=clusters)], labels, ["Hit@1"]
-    )
-    assert {part.label for part in found} == {"all", "month", "task"}
-    (twelve,) = (
-        part.means["one"]["Hit@1"] for part in found if (part.label, part.value) == ("task", "True")
-    )
-    four, apart = interval([1, 1, 0, 0]), interval([*[1] * 6, *[0] * 6])
-    assert (twelve.mean, twelve.low, twelve.high, twelve.n) == (0.5, four.low, four.high, 12)
-    assert apart.high - apart.low < four.high - four.low
+
+    slices = means_by_slice([system("one", [1] * 13)], labels, ["Hit@1"])
+
+    assert {part.label for part in slices} == {"all", "month"}  # 13 tags, 12 months
+
+
+def test_queries_of_a_cluster_are_drawn_together():
+    """Of twelve queries for four tasks, the interval is that of four queries, and n is 12."""
+    query_ids = [f"q{number}" for number in range(1, 13)]
+    clusters = {query_id: f"task {number // 3}" for number, query_id in enumerate(query_ids)}
+    clustered = replace(system("one", [*[1] * 6, *[0] * 6]), clusters=clusters)
+
+    (every,) = means_by_slice([clustered], {query_id: {} for query_id in query_ids}, ["Hit@1"])
+
+    mean = every.means["one"]["Hit@1"]
+    four_tasks = interval([1, 1, 0, 0])
+    twelve_queries = interval([*[1] * 6, *[0] * 6])
+    assert mean == replace(four_tasks, n=12)
+    assert twelve_queries.high - twelve_queries.low < four_tasks.high - four_tasks.low
 
 
 @pytest.mark.parametrize(
@@ -152,25 +201,29 @@ def test_a_label_of_many_values_makes_no_slices_and_two_pools_of_one_task_are_dr
         ),
     ],
 )
-def test_systems_that_do_not_fit_together_are_refused(
+def test_incompatible_systems_are_refused(
     results: list[SystemResult], measures: list[str], message: str
 ):
     with pytest.raises(SkilltrainError, match=message):
         means_by_slice(results, LABELS, measures)
 
 
-# ---- computed labels
+# Computed labels -----------------------------------------------------------------------------
 
 
-def test_computed_labels_stand_beside_those_of_the_benchmark():
+def test_computed_labels_are_added_to_the_benchmarks():
     gold = Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, alternatives={"c": "b"})
     short = task_of(query("q1", "make a chart"), gold, {"difficulty": "easy", "domain": ""})
     long = task_of(query("q2", "w " * 21), Relevance(frozenset("a"), {"a": 1.0}), {})
+    num_words = {"a": 10, "c": 40}  # c replaces b, which the pool lacks
     skills = {
-        skill_id: Skill(skill_id, "", "word " * length, "")
-        for skill_id, length in {"a": 10, "c": 40}.items()
+        skill_id: Skill(skill_id, "", "word " * number, "")
+        for skill_id, number in num_words.items()
     }
-    assert labels_of([short, long], skills) == {
+
+    labels = labels_of([short, long], skills)
+
+    assert labels == {
         "q1": {
             "kind": "multi",
             "origin": "llm",
@@ -178,7 +231,7 @@ def test_computed_labels_stand_beside_those_of_the_benchmark():
             "difficulty": "easy",
             "query length": "terse",
             "description length": "Q2, 25–25 words",
-        },  # c stands in for b, which the pool lacks
+        },
         "q2": {
             "kind": "single",
             "origin": "llm",
@@ -187,17 +240,19 @@ def test_computed_labels_stand_beside_those_of_the_benchmark():
             "description length": "Q1, 10–10 words",
         },
     }
-    assert "description length" not in labels_of([short], {})["q1"]
-    chinese = task_of(query("q3", "把这个表格转换成图表"), gold, {})
-    assert labels_of([chinese], {})["q3"]["query length"] == "terse"
 
 
-def cut(lengths: list[float]) -> list[tuple[str, int]]:
-    """(name, queries) of each part."""
-    found = list(
-        quartiles({f"q{number}": length for number, length in enumerate(lengths)}).values()
-    )
-    return sorted((name.removesuffix(" words"), found.count(name)) for name in set(found))
+def test_unknown_gold_has_no_description_length():
+    task = task_of(query("q", "make a chart"), Relevance(frozenset("a"), {"a": 1.0}), {})
+
+    assert "description length" not in labels_of([task], {})["q"]
+
+
+def test_a_short_chinese_query_is_terse():
+    gold = Relevance(frozenset("a"), {"a": 1.0})
+    task = task_of(query("q", "把这个表格转换成图表"), gold, {})
+
+    assert labels_of([task], {})["q"]["query length"] == "terse"
 
 
 @pytest.mark.parametrize(
@@ -214,28 +269,43 @@ def cut(lengths: list[float]) -> list[tuple[str, int]]:
         ([1, 2, 2, 2, 2, 2, 2, 3], [("Q1, 1–1", 1), ("Q2, 2–2", 6), ("Q3, 3–3", 1)]),
     ],
 )
-def test_quartiles_are_cut_by_rank_and_equal_lengths_stay_together(
-    lengths: list[float], parts: list[tuple[str, int]]
-):
-    assert cut(lengths) == parts
+def test_quartiles_are_cut_by_rank(lengths: list[float], parts: list[tuple[str, int]]):
+    """Equal lengths stay together."""
+    names = list(quartiles({f"q{n}": length for n, length in enumerate(lengths)}).values())
+
+    counts = [(name.removesuffix(" words"), names.count(name)) for name in sorted(set(names))]
+    assert counts == parts
 
 
-def test_gaps_are_means_of_differences_in_each_part_and_leave_out_what_has_no_value():
-    """SkillRouter's gap: full minus nd, by the length of descriptions."""
-    nd = SystemResult("nd", {"a": {"m": 0.0}, "b": {"m": 1.0}, "c": {"m": 0.0}, "d": {}}, {})
-    full = SystemResult("full", {"a": {"m": 1.0}, "b": {"m": 1.0}, "c": {"m": 1.0}, "d": {}}, {})
-    parts = [
-        SliceMeans("kind", "multi", ("a", "b"), {}),
-        SliceMeans("description length", "Q1, 1–9 words", ("a", "b"), {}),
-        SliceMeans("description length", "Q2, 10–20 words", ("c", "d"), {}),
-    ]
-    one, two = gaps([nd, full], parts, "m")
-    assert tuple(one[key] for key in ("baseline", "system", "measure", "value")) == (
-        "nd",
-        "full",
-        "m",
-        "Q1, 1–9 words",
-    )
-    assert one["difference"] == Interval(0.5, 0, 1, 2)
-    assert (two["value"], two["difference"].mean, two["difference"].n) == ("Q2, 10–20 words", 1, 1)
-    assert gaps([nd], parts, "m") == ()
+# Gaps ----------------------------------------------------------------------------------------
+
+ND = SystemResult("nd", {"a": {"m": 0.0}, "b": {"m": 1.0}, "c": {"m": 0.0}, "d": {}}, {})
+FULL = SystemResult("full", {"a": {"m": 1.0}, "b": {"m": 1.0}, "c": {"m": 1.0}, "d": {}}, {})
+DESCRIPTION_SLICES = [
+    SliceMeans("kind", "multi", ("a", "b"), {}),
+    SliceMeans("description length", "Q1, 1–9 words", ("a", "b"), {}),
+    SliceMeans("description length", "Q2, 10–20 words", ("c", "d"), {}),
+]
+
+
+def test_gaps_are_mean_differences_by_description_length():
+    gap, _ = gaps([ND, FULL], DESCRIPTION_SLICES, "m")
+
+    assert gap == {
+        "baseline": "nd",
+        "system": "full",
+        "measure": "m",
+        "value": "Q1, 1–9 words",
+        "difference": Interval(0.5, 0, 1, 2),
+    }
+
+
+def test_gaps_leave_out_undefined_queries():
+    _, gap = gaps([ND, FULL], DESCRIPTION_SLICES, "m")
+
+    assert gap["value"] == "Q2, 10–20 words"
+    assert (gap["difference"].mean, gap["difference"].n) == (1, 1)
+
+
+def test_one_system_has_no_gaps():
+    assert gaps([ND], DESCRIPTION_SLICES, "m") == ()

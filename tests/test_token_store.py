@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from skilltrain.models.tokens import tokenized, tokenizer_identity
+from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
 from tiny_models import bert_tokenizer, qwen3_tokenizer
 
 
@@ -19,7 +19,7 @@ class Letters:
 
 def test_ids_and_lengths_by_hand():
     letters = Letters()
-    store = tokenized({"x": "ab", "y": "c", "z": "ab", "empty": ""}, letters)
+    store = tokenize_texts({"x": "ab", "y": "c", "z": "ab", "empty": ""}, letters)
     assert [store[key].tolist() for key in ("x", "y", "z", "empty")] == [
         [97, 98],
         [99],
@@ -29,14 +29,16 @@ def test_ids_and_lengths_by_hand():
     assert letters.seen == ["ab", "c", ""]  # the text of x and z once
     assert store["x"].dtype == np.int32
     assert np.shares_memory(store["x"], store["z"])
-    assert tokenized({}, letters) == {}
+    assert tokenize_texts({}, letters) == {}
 
 
 def test_the_second_run_reads_what_the_first_wrote_and_trusts_no_byte(tmp_path):
     def run(texts=("ab", "c", "ab"), identity="letters"):
         """(ids of every key, the texts that had to be tokenised)."""
         letters = Letters()
-        store = tokenized(dict(zip("xyz", texts, strict=True)), letters, identity, tmp_path / "new")
+        store = tokenize_texts(
+            dict(zip("xyz", texts, strict=True)), letters, identity, tmp_path / "new"
+        )
         return [store[key].tolist() for key in "xyz"], letters.seen
 
     expected, seen = run()
@@ -56,8 +58,11 @@ def test_the_second_run_reads_what_the_first_wrote_and_trusts_no_byte(tmp_path):
 
 def test_without_room_training_goes_on_and_says_so(tmp_path, capsys):
     (tmp_path / "file").write_text("no folder")
-    assert tokenized({"x": "ab"}, Letters(), "letters", tmp_path / "file")["x"].tolist() == [97, 98]
-    assert capsys.readouterr().err.count("not kept") == 1
+    assert tokenize_texts({"x": "ab"}, Letters(), "letters", tmp_path / "file")["x"].tolist() == [
+        97,
+        98,
+    ]
+    assert capsys.readouterr().err.count("cannot keep the token ids") == 1
 
 
 def test_identity_of_a_tokenizer():

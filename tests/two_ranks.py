@@ -243,5 +243,5 @@ def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
     """What the loop says when each rank has a folder `out` of its own, and only rank 0 a checkpoint to go on from."""
     if resume and rank == 0:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
-    with patch.object(engine, "_PATIENCE", 0.0):
+    with patch.object(engine, "_VISIBILITY_TIMEOUT", 0.0):
         return str(failure(step_of("ddp encoder", bert), root / str(rank), resume))

@@ -18,10 +18,10 @@ from skilltrain.metrics.slices import (
     KIND,
     Row,
     SliceMeans,
+    distinct_slices,
     gaps,
     labels_of,
     means_by_slice,
-    shown,
 )
 from skilltrain.records import Skill
 
@@ -77,7 +77,7 @@ class Report:
     def labels(self) -> dict[str, list[SliceMeans]]:
         """Every label that tells queries apart, the kind first, with its slices."""
         found: dict[str, list[SliceMeans]] = {}
-        for part in sorted(shown(self.slices)[1:], key=lambda part: part.label != KIND):
+        for part in sorted(distinct_slices(self.slices)[1:], key=lambda part: part.label != KIND):
             found.setdefault(part.label, []).append(part)
         return found
 

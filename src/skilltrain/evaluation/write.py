@@ -23,7 +23,7 @@ from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
 from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
-from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, shown
+from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, distinct_slices
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 
@@ -228,7 +228,7 @@ def terminal_table(report: Report, width: int) -> Group:
 
     Columns that do not fit the `width` follow in further tables.
     """
-    parts = [part for part in shown(report.slices) if part.label in (ALL, KIND, LENGTH)]
+    parts = [part for part in distinct_slices(report.slices) if part.label in (ALL, KIND, LENGTH)]
     if len(report.systems) == 1:
         # The slices of a single system are side by side.
         groups = [[(part, report.systems[0]) for part in parts]]

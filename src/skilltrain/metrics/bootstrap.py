@@ -1,29 +1,32 @@
-"""How far a mean over queries can be trusted: percentile bootstrap intervals (Efron, 1979), 95 percent.
+"""Percentile bootstrap intervals for means over queries (Efron, 1979), at a level of 95%.
 
-Queries are drawn with replacement, so an interval tells what other queries would have given, not another training run.
-Where one task is ranked over several pools, its queries are a cluster, drawn together: they are no independent
-evidence. Intervals of the same number of queries share their draws, which are the same in every run.
+Queries are drawn with replacement. An interval therefore tells how the mean would change with other
+queries, not with another training run. If a task is ranked over several pools, its queries are not
+independent: they form a cluster and are drawn together. Random draws depend only on the number of
+queries, so intervals of the same queries share them, and every run gives the same intervals.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Float
 
 from skilltrain.errors import SkilltrainError
 
-RESAMPLES, SEED = 10_000, 0
-_KAPPAS = 2_000  # draws of `agreement`
+RESAMPLES = 10_000
+SEED = 0
 LEVEL = 0.95
-_ENDS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
-_CELLS_AT_ONCE = 2_000_000  # drawn queries held in memory: 16 MB of indices and 16 MB of counts
-_ZERO = 1e-12  # a mean of differences nearer to 0 than this is 0 but for rounding
+_QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # ends of an interval
+_KAPPA_RESAMPLES = 2_000  # fewer, because each resample is a table
+_MAX_CELLS = 2_000_000  # drawn queries in memory: 16 MB of indices and 16 MB of counts
+_TOLERANCE = 1e-12  # a mean difference closer to 0 is a rounding error
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over `n` queries and the interval that holds it in 95 of 100 samples."""
+    """Mean over `n` queries, with the 95% interval from `low` to `high`."""
 
     mean: float
     low: float
@@ -31,51 +34,63 @@ class Interval:
     n: int
 
     def bounds(self) -> str:
-        """The interval alone, like `[.45, .69]`."""
+        """Return only the interval, such as `[.45, .69]`."""
         return f"[{compact(self.low, 2)}, {compact(self.high, 2)}]"
 
     def __str__(self) -> str:
         return f"{compact(self.mean, 3)} {self.bounds()}"
 
 
-def compact(value: float, places: int) -> str:
-    """A share without its leading zero (.573, -.05), the way papers print it; never `-.00`."""
-    text = f"{value:z.{places}f}"
+def compact(value: float, decimals: int) -> str:
+    """Format a number without a leading zero, as papers do: .573, -.05, and never `-.00`."""
+    text = f"{value:z.{decimals}f}"
     return text.replace("0.", ".", 1) if text.removeprefix("-").startswith("0.") else text
 
 
 def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
-    """The share of `values` that are 1, with Wilson's interval (1927), which is no point at 0 and 1.
+    """Return the share of values that are 1, with the interval of Wilson (1927).
 
-    Raises SkilltrainError where there is no value.
+    Unlike a bootstrap interval, it has a width even if all values are equal.
+
+    Raises:
+        SkilltrainError: There are no values.
     """
     from scipy.stats import binomtest
 
     if not len(values):
         raise SkilltrainError("there is no query to take a share of")
-    found = binomtest(int(sum(values)), len(values))
-    low, high = found.proportion_ci(LEVEL, "wilson")
-    return Interval(float(found.statistic), float(low), float(high), len(values))
+    test = binomtest(int(sum(values)), len(values))
+    low, high = test.proportion_ci(LEVEL, "wilson")
+    return Interval(float(test.statistic), float(low), float(high), len(values))
 
 
 def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """The chance that a value of `above` is larger than one of `below` (AUROC; equal values count half), n = all."""
-    larger = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
-    source = np.random.default_rng(SEED)
-    rows, columns = (
-        source.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in larger.shape
+    """Return the AUROC: the probability that a value of `above` exceeds a value of `below`.
+
+    Equal values count half. `n` is the number of values in both lists.
+    """
+    # [value of above, value of below]
+    wins = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
+    rng = np.random.default_rng(SEED)
+    # How often each value is drawn: [resample, value].
+    above_counts, below_counts = (
+        rng.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in wins.shape
     )
-    drawn = np.einsum("da,ab,db->d", rows, larger, columns, optimize=True) / larger.size
-    low, high = np.quantile(drawn, _ENDS).tolist()
-    return Interval(float(larger.mean()), low, high, sum(larger.shape))
+    sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)
+    low, high = np.quantile(sums / wins.size, _QUANTILES).tolist()
+    return Interval(float(wins.mean()), low, high, sum(wins.shape))
 
 
 def intervals(
     values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
 ) -> tuple[Interval, ...]:
-    """One interval for each column, all from the same draws; queries of one name in `clusters` are drawn together.
+    """Return the mean of each column with its interval, all from the same draws.
 
-    One value, or equal values, give low = mean = high.
+    If all values of a column are equal, low and high equal the mean.
+
+    Args:
+        values: One row per query.
+        clusters: Cluster of each query. Queries of a cluster are drawn together.
     """
     return _intervals(values, resampled_means(values, clusters))
 
@@ -83,101 +98,124 @@ def intervals(
 def paired_differences(
     differences: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
 ) -> list[tuple[Interval, float]]:
-    """For each column of two systems' differences a − b, query by query: the mean with its interval, and a p.
+    """Return the mean of each column of paired differences, with its interval and its p-value.
 
-    The two-sided p is twice the share of resampled means on the far side of 0 (or at 0), counted with one extra
-    resample on each side so that it is never 0: its least value is .0002. Equal systems have p = 1.
-    With few differing queries p is too small (`comparison.compare` asks an exact test there).
+    The two-sided p-value is twice the share of resampled means on the other side of 0 or at 0. One
+    extra resample on each side keeps it above 0, so its minimum is .0002. Equal systems have p = 1.
+    If only few queries differ, p is too small, and `comparison.compare` uses an exact test.
+
+    Args:
+        differences: Value of one system minus value of the other, one row per query.
+        clusters: Cluster of each query. Queries of a cluster are drawn together.
     """
     means = resampled_means(differences, clusters)
-    smaller = np.minimum(
-        np.count_nonzero(means <= _ZERO, axis=0), np.count_nonzero(means >= -_ZERO, axis=0)
-    )
-    tails = np.minimum(2 * (1 + smaller) / (RESAMPLES + 1), 1.0)
-    return list(zip(_intervals(differences, means), tails.tolist(), strict=True))
+    num_low = np.count_nonzero(means <= _TOLERANCE, axis=0)
+    num_high = np.count_nonzero(means >= -_TOLERANCE, axis=0)
+    p_values = 2 * (1 + np.minimum(num_low, num_high)) / (RESAMPLES + 1)
+    p_values = np.minimum(p_values, 1.0).tolist()
+    return list(zip(_intervals(differences, means), p_values, strict=True))
 
 
 def resampled_means(
     values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
 ) -> Float[np.ndarray, "resample column"]:
-    """The column means of 10,000 draws of as many queries (of as many clusters), with replacement.
+    """Return the column means of `RESAMPLES` resamples of the queries, or of their clusters.
 
-    A draw is held as how often each query was drawn, so that all columns cost one matrix product.
-    Raises SkilltrainError for no values and for one that is not finite.
+    A resample is stored as the number of times that each cluster was drawn. The means of all
+    columns are then one matrix product.
+
+    Raises:
+        SkilltrainError: There are no values, or a value is not finite.
     """
     if not len(values):
         raise SkilltrainError("no values: the mean of nothing is not defined")
-    if len(bad := np.argwhere(~np.isfinite(values))):
-        raise SkilltrainError("a value is not a finite number", where=f"value {bad[0][0]}")
+    bad_positions = np.argwhere(~np.isfinite(values))
+    if len(bad_positions):
+        where = f"value {bad_positions[0][0]}"
+        raise SkilltrainError("a value is not a finite number", where=where)
+
     sums, sizes = cluster_sums(values, clusters)
-    generator, num = np.random.default_rng(SEED), len(sums)
+    num_clusters = len(sums)
+    rng = np.random.default_rng(SEED)
     means = np.empty((RESAMPLES, values.shape[1]))
-    step = max(1, _CELLS_AT_ONCE // num)
+    step = max(1, _MAX_CELLS // num_clusters)
     for start in range(0, RESAMPLES, step):
-        num_draws = min(step, RESAMPLES - start)
-        drawn = generator.integers(num, size=(num_draws, num))
-        drawn += np.arange(num_draws)[:, None] * num
-        counts = np.bincount(drawn.ravel(), minlength=num_draws * num).reshape(num_draws, num)
-        means[start : start + num_draws] = counts @ sums / (counts @ sizes)[:, None]
+        num_resamples = min(step, RESAMPLES - start)
+        draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))
+        # Count all resamples at once: each has its own range of numbers.
+        draws += np.arange(num_resamples)[:, None] * num_clusters
+        counts = np.bincount(draws.ravel(), minlength=draws.size).reshape(draws.shape)
+        means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
     return means
 
 
 def cluster_sums(
     values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None
 ) -> tuple[Float[np.ndarray, "cluster column"], Float[np.ndarray, " cluster"]]:
-    """The sum of each cluster's values and how many they are; without clusters each query is one, in its place."""
+    """Return the sum of the values of each cluster, and the number of its queries.
+
+    Without clusters, each query is a cluster of its own. The order is that of the first queries.
+    """
     if clusters is None or len(set(clusters)) == len(values):
         return values, np.ones(len(values))
-    places: dict[str, int] = {}
-    member = np.array([places.setdefault(name, len(places)) for name in clusters])
-    sums = np.zeros((len(places), values.shape[1]))
-    np.add.at(sums, member, values)
-    return sums, np.bincount(member).astype(np.float64)
+    number_by_cluster = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
+    numbers = np.array([number_by_cluster[name] for name in clusters])
+    sums = np.zeros((len(number_by_cluster), values.shape[1]))
+    np.add.at(sums, numbers, values)
+    return sums, np.bincount(numbers).astype(np.float64)
 
 
 def _intervals(
     values: Float[np.ndarray, "query column"], means: Float[np.ndarray, "resample column"]
 ) -> tuple[Interval, ...]:
-    rows = np.vstack([values.mean(axis=0), np.quantile(means, _ENDS, axis=0)])
-    rows = np.clip(
-        rows, values.min(axis=0), values.max(axis=0)
-    )  # rounding must not leave the range of the values
-    return tuple(
-        Interval(float(mean), float(low), float(high), len(values)) for mean, low, high in rows.T
-    )
+    """Return the interval of each column from its resampled means."""
+    ends = np.quantile(means, _QUANTILES, axis=0)
+    rows = np.vstack([values.mean(axis=0), ends])  # mean, low and high of each column
+    # A rounding error must not leave the range of the values.
+    rows = np.clip(rows, values.min(axis=0), values.max(axis=0))
+    return tuple(Interval(mean, low, high, len(values)) for mean, low, high in rows.T.tolist())
 
 
 def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
-    """Cohen's kappa over all pairs of verdicts, the first judge's and the second's: how far they agree beyond chance.
+    """Return Cohen's kappa of two judges, with an interval from resampled groups.
 
-    Its interval draws whole groups: what one request makes a judge think of its skills is no independent evidence.
-    Raises SkilltrainError where nothing was judged twice.
+    Judgements of one request are not independent, so groups are drawn as a whole.
+
+    Args:
+        groups: For each request, the verdicts (first judge, second judge) on its skills.
+
+    Returns:
+        The kappa over all pairs. `n` is the number of pairs.
+
+    Raises:
+        SkilltrainError: There are no verdicts.
     """
-    pairs = [pair for group in groups for pair in group]
+    pairs = [*chain.from_iterable(groups)]
     if not pairs:
         raise SkilltrainError("no skill was judged twice")
-    labels = sorted({label for pair in pairs for label in pair})
-    counts = np.zeros((len(groups), len(labels), len(labels)))
+    labels = sorted(set(chain.from_iterable(pairs)))
+    tables = np.zeros((len(groups), len(labels), len(labels)))  # [group, label, label]
     for number, group in enumerate(groups):
         for first, second in group:
-            counts[number, labels.index(first), labels.index(second)] += 1
-    drawn = np.random.default_rng(SEED).multinomial(
-        len(groups), np.full(len(groups), 1 / len(groups)), _KAPPAS
-    )
-    low, high = np.quantile(cohens_kappa(np.tensordot(drawn, counts, 1)), _ENDS)
-    return Interval(
-        float(cohens_kappa(counts.sum(0)[None])[0]), float(low), float(high), len(pairs)
-    )
+            tables[number, labels.index(first), labels.index(second)] += 1
+
+    rng = np.random.default_rng(SEED)
+    shares = np.full(len(groups), 1 / len(groups))
+    counts = rng.multinomial(len(groups), shares, _KAPPA_RESAMPLES)  # [resample, group]
+    low, high = np.quantile(cohens_kappa(np.tensordot(counts, tables, 1)), _QUANTILES)
+    (kappa,) = cohens_kappa(tables.sum(0)[None])
+    return Interval(float(kappa), float(low), float(high), len(pairs))
 
 
 def cohens_kappa(tables: Float[np.ndarray, "table label label"]) -> Float[np.ndarray, " table"]:
-    """(p - e) / (1 - e) of each table of counts: p is the share of agreement, e what the margins alone would give.
+    """Return Cohen's kappa (1960) of each table of counts: (p - e) / (1 - e).
 
-    Two judges that know one label only agree, and have 1 (Cohen, 1960, leaves it open).
+    p is the share of equal verdicts, and e the share that independent judges would reach with the
+    same frequencies of labels. If both judges use only one label, kappa is not defined, and 1 here.
     """
     shares = tables / np.maximum(tables.sum((1, 2), keepdims=True), 1)
     observed = np.trace(shares, axis1=1, axis2=2)
     expected = (shares.sum(1) * shares.sum(2)).sum(1)
-    return np.where(
-        expected < 1, (observed - expected) / np.where(expected < 1, 1 - expected, 1), 1.0
-    )
+    is_defined = expected < 1
+    kappas = (observed - expected) / np.where(is_defined, 1 - expected, 1)
+    return np.where(is_defined, kappas, 1.0)

@@ -1,4 +1,4 @@
-"""Results by slice: of all queries, and of those that share the value of a label (kind, tier, difficulty, length …)."""
+"""Mean scores by slice: over all queries, and over those that share a label, such as their kind."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,25 +25,28 @@ from skilltrain.texts import language_of, num_words, words_of
 
 Row = dict[str, Any]
 """One row of a report: names, numbers and intervals by their key in metrics.json."""
-ALL, KIND, LENGTH, DESCRIPTION = "all", "kind", "query length", "description length"
-MOST_VALUES = 12  # a label of more values (an id, a tag) makes no table that anybody reads
-MOST_TERSE = 20  # words up to which a query is terse, as typed into a prompt
-_ORDER = (
-    "single",
-    "multi",
-    "easy",
-    "medium",
-    "hard",
-    "terse",
-    "long",
-)  # all other values stand in alphabetical order
+ALL = "all"
+KIND = "kind"
+LENGTH = "query length"
+DESCRIPTION = "description length"
+_MAX_VALUES = 12  # a table by a label with more values, such as an id, would be too long to read
+_MAX_TERSE_WORDS = 20  # a terse query is as short as what people type into a prompt
+# Values that are listed first, in this order. All others follow in alphabetical order.
+_VALUE_ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")
 
 
 @dataclass(frozen=True, slots=True)
 class SliceMeans:
-    """What systems score (`means`: system → measure → mean) on the queries whose `label` has this `value`.
+    """Mean scores on the queries whose `label` has this `value`.
 
-    All queries are label and value `all`. A mean is over the `n` queries that have a value; left out where none has.
+    The slice of all queries has the label and the value `all`.
+
+    Attributes:
+        label: Name of the label.
+        value: Value of the label.
+        query_ids: All queries of the slice.
+        means: Means by system and measure. A mean is over the queries that have a value of the
+            measure. If none has one, the measure is left out.
     """
 
     label: str
@@ -52,14 +55,14 @@ class SliceMeans:
     means: Mapping[str, Mapping[str, Interval]]
 
     def partial(self) -> dict[str, int]:
-        """The measures that not every query of the slice has a value of, and how many have one."""
-        first = next(iter(self.means.values()))
-        return {measure: mean.n for measure, mean in first.items() if mean.n < len(self.query_ids)}
+        """Return the measures that some queries have no value of, with the number that have one."""
+        means = next(iter(self.means.values()))
+        return {measure: mean.n for measure, mean in means.items() if mean.n < len(self.query_ids)}
 
     def best(self, measure: str) -> frozenset[str]:
-        """The systems with the highest mean; none where all are equal."""
+        """Return the systems with the highest mean, or none if all means are equal."""
         means = {name: row[measure].mean for name, row in self.means.items() if measure in row}
-        best = frozenset(name for name, mean in means.items() if mean == max(means.values()))
+        best = frozenset(name for name in means if means[name] == max(means.values()))
         return best if len(best) < len(means) else frozenset()
 
 
@@ -67,144 +70,187 @@ def means_by_slice(
     results: Sequence[SystemResult],
     labels: Mapping[str, Labels],
     measures: Sequence[str],
-    most_values: int = MOST_VALUES,
+    max_values: int = _MAX_VALUES,
 ) -> tuple[SliceMeans, ...]:
-    """The means of all queries, and then of every slice, by label and value; systems share their draws.
+    """Compute the means over all queries, and then over every slice by label and value.
 
-    `labels` maps every query to what is known of it (`labels_of`); a label of more than `most_values` values makes no
-    slices. Raises SkilltrainError where systems hold different queries, or one lacks a value of a measure where another
-    has one.
+    Args:
+        results: The systems, all of the same queries.
+        labels: Labels of each query, from `labels_of`.
+        measures: Names of the measures.
+        max_values: A label with more values has no slices.
+
+    Raises:
+        SkilltrainError: The systems have different queries, or only some have a value for a query.
     """
     if not results or not labels or not measures:
         raise SkilltrainError("a report needs at least one system, one query and one measure")
     same_queries(results)
-    parts: dict[str, dict[str, list[str]]] = {ALL: {ALL: [*labels]}}
-    for query_id, known in labels.items():
-        for label, value in known.items():
-            for one in (value,) if isinstance(value, str) else value:
-                parts.setdefault(label, {}).setdefault(one, []).append(query_id)
-    kept = {
-        (label, value): tuple(values[value])
-        for label, values in parts.items()
-        if len(values) <= most_values
-        for value in sorted(
-            values,
-            key=lambda value: (_ORDER.index(value) if value in _ORDER else len(_ORDER), value),
-        )
-    }
-    # of many a label one value holds all queries
-    means = {ids: means_of(results, ids, measures) for ids in dict.fromkeys(kept.values())}
-    return tuple(SliceMeans(label, value, ids, means[ids]) for (label, value), ids in kept.items())
+
+    # Means of each set of queries. Slices of several labels often have the same queries.
+    means_by_queries: dict[tuple[str, ...], dict[str, dict[str, Interval]]] = {}
+    slices: list[SliceMeans] = []
+    for label, queries_by_value in _queries_by_label(labels).items():
+        if len(queries_by_value) > max_values:
+            continue
+        for value in sorted(queries_by_value, key=_value_rank):
+            query_ids = tuple(queries_by_value[value])
+            if query_ids not in means_by_queries:
+                means_by_queries[query_ids] = means_of(results, query_ids, measures)
+            slices.append(SliceMeans(label, value, query_ids, means_by_queries[query_ids]))
+    return tuple(slices)
+
+
+def _queries_by_label(labels: Mapping[str, Labels]) -> dict[str, dict[str, list[str]]]:
+    """Return the query ids by label and value. A query may have several values of a label."""
+    queries: dict[str, dict[str, list[str]]] = {ALL: {ALL: [*labels]}}
+    for query_id, query_labels in labels.items():
+        for label, values in query_labels.items():
+            if isinstance(values, str):
+                values = (values,)
+            for value in values:
+                queries.setdefault(label, {}).setdefault(value, []).append(query_id)
+    return queries
+
+
+def _value_rank(value: str) -> tuple[int, str]:
+    position = _VALUE_ORDER.index(value) if value in _VALUE_ORDER else len(_VALUE_ORDER)
+    return position, value
 
 
 def means_of(
     results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
 ) -> dict[str, dict[str, Interval]]:
-    """System → measure → mean over these queries. Measures of the same queries share draws; one of none is left out."""
-    together: dict[tuple[str, ...], list[str]] = {}
+    """Return the means over these queries, by system and measure.
+
+    Measures without any value are left out.
+    """
+    # Measures that the same queries have values of share their bootstrap draws.
+    measures_by_queries: dict[tuple[str, ...], list[str]] = {}
     for measure in measures:
-        if having := defined_queries(results, query_ids, measure):
-            together.setdefault(having, []).append(measure)
-    found: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
-    for having, of_these in together.items():
-        columns = np.concatenate(
-            [values_of(result, having, of_these) for result in results], axis=1
-        )
-        means = iter(intervals(columns, results[0].clusters_of(having)))
-        for result in results:
-            found[result.name] |= {measure: next(means) for measure in of_these}
-    return {
-        name: {measure: row[measure] for measure in measures if measure in row}
-        for name, row in found.items()
-    }
+        defined_ids = defined_queries(results, query_ids, measure)
+        if defined_ids:
+            measures_by_queries.setdefault(defined_ids, []).append(measure)
+
+    means: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
+    for defined_ids, group in measures_by_queries.items():
+        values = [values_of(result, defined_ids, group) for result in results]
+        clusters = results[0].clusters_of(defined_ids)
+        columns = iter(intervals(np.concatenate(values, axis=1), clusters))
+        for row in means.values():
+            row.update((measure, next(columns)) for measure in group)
+
+    # In the order of `measures`.
+    for name, row in means.items():
+        means[name] = {measure: row[measure] for measure in measures if measure in row}
+    return means
 
 
 def gaps(
     results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure: str
 ) -> tuple[Row, ...]:
-    """How far each system is above the one before it in each part of `description length`.
+    """Compare each system with the one before it, by description length.
 
-    Of two systems that see name and description alone (nd) and all of a skill (full), in this order, these are
-    SkillRouter's gaps. Queries without a value of the measure are left out.
+    If the first system sees names and descriptions, and the second whole skills, these are the gaps
+    of SkillRouter. Queries without a value of the measure are left out.
+
+    Args:
+        results: Systems in the order of the comparison.
+        slices: Slices, of which those by description length are used.
+        measure: Name of the measure.
     """
-    found: list[Row] = []
-    for before, after in pairwise(results):
-        for part in (part for part in slices if part.label == DESCRIPTION):
-            if having := defined_queries([before], part.query_ids, measure):
-                scores = values_of(before, having, [measure])
-                difference = values_of(after, having, [measure]) - scores
-                (gap,) = intervals(difference, before.clusters_of(having))
-                names = {"baseline": before.name, "system": after.name, "measure": measure}
-                found.append(names | {"value": part.value, "difference": gap})
-    return tuple(found)
+    rows: list[Row] = []
+    for baseline, system in pairwise(results):
+        for part in slices:
+            query_ids = defined_queries([baseline], part.query_ids, measure)
+            if part.label != DESCRIPTION or not query_ids:
+                continue
+            baseline_values = values_of(baseline, query_ids, [measure])
+            differences = values_of(system, query_ids, [measure]) - baseline_values
+            (gap,) = intervals(differences, baseline.clusters_of(query_ids))
+            names = {"baseline": baseline.name, "system": system.name, "measure": measure}
+            rows.append({**names, "value": part.value, "difference": gap})
+    return tuple(rows)
 
 
-def shown(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
-    """All queries, and the slices that are not all queries once more."""
-    every = slices[0].query_ids
-    return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < len(every))
+def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
+    """Return the slice of all queries, and the slices that do not hold all queries again."""
+    num_queries = len(slices[0].query_ids)
+    return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < num_queries)
 
 
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
-    """query_id → its labels: those of the benchmark, and those computed here.
+    """Return the labels of each query: those of the benchmark, and four computed ones.
 
-    `direction` is from the query's language to those of its gold skills (`zh2en`), `domain` the super-domains of their
-    categories. `query length` counts words, a CJK character as one. `description length` is one of four parts of the
-    tasks by the mean words of their gold skills' descriptions in the pool `skills`, left out where these are unknown.
+    - `direction`: from the query's language to those of its gold skills, such as `zh2en`.
+    - `domain`: the super-domains of the gold skills' categories.
+    - `query length`: terse or long, by words. A CJK character counts as a word.
+    - `description length`: a quarter of the tasks, by the mean number of words in the descriptions
+      of the gold skills. It is left out if the pool has none of them.
+
+    Args:
+        tasks: Tasks of a benchmark.
+        skills: Skills of the pool by id.
     """
-    golds = {
-        task.query.query_id: [skills[s] for s in wanted_skills(task.relevance, skills)]
-        for task in tasks
-    }
-    words = {
-        q: fmean(num_words(skill.description) for skill in wanted)
-        for q, wanted in golds.items()
-        if wanted
-    }
-    parts = quartiles(words)
+    gold_skills: dict[str, list[Skill]] = {}
+    description_words: dict[str, float] = {}
+    for task in tasks:
+        gold = [skills[skill_id] for skill_id in wanted_skills(task.relevance, skills)]
+        gold_skills[task.query.query_id] = gold
+        if gold:
+            lengths = [num_words(skill.description) for skill in gold]
+            description_words[task.query.query_id] = fmean(lengths)
+    quarters = quartiles(description_words)
+
     labels: dict[str, Labels] = {}
     for task in tasks:
         query_id = task.query.query_id
         text = task.query.text
-        gold = golds[query_id]
+        gold = gold_skills[query_id]
         language = language_of(text) or ("en" if text.isascii() else None)
         directions = {f"{language}2{skill.lang}" for skill in gold if language and skill.lang}
-        domains = {_domains().get(skill.category or "", "") for skill in gold} - {""}
-        known = {
+        domains = {_domain_by_category().get(skill.category or "", "") for skill in gold} - {""}
+        query_labels = {
             "direction": tuple(sorted(directions)),
             "domain": tuple(sorted(domains)),
             **task.labels,
-            LENGTH: "terse" if len(words_of(text)) <= MOST_TERSE else "long",
-            DESCRIPTION: parts.get(query_id, ""),
+            LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
+            DESCRIPTION: quarters.get(query_id, ""),
         }
-        labels[query_id] = {label: value for label, value in known.items() if value}
+        labels[query_id] = {label: value for label, value in query_labels.items() if value}
     return labels
 
 
 @cache
-def _domains() -> dict[str, str]:
-    """Category → its super-domain, of the categories that the stage pool gives; R3 has eight, their names are ours."""
+def _domain_by_category() -> dict[str, str]:
+    """Read the super-domain of each category that the stage `pool` assigns.
+
+    R3 has eight super-domains too, without published names. These names are ours.
+    """
     text = Path(__file__).with_name("domains.yaml").read_text(encoding="utf-8")
-    return {
-        category: domain
-        for domain, of in parse_yaml(text, "domains.yaml").items()
-        for category in of
-    }
+    domains: dict[str, str] = {}
+    for domain, categories in parse_yaml(text, "domains.yaml").items():
+        domains |= dict.fromkeys(categories, domain)
+    return domains
 
 
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
-    """query_id → its part of four, like `Q1, 4–11 words`, cut by rank from short to long.
+    """Return the quarter of each query by length, such as `Q1, 4–11 words`, short queries first.
 
-    Equal lengths stay together, in the part where the middle of them falls; parts that are empty are left out.
+    Queries of equal length are in the same quarter, which is that of their middle rank. Empty
+    quarters are left out.
     """
     from scipy.stats import rankdata
 
-    ranks = rankdata(list(lengths.values()))  # equal lengths share the middle of their ranks
-    parts: dict[int, list[str]] = {}
+    ranks = rankdata(list(lengths.values()))  # equal lengths have their mean rank, from 1
+    queries_by_quarter: dict[int, list[str]] = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        parts.setdefault(int(2 * (2 * rank - 1) // len(lengths)), []).append(query_id)
+        quarter = int(2 * (2 * rank - 1) // len(lengths))  # 4 (rank - 1/2) / n, rounded down
+        queries_by_quarter.setdefault(quarter, []).append(query_id)
+
     names: dict[str, str] = {}
-    for number, (_, part) in enumerate(sorted(parts.items()), 1):
-        own = [lengths[query_id] for query_id in part]
-        names |= dict.fromkeys(part, f"Q{number}, {min(own):.0f}–{max(own):.0f} words")
+    for number, (_, query_ids) in enumerate(sorted(queries_by_quarter.items()), 1):
+        part = [lengths[query_id] for query_id in query_ids]
+        name = f"Q{number}, {min(part):.0f}–{max(part):.0f} words"
+        names |= dict.fromkeys(query_ids, name)
     return names

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass: how to keep less, and how much it is."""
+"""Memory of the activations that a forward pass keeps for the backward pass."""
 
 from typing import Any
 
@@ -9,58 +9,66 @@ from torch.func import functional_call
 
 from skilltrain.errors import SkilltrainError
 
-_TOKENS = 64
+_NUM_TOKENS = 64  # length of the shortest text of a measurement
 
 
 def checkpoint_layers(network: Any) -> None:
-    """Recompute layers in the backward pass (Chen et al. 2016, arXiv 1604.06174). SkilltrainError: it cannot do so."""
+    """Recompute the layers in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+
+    Raises:
+        SkilltrainError: The network does not support it.
+    """
     try:
         network.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
-        what = f"transformers' {type(network).__name__} cannot recompute its layers"
-        raise SkilltrainError(
-            what, where="training.recompute", fix="set it to false, and lower batch_size"
-        ) from error
+        fault = f"transformers' {type(network).__name__} cannot recompute its layers"
+        fix = "set it to false, and lower batch_size"
+        raise SkilltrainError(fault, where="training.recompute", fix=fix) from error
 
 
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:
-    """Bytes that a layer keeps of a token when it computes in `dtype`, besides its weights; switches recomputation off.
+    """Return how many bytes a layer keeps per token for the backward pass, without its weights.
 
-    Nothing is computed: the network runs on tensors without data, of three lengths, which tell tokens from the rest.
+    Nothing is computed: the network runs on tensors without data. Kept bytes are a polynomial in
+    the number of tokens: weights are constant, activations linear, masks quadratic. Three lengths
+    determine its coefficients. This switches recomputation off.
+
+    Args:
+        network: A network with `base_model` and `num_hidden_layers`.
+        dtype: Number format of the computation.
     """
-    body, was_training = network.base_model, network.training
+    body = network.base_model
     device = next(body.parameters()).device
-    device = torch.device("cpu") if device.type == "meta" else device
+    if device.type == "meta":  # autocast does not support it
+        device = torch.device("cpu")
+    was_training = network.training
     network.train().activation_checkpointing_disable()
 
-    def kept(num_tokens: int) -> int:
-        storages: dict[Any, int] = {}
+    def kept_bytes(num_tokens: int) -> int:
+        bytes_by_storage: dict[Any, int] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
+        def record(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            storages[storage] = storage.nbytes()
+            bytes_by_storage[storage] = storage.nbytes()
             return tensor
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
         is_mixed = dtype == torch.bfloat16
         with hooks, torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
-            functional_call(
-                body, weights, (torch.zeros(1, num_tokens, dtype=torch.long, device=device),)
-            )
-        return sum(storages.values())
+            ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device)
+            functional_call(body, weights, (ids,))
+        return sum(bytes_by_storage.values())
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        own = [*body.named_parameters(), *body.named_buffers()]
-        meta = {
-            name: value for name, value in own if value.is_meta
-        }  # autocast knows no device meta
-        weights = {
-            name: torch.empty_like(v, device=device).requires_grad_(v.requires_grad)
-            for name, v in meta.items()
-        }
-        one, two, three = (kept(number * _TOKENS) for number in (1, 2, 3))
-    square = (
-        three - 2 * two + one
-    ) / 2  # of masks, which transformers builds only where it cannot look at values
+        weights = {}
+        for name, value in [*body.named_parameters(), *body.named_buffers()]:
+            if value.is_meta:
+                empty = torch.empty_like(value, device=device)
+                weights[name] = empty.requires_grad_(value.requires_grad)
+        single, double, triple = [kept_bytes(factor * _NUM_TOKENS) for factor in (1, 2, 3)]
     network.train(was_training)
-    return (two - one - 3 * square) / _TOKENS / network.config.num_hidden_layers
+
+    # transformers builds masks only if it cannot look at the values of the inputs, as here.
+    mask_bytes = (triple - 2 * double + single) / 2
+    token_bytes = (double - single - 3 * mask_bytes) / _NUM_TOKENS
+    return token_bytes / network.config.num_hidden_layers

@@ -1,4 +1,8 @@
-"""LoRA (Hu et al. 2021: y = W x + (alpha / rank) B A x, W frozen) and QLoRA (Dettmers et al. 2023: W in NF4)."""
+"""Low-rank adapters: LoRA (Hu et al. 2021, arXiv 2106.09685) and QLoRA (Dettmers et al. 2023).
+
+A layer with an adapter computes y = W x + (alpha / rank) B A x. LoRA freezes W, and QLoRA stores it
+in the 4-bit format NF4.
+"""
 
 import importlib.util
 from typing import Annotated, Any, Literal
@@ -9,11 +13,12 @@ from torch import nn
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.models.loading import heads, in_own_dtype
+from skilltrain.models.loading import cast_to_weight_dtype, heads
 
-_NAME = "default"  # peft's name for a model's only adapter
-# Kept out of 4 bits by name: heads, which are trained or read as they are, and the pooler, which is part of a head.
-_HEADS = (
+_ADAPTER = "default"  # peft's name for the only adapter of a model
+
+# Names of layers that stay out of 4 bits: heads, and poolers, which are part of a head.
+_HEAD_NAMES = (
     "lm_head",
     "score",
     "classifier",
@@ -22,10 +27,14 @@ _HEADS = (
     "head.dense",
     "pooler.dense",
 )
+_NF4_BLOCK = 64  # weights that share a scale
 
 
 class AdapterConfig(Config):
-    """Train low-rank additions to linear layers instead of all weights; the saved model has them merged in."""
+    """Train low-rank additions to linear layers instead of all weights.
+
+    They are merged into the weights of the saved model.
+    """
 
     rank: int = Field(default=32, ge=1, description="width of the low-rank matrices")
     alpha: int = Field(default=64, ge=1, description="the addition is scaled by alpha / rank")
@@ -42,12 +51,16 @@ class AdapterConfig(Config):
 
 
 def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
-    """What `from_pretrained` needs beside the usual. Raises SkilltrainError where bitsandbytes is missing."""
+    """Return the arguments of `from_pretrained` that load a network in 4 bits, if it should be.
+
+    Raises:
+        SkilltrainError: bitsandbytes is not installed.
+    """
     if adapter is None or adapter.quantize == "none":
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
-        what = "adapter.quantize=nf4 needs bitsandbytes, which is not installed"
-        raise SkilltrainError(what, fix="pip install 'skilltrain[qlora]'")
+        fault = "adapter.quantize=nf4 needs bitsandbytes, which is not installed"
+        raise SkilltrainError(fault, fix="pip install 'skilltrain[qlora]'")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
@@ -55,28 +68,30 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=[*_HEADS],
+        llm_int8_skip_modules=[*_HEAD_NAMES],
     )
     return {"quantization_config": config}
 
 
 def add_adapter(network: Any, adapter: AdapterConfig) -> None:
-    """Put an adapter into `network` in place: it keeps its class and methods, and at first its outputs.
+    """Add an adapter to a network in place.
 
-    It trains in float32, as does the classification head (with BERT's pooler) of a model that has one. A is random:
-    all ranks must come here with the same seed. Raises SkilltrainError for a rank or targets that no layers have.
+    The network keeps its class and methods, and its outputs do not change before the first step.
+    The adapter trains in float32, and so does a classification head with its pooler. The matrices A
+    are random, so all ranks must call this function with the same seed.
+
+    Raises:
+        SkilltrainError: No layer is as wide as the rank, or no layer has a name in the targets.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
-    widest = max(
-        min(layer.in_features, layer.out_features) for layer in map(network.get_submodule, targets)
-    )
-    if adapter.rank > widest:
-        raise SkilltrainError(
-            f"{adapter.rank} exceeds the width of every layer, at most {widest}",
-            where="adapter.rank",
-        )
+    layers = [network.get_submodule(name) for name in targets]
+    max_rank = max(min(layer.in_features, layer.out_features) for layer in layers)
+    if adapter.rank > max_rank:
+        fault = f"{adapter.rank} exceeds the width of every layer, at most {max_rank}"
+        raise SkilltrainError(fault, where="adapter.rank")
+
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -85,36 +100,49 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         bias="none",
     )  # type: ignore[call-arg]
     for name, module in network.named_modules():
-        if type(module).__name__ == "Linear4bit":  # by name: bitsandbytes need not be installed
+        if type(module).__name__ == "Linear4bit":  # bitsandbytes may not be installed
             _prepare_for_cpu(name, module)
     inject_adapter_in_model(config, network)
+
+    # Heads train in float32 too, because FSDP2 needs one number format for all trained weights.
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
-    for head in _heads(network):  # in float32 as well: FSDP2 wants one number format of what trains
-        head.float().requires_grad_(True).register_forward_pre_hook(in_own_dtype)
+    for head in _trained_heads(network):
+        head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
 
 
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(settings, weights by name) of an adapter and the head that trained with it, as peft keeps them for `base`."""
-    config, heads_of = network.peft_config[_NAME], {id(head) for head in _heads(network)}
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.target_modules = sorted(
-        config.target_modules
-    )  # a set: the file would differ from run to run
-    config.modules_to_save = [
-        name for name, module in network.named_modules() if id(module) in heads_of
-    ] or None
-    trained = {name: value for name, value in network.named_parameters() if value.requires_grad}
-    named = {
-        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value
-        for name, value in trained.items()
-    }
-    return config, {name: value.detach().contiguous() for name, value in named.items()}
+    """Return peft's config of an adapter and its weights, with the head that trained with it.
+
+    Args:
+        network: Network with an adapter.
+        base: Source of the model without the adapter, for the config.
+
+    Returns:
+        The config, and the weights by peft's names.
+    """
+    head_ids = {id(head) for head in _trained_heads(network)}
+    head_names = [name for name, module in network.named_modules() if id(module) in head_ids]
+    config = network.peft_config[_ADAPTER]
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # a set is in another order in every run
+    config.modules_to_save = head_names or None
+
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            peft_name = f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+            weights[peft_name] = parameter.detach().contiguous()
+    return config, weights
 
 
 def merge_adapter(network: Any) -> Any:
-    """`network` with its adapter added into plain linear layers; all its weights must lie on this process."""
+    """Merge the adapter into plain linear layers, in place, and return the network.
+
+    All weights must be on this process.
+    """
     from peft.tuners.lora import LoraLayer
 
     if getattr(network, "is_quantized", False):
@@ -123,52 +151,57 @@ def merge_adapter(network: Any) -> Any:
     for name, module in [*network.named_modules()]:
         if isinstance(module, LoraLayer):
             adapted: Any = module
-            plain = adapted.get_base_layer()
-            plain.weight.data += adapted.get_delta_weight(_NAME)  # the sum is rounded once
-            network.set_submodule(name, plain)
+            linear = adapted.get_base_layer()
+            linear.weight.data += adapted.get_delta_weight(_ADAPTER)  # rounded once
+            network.set_submodule(name, linear)
     return network.requires_grad_(True)
 
 
 def _prepare_for_cpu(name: str, linear: Any) -> None:
-    """What bitsandbytes 0.50 needs on CPU: rows of whole blocks of 64 weights (else SkilltrainError), and no repacking.
+    """Prepare a 4-bit layer for training on a CPU with bitsandbytes 0.50.
 
-    Where the CPU multiplies bfloat16 it repacks at the first evaluation, and no gradient passes; state_dict() unpacks.
+    If the CPU multiplies bfloat16, bitsandbytes would repack the weights at the first evaluation,
+    and no gradient would pass through them.
+
+    Raises:
+        SkilltrainError: The rows of the layer are not whole blocks of 64 weights.
     """
     if linear.weight.device.type != "cpu":
         return
-    if linear.in_features % 64:
-        what = (
-            f"adapter.quantize=nf4 on a CPU needs layers whose width is a multiple of 64; {name} is"
+    if linear.in_features % _NF4_BLOCK:
+        fault = (
+            f"adapter.quantize=nf4 on a CPU needs layers whose width is a multiple of {_NF4_BLOCK}"
+            f"; {name} is {linear.in_features} wide"
         )
-        raise SkilltrainError(
-            f"{what} {linear.in_features} wide", fix="train it on a GPU, or with quantize=none"
-        )
+        raise SkilltrainError(fault, fix="train it on a GPU, or with quantize=none")
     linear.support_avx512bf16_for_cpu = False
-    linear.state_dict()
+    linear.state_dict()  # unpacks weights that were already repacked
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
-    in_heads = {id(module) for head in _heads(network) for module in head.modules()}
-    in_heads.add(id(network.get_output_embeddings()))
-    linear = (
-        (name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)
-    )
-    names = [name for name, module in linear if id(module) not in in_heads]
+    """Return the names of the linear layers that get an adapter."""
+    excluded_ids = {id(network.get_output_embeddings())}
+    for head in _trained_heads(network):
+        excluded_ids.update(id(module) for module in head.modules())
+    names = []
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear) and id(module) not in excluded_ids:
+            names.append(name)
     if adapter.targets == "all_linear":
         return names
-    chosen = {
-        target: [n for n in names if f".{n}".endswith(f".{target}")] for target in adapter.targets
-    }
-    for target, found in chosen.items():
-        if not found:
+
+    # The dots make a target match whole parts of a name: "proj" does not match "q_proj".
+    for target in adapter.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
             endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            what = f"no linear layer's name ends with '{target}'; this model's end with {endings}"
-            raise SkilltrainError(what, where="adapter.targets")
-    return [name for name in names if any(name in found for found in chosen.values())]
+            fault = f"no linear layer's name ends with '{target}'; this model's end with {endings}"
+            raise SkilltrainError(fault, where="adapter.targets")
+    dotted_targets = tuple(f".{target}" for target in adapter.targets)
+    return [name for name in names if f".{name}".endswith(dotted_targets)]
 
 
-def _heads(network: Any) -> list[nn.Module]:
-    """What a sequence-classification model has on its backbone, BERT's pooler included; of other models nothing."""
-    found = heads(network)
+def _trained_heads(network: Any) -> list[nn.Module]:
+    """Return the layers on the backbone of a sequence classification model, and its pooler."""
+    layers = heads(network)
     pooler = getattr(network.base_model, "pooler", None)
-    return [*found, pooler] if found and pooler is not None else found
+    return [*layers, pooler] if layers and pooler is not None else layers

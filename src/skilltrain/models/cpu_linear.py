@@ -1,7 +1,7 @@
-"""Linear layers in float32 on a CPU, computed by oneDNN, for inference and for training.
+"""Faster float32 linear layers on a CPU, computed by oneDNN, for inference and for training.
 
-PyTorch computes float32 products with MKL, which does not use AVX-512 on AMD's processors: oneDNN is 2.2 times as fast
-on an EPYC 9005. Results differ by rounding alone (2e-7).
+PyTorch computes float32 products with MKL, which does not use AVX-512 on AMD's processors. oneDNN
+is 2.2 times as fast on an EPYC 9005. Results differ only by rounding (2e-7).
 """
 
 from collections.abc import Callable
@@ -14,9 +14,14 @@ from torch.autograd.function import once_differentiable
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer whose weights are laid out for oneDNN once, as torch.compile does.
+    """Frozen linear layer whose weights are in the memory layout of oneDNN.
 
-    MiniLM is 1.9 times as fast with it. It has no parameters, so a packed network cannot be saved.
+    torch.compile converts weights in the same way. MiniLM becomes 1.9 times as fast. The layer has
+    no parameters, so a packed network cannot be saved.
+
+    Args:
+        linear: Layer whose weights are copied.
+        num_rows: About how many tokens a micro-batch has. oneDNN chooses the layout by it.
     """
 
     def __init__(self, linear: nn.Linear, num_rows: int) -> None:
@@ -29,9 +34,10 @@ class PackedLinear(nn.Module):
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer in training whose three float32 products on a CPU are computed by oneDNN.
+    """Linear layer for training whose three float32 products on a CPU are computed by oneDNN.
 
-    It takes over the parameters and the pre-hooks of the layer that it replaces, so tied weights stay tied.
+    It takes over the parameters and the pre-hooks of the layer that it replaces, so tied weights
+    stay tied.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -66,17 +72,17 @@ def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
 
 
 def train_with_onednn(network: nn.Module) -> None:
-    """Let oneDNN compute the linear layers of a network in training, in place, where it is faster than MKL.
+    """Let oneDNN compute the linear layers of a network in training, in place, if it is faster.
 
-    The processor decides, not a measurement, so that a run gives the same bits again. The network's weights must not be
-    sharded.
+    The processor decides, not a measurement, so that a run gives the same bits again. The network's
+    weights must not be sharded.
     """
     if onednn_is_faster():
         _replace_linear_layers(network, OneDnnLinear)
 
 
 def onednn_is_faster() -> bool:
-    """Whether MKL computes float32 products here and leaves AVX-512 unused, which it does on all but Intel's CPUs."""
+    """Whether oneDNN is faster than MKL, which does not use AVX-512 on other CPUs than Intel's."""
     processor = torch.cpu.get_capabilities()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     is_intel = "Intel" in str(processor.get("cpu_name", ""))
@@ -86,19 +92,19 @@ def onednn_is_faster() -> bool:
 def _replace_linear_layers(
     network: nn.Module, replacement_of: Callable[[nn.Linear], nn.Module]
 ) -> None:
-    """Replace the linear layers below `network` that have float32 weights on a CPU."""
+    """Replace the linear layers of `network` that have float32 weights on a CPU."""
     # Names only: a list of layers would keep the weights of replaced layers in memory.
     names = [name for name, _ in network.named_modules()]
     for name in names:
         layer = network.get_submodule(name)
-        if type(layer) is not nn.Linear:  # a subclass computes something else
+        if type(layer) is not nn.Linear:  # a subclass may compute something else
             continue
         if layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu":
             network.set_submodule(name, replacement_of(layer))
 
 
 class _OneDnnProduct(torch.autograd.Function):
-    """y = x W^T + b, with the gradients dx = dy W, dW = dy^T x and db = sum of dy."""
+    """y = x W^T + b, with the gradients dx = dy W, dW = dy^T x and db = sum of dy over rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,7 +115,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
         (gradient,) = gradients  # [row, outer]
         rows, weight = ctx.saved_tensors
         rows_gradient = None if weight is None else _product(gradient, weight.t())
@@ -118,6 +124,6 @@ class _OneDnnProduct(torch.autograd.Function):
         return rows_gradient, weight_gradient, bias_gradient
 
 
-def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left right^T + bias; `right` may be a transposed view, which oneDNN reads without copying it first."""
-    return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+def _product(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return values weight^T + bias. oneDNN reads a transposed view as `weight` without a copy."""
+    return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")

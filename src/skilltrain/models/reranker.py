@@ -1,7 +1,9 @@
-"""The reranker: a query and a skill in, one relevance score out."""
+"""Reranker that scores how relevant a skill is to a query."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +30,7 @@ from skilltrain.templates import RerankerTemplate, with_fields
 
 
 class RerankerConfig(loading.ModelConfig):
-    """Which reranker to load. What is left out comes from the model's own folder."""
+    """Settings that select a reranker. Those that are not set come from the model's folder."""
 
     max_tokens: int | None = Field(
         default=None, ge=32, description="token limit of a (query, skill) pair"
@@ -42,12 +44,22 @@ class RerankerConfig(loading.ModelConfig):
 
 
 class Reranker(nn.Module):
-    """A transformer that scores pairs: by a classification head, or by logit(yes) - logit(no)."""
+    """A transformer that scores pairs: by a classification head, or by logit(yes) - logit(no).
+
+    Attributes:
+        network: The transformer with its head.
+        tokenizer: The tokenizer of transformers.
+        settings: Template and token limits.
+        pairs: Tokenizer of untrusted queries and skills.
+        yes_no_ids: Token ids of `yes` and `no`; None for the form pair.
+        is_packed: Whether the pairs of a query are in one row, which has the query only once.
+    """
 
     def __init__(self, network: Any, tokenizer: Any, settings: RerankerSettings) -> None:
         super().__init__()
         self.network: Any = network
-        self.tokenizer, self.settings = tokenizer, settings
+        self.tokenizer = tokenizer
+        self.settings = settings
         self.pairs = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
         self.is_packed = self.yes_no_ids is not None and shared_prompt.can_share(network)
@@ -59,68 +71,86 @@ class Reranker(nn.Module):
         return next(self.network.parameters()).device
 
     def tokenize(self, query: str, skills: Sequence[Skill]) -> list[PairIds]:
-        """Token ids of one raw query paired with each skill; template and caps are applied here."""
+        """Return the token ids of a raw query paired with each skill.
+
+        Template and token limits are applied here.
+        """
         query_ids = self.pairs.query(query)
         return [self.pairs.join(query_ids, skill_ids) for skill_ids in self.pairs.skills(skills)]
 
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
-        """Positions of all lists' pairs in groups; a packed one is of one list, and its prompt counts once."""
+        """Return the positions of the pairs of each micro-batch, counted over all lists.
+
+        A packed micro-batch has pairs of one list only, and their common prompt counts once.
+        """
         if not self.is_packed:
-            return micro_batches([len(pair) for pairs in lists for pair in pairs], token_budget)
-        groups, first = [], 0
-        for pairs in filter(None, lists):
+            lengths = [len(pair) for pair in chain.from_iterable(lists)]
+            return micro_batches(lengths, token_budget)
+        groups: Groups = []
+        first = 0  # position of the first pair of a list
+        for pairs in lists:
+            if not pairs:
+                continue
             shared = shared_prompt.num_shared([pair.ids for pair in pairs])
-            found = micro_batches([len(pair) for pair in pairs], token_budget, shared)
-            groups += [[first + place for place in group] for group in found]
+            for group in micro_batches([len(pair) for pair in pairs], token_budget, shared):
+                groups.append([first + position for position in group])
             first += len(pairs)
         return groups
 
     def num_slots(self, pairs: Sequence[PairIds]) -> int:
+        """Return the number of tokens of a micro-batch, with padding."""
         if self.is_packed:
             shared = shared_prompt.num_shared([pair.ids for pair in pairs])
             return sum(map(len, pairs)) - shared * (len(pairs) - 1)
         return max(map(len, pairs)) * len(pairs)
 
     def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
-        """The same pairs with their tokens' embeddings, for scoring them in several micro-batches."""
+        """Return the pairs with the embeddings of their tokens, looked up all at once."""
         rows = embed_together(self.network, [pair.ids for pair in pairs])
         return [replace(pair, rows=row) for pair, row in zip(pairs, rows, strict=True)]
 
     def direction(self) -> Float[Tensor, "dim"] | None:
-        """The head's row of `yes` less its row of `no`, or its only row, in float32 or wider; None for the form pair.
+        """Return the vector whose product with the last hidden state is the score.
 
-        Read once per step: its gradient is as large as the vocabulary's whole table.
+        It is the head's row of `yes` minus its row of `no`, or the only row of a classification
+        head, in float32 or wider. The form pair has none. A step reads it only once, because its
+        gradient is as large as the embeddings of the whole vocabulary.
         """
         if self.yes_no_ids is None:
             return None
-        if classifiers := loading.heads(self.network):
+        classifiers = loading.heads(self.network)
+        if classifiers:
             return at_least_float32(next(classifiers[0].parameters())[0])
         head = self.network.get_output_embeddings().weight
         rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
         return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
-        """Scores of one micro-batch, in float32 or wider: logits, not probabilities."""
+        """Return the scores of a micro-batch as logits, in float32 or wider."""
         return self.score(pairs, self.direction())
 
     def score(
         self, pairs: Sequence[PairIds], direction: Float[Tensor, "dim"] | None
     ) -> Float[Tensor, "pair"]:
+        """Return the scores of a micro-batch as logits, in float32 or wider.
+
+        Args:
+            pairs: Pairs with or without embeddings.
+            direction: Result of `direction()`.
+        """
         if direction is not None:
             last = self._last_hidden(pairs)
-            with torch.autocast(
-                last.device.type, enabled=False
-            ):  # bfloat16 would round the score itself
+            with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score
                 return at_least_float32(last) @ direction
+
         inputs, mask = self._inputs(pairs)
-        starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
-        segments = (
-            torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
-        ).long() * mask
-        if (
-            getattr(self.network.config, "type_vocab_size", None) or 0
-        ) > 1:  # XLM-R's table of segments has one row
-            inputs["token_type_ids"] = segments
+        # XLM-R, for example, has only one segment.
+        num_segments = getattr(self.network.config, "type_vocab_size", None) or 0
+        if num_segments > 1:
+            starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
+            positions = torch.arange(mask.shape[1], device=mask.device)
+            is_second = positions >= starts[:, None]  # [pair, token]
+            inputs["token_type_ids"] = is_second.long() * mask
         return at_least_float32(self.network(**inputs, attention_mask=mask).logits[:, 0])
 
     def _inputs(
@@ -129,17 +159,15 @@ class Reranker(nn.Module):
         return model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
+        """Return the hidden state of each pair's last token."""
         decoder = self.network.get_decoder()
         if self.is_packed:
             num_prompt = shared_prompt.num_shared([pair.ids for pair in pairs])
             packed = shared_prompt.PackedTexts(pairs, num_prompt, self.device)
             return shared_prompt.last_hidden(decoder, packed, _texts(pairs))
         inputs, mask = self._inputs(pairs)
-        return pool(
-            decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state,
-            mask,
-            "last_token",
-        )
+        output = decoder(**inputs, attention_mask=mask, use_cache=False)
+        return pool(output.last_hidden_state, mask, "last_token")
 
 
 def _texts(pairs: Sequence[PairIds]) -> Texts:
@@ -149,13 +177,17 @@ def _texts(pairs: Sequence[PairIds]) -> Texts:
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
-    """The ids of `yes` and `no`. Raises SkilltrainError for a tokenizer that splits either."""
-    ids = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
-    if any(len(word) != 1 for word in ids):
-        raise SkilltrainError(
-            "the tokenizer has no single tokens 'yes' and 'no'", fix="use template.form=pair"
-        )
-    return ids[0][0], ids[1][0]
+    """Return the token ids of `yes` and `no`.
+
+    Raises:
+        SkilltrainError: The tokenizer splits one of these words.
+    """
+    yes_ids = tokenizer.encode("yes", add_special_tokens=False)
+    no_ids = tokenizer.encode("no", add_special_tokens=False)
+    if len(yes_ids) != 1 or len(no_ids) != 1:
+        fault = "the tokenizer has no single tokens 'yes' and 'no'"
+        raise SkilltrainError(fault, fix="use template.form=pair")
+    return yes_ids[0], no_ids[0]
 
 
 def load_reranker(
@@ -164,11 +196,21 @@ def load_reranker(
     options: Mapping[str, Any] = MappingProxyType({}),
     new_head: bool = False,
 ) -> Reranker:
-    """The reranker that `config` names, in evaluation mode (on the device meta: shapes); `options` as `load_encoder`.
+    """Load a reranker in evaluation mode.
 
-    Causal language models score by yes/no logits, others by a classification head with one output. With `new_head`, as
-    training says, a template of the form pair makes a reranker of an encoder. Raises SkilltrainError if there is no
-    such model, it is an encoder, or its folder does not hold all of it.
+    Causal language models score by the logits of yes and no, others by a classification head with
+    one output.
+
+    Args:
+        config: Settings that select the reranker.
+        device: Where to put it. On the device meta, it has shapes but no weights.
+        options: Further arguments of `from_pretrained`.
+        new_head: Whether the head may be new, for training. An encoder then becomes a reranker if
+            `config` has a template of the form pair.
+
+    Raises:
+        SkilltrainError: There is no such model, it is an encoder, its folder is not complete, or
+            the settings do not fit it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -179,49 +221,69 @@ def load_reranker(
     else:
         stored = loading.stored_settings(folder, "reranker")
     model_config = loading.load_model_config(folder)
-    causal = any("CausalLM" in name for name in model_config.architectures or [])
-    given = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
-    if causal and "template" not in stored | given:
-        stored["template"] = {"form": "yes_no"}
-    settings = validate(RerankerSettings, stored | given, folder)
-    was_causal = stored.get("template", {}).get("form") == "yes_no"
-    if settings.template.form == "yes_no" and not (causal or was_causal):
-        raise SkilltrainError(
-            "template.form=yes_no needs a causal language model", where=config.source
-        )
+    is_causal = any("CausalLM" in name for name in model_config.architectures or [])
+    settings = _settings(config, stored, is_causal, folder)
     tokenizer = loading.load_tokenizer(folder)
-    settings = _fitting(settings, tokenizer, model_config, config.source)
-    settings = settings.model_copy(
-        update={"template": with_fields(settings.template, config.fields)}
-    )
-    given = {**loading.loading_options(config, model_config, device), **options}
-    given.pop("add_pooling_layer", None)  # where there is a head, the pooler is part of it
-    if causal and settings.template.form == "yes_no":
-        network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, given)
+    settings = _within_limits(settings, tokenizer, model_config, config.source)
+    template = with_fields(settings.template, config.fields)
+    settings = settings.model_copy(update={"template": template})
+
+    all_options = {**loading.loading_options(config, model_config, device), **options}
+    all_options.pop("add_pooling_layer", None)  # a head uses the pooler
+    if is_causal and settings.template.form == "yes_no":
+        network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:
-        given["num_labels"] = 1
+        all_options["num_labels"] = 1
         auto_class = AutoModelForSequenceClassification
-        network = loading.load_network(auto_class, folder, tokenizer, given, new_head)
+        network = loading.load_network(auto_class, folder, tokenizer, all_options, new_head)
     for head in loading.heads(network):
-        head.float()  # logits in bfloat16 are steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(loading.in_own_dtype)
+        head.float()  # bfloat16 rounds logits to steps of up to 1/32: close candidates would tie
+        head.register_forward_pre_hook(loading.cast_to_weight_dtype)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
-def _fitting(
+def _settings(
+    config: RerankerConfig, stored: dict[str, Any], is_causal: bool, folder: Path
+) -> RerankerSettings:
+    """Return the settings from the recipe, else from training, else our defaults.
+
+    Raises:
+        SkilltrainError: The form yes_no does not fit the model.
+    """
+    chosen = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
+    if is_causal and "template" not in stored | chosen:
+        chosen["template"] = {"form": "yes_no"}
+    settings = validate(RerankerSettings, stored | chosen, folder)
+    # A causal model exported with a classification head keeps the form yes_no.
+    was_causal = stored.get("template", {}).get("form") == "yes_no"
+    if settings.template.form == "yes_no" and not (is_causal or was_causal):
+        fault = "template.form=yes_no needs a causal language model"
+        raise SkilltrainError(fault, where=config.source)
+    return settings
+
+
+def _within_limits(
     settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str
 ) -> RerankerSettings:
-    """`settings` within the model's positions and with room for a skill: a default adapts, a chosen limit must fit."""
+    """Reduce default token limits to the model's positions, and so that a skill has room.
+
+    Raises:
+        SkilltrainError: A limit that was chosen is too large.
+    """
     chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
         if "max_tokens" in chosen:
             raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
         settings = RerankerSettings.model_validate(chosen | {"max_tokens": limit})
+
     room = PairTokenizer(tokenizer, settings).query_room()
     if settings.query_max_tokens <= room:
         return settings
     if "query_max_tokens" in chosen or room < 8:
-        what = f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in max_tokens"
-        raise SkilltrainError(f"{what} ({settings.max_tokens})", where=where)
+        fault = (
+            f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in "
+            f"max_tokens ({settings.max_tokens})"
+        )
+        raise SkilltrainError(fault, where=where)
     return settings.model_copy(update={"query_max_tokens": room})

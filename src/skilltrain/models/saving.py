@@ -1,4 +1,4 @@
-"""Model folders, written whole or not at all: skilltrain reads them, and plain sentence-transformers scores alike."""
+"""Writes model folders for skilltrain, sentence-transformers and peft, complete or not at all."""
 
 import copy
 import json
@@ -28,75 +28,100 @@ _CHAT_TEMPLATE = Path(__file__).parent / "templates" / "yes_no_chat.j2"
 
 
 def save_model(model: Encoder | Reranker, folder: Path, base: str, card: str | None = None) -> None:
-    """Write what `SentenceTransformer(folder)` or `CrossEncoder(folder)` needs to give our vectors or scores.
+    """Save a model so that sentence-transformers computes the same vectors or scores.
 
-    Raises SkilltrainError for weights that must not be saved, and where the folder cannot be written.
+    `SentenceTransformer(folder)` opens an encoder, `CrossEncoder(folder)` a reranker.
+
+    Args:
+        model: The model. An adapter must be merged first.
+        folder: Where to save it. The folder may hold other files, such as checkpoints.
+        base: Source of the model that was trained, for skilltrain.json.
+        card: Text of README.md, if it should be written.
+
+    Raises:
+        SkilltrainError: A weight is not finite, an adapter is not merged, or the folder cannot be
+            written.
     """
-    with _written_aside(folder, model, base) as aside:
-        write_weights(model.network, aside, folder)
-        tokenizer = _tokenizer_of(model)
+    with _staging_folder(folder, model, base) as staging:
+        write_weights(model.network, staging, folder)
+        tokenizer = _standalone_tokenizer(model)
         tokenizer.model_max_length = model.settings.max_tokens
-        tokenizer.save_pretrained(str(aside))
-        write_modules(model, aside)
+        tokenizer.save_pretrained(str(staging))
+        write_modules(model, staging)
         if card is not None:
-            write_text(aside / "README.md", card)
+            write_text(staging / "README.md", card)
 
 
 def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
-    """Write a model's adapter alone: `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`."""
+    """Save only the adapter of a model, in the format of peft.
+
+    `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`.
+    """
     config, weights = adapter_files(model.network, shareable(base))
-    with _written_aside(folder, model, base) as aside:
-        config.save_pretrained(aside)
-        save_file(weights, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+    with _staging_folder(folder, model, base) as staging:
+        config.save_pretrained(staging)
+        save_file(weights, staging / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copy the files of a model, and no others that lie beside them. Raises SkilltrainError where one is missing."""
+    """Copy the files of a model that skilltrain.json lists, and no other files in its folder.
+
+    Raises:
+        SkilltrainError: A file is missing, or `target` cannot be written.
+    """
     record = source / CHECKPOINT_FILE
-    for file in [path_inside(source, str(name), record) for name in read_json(record)["files"]]:
+    # Check all names first, so that a path outside the folder is refused before anything is copied.
+    files = [path_inside(source, str(name), record) for name in read_json(record)["files"]]
+    for file in files:
         if not file.is_file():
             raise SkilltrainError("a file of the model is missing", where=file)
-        copied = target / file.relative_to(source)
+        destination = target / file.relative_to(source)
         try:
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copied)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, destination)
         except OSError as error:
-            raise SkilltrainError(
-                f"cannot save the model: {reason_of(error)}", where=target
-            ) from error
+            fault = f"cannot save the model: {reason_of(error)}"
+            raise SkilltrainError(fault, where=target) from error
 
 
 @contextmanager
-def _written_aside(folder: Path, model: Encoder | Reranker, base: str) -> Iterator[Path]:
-    """Yield a folder inside `folder`; its files move out when the block succeeds.
+def _staging_folder(folder: Path, model: Encoder | Reranker, base: str) -> Iterator[Path]:
+    """Yield a temporary folder inside `folder`, and move its files to `folder` if no error occurs.
 
-    `folder` may hold a run's checkpoints, so skilltrain.json says which files are the model's.
-    config.json moves last: without it no reader takes `folder` for a model.
+    `folder` may also hold the checkpoints of a run. skilltrain.json lists the files of the model.
     """
-    aside = folder / ".model.partial"
-    shutil.rmtree(aside, ignore_errors=True)
+    staging = folder / ".model.partial"
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        yield aside
+        staging.mkdir(parents=True)
+        yield staging
+
         kind = "encoder" if isinstance(model, Encoder) else "reranker"
         settings = model.settings.model_dump(mode="json")
-        write_record(aside, {"kind": kind, "settings": settings, "base": shareable(base)})
+        write_record(staging, {"kind": kind, "settings": settings, "base": shareable(base)})
+
+        # Without config.json, a folder is not a model for any program, so it moves last.
         (folder / "config.json").unlink(missing_ok=True)
-        for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)
             path.replace(folder / path.name)
-    except (OSError, SafetensorError) as error:  # a full disk is either
+    except (OSError, SafetensorError) as error:  # a full disk can cause either
         raise SkilltrainError(f"cannot save the model: {reason_of(error)}", where=folder) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_weights(network: Any, aside: Path, folder: Path) -> None:
-    """Write config.json and the safetensors files to `aside`.
+def write_weights(network: Any, staging: Path, folder: Path) -> None:
+    """Write config.json and the safetensors files to `staging`.
+
+    Args:
+        network: The network of an encoder or a reranker.
+        staging: Where to write the files.
+        folder: Final folder of the model, for errors.
 
     Raises:
-        SkilltrainError: An adapter is not merged, or a weight is no number. Its place is `folder`.
+        SkilltrainError: An adapter is not merged, or a weight is not finite.
     """
     for name, value in network.state_dict().items():
         if "lora_" in name or "base_layer" in name:
@@ -104,76 +129,104 @@ def write_weights(network: Any, aside: Path, folder: Path) -> None:
         if value.is_floating_point() and not value.isfinite().all():
             fault = f"the weight {name} holds values that are no numbers"
             raise SkilltrainError(fault, where=folder)
-    network.save_pretrained(str(aside), safe_serialization=True)
-    config = read_json(aside / "config.json")
+    network.save_pretrained(str(staging), safe_serialization=True)
+
+    config = read_json(staging / "config.json")
     if config.get("pad_token_id") is None:
-        config.pop("pad_token_id", None)  # TEI takes no pad token, but no null
+        config.pop("pad_token_id", None)  # TEI accepts a missing key, but not null
     theta = (config.get("rope_parameters") or {}).get("rope_theta")
     if theta:
-        config["rope_theta"] = theta  # readers of transformers 4 would compute with 10,000
-    write_json(aside / "config.json", config)
+        config["rope_theta"] = theta  # transformers 4 reads this key, and else uses 10,000
+    write_json(staging / "config.json", config)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write skilltrain.json: `record` and the names of the model's files. Everyone may read them."""
+    """Write skilltrain.json with `record` and the names of all files in the folder.
+
+    All files become readable by everyone.
+    """
     names = {CHECKPOINT_FILE}
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o644)  # safetensors writes its file for its owner alone
+            path.chmod(0o644)  # safetensors lets only the owner read its file
             names.add(path.relative_to(folder).as_posix())
     facts = {"format": MODEL.number, "skilltrain": __version__, "files": sorted(names)}
     write_json(folder / CHECKPOINT_FILE, {**record, **facts})
 
 
-def _tokenizer_of(model: Encoder | Reranker) -> Any:
-    """Copy the model's tokenizer so that by itself it reads a text as the model does.
+def _standalone_tokenizer(model: Encoder | Reranker) -> Any:
+    """Copy the tokenizer and change it so that it alone reads a text as the model does.
 
-    The names of control tokens in texts are read as the letters they are, as by `TextTokenizer`.
+    Like `TextTokenizer`, it reads the name of a control token in a text as plain letters. The chat
+    template of a yes_no reranker takes care of that itself.
     """
     tokenizer = copy.deepcopy(model.tokenizer)
-    tokens = tokenizer.added_tokens_decoder
-    rows = TextTokenizer(tokenizer).ids([token.content for token in tokens.values()])
-    controls = {
-        token.content: token
-        for (number, token), ids in zip(tokens.items(), rows, strict=True)
-        if number not in ids
-    }
+    control_tokens = _control_tokens(tokenizer)
     if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
-        template = yes_no_chat_template(model.settings.template, sorted(controls))
-        tokenizer.chat_template = template
+        names = [token.content for token in control_tokens]
+        tokenizer.chat_template = yes_no_chat_template(model.settings.template, names)
         return tokenizer
+
     backend = tokenizer.backend_tokenizer
-    backend.add_special_tokens([as_special(controls[name]) for name in sorted(controls)])
-    tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
-    needs_end = isinstance(model, Encoder) and model.settings.pooling == "last_token"
-    if needs_end and tokenizer("a")["input_ids"][-1] != tokenizer.pad_token_id:  # base Qwen3
-        end = tokenizer.pad_token
-        ending = processors.TemplateProcessing(
-            single=f"$A {end}",
-            pair=f"$A $B {end}",
-            special_tokens=[(end, tokenizer.pad_token_id)],
-        )
-        former = [backend.post_processor] if backend.post_processor else []
-        backend.post_processor = processors.Sequence([*former, ending])
+    backend.add_special_tokens([as_special(token) for token in control_tokens])
+    tokenizer.split_special_tokens = True
+    tokenizer.init_kwargs["split_special_tokens"] = True
+    if isinstance(model, Encoder) and model.settings.pooling == "last_token":
+        _append_end_token(tokenizer)
     return tokenizer
 
 
-def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
-    """Qwen3-Reranker's chat form for the roles system (another instruction), query and document.
+def _control_tokens(tokenizer: Any) -> list[Any]:
+    """Return the added tokens that `TextTokenizer` reads as plain letters, sorted by name."""
+    added_tokens = tokenizer.added_tokens_decoder
+    ids_by_token = TextTokenizer(tokenizer).ids([token.content for token in added_tokens.values()])
+    control_tokens = []
+    for (token_id, token), text_ids in zip(added_tokens.items(), ids_by_token, strict=True):
+        if token_id not in text_ids:
+            control_tokens.append(token)
+    return sorted(control_tokens, key=lambda token: token.content)
 
-    The name of a control token inside query or document is broken up by a space: untrusted text must not end its own
-    message (skilltrain reads such names as plain text, without it).
+
+def _append_end_token(tokenizer: Any) -> None:
+    """Let the tokenizer end every text with the pad token, as `Encoder.tokenize` does.
+
+    Qwen3-Embedding's tokenizer does so already, that of the base model Qwen3 does not.
     """
-    values = {
+    if tokenizer("a")["input_ids"][-1] == tokenizer.pad_token_id:
+        return
+    end = tokenizer.pad_token
+    ending = processors.TemplateProcessing(
+        single=f"$A {end}",
+        pair=f"$A $B {end}",
+        special_tokens=[(end, tokenizer.pad_token_id)],
+    )
+    backend = tokenizer.backend_tokenizer
+    existing = [backend.post_processor] if backend.post_processor else []
+    backend.post_processor = processors.Sequence([*existing, ending])
+
+
+def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
+    """Return Qwen3-Reranker's format as a chat template.
+
+    The roles are query, document and, for another instruction, system. Untrusted text must not end
+    its own message, so the template inserts a space into the name of a control token. skilltrain
+    needs no space, because it reads such names as plain text.
+
+    Args:
+        template: Template of the reranker.
+        control_tokens: Names of the control tokens.
+    """
+    variables = {
         "CONTROL_TOKENS": [*control_tokens],
         "INSTRUCTION": template.instruction,
         "PREFIX": QWEN3_RERANKER_PREFIX,
         "SUFFIX": QWEN3_RERANKER_SUFFIX,
         "SEPARATOR": template.separator,
-        "QUERY_CHARS": template.query_chars or 10**9,  # null: all of it
+        "QUERY_CHARS": template.query_chars or 10**9,  # without a limit, the whole query
     }
     lines = [
         f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}"
-        for name, value in values.items()
+        for name, value in variables.items()
     ]
-    return "\n".join([*lines, _CHAT_TEMPLATE.read_text(encoding="utf-8")]).strip() + "\n"
+    lines.append(_CHAT_TEMPLATE.read_text(encoding="utf-8"))
+    return "\n".join(lines).strip() + "\n"

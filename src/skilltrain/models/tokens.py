@@ -1,4 +1,4 @@
-"""Untrusted text as token ids, of which none is a control token; each text tokenised once, and kept for later runs."""
+"""Converts untrusted texts to token ids without control tokens, and caches token ids."""
 
 import copy
 import hashlib
@@ -16,14 +16,16 @@ from skilltrain.files import atomic_path
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.terminal import say, track
 
-# Qwen3 lists <think>, <tool_call> and others as ordinary added tokens; runs of spaces may be added tokens too.
-_CONTROL_SHAPE = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-_BLOCK = 2000  # texts tokenised between two movements of the progress bar
+# Names of control tokens, such as <think> or [SEP]. Qwen3 does not mark all its control tokens as
+# special, and not every added token is one: some tokenizers add runs of spaces.
+_CONTROL_NAME = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_BLOCK_SIZE = 2000  # texts per step of the progress bar
+_DIGEST_BYTES = 32  # length of a SHA-256
 TextT = TypeVar("TextT", bound=Hashable)
 
 
 def as_special(token: Any) -> Any:
-    """The same added token, marked as special."""
+    """Return a copy of an added token that is marked as special."""
     from tokenizers import AddedToken
 
     return AddedToken(
@@ -37,10 +39,13 @@ def as_special(token: Any) -> Any:
 
 
 class TextTokenizer:
-    """A copy of a tokenizer that reads `<|im_end|>`, `<think>` or `[SEP]` in a text as the letters they are.
+    """Copy of a tokenizer that reads `<|im_end|>`, `<think>` or `[SEP]` in a text as plain letters.
 
-    `split_special_tokens=True` of transformers spares only tokens marked as special, and not those that stand in a
-    Unigram vocabulary (`</s>` of XLM-R). Raises SkilltrainError for a tokenizer that has no fast implementation.
+    The option `split_special_tokens=True` of transformers does so only for tokens that are marked
+    as special and are not in a Unigram vocabulary, as `</s>` of XLM-R is.
+
+    Raises:
+        SkilltrainError: The tokenizer has no fast implementation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,89 +54,117 @@ class TextTokenizer:
         self.backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)
         self.backend.no_padding()
         self.backend.no_truncation()
-        controls = {
-            number: token
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special or _CONTROL_SHAPE.fullmatch(token.content)
+
+        control_tokens = {
+            token_id: token
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special or _CONTROL_NAME.fullmatch(token.content)
         }
-        self.backend.add_special_tokens([as_special(token) for token in controls.values()])
+        self.backend.add_special_tokens([as_special(token) for token in control_tokens.values()])
         self.backend.encode_special_tokens = True
-        self._control_ids = {number for number in controls if number != tokenizer.unk_token_id}
-        reached = self.backend.encode_batch(
-            [token.content for token in controls.values()], add_special_tokens=False
+
+        # Control tokens of a Unigram vocabulary are still found in texts. They are removed later.
+        self._control_ids = set(control_tokens) - {tokenizer.unk_token_id}
+        names = [token.content for token in control_tokens.values()]
+        encodings = self.backend.encode_batch(names, add_special_tokens=False)
+        self._finds_control_tokens = any(
+            not self._control_ids.isdisjoint(encoding.ids) for encoding in encodings
         )
-        self._leaks = any(not self._control_ids.isdisjoint(encoding.ids) for encoding in reached)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text alone, without anything around it and never cut."""
+        """Return the token ids of each whole text, without any special token."""
         self.backend.no_truncation()
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._plain(encoding) for encoding in encodings]
+        return [self._ids_of_text(encoding) for encoding in encodings]
 
     def framed_ids(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Token ids of each text between the tokenizer's own control tokens, those included cut to `max_tokens`."""
+        """Return the token ids of each text with the tokenizer's special tokens around them.
+
+        Texts are truncated to `max_tokens`, special tokens included.
+        """
         self.backend.enable_truncation(max_tokens)
-        return [self._plain(encoding) for encoding in self.backend.encode_batch_fast(list(texts))]
+        encodings = self.backend.encode_batch_fast(list(texts))
+        return [self._ids_of_text(encoding) for encoding in encodings]
 
     def ids_and_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(token ids, the characters [start, end) each came from) of one text."""
+        """Return the token ids of a text, and the characters [start, end) that each comes from."""
         self.backend.no_truncation()
         encoding = self.backend.encode(text, add_special_tokens=False)
-        ids, spans = encoding.ids, encoding.offsets  # each access builds the whole list
-        kept = [
-            i for i, number in enumerate(ids) if not self._leaks or number not in self._control_ids
-        ]
-        return [ids[i] for i in kept], [spans[i] for i in kept]
+        ids = encoding.ids
+        spans = encoding.offsets
+        if not self._finds_control_tokens:
+            return ids, spans
+        positions = [i for i, token_id in enumerate(ids) if token_id not in self._control_ids]
+        return [ids[i] for i in positions], [spans[i] for i in positions]
 
-    def _plain(self, encoding: Any) -> list[int]:
-        if not self._leaks or self._control_ids.isdisjoint(encoding.ids):
+    def _ids_of_text(self, encoding: Any) -> list[int]:
+        """Return the ids of an encoding without the control tokens that come from the text."""
+        if not self._finds_control_tokens or self._control_ids.isdisjoint(encoding.ids):
             return encoding.ids
         marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [number for number, framing in marks if framing or number not in self._control_ids]
+        return [
+            token_id
+            for token_id, is_frame in marks
+            if is_frame or token_id not in self._control_ids
+        ]
 
 
-def tokenized(
+def tokenize_texts(
     texts: Mapping[str, TextT],
     tokenize: Callable[[list[TextT]], Sequence[TokenIds]],
     identity: str = "",
     cache: Path | None = None,
 ) -> dict[str, np.ndarray]:
-    """The token ids of each key's text, each distinct text tokenised once, or read from a file in the folder `cache`.
+    """Tokenise each distinct text once, or read its token ids from the cache.
 
-    `texts` are whatever `tokenize` takes and `repr` tells apart. The file is named after them and `identity`, which
-    must tell everything else that the ids depend on. One that is damaged is written anew, or done without. The ids are
-    views of one flat int32 array: 4 bytes per token, where lists of Python numbers take 40.
+    Args:
+        texts: Texts by key, of any type that `tokenize` accepts and `repr` distinguishes.
+        tokenize: Returns the token ids of each text of a list.
+        identity: Everything else that the token ids depend on. It is part of the file's name.
+        cache: Folder of the cache, if there is one. A damaged file is replaced.
+
+    Returns:
+        Token ids by key. They are views of one int32 array, which takes 4 bytes per token; lists
+        would take 40.
     """
-    distinct = list(dict.fromkeys(texts.values()))
-    path = None if cache is None else cache / f"{_fingerprint(distinct, identity)}.tokens"
-    values = _read(path) if path else None
+    distinct_texts = list(dict.fromkeys(texts.values()))
+    file = cache / f"{_fingerprint(distinct_texts, identity)}.tokens" if cache else None
+    values = _read(file) if file else None
     if values is None:
-        starts = range(0, len(distinct), _BLOCK)
-        blocks = (
-            tokenize(distinct[start : start + _BLOCK])
-            for start in track(starts, "tokenizing", len(starts))
-        )
-        found = [np.asarray(ids, dtype=np.int32) for block in blocks for ids in block]
-        values = np.concatenate([np.array([len(ids) for ids in found], dtype=np.int32), *found])
-        if path:
-            _write(path, values)
-    lengths, ids = np.split(values, [len(distinct)])
-    ids_of = dict(
-        zip(distinct, np.split(ids, np.cumsum(lengths, dtype=np.int64)[:-1]), strict=False)
-    )
-    return {key: ids_of[text] for key, text in texts.items()}
+        values = _tokenize_in_blocks(distinct_texts, tokenize)
+        if file:
+            _write(file, values)
+
+    lengths, ids = np.split(values, [len(distinct_texts)])
+    ends = np.cumsum(lengths, dtype=np.int64)
+    ids_by_text = dict(zip(distinct_texts, np.split(ids, ends[:-1]), strict=False))
+    return {key: ids_by_text[text] for key, text in texts.items()}
+
+
+def _tokenize_in_blocks(
+    texts: list[TextT], tokenize: Callable[[list[TextT]], Sequence[TokenIds]]
+) -> Int32[np.ndarray, "length_or_token"]:
+    """Return the number of tokens of each text, followed by the token ids of all texts."""
+    starts = range(0, len(texts), _BLOCK_SIZE)
+    ids: list[np.ndarray] = []
+    for start in track(starts, "tokenizing", len(starts)):
+        block = tokenize(texts[start : start + _BLOCK_SIZE])
+        ids += [np.asarray(text_ids, dtype=np.int32) for text_ids in block]
+    lengths = np.array([len(text_ids) for text_ids in ids], dtype=np.int32)
+    return np.concatenate([lengths, *ids])
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A fingerprint of all that decides which ids a tokenizer gives a text, whatever was done with it before."""
+    """Return a fingerprint of everything that decides which ids a tokenizer gives a text.
+
+    Truncation and padding do not count. The tokenizer keeps those of its last call.
+    """
     import tokenizers
     import transformers
 
-    # Truncation and padding are those of the last call; the callers' own limits are part of their identity.
-    content = json.loads(tokenizer.backend_tokenizer.to_str()) | {
-        "truncation": None,
-        "padding": None,
-    }
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["truncation"] = None
+    content["padding"] = None
     versions = [transformers.__version__, tokenizers.__version__]
     return _fingerprint([str(tokenizer.special_tokens_map), json.dumps(content)], str(versions))
 
@@ -143,21 +176,23 @@ def _fingerprint(texts: Iterable[Any], identity: str) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Int32[np.ndarray, "length_or_token"] | None:
-    """How many ids each text has, then the ids of all texts; None where `_write` left no whole file."""
+def _read(file: Path) -> Int32[np.ndarray, "length_or_token"] | None:
+    """Read what `_write` wrote. The result is None if the file is missing or damaged."""
     try:
-        content = path.read_bytes()
+        content = file.read_bytes()
     except OSError:
         return None
-    digest, values = content[:32], content[32:]
-    return (
-        np.frombuffer(values, dtype=np.int32) if hashlib.sha256(values).digest() == digest else None
-    )
+    digest = content[:_DIGEST_BYTES]
+    values = content[_DIGEST_BYTES:]
+    if hashlib.sha256(values).digest() != digest:
+        return None
+    return np.frombuffer(values, dtype=np.int32)
 
 
-def _write(path: Path, values: Int32[np.ndarray, "length_or_token"]) -> None:
+def _write(file: Path, values: Int32[np.ndarray, "length_or_token"]) -> None:
+    """Write a SHA-256 and the values, or tell the user why this is not possible."""
     try:
-        with atomic_path(path) as temporary:
+        with atomic_path(file) as temporary:
             temporary.write_bytes(hashlib.sha256(values.data).digest() + values.tobytes())
     except SkilltrainError as error:
-        say(f"token ids are not kept for later runs: {error}")
+        say(f"cannot keep the token ids for later runs: {error}")

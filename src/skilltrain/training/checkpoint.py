@@ -1,7 +1,8 @@
-"""Checkpoints: whole or not there, for they are written aside, synced, then renamed to step-N.
+"""Saves and restores checkpoints of training runs, as folders step-N that are complete or absent.
 
-A run folder may come from elsewhere, so nothing here is read in a way that could execute code; DeepSpeed's own files
-are opened as plain tensors and numbers.
+A checkpoint is written to a temporary folder, synced to disk, and then renamed. It may come from
+someone else, so nothing here is read in a way that could run code. DeepSpeed's own files are only
+read as tensors and numbers.
 """
 
 import os
@@ -29,13 +30,22 @@ from skilltrain.formats import CHECKPOINT
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.training.engine import launch_of, shards_weights
 
-WEIGHTS_FILE, STATE_FILE, _DEEPSPEED = "model.safetensors", "state.json", "deepspeed"
+WEIGHTS_FILE = "model.safetensors"
+STATE_FILE = "state.json"
+_DEEPSPEED_FOLDER = "deepspeed"
 _DAMAGED_FIX = "delete it, and resume from the one before it"
 
 
 @dataclass
 class Best:
-    """Which step did best on the dev benchmark, and how many evaluations since then did not do better."""
+    """The best evaluation on the dev benchmark so far.
+
+    Attributes:
+        step: Step of the evaluation; 0 if there is none.
+        value: Value of the metric that decides.
+        num_bad: Number of evaluations since then, none of which was better.
+        figures: All metrics of the evaluation, by name.
+    """
 
     step: int = 0
     value: float = -1.0  # below every measure
@@ -43,18 +53,20 @@ class Best:
     figures: dict[str, Interval] = field(default_factory=dict)
 
     def update(self, step: int, metric: str, figures: Mapping[str, Interval]) -> bool:
-        """Whether the evaluation at `step` is the best so far; an equal one is not better."""
+        """Record the evaluation at `step`, and return whether it is better than all before it."""
         value = figures[metric].mean
-        improved = value > self.value
-        self.num_bad = 0 if improved else self.num_bad + 1
-        if improved:
-            self.step, self.value, self.figures = step, value, dict(figures)
-        return improved
+        is_better = value > self.value
+        if is_better:
+            self.step = step
+            self.value = value
+            self.figures = dict(figures)
+        self.num_bad = 0 if is_better else self.num_bad + 1
+        return is_better
 
 
 @dataclass
 class Position:
-    """How far a training is, and its best step so far."""
+    """Progress of a training run, and its best evaluation so far."""
 
     step: int = 0
     loss: float = 0.0
@@ -65,7 +77,7 @@ class Position:
 
 
 class _State(Config):
-    """What state.json holds."""
+    """Content of state.json."""
 
     format: int = CHECKPOINT.number
     written_by: str
@@ -80,10 +92,22 @@ def save_checkpoint(
     position: Position,
     keep: int,
 ) -> None:
-    """Save model, optimiser, position and every random state as `folder`/step-N; all ranks must call it.
+    """Save the model, the optimiser, the position and all random states as `folder`/step-N.
 
-    The weights that train are in one file, also where ranks hold shards of them: any checkpoint can be exported. The
-    base model has the frozen ones. All but the newest `keep` checkpoints and the best one are deleted.
+    All ranks must call this. The weights that train are in one file, even if each rank has a part
+    of them, so that every checkpoint can be exported. The frozen weights are in the base model.
+
+    Args:
+        accelerator: Accelerator of the run.
+        model: The prepared model.
+        optimizer: The prepared optimiser.
+        folder: Folder of the run's checkpoints.
+        position: Progress of the run.
+        keep: Number of the newest checkpoints to keep. The best one is kept too, and all others
+            are deleted.
+
+    Raises:
+        SkilltrainError: The checkpoint cannot be written.
     """
     final = folder / f"step-{position.step}"
     partial = folder / f"{final.name}.partial"
@@ -91,22 +115,23 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    weights = _weights(accelerator, model)
+
+    weights = _gather_weights(accelerator, model)
     try:
         _save_states(accelerator, model, optimizer, partial)
         if accelerator.is_main_process:
             save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
-    except (OSError, SafetensorError) as error:  # a full disk is either
-        raise SkilltrainError(
-            f"cannot save a checkpoint: {reason_of(error)}", where=partial
-        ) from error
+    except (OSError, SafetensorError) as error:  # a full disk can cause either
+        fault = f"cannot save a checkpoint: {reason_of(error)}"
+        raise SkilltrainError(fault, where=partial) from error
     accelerator.wait_for_everyone()
+
     if accelerator.is_main_process:
         for path in partial.rglob("*"):
             if path.is_file():
-                path.chmod(0o644)  # safetensors writes its file for its owner alone
+                path.chmod(0o644)  # safetensors lets only the owner read its file
             _sync(path)
         partial.rename(final)
         _sync(folder)
@@ -116,92 +141,109 @@ def save_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first."""
-    found = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
-    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+    """Return the complete checkpoints in `folder`, oldest first."""
+    path_by_step: dict[int, Path] = {}
+    for path in folder.glob("step-*"):
+        step = path.name.removeprefix("step-")
+        if step.isdecimal():
+            path_by_step[int(step)] = path
+    return [path_by_step[step] for step in sorted(path_by_step)]
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that scored best on the dev benchmark, as the newest knows; None where none was evaluated."""
-    if not (found := checkpoints(folder)):
+    """Return the checkpoint that scored best on the dev benchmark, or None without evaluations.
+
+    The newest checkpoint records which one it is.
+    """
+    paths = checkpoints(folder)
+    if not paths:
         return None
-    path = folder / f"step-{_read_state(found[-1]).position.best.step}"
-    return path if path in found else None
+    best = folder / f"step-{_read_state(paths[-1]).position.best.step}"
+    return best if best in paths else None
 
 
 def load_checkpoint(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path
 ) -> Position | None:
-    """Restore the newest checkpoint of `folder` and give its position; None if there is none.
+    """Restore the newest checkpoint of `folder`, and return its position, or None without one.
 
-    Raises SkilltrainError if another launch wrote it (`launch_of`), and where a part of it is missing, damaged, or
-    would execute code.
+    Raises:
+        SkilltrainError: A run with another launch wrote it (`launch_of`), or a part of it is
+            missing, damaged, or would run code.
     """
-    if not (found := checkpoints(folder)):
+    paths = checkpoints(folder)
+    if not paths:
         return None
-    newest, launch = found[-1], launch_of(accelerator)
+    newest = paths[-1]
     state = _read_state(newest)
+    launch = launch_of(accelerator)
     if state.written_by != launch:
-        what = f"was written by {state.written_by}, not by {launch}"
-        raise SkilltrainError(what, where=newest, fix="resume with that launcher")
+        fault = f"was written by {state.written_by}, not by {launch}"
+        raise SkilltrainError(fault, where=newest, fix="resume with that launcher")
+
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
     try:
         _load_states(accelerator, model, optimizer, newest)
-    except (
-        pickle.UnpicklingError
-    ) as error:  # its text is a page of advice to switch the protection off
-        raise SkilltrainError(
-            "the checkpoint is damaged, or holds code", where=newest, fix=_DAMAGED_FIX
-        ) from error
+    except pickle.UnpicklingError as error:
+        # The message of the error explains at length how to switch off the protection.
+        fault = "the checkpoint is damaged, or holds code"
+        raise SkilltrainError(fault, where=newest, fix=_DAMAGED_FIX) from error
     except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        what = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
-        raise SkilltrainError(what, where=newest, fix=_DAMAGED_FIX) from error
+        fault = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
+        raise SkilltrainError(fault, where=newest, fix=_DAMAGED_FIX) from error
     return state.position
 
 
-def load_weights(step_part: nn.Module, name: str, checkpoint: Path) -> None:
-    """Put a checkpoint's weights into the part `name` of a step module, or, without a name, into the module itself.
+def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
+    """Load the weights of a checkpoint into a module. Its frozen weights do not change.
 
-    Its ranks may hold shards. Frozen weights stay as they are.
+    Args:
+        module: The step module, or its submodule `name`. Each rank may have a part of its weights.
+        name: Name of the submodule, or an empty string for the step module.
+        checkpoint: Folder of the checkpoint.
+
+    Raises:
+        SkilltrainError: The weights cannot be read, or belong to another model.
     """
     file = checkpoint / WEIGHTS_FILE
     try:
-        whole = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
+        stored = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
     except (OSError, SafetensorError) as error:
-        raise SkilltrainError(
-            f"cannot read the checkpoint's weights: {reason_of(error)}", where=file
-        ) from error
-    held = step_part.state_dict(keep_vars=True)
-    frozen = {
-        key for key, own in held.items() if isinstance(own, nn.Parameter) and not own.requires_grad
-    }
-    whole = {key: value for key, value in whole.items() if key not in frozen}
-    for key, own in held.items():
-        if isinstance(own, DTensor) and key in whole:
-            value = whole[key].to(own.device)
-            whole[key] = distribute_tensor(
-                value, own.device_mesh, own.placements, src_data_rank=None
+        fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
+        raise SkilltrainError(fault, where=file) from error
+
+    current = module.state_dict(keep_vars=True)
+    frozen = set()
+    for key, value in current.items():
+        if isinstance(value, nn.Parameter) and not value.requires_grad:
+            frozen.add(key)
+            stored.pop(key, None)
+        elif isinstance(value, DTensor) and key in stored:
+            whole = stored[key].to(value.device)
+            stored[key] = distribute_tensor(
+                whole, value.device_mesh, value.placements, src_data_rank=None
             )
+
     try:
-        missing, unknown = step_part.load_state_dict(whole, strict=False)
-        present = {id(value) for key, value in held.items() if key not in missing}
-        # Tied weights are held under one name.
-        unfit = [
-            *unknown,
-            *(key for key in missing if key not in frozen and id(held[key]) not in present),
-        ]
-    except RuntimeError as error:  # a shape that differs
-        unfit = [str(error).splitlines()[-1].strip()]
-    if unfit:
-        raise SkilltrainError(
-            f"the checkpoint does not fit the recipe's model: {unfit[0]}", where=checkpoint
-        )
+        missing, unknown = module.load_state_dict(stored, strict=False)
+        # Tied weights are stored under one of their names.
+        loaded_ids = {id(value) for key, value in current.items() if key not in missing}
+        unloaded = [key for key in missing if id(current[key]) not in loaded_ids]
+        mismatches = [*unknown, *(key for key in unloaded if key not in frozen)]
+    except RuntimeError as error:  # a weight has another shape
+        mismatches = [str(error).splitlines()[-1].strip()]
+    if mismatches:
+        fault = f"the checkpoint does not fit the recipe's model: {mismatches[0]}"
+        raise SkilltrainError(fault, where=checkpoint)
 
 
-def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """What trains, and buffers, whole on the first rank, tied weights once; all ranks must call it."""
-    if accelerator.distributed_type == DistributedType.FSDP:  # frozen weights are not even gathered
+def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained weights and the buffers on the first rank. All ranks must call this.
+
+    Tied weights are returned under one name.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
         options = StateDictOptions(
             full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
         )
@@ -210,8 +252,9 @@ def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
         weights = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:
         return {}
+
+    # Gathered weights are copies, so only the model tells which of them are tied.
     module = cast(nn.Module, accelerator.unwrap_model(model))
-    # Gathered shards no longer tell which of them are tied: the model does.
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names |= {name for name, _ in module.named_buffers()}
     return {
@@ -227,70 +270,94 @@ def _read_state(checkpoint: Path) -> _State:
 
 
 def _sync(path: Path) -> None:
+    """Make sure that a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Write this process's random states and its part of the optimiser into `folder`."""
-    states, device = {"cpu": torch.get_rng_state()}, accelerator.device
+    """Save the random states of this process and its part of the optimiser's state."""
+    device = accelerator.device
+    random_states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    save_file(states, folder / _file_of(accelerator, "random"))
+        random_states[device.type] = torch.get_device_module(device).get_rng_state()
+    save_file(random_states, folder / _random_file(accelerator))
+
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         model.save_checkpoint(
-            str(folder), _DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
+            str(folder), _DEEPSPEED_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
-        moments = {
-            f"{number}.{name}": (value.to_local() if isinstance(value, DTensor) else value)
-            .cpu()
-            .contiguous()
-            for number, state in optimizer.state_dict()["state"].items()
-            for name, value in state.items()
-        }
-        save_file(moments, folder / _file_of(accelerator, "optimizer"))
+        moments: dict[str, Tensor] = {}
+        for number, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                moments[f"{number}.{name}"] = local.cpu().contiguous()
+        save_file(moments, folder / _optimizer_file(accelerator))
 
 
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Restore what `_save_states` wrote; under DeepSpeed the weights too. Random states come last: loading may draw."""
+    """Restore what `_save_states` saved, and the weights under DeepSpeed.
+
+    Random states come last, because loading may use random numbers.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         with _plain_data_only():
-            path, _ = model.load_checkpoint(str(folder), _DEEPSPEED, load_module_strict=False)  # type: ignore[operator]
+            path, _ = model.load_checkpoint(  # type: ignore[operator]
+                str(folder), _DEEPSPEED_FOLDER, load_module_strict=False
+            )
         if path is None:
-            raise SkilltrainError("no such folder", where=folder / _DEEPSPEED)
+            raise SkilltrainError("no such folder", where=folder / _DEEPSPEED_FOLDER)
     else:
-        _restore_moments(optimizer, load_file(folder / _file_of(accelerator, "optimizer")))
-    random_file, device = folder / _file_of(accelerator, "random"), accelerator.device
-    if accelerator.process_index and not random_file.is_file() and not shards_weights(accelerator):
-        return  # a rank that the run did not have before: it draws as at the start
-    states = load_file(random_file)
-    torch.set_rng_state(states["cpu"])
+        _restore_moments(optimizer, load_file(folder / _optimizer_file(accelerator)))
+
+    random_file = folder / _random_file(accelerator)
+    is_first_rank = accelerator.process_index == 0
+    if not is_first_rank and not shards_weights(accelerator) and not random_file.is_file():
+        return  # the run had fewer ranks: this one keeps the random state of its start
+    random_states = load_file(random_file)
+    torch.set_rng_state(random_states["cpu"])
+    device = accelerator.device
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type])
+        torch.get_device_module(device).set_rng_state(random_states[device.type])
 
 
-def _file_of(accelerator: Accelerator, what: str) -> str:
-    """This process's own file; of the optimiser there is one for all where all hold the same."""
-    own = what == "random" or shards_weights(accelerator)
-    return f"{what}_{accelerator.process_index}.safetensors" if own else f"{what}.safetensors"
+def _random_file(accelerator: Accelerator) -> str:
+    return f"random_{accelerator.process_index}.safetensors"
+
+
+def _optimizer_file(accelerator: Accelerator) -> str:
+    """Return the name of this process's file, or of the only file if all have the same state."""
+    if shards_weights(accelerator):
+        return f"optimizer_{accelerator.process_index}.safetensors"
+    return "optimizer.safetensors"
 
 
 def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
-    """Take up `<number of the parameter>.<name>` → this rank's part of it. Raises ValueError for another shape."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Restore the state of the optimiser.
+
+    Args:
+        optimizer: The prepared optimiser.
+        moments: This rank's part of each value, by `<number of the parameter>.<name>`.
+
+    Raises:
+        ValueError: A value has another shape than its parameter.
+    """
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         number, _, name = key.partition(".")
-        if value.ndim:
+        if value.ndim:  # the number of steps is a scalar
             whole = torch.zeros_like(parameters[int(number)])
-            own = whole.to_local() if isinstance(whole, DTensor) else whole
-            if value.shape != own.shape:
+            local = whole.to_local() if isinstance(whole, DTensor) else whole
+            if value.shape != local.shape:
                 raise ValueError(
-                    f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(own.shape)}"
+                    f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(local.shape)}"
                 )
-            own.copy_(value)
+            local.copy_(value)
             value = whole
         states.setdefault(int(number), {})[name] = value
     optimizer.load_state_dict(
@@ -300,13 +367,14 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _plain_data_only() -> Iterator[None]:
-    """Within, torch.load refuses whatever would execute code, also where its caller (DeepSpeed) asks it not to.
+    """Let torch.load refuse everything that could run code, even if DeepSpeed asks it not to.
 
-    The classes let through are numbers and settings in DeepSpeed's files, which do nothing when they are made.
+    The allowed classes are numbers and settings in DeepSpeed's files. Creating them has no effect.
     """
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore[reportMissingImports]  # an extra
-    from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore[reportMissingImports]
-    from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore[reportMissingImports]
+    # DeepSpeed is an optional dependency.
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore
+    from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore
 
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:

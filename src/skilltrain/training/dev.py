@@ -24,7 +24,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker
-from skilltrain.models.tokens import tokenized
+from skilltrain.models.tokens import tokenize_texts
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.dense import SkillEncoder
@@ -55,7 +55,7 @@ def encoder_opener(
         (skill_texts, settings.max_tokens),
     ):
         tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
-        ids_by_text = tokenized({text: text for text in texts}, tokenize)
+        ids_by_text = tokenize_texts({text: text for text in texts}, tokenize)
         for text in texts:
             row_of.setdefault((text, max_tokens), len(token_ids))
             token_ids.append(ids_by_text[text])

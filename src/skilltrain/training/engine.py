@@ -1,4 +1,4 @@
-"""How the processes of a run share the work: alone, DDP, FSDP2, DeepSpeed ZeRO."""
+"""Sets up the way a run is launched: one process, DDP, FSDP2 or DeepSpeed ZeRO."""
 
 import importlib.util
 import math
@@ -25,78 +25,101 @@ from skilltrain.models.loading import default_device
 from skilltrain.terminal import launched_ranks
 from skilltrain.training.settings import TrainingConfig
 
-_SUPPORTED = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # accelerate's names
-_PATIENCE = (
-    60.0  # seconds: a network file system may remember for so long that a file was not there
+_SUPPORTED_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # names of accelerate
+_VISIBILITY_TIMEOUT = (
+    60.0  # seconds; a network file system may cache for so long that a file is new
 )
 
 
 def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
-    """An accelerator for the way in which this process was launched; `quantized`: frozen weights are in 4 bits.
+    """Create the accelerator for the way this process was launched.
 
-    Raises SkilltrainError for a combination that cannot work, before anything is loaded.
+    Args:
+        config: Settings of the training run.
+        quantized: Whether the frozen weights are in 4 bits.
+
+    Raises:
+        SkilltrainError: This combination cannot work. Nothing has been loaded yet.
     """
-    on_cpu, deepspeed = default_device().type == "cpu", _asks_for("DEEPSPEED")
-    if _asks_for("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise SkilltrainError(
-            "FSDP version 1 is not supported", fix="set fsdp_version: 2, as launch/fsdp2.yaml does"
-        )
-    if deepspeed and importlib.util.find_spec("deepspeed") is None:
-        raise SkilltrainError(
-            "DeepSpeed is not installed", fix="pip install 'skilltrain[deepspeed]'"
-        )
+    on_cpu = default_device().type == "cpu"
+    deepspeed = _is_requested("DEEPSPEED")
+    _check_backends(deepspeed)
     if on_cpu:
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # DeepSpeed would say on stdout that it had to look
+        # Without this setting, DeepSpeed prints that it had to look for a GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     else:
         torch.set_float32_matmul_precision("high")  # TF32
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Texts of unequal lengths do not fragment memory that grows in segments.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
     mixed = config.dtype_on(default_device()) == torch.bfloat16
-    # An hour's patience: ranks wait for the first one while it saves a model. DeepSpeed must be told of gloo.
-    group = InitProcessGroupKwargs(
-        backend="gloo" if on_cpu and deepspeed else None, timeout=timedelta(hours=1)
-    )
-    views = DistributedDataParallelKwargs(
-        gradient_as_bucket_view=True
-    )  # else DDP holds every gradient twice
+    handlers = [
+        InitProcessGroupKwargs(
+            backend="gloo" if on_cpu and deepspeed else None,  # DeepSpeed would choose another one
+            timeout=timedelta(hours=1),  # ranks wait for the first one while it saves a model
+        ),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # no copy of each gradient
+    ]
     accelerator = Accelerator(
         cpu=on_cpu and not deepspeed,
         mixed_precision="bf16" if mixed else "no",
-        kwargs_handlers=[group, views] if launched_ranks() > 1 else None,
+        kwargs_handlers=handlers if launched_ranks() > 1 else None,
     )
     _refuse_unsupported(accelerator, config, quantized)
+
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _set_deepspeed(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP and mixed:
         plugin = accelerator.state.fsdp_plugin
         assert plugin is not None
-        # accelerate's own policy would round what the step gives back, the loss, to bfloat16, and reduce in it.
+        # accelerate's own policy would round the step's output, the loss, to bfloat16, and reduce
+        # gradients in bfloat16.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
     return accelerator
 
 
+def _check_backends(deepspeed: bool) -> None:
+    """Check that the launcher requests an installed DeepSpeed and version 2 of FSDP."""
+    if _is_requested("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        fix = "set fsdp_version: 2, as launch/fsdp2.yaml does"
+        raise SkilltrainError("FSDP version 1 is not supported", fix=fix)
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
+        fix = "pip install 'skilltrain[deepspeed]'"
+        raise SkilltrainError("DeepSpeed is not installed", fix=fix)
+
+
 def shards_weights(accelerator: Accelerator) -> bool:
-    """Whether no rank holds the whole model (FSDP2, ZeRO-3)."""
+    """Whether each rank has only a part of the weights (FSDP2, ZeRO-3)."""
     return accelerator.distributed_type == DistributedType.FSDP or _zero_stage(accelerator) == 3
 
 
 def launch_of(accelerator: Accelerator) -> str:
-    """How the processes share the work; how many they are does not matter where each holds the whole model."""
-    stage, device = _zero_stage(accelerator), accelerator.device.type
-    if not stage and accelerator.distributed_type != DistributedType.FSDP:
+    """Describe how the processes share the work.
+
+    The number of processes is left out if each has the whole model, because it does not matter.
+    """
+    device = accelerator.device.type
+    stage = _zero_stage(accelerator)
+    if stage:
+        method = f"DeepSpeed ZeRO-{stage}"
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        method = "FSDP"
+    else:
         return f"whole models on {device}"
-    return f"{accelerator.num_processes} x {f'DeepSpeed ZeRO-{stage}' if stage else 'FSDP'} on {device}"
+    return f"{accelerator.num_processes} x {method} on {device}"
 
 
 def check_shared(accelerator: Accelerator, folder: Path) -> None:
-    """Raise SkilltrainError, on every rank, unless all ranks see one `folder`; all must call it before any uses it.
+    """Check that all ranks see the same folder, by a file that process 0 writes.
 
-    A rank that finds process 0's file in a listing has one that is new enough to hold every checkpoint too.
+    All ranks must call this before any of them uses the folder. A rank that finds the file in the
+    listing of the folder has no outdated listing, and will also see every checkpoint.
+
+    Raises:
+        SkilltrainError: On every rank, if one of them does not see the file.
     """
     if accelerator.num_processes == 1:
         return
@@ -104,83 +127,87 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
     if accelerator.is_main_process:
         write_text(marker, "")
     accelerator.wait_for_everyone()
-    last = time.monotonic() + _PATIENCE
-    while (unseen := marker not in folder.glob(".seen-by-all-*")) and time.monotonic() < last:
+
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
+    is_visible = marker in folder.glob(".seen-by-all-*")
+    while not is_visible and time.monotonic() < deadline:
         time.sleep(1)
-    blind = gather_object([accelerator.process_index] if unseen else [])
+        is_visible = marker in folder.glob(".seen-by-all-*")
+
+    blind_ranks = gather_object([] if is_visible else [accelerator.process_index])
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)
-    if blind:
-        what = f"process {blind[0]} does not see what process 0 writes here"
-        raise SkilltrainError(
-            what, where=folder, fix="out must be a folder that all machines share"
-        )
+    if blind_ranks:
+        fault = f"process {blind_ranks[0]} does not see what process 0 writes here"
+        fix = "out must be a folder that all machines share"
+        raise SkilltrainError(fault, where=folder, fix=fix)
 
 
 def shares_state() -> bool:
-    """Whether the launcher asks for FSDP2 or DeepSpeed, with which each rank holds a part of what training keeps."""
-    return _asks_for("FSDP") or _asks_for("DEEPSPEED")
+    """Whether the launcher requests FSDP2 or DeepSpeed.
+
+    Each rank then has only a part of the optimiser's state.
+    """
+    return _is_requested("FSDP") or _is_requested("DEEPSPEED")
 
 
-def _asks_for(what: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
+def _is_requested(backend: str) -> bool:
+    """Whether `accelerate launch` requests this backend."""
+    return os.environ.get(f"ACCELERATE_USE_{backend}", "false").lower() == "true"
 
 
 def _zero_stage(accelerator: Accelerator) -> int:
-    """DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
+    """Return DeepSpeed's ZeRO stage, or 0 without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     return plugin.zero_stage if plugin is not None else 0
 
 
 def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quantized: bool) -> None:
-    kind, world = accelerator.distributed_type, accelerator.num_processes
-    what, fix = "", ""
-    if kind.value not in _SUPPORTED:
-        what, fix = (
-            f"the launcher asks for {kind.value}, which is not supported",
-            "use a file of launch/",
-        )
-    elif _asks_for("FSDP") and kind != DistributedType.FSDP:
-        what = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
-        fix = "use launch/ddp.yaml or launch/cpu.yaml there"
-    elif kind == DistributedType.DEEPSPEED and not _zero_stage(accelerator):
-        what, fix = (
-            "DeepSpeed's ZeRO stage 0 shares nothing",
-            "use launch/ddp.yaml, or zero_stage: 2",
-        )
-    elif config.batch_size % world:
-        what = (
-            f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
-        )
+    """Raise SkilltrainError if the launch and the settings cannot work together."""
+    kind = accelerator.distributed_type
+    world = accelerator.num_processes
+    if kind.value not in _SUPPORTED_TYPES:
+        fault = f"the launcher asks for {kind.value}, which is not supported"
+        raise SkilltrainError(fault, fix="use a file of launch/")
+    if _is_requested("FSDP") and kind != DistributedType.FSDP:
+        fault = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
+        raise SkilltrainError(fault, fix="use launch/ddp.yaml or launch/cpu.yaml there")
+    if kind == DistributedType.DEEPSPEED and not _zero_stage(accelerator):
+        fault = "DeepSpeed's ZeRO stage 0 shares nothing"
+        raise SkilltrainError(fault, fix="use launch/ddp.yaml, or zero_stage: 2")
+    if config.batch_size % world:
+        # Suggest the next larger batch, and about as many queries per update.
         batch = world * math.ceil(config.batch_size / world)
         accumulation = max(1, round(config.batch_size * config.accumulation / batch))
-        settings = f"training.batch_size={batch} training.accumulation={accumulation}"
-        fix = f"give {settings}, {batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
-    elif quantized and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        what = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
-        fix = "use launch/ddp.yaml, or adapter.quantize=none"
-    if what:
-        raise SkilltrainError(what, fix=fix)
+        fault = (
+            f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
+        )
+        fix = (
+            f"give training.batch_size={batch} training.accumulation={accumulation}, "
+            f"{batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
+        )
+        raise SkilltrainError(fault, fix=fix)
+    if quantized and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        fault = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
+        raise SkilltrainError(fault, fix="use launch/ddp.yaml, or adapter.quantize=none")
 
 
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Settings that DeepSpeed keeps in its own configuration; its defaults would clip, or fail to save, unasked.
+    """Set DeepSpeed's own settings. Its defaults would clip gradients, or fail to save.
 
-    Accumulation is ours: accelerate tells the engine at each backward pass whether a step follows.
+    Accumulation is done by skilltrain: accelerate tells DeepSpeed at each backward pass whether a
+    step follows.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # transformers would load empty weights under ZeRO-3
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
-    plugin.deepspeed_config |= {
-        "train_micro_batch_size_per_gpu": config.batch_size // accelerator.num_processes,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_grad_norm,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    settings = plugin.deepspeed_config
+    settings["train_micro_batch_size_per_gpu"] = config.batch_size // accelerator.num_processes
+    settings["gradient_accumulation_steps"] = 1
+    settings["gradient_clipping"] = config.max_grad_norm
+    settings["zero_allow_untested_optimizer"] = True
+    settings["zero_force_ds_cpu_optimizer"] = False
     if plugin.zero_stage == 3:
-        plugin.deepspeed_config["zero_optimization"][
-            "stage3_gather_16bit_weights_on_model_save"
-        ] = True
+        settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

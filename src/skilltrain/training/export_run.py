@@ -16,6 +16,7 @@ from skilltrain.formats import RUN
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
+from skilltrain.stage import load_stage
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.train import Train, save_trained
 

@@ -23,7 +23,7 @@ from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
-from skilltrain.models.tokens import tokenized, tokenizer_identity
+from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
 from skilltrain.records import Skill
 from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
@@ -91,10 +91,10 @@ class _Step(nn.Module, Generic[ModelT]):
         cache = settings.token_cache
         queries = {row.query: row.query for row in data.lists}
         self.query_ids = made_by_first_rank(
-            lambda: tokenized(queries, tokenize_queries, identity, cache)
+            lambda: tokenize_texts(queries, tokenize_queries, identity, cache)
         )
         self.skill_ids = made_by_first_rank(
-            lambda: tokenized(data.skills, tokenize_skills, identity, cache)
+            lambda: tokenize_texts(data.skills, tokenize_skills, identity, cache)
         )
 
     def run(

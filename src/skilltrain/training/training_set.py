@@ -1,4 +1,4 @@
-"""LISTS as a trainer sees them."""
+"""Reads lists of candidates for training, checks them, and assigns gains."""
 
 import math
 from collections import Counter
@@ -16,20 +16,20 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.records import POSITIVE, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index
-from skilltrain.retrieval.nearest import starts_of
 from skilltrain.tables import LISTS, QUERIES, read_skills, read_table, read_verdicts
 from skilltrain.terminal import track
 
-_NUL = "\0"  # no table holds one, so that what has it is no skill's id
+# Separates the skill id and the number in the key of a window. No table has this character.
+_NUL = "\0"
 
 
 def skill_of(key: str) -> str:
-    """The id of the skill that a list names by one of its windows, or by itself."""
+    """Return the skill id in a key of a training list, which may be the key of a window."""
     return key.partition(_NUL)[0]
 
 
 class ListsSource(Config):
-    """What to train on, and what a verdict is worth."""
+    """Lists to train on, and the gain of each verdict."""
 
     pool: InputPath = Field(description="folder with skills.parquet")
     lists: InputPath | dict[InputPath, float] = Field(
@@ -57,23 +57,25 @@ class ListsSource(Config):
 
     @property
     def folders(self) -> Mapping[Path, float]:
-        """The folders of lists, and how often an epoch sees each of their lists."""
+        """Weight by folder of lists: how often an epoch contains each list of the folder."""
         return self.lists if isinstance(self.lists, dict) else {self.lists: 1.0}
 
     @field_validator("lists")
     @classmethod
-    def _are_drawn(cls, lists: Path | dict[Path, float]) -> Path | dict[Path, float]:
+    def _check_weights(cls, lists: Path | dict[Path, float]) -> Path | dict[Path, float]:
         if lists == {}:
             raise ValueError("no folder is named")
-        for folder, weight in lists.items() if isinstance(lists, dict) else ():
+        weights = lists if isinstance(lists, dict) else {}
+        for folder, weight in weights.items():
             if weight <= 0:
                 raise ValueError(f"the weight of {folder} must be > 0, found {weight:g}")
         return lists
 
     @field_validator("gains")
     @classmethod
-    def _make_sense(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
-        if missing := sorted(set(Verdict) - gains.keys()):
+    def _check_gains(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
+        missing = sorted(set(Verdict) - gains.keys())
+        if missing:
             raise ValueError(f"no value for '{missing[0]}'")
         if gains[Verdict.REQUIRED] <= max(gains[Verdict.IRRELEVANT], gains[Verdict.REJECTED]):
             raise ValueError("required must be worth more than irrelevant and rejected")
@@ -82,9 +84,17 @@ class ListsSource(Config):
 
 @dataclass(frozen=True)
 class TrainingList:
-    """One query with its candidates; `positives` are all skills known to answer it, in the list or not.
+    """One query with its candidates.
 
-    An irrelevant skill gains 0. An epoch sees the list `weight` times, on average.
+    Attributes:
+        query_id: Id of the query.
+        query: Text of the query.
+        skill_ids: Keys of the candidates: skill ids, or keys of windows (`on_best_windows`).
+        gains: Gain of each candidate. An irrelevant skill has 0.
+        positives: All skills that are known to answer the query, in the list or not.
+        teacher_scores: Score of each candidate by a teacher. NaN if it has not scored it.
+        weight: How often an epoch contains this list, on average.
+        verdicts: Verdict of each candidate.
     """
 
     query_id: str
@@ -98,16 +108,21 @@ class TrainingList:
 
     @property
     def is_positive(self) -> tuple[bool, ...]:
-        """Which candidates are to be found: known answers, whatever others gain."""
-        known = (skill_of(key) in self.positives for key in self.skill_ids)
-        return tuple(answers and gain > 0 for answers, gain in zip(known, self.gains, strict=True))
+        """Whether each candidate is a known answer with a positive gain."""
+        return tuple(
+            skill_of(key) in self.positives and gain > 0
+            for key, gain in zip(self.skill_ids, self.gains, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """All lists, the skills that they name, and the near-duplicate cluster of each skill that has a near-duplicate.
+    """All lists and the skills of their candidates.
 
-    Windows of skills have keys of their own (`on_best_windows`).
+    Attributes:
+        lists: The lists.
+        skills: Skills by key. A window has a key and a skill of its own (`on_best_windows`).
+        clusters: Near-duplicate cluster by skill id, for skills that have near-duplicates.
     """
 
     lists: tuple[TrainingList, ...]
@@ -116,60 +131,86 @@ class TrainingSet:
 
 
 def load_training_set(source: ListsSource, near_duplicates: float | None = None) -> TrainingSet:
-    """Read and check the tables. Skills whose bodies' Jaccard reaches `near_duplicates` share a cluster.
+    """Read and check the lists and their skills.
 
-    Raises SkilltrainError for a list that cannot be trained on.
+    Args:
+        source: Folders of the pool and the lists.
+        near_duplicates: Jaccard similarity of two bodies from which on the skills share a cluster.
+            Without it, there are no clusters.
+
+    Raises:
+        SkilltrainError: A list cannot be used for training.
     """
     pool = {skill.skill_id: skill for skill in read_skills(source.pool)}
-    lists = list[TrainingList]()
+    lists: list[TrainingList] = []
     for folder, weight in source.folders.items():
-        lists += _lists_in(folder, source, weight, pool)
+        lists += _read_lists(folder, source, weight, pool)
     _check_rejections(lists)
-    used = sorted({skill_id for one in lists for skill_id in one.skill_ids})
-    skills = {skill_id: pool[skill_id] for skill_id in used}
+
+    skills = {skill_id: pool[skill_id] for skill_id in sorted(_candidate_ids(lists))}
     clusters = made_by_first_rank(lambda: _clusters(skills, near_duplicates))
     return TrainingSet(tuple(lists), skills, clusters)
 
 
+def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
+    skill_ids: set[str] = set()
+    for training_list in lists:
+        skill_ids.update(training_list.skill_ids)
+    return skill_ids
+
+
 def _check_rejections(lists: Sequence[TrainingList]) -> None:
-    """Raise SkilltrainError for a skill that one list rejects and another, of the same text, calls an answer."""
-    answers: dict[str, set[str]] = {}
-    for one in lists:
-        answers.setdefault(one.query, set()).update(one.positives)
-    for one in lists:
-        for skill_id, verdict in zip(one.skill_ids, one.verdicts, strict=True):
-            if verdict is Verdict.REJECTED and skill_id in answers[one.query]:
-                what = f"rejects skill {skill_id!r}, which answers the same text in another list"
-                raise SkilltrainError(
-                    what, where=f"the list of query {one.query_id!r}", fix="judge the text once"
-                )
+    """Check that no list rejects a skill that answers the same text in another list."""
+    answers_by_text: dict[str, set[str]] = {}
+    for training_list in lists:
+        answers_by_text.setdefault(training_list.query, set()).update(training_list.positives)
+
+    for training_list in lists:
+        answers = answers_by_text[training_list.query]
+        candidates = zip(training_list.skill_ids, training_list.verdicts, strict=True)
+        for skill_id, verdict in candidates:
+            if verdict is Verdict.REJECTED and skill_id in answers:
+                fault = f"rejects skill {skill_id!r}, which answers the same text in another list"
+                where = f"the list of query {training_list.query_id!r}"
+                raise SkilltrainError(fault, where=where, fix="judge the text once")
 
 
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
-    """`data` whose lists name each skill by the window of its body that BM25 likes best for the query.
+    """Replace each candidate by the window of its body with the highest BM25 score for the query.
 
-    Terms weigh as they do among the windows of all skills of the lists.
+    The index that computes the scores contains the windows of all skills of the training set.
+
+    Args:
+        data: Lists of whole skills.
+        settings: The encoder's template and windows.
     """
     if settings.chunks.windows == 1:
         return data
-    shown = settings.template.skill
-    windows = {
-        skill_id: shown.windows(skill, settings.chunks) for skill_id, skill in data.skills.items()
+    template = settings.template.skill
+    windows_by_skill = {
+        skill_id: template.windows(skill, settings.chunks)
+        for skill_id, skill in data.skills.items()
     }
-    texts = [shown.render(window) for of_skill in windows.values() for window in of_skill]
-    index, starts = (
-        BM25Index(texts),
-        dict(zip(windows, starts_of([*map(len, windows.values())]), strict=False)),
-    )
-    skills, lists = dict(data.skills), list[TrainingList]()
-    for one in track(data.lists, "choosing windows", len(data.lists)):
-        scores, keys = index.scores(one.query), list[str]()
-        for skill_id in one.skill_ids:
-            start, of_skill = starts[skill_id], windows[skill_id]
-            best = int(scores[start : start + len(of_skill)].argmax())
-            keys.append(f"{skill_id}{_NUL}{best}" if best else skill_id)
-            skills[keys[-1]] = of_skill[best]
-        lists.append(replace(one, skill_ids=tuple(keys)))
+    texts: list[str] = []
+    start_by_skill: dict[str, int] = {}  # position of the first window in `texts`
+    for skill_id, windows in windows_by_skill.items():
+        start_by_skill[skill_id] = len(texts)
+        texts += [template.render(window) for window in windows]
+    index = BM25Index(texts)
+
+    skills = dict(data.skills)
+    lists: list[TrainingList] = []
+    for training_list in track(data.lists, "choosing windows", len(data.lists)):
+        scores = index.scores(training_list.query)
+        keys: list[str] = []
+        for skill_id in training_list.skill_ids:
+            windows = windows_by_skill[skill_id]
+            start = start_by_skill[skill_id]
+            best = int(scores[start : start + len(windows)].argmax())
+            key = f"{skill_id}{_NUL}{best}" if best else skill_id
+            keys.append(key)
+            skills[key] = windows[best]
+        lists.append(replace(training_list, skill_ids=tuple(keys)))
     return replace(data, lists=tuple(lists), skills=skills)
 
 
@@ -182,62 +223,85 @@ def _clusters(skills: Mapping[str, Skill], near_duplicates: float | None) -> dic
     return {skill_id: clusters[skill_id] for skill_id in skills if sizes[clusters[skill_id]] > 1}
 
 
-def _lists_in(
+def _read_lists(
     folder: Path, source: ListsSource, weight: float, pool: Mapping[str, Skill]
 ) -> list[TrainingList]:
+    """Read the lists of a folder.
+
+    Raises:
+        SkilltrainError: A list cannot be used for training, or a skill is not in the pool.
+    """
     texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
-    known = read_verdicts(folder)
-    worth = {
-        verdict: gain - source.gains[Verdict.IRRELEVANT] for verdict, gain in source.gains.items()
-    }
-    found = list[TrainingList]()
+    verdicts_by_query = read_verdicts(folder)
+    irrelevant_gain = source.gains[Verdict.IRRELEVANT]
+    gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
+
+    lists: list[TrainingList] = []
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
-        if fault := next(_faults(row, texts, worth), None):
-            raise SkilltrainError(f"the list of query {row['query_id']!r} {fault}", where=folder)
-        query_id, skill_ids, scores = (
-            row["query_id"],
-            tuple(row["skill_ids"]),
-            row["teacher_scores"],
-        )
+        query_id = row["query_id"]
+        fault = next(_faults(row, texts, gains), None)
+        if fault:
+            raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=folder)
+
+        skill_ids = tuple(row["skill_ids"])
         verdicts = tuple(map(Verdict, row["verdicts"]))
-        judged = [*known.get(query_id, {}).items(), *zip(skill_ids, verdicts, strict=True)]
-        positives = frozenset(
-            skill_id for skill_id, verdict in judged if verdict in POSITIVE and worth[verdict] > 0
-        )
-        gains, taught = (
-            tuple(worth[verdict] for verdict in verdicts),
-            None if scores is None else tuple(scores),
-        )
-        found.append(
+        judgements = [
+            *verdicts_by_query.get(query_id, {}).items(),
+            *zip(skill_ids, verdicts, strict=True),
+        ]
+        positives = {
+            skill_id
+            for skill_id, verdict in judgements
+            if verdict in POSITIVE and gains[verdict] > 0
+        }
+        scores = row["teacher_scores"]
+        lists.append(
             TrainingList(
-                query_id, texts[query_id], skill_ids, gains, positives, taught, weight, verdicts
+                query_id,
+                texts[query_id],
+                skill_ids,
+                gains=tuple(gains[verdict] for verdict in verdicts),
+                positives=frozenset(positives),
+                teacher_scores=None if scores is None else tuple(scores),
+                weight=weight,
+                verdicts=verdicts,
             )
         )
-    if not found:
+
+    if not lists:
         raise SkilltrainError("holds no list to train on", where=folder)
-    if missing := sorted({skill_id for one in found for skill_id in one.skill_ids} - pool.keys()):
+    missing = sorted(_candidate_ids(lists) - pool.keys())
+    if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise SkilltrainError(
-            f"skill {missing[0]!r}{more} of {folder} is not in the pool", where=source.pool
-        )
-    return found
+        fault = f"skill {missing[0]!r}{more} of {folder} is not in the pool"
+        raise SkilltrainError(fault, where=source.pool)
+    return lists
 
 
 def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float]) -> Iterator[str]:
-    """What keeps a list from being trained on; each is looked for only where there is none before it."""
-    skill_ids, verdicts, scores = row["skill_ids"], row["verdicts"], row["teacher_scores"]
+    """Yield the reasons why a list cannot be used for training.
+
+    Only the first is meaningful: later checks assume that the earlier ones passed.
+
+    Args:
+        row: A row of the table LISTS.
+        texts: Query texts by query id.
+        gains: Gain of each verdict.
+    """
+    skill_ids = row["skill_ids"]
+    verdicts = row["verdicts"]
+    scores = row["teacher_scores"]
     if row["query_id"] not in texts:
         yield "has no query text"
-    for others, name in ((verdicts, "verdicts"), (scores, "teacher scores")):
-        if others is not None and len(others) != len(skill_ids):
-            yield f"holds {len(skill_ids)} skills, but {len(others)} {name}"
+    for values, name in ((verdicts, "verdicts"), (scores, "teacher scores")):
+        if values is not None and len(values) != len(skill_ids):
+            yield f"holds {len(skill_ids)} skills, but {len(values)} {name}"
     if len(set(skill_ids)) < len(skill_ids):
         yield f"holds skill {Counter(skill_ids).most_common(1)[0][0]!r} twice"
-    if unknown := sorted(set(verdicts) - set(Verdict)):
+    unknown = sorted(set(verdicts) - set(Verdict))
+    if unknown:
         yield f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
-    if any(
-        map(math.isinf, scores or ())
-    ):  # NaN stands for a candidate that the teacher has not scored
+    if any(map(math.isinf, scores or ())):  # NaN is allowed: the teacher has not scored a candidate
         yield "holds an infinite teacher score"
     if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
         yield "holds no positive"

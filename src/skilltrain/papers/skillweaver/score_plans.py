@@ -20,7 +20,7 @@ from skilltrain.llm.query_prompts import Ask, questions_of
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.comparison import SystemResult, compare
-from skilltrain.metrics.slices import SliceMeans, means_by_slice, shown
+from skilltrain.metrics.slices import SliceMeans, distinct_slices, means_by_slice
 from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, Plan, plan_json
 from skilltrain.papers.skillweaver.decompose import ModelConfig
 from skilltrain.papers.skillweaver.plan_measures import MEANINGS, measure_names, plan_values
@@ -106,8 +106,8 @@ class Plans(Stage):
         slices: dict[str, tuple[SliceMeans, ...]] = {}
         for result in results:
             labels = _labels(tasks, result, skills)
-            slices[result.name] = shown(
-                means_by_slice([result], labels, self.scored, most_values=_MOST_VALUES)
+            slices[result.name] = distinct_slices(
+                means_by_slice([result], labels, self.scored, max_values=_MOST_VALUES)
             )
         rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
         pairs = [(results[0].name, other.name) for other in results[1:]]
