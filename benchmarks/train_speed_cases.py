@@ -337,4 +337,5 @@ def _export(case: Case, base: Path, folder: Path) -> None:
             form="pair" if case.model == "minilm" else "yes_no", skill=skill
         )
         rerank = RerankerConfig(source=str(base), max_tokens=case.max_tokens, template=template)
-        save_model(load_reranker(rerank, torch.device("cpu")), folder, str(base))
+        reranker = load_reranker(rerank, torch.device("cpu"), new_head=True)
+        save_model(reranker, folder, str(base))

@@ -119,7 +119,6 @@ class LLMServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     answered: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
     script: list[Reply] = field(default_factory=list)
     otherwise: Callable[[dict[str, Any]], Reply] = field(
         default=lambda request: (
@@ -173,7 +172,6 @@ def llm_server() -> Iterator[LLMServer]:
             with lock:
                 state.requests.append(request)
                 state.authorizations.append(self.headers["Authorization"])
-                state.times.append(time.monotonic())
                 state.num_busy += 1
                 state.most_busy = max(state.most_busy, state.num_busy)
                 reply = state.reply_to(request)

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from skilltrain import ablation
 from skilltrain.config import apply_overrides
 from skilltrain.errors import SkilltrainError
+from skilltrain.evaluation import ablate
 from skilltrain.evaluation.ablate import (
     AblationConfig,
     Cell,
@@ -637,7 +637,7 @@ def test_a_fault_of_ours_shows_its_traceback_and_is_tried_once(
         tried.append(config.out)
         raise ValueError("no such axis\nsecond line")
 
-    monkeypatch.setattr(ablation, "run_recipe", broken)
+    monkeypatch.setattr(ablate, "run_stage", broken)
     with pytest.raises(
         SkilltrainError,
         match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(the same",

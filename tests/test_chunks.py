@@ -20,7 +20,7 @@ from skilltrain.retrieval.dense import DenseConfig, EncoderSource, open_encoder
 from skilltrain.retrieval.nearest import ChunkVectors, starts_of
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.templates import Chunks, EncoderTemplate, SkillTemplate
-from skilltrain.training.dev import OwnEncoder
+from skilltrain.training.dev import encoder_opener
 from skilltrain.training.scores import ScoreContext, in_batch_negatives
 from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
 from skilltrain.workers import WorkersConfig
@@ -199,8 +199,10 @@ def test_the_model_in_training_ranks_by_the_best_windows(open_encoder_of):
     encoder = open_encoder_of(
         "bert", template=template, chunks=Chunks(windows=3, overlap=0, pool="top2")
     )
-    own = OwnEncoder(encoder, [Query("q", "find", "", "", "")], skills)
-    own.model = lambda inputs: torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
+    vectors = torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
+    by_id = {skill.skill_id: skill for skill in skills}
+    open_own = encoder_opener(encoder, [Query("q", "find", "", "", "")], by_id)
+    own = open_own(lambda inputs: vectors)
     assert own.rank([Query("q", "find", "", "", "")], None, 2) == {"q": [("a", 0.75), ("b", 0.625)]}
 
 

@@ -7,7 +7,7 @@ from benchmark_folders import skillrouter, write, write_ours, write_pool, write_
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill
-from skilltrain.training.dev import OwnEncoder, OwnReranker, open_dev
+from skilltrain.training.dev import encoder_opener, open_dev, reranker_opener
 from skilltrain.training.settings import DevConfig
 from skilltrain.training.train import TrainEncoder, TrainReranker
 
@@ -153,7 +153,7 @@ def test_the_encoder_can_be_one_of_several_rankers(folder, open_encoder_of):
 
 
 def skills_of(dev):
-    return [skill.skill_id for skill in dev.cascade.skills]
+    return [skill.skill_id for skill in dev.cascade.pool.skills]
 
 
 def test_a_sample_of_the_pool_holds_what_is_judged(folder, open_encoder_of):
@@ -268,8 +268,9 @@ QUERY = Query("q", "find text", "single", "test", "dev")
 
 
 def test_an_encoder_in_training_encodes_equal_skills_once(open_encoder_of):
-    own = OwnEncoder(open_encoder_of("bert"), [QUERY], [*TWINS.values()])
-    own.model = lambda batch: torch.tensor([[1.0, 0.0], [0.6, 0.8]])[: len(batch.texts)]
+    vectors = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
+    open_own = encoder_opener(open_encoder_of("bert"), [QUERY], TWINS)
+    own = open_own(lambda batch: vectors[: len(batch.texts)])
 
     (ranking,) = own.rank([QUERY], None, 3).values()
 
@@ -277,8 +278,8 @@ def test_an_encoder_in_training_encodes_equal_skills_once(open_encoder_of):
 
 
 def test_a_reranker_in_training_scores_equal_skills_once(open_reranker_of):
-    own = OwnReranker(open_reranker_of("bert_reranker"), TWINS)
-    own.model = lambda batch: torch.arange(sum(map(len, batch.lists)), dtype=torch.float32)
+    open_own = reranker_opener(open_reranker_of("bert_reranker"), TWINS)
+    own = open_own(lambda batch: torch.arange(sum(map(len, batch.lists)), dtype=torch.float32))
 
     (ranking,) = own.rank([QUERY], {"q": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}, 3).values()
 

@@ -23,6 +23,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published
 from skilltrain.export.forms import open_model
 from skilltrain.export.push import check_round_trip, upload
+from skilltrain.formats import CHECKPOINT, RUN
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.loading import resolve_model
@@ -77,9 +78,8 @@ def add_checkpoint(config, step, best=0) -> Any:
     weights = {f"model.{name}": model.state_dict()[name].contiguous() for name in seen.values()}
     save_file(weights, folder / "model.safetensors")
     position = {"step": step, "loss": 0.1, "best": {"step": best}}
-    (folder / "state.json").write_text(
-        json.dumps({"written_by": "whole models on cpu", "position": position})
-    )
+    state = {"format": CHECKPOINT.number, "written_by": "whole models on cpu", "position": position}
+    (folder / "state.json").write_text(json.dumps(state))
     write_run(config, finished=False)
     return model
 
@@ -88,7 +88,7 @@ def write_run(config, finished):
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "recipe.yaml").write_text(to_yaml(config))
     record = {
-        "skilltrain": "0",
+        "format": RUN.number,
         "recipe": {},
         "inputs": {},
         "finished": finished,

@@ -11,6 +11,7 @@ from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
 from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.executor import OpenRankers, run_rankers, with_keeps
 from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.late import LateConfig, TokenVectors
 from skilltrain.training.scores import encoder_scores
@@ -207,11 +208,13 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
         {"of": [LEXICAL, {"kind": "dense", **sourced(model_folders), "cache": tmp_path}]}
     )
     second = FuseConfig.model_validate({"of": legs, "weights": [0.4, 0.6], "keep": 5})
-    found, fused = (
-        first.ranker(SKILLS, opened := {}).rank(QUERIES, None, 8),
-        second.ranker(SKILLS, opened),
-    )
-    (bm25, of_late), ranking = fused.find(QUERIES, found), fused.rank(QUERIES, found, 5)
+    runs = []
+
+    rankers = with_keeps([first, second], 8)
+
+    ranking = run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS), runs.append)
+
+    bm25, of_late = runs[1].by_leg
     for query_id in ("q1", "q2"):
         assert len(of_late[query_id]) == 8
         assert ranking[query_id] == fuse([bm25[query_id], of_late[query_id]], (0.4, 0.6), "z")[:5]

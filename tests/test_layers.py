@@ -26,10 +26,10 @@ LAYERS = (
     ("tables",),
     ("records",),
     ("runs", "workers"),
-    ("stage",),
+    ("stage", "provenance"),
     ("terminal", "distributed"),
     ("config",),
-    ("files", "plugins"),
+    ("files", "plugins", "formats"),
     ("errors", "texts", "version"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -8,7 +8,7 @@ from benchmark_folders import write_ours, write_pool
 from skilltrain.config import validate
 from skilltrain.data.lists import (
     Candidate,
-    ListPlan,
+    JudgedSkills,
     Lists,
     build_list,
     sample_negatives,
@@ -81,29 +81,29 @@ def test_samples_are_uniform_but_of_best_of_the_best_are_taken():
     )
 
 
-def plan(*positives, **judged):
-    return ListPlan("q1", dict.fromkeys(positives, Verdict.REQUIRED) | judged, positives)
+def skills_of(*positives, **judged):
+    return JudgedSkills("q1", dict.fromkeys(positives, Verdict.REQUIRED) | judged, positives)
 
 
-def judged_plan():
+def judged_skills():
     """One gold, two rejected skills and an irrelevant one, all in the pool."""
     judged = {"r1": Verdict.REJECTED, "r2": Verdict.REJECTED, "i1": Verdict.IRRELEVANT}
-    return plan("g", **judged)._replace(negatives=("i1", "r1", "r2"))
+    return skills_of("g", **judged)._replace(negatives=("i1", "r1", "r2"))
 
 
 def test_what_a_judge_turned_down_comes_before_what_was_mined_rejections_first():
     mined = ranked("semantic", "r1", *"abc")
     for quotas in ({"semantic": 2, "judged": 2}, {"judged": 2, "semantic": 2}):
-        entries = build_list(judged_plan(), mined, settings(quotas=quotas))
+        entries = build_list(judged_skills(), mined, settings(quotas=quotas))
         assert {e.skill_id for e in entries if e.source == "judged"} == {"r1", "r2"}
         assert len(entries) == 5 and sum(e.source == "semantic" for e in entries) == 2
-    three = build_list(judged_plan(), mined, settings(quotas={"judged": 3}))
+    three = build_list(judged_skills(), mined, settings(quotas={"judged": 3}))
     assert [e.skill_id for e in three][3] == "i1" and [e.rank for e in three] == [0, 1, 2, 3]
 
 
 def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found():
     mined = ranked("encoder", "a", "r1", "b", "g", "c")
-    *found, last = build_list(judged_plan(), mined, settings(list_size=4, quotas={"judged": 2}))
+    *found, last = build_list(judged_skills(), mined, settings(list_size=4, quotas={"judged": 2}))
     assert found == [
         Candidate("a", "encoder", 1),
         Candidate("r1", "encoder", 2),
@@ -115,7 +115,9 @@ def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found()
 @pytest.mark.parametrize("verdict", [Verdict.REQUIRED, Verdict.USEFUL])
 def test_a_known_positive_is_never_a_negative(verdict):
     candidates = ranked("semantic", "g", "other", "n")
-    entries = build_list(plan("g", other=verdict), candidates, settings(quotas={"semantic": 4}))
+    entries = build_list(
+        skills_of("g", other=verdict), candidates, settings(quotas={"semantic": 4})
+    )
     assert entries == [Candidate("g", "gold", 0), Candidate("n", "semantic", 3)]
 
 
@@ -140,7 +142,7 @@ def test_positives_are_in_a_reranker_list_at_their_ranks_or_left_out(
 ):
     for absent_gold, expected in (("add", added), ("drop", dropped)):
         config = settings(list_size=list_size, absent_gold=absent_gold)
-        entries = build_list(plan(*golds), ranked("encoder", *found), config)
+        entries = build_list(skills_of(*golds), ranked("encoder", *found), config)
         assert " ".join(f"{entry.skill_id}{entry.rank}" for entry in entries) == expected
         assert all((entry.source == "gold") == (entry.rank == 0) for entry in entries)
 

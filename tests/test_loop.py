@@ -259,6 +259,10 @@ class ScriptedRanker:
     seen: int = 0
     model: Any = None
 
+    def over_model(self, model):
+        self.model = model
+        return self
+
     def rank(self, queries, candidates, keep):
         vectors = self.model(Texts([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
         assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
@@ -279,7 +283,7 @@ def scripted_dev(places, tmp_path, signal_in=0, **settings):
     relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
     own = ScriptedRanker(places, signal_in)
     queries = [Query("q", "find", "single", "test", "dev")]
-    return Dev(config, relevance, Cascade(queries, [], 20, {"self": own}), own)
+    return Dev(config, relevance, Cascade(queries, [], 20), own.over_model)
 
 
 def run_with(dev, step, out, resume=False, **changes):

@@ -49,7 +49,7 @@ def test_a_fault_is_one_line_and_exit_code_2(name, arguments, fault, tmp_path, c
 
 def test_skillrouters_pipeline_and_its_variant_of_the_paper(tmp_path, monkeypatch):
     module, configs = program("skillrouter"), []
-    monkeypatch.setattr(module, "run_recipe", lambda config, resume: configs.append(config))
+    monkeypatch.setattr(module, "run_stage", lambda config, resume: configs.append(config))
     settings = {"skills": tmp_path, "out": tmp_path / "out", "trained": tmp_path / "trained"}
     module.run(module.Pipeline(**settings))
     assert [config.max_skills for config in configs if config.stage == "synthesize"] == [None]

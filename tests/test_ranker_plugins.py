@@ -84,7 +84,7 @@ def test_ranker_of_another_package_is_evaluated(tmp_path, by_length):
     [
         ("{kind: 'nowhere:Ranker'}", "cannot import nowhere:Ranker: No module named 'nowhere'"),
         ("{kind: 'length_ranker:Absent'}", "module 'length_ranker' has no attribute 'Absent'"),
-        ("{kind: 'length_ranker:Ranker'}", "no subclass of skilltrain.retrieval.rankers:Ranker"),
+        ("{kind: 'length_ranker:Ranker'}", "no subclass of skilltrain.retrieval.rankers.Ranker"),
         (
             "{kind: 'length_ranker:ByLength', longest: true}",
             "unknown key 'systems.0.rankers.0.longest', did you mean 'longest_first'? "

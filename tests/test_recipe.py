@@ -11,10 +11,10 @@ import pytest
 import yaml
 from safetensors import SafetensorError
 
-from skilltrain import __version__
 from skilltrain.config import load_recipe, sections_of
 from skilltrain.data.pool import skill_pool
 from skilltrain.errors import SkilltrainError
+from skilltrain.formats import RUN
 from skilltrain.recipe import run
 from skilltrain.runs import FREE_TO_CHANGE, input_fingerprint, record_of, run_stage
 from skilltrain.stage import STAGES, Stage, TrainingStage, load_stage, parse_recipe, schema_of
@@ -79,7 +79,7 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
 
 def test_the_record_holds_settings_inputs_and_summary(runs):
     found = record_of(runs / "filtered")
-    assert found["skilltrain"] == __version__ and found["finished"] is True
+    assert found["format"] == RUN.number and found["finished"] is True
     assert (
         found["summary"]["num_candidates"]
         == found["summary"]["num_kept"] + found["summary"]["num_dropped"]

@@ -152,8 +152,9 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1
 
 @given(texts)
 def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beginning(texts):
-    packed = shared_prompt.PackedTexts(texts, CPU)
-    shared, row = packed.num_shared, packed.ids[0].tolist()
+    shared = shared_prompt.num_shared(texts)
+    packed = shared_prompt.PackedTexts(texts, shared, CPU)
+    row = packed.join(texts)["input_ids"][0].tolist()
     assert all(len(text) > shared and text[:shared] == texts[0][:shared] for text in texts)
     assert any(
         len(text) == shared + 1 or text[: shared + 1] != texts[0][: shared + 1] for text in texts
@@ -162,7 +163,7 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
     used = [
         place
         for bucket in packed.buckets
-        for place in bucket.tokens.flatten()[bucket.kept].tolist()
+        for place in bucket.tokens.flatten()[bucket.not_repeated].tolist()
     ]
     assert used == [*range(shared, len(row))]
     for text, end in zip(texts, packed.ends.tolist(), strict=True):
@@ -173,11 +174,11 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
 
 @given(texts)
 def test_by_length_every_text_stands_whole_between_two_starts(texts):
-    packed = shared_prompt.PackedTexts(texts, CPU, varlen=True)
-    row = packed.ids[0].tolist()
-    starts, longest = packed.starts
-    found = [row[start:stop] for start, stop in itertools.pairwise(starts.tolist())]
-    assert found == [texts[number] for number in packed.order] and longest == max(map(len, texts))
+    packed = shared_prompt.VarlenTexts(texts, CPU)
+    row = packed.join(texts)["input_ids"][0].tolist()
+    found = [row[start:stop] for start, stop in itertools.pairwise(packed.starts.tolist())]
+    assert found == [texts[number] for number in packed.order]
+    assert packed.lengths[0] == max(map(len, texts))
 
 
 def test_groups_hold_pairs_of_one_list_within_the_budget(folder):

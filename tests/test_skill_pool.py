@@ -24,7 +24,7 @@ from skilltrain.data.pool.skill_pool import (
     mean_vectors,
 )
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Skill
+from skilltrain.records import SKILL_FACTS, Skill
 from skilltrain.runs import RUN_FILE, input_paths
 from skilltrain.tables import DROPPED, FLAGS, SKILLS, read_table
 from skilltrain.texts import language_of
@@ -263,6 +263,8 @@ def test_jsonl_rows_in_several_spellings(tmp_path: Path):
     skills, dropped, _ = make(tmp_path, tmp_path / "s.jsonl")
     by_id = {skill["skill_id"]: skill for skill in skills}
     assert list(by_id) == ["7", "only a name", "x/no", "x/nul", "x/one", "y"]
+    for skill in skills:
+        assert {skill.pop(name) for name in SKILL_FACTS} == {None}
     assert by_id["x/one"] == row("x/one", lang="en", source="org/repo", license="MIT", category="c")
     assert [by_id["7"][key] for key in ("description", "body", "source")] == [
         "From inside.",

@@ -12,6 +12,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval import rerank
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.dense import DenseConfig
+from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.fusion import FuseConfig, fuse
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rankers import RankerConfig
@@ -202,7 +203,8 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
         RankerConfig, "ranker", lambda self, *rest: asked.append(self.kind) or opened(self, *rest)
     )
     own = Own()
-    cascade = Cascade(QUERIES, SKILLS, 3, {"self": own})
+    cascade = Cascade(QUERIES, SKILLS, 3)
+    cascade.pool.opened["self"] = own
     both = system("own", kept(LEXICAL, 5), RerankConfig(source="self", keep=5))
     check_systems([both], has_own=True)
     first = cascade.run(both)[-1].rankings["q1"]
@@ -276,12 +278,17 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
     config = validate(
         FuseConfig, {"kind": "fuse", "of": legs, "method": "rrf", "weights": [1, 1]}, "test"
     )
-    both = config.ranker(POOL, {})
-    assert both.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf")[:2]}
-    flat = config.model_copy(update={"rrf_k": 0}).ranker(POOL, {})
-    assert flat.rank(QUERIES[:1], None, 2) == {"q1": fuse([ONE, TWO], (1, 1), "rrf", 0)[:2]}
+    flat = config.model_copy(update={"rrf_k": 0})
     given = {"q1": [("b", 1.0), ("a", 1.0)]}
-    assert both.rank(QUERIES[:1], given, 9) == {"q1": fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")}
+    for fused, candidates, top_k, expected in (
+        (config, None, 2, fuse([ONE, TWO], (1, 1), "rrf")[:2]),
+        (flat, None, 2, fuse([ONE, TWO], (1, 1), "rrf", 0)[:2]),
+        (config, given, 9, fuse([ONE[:2], TWO[1:]], (1, 1), "rrf")),
+    ):
+        pool = OpenRankers(POOL)
+        assert run_rankers(
+            [fused.model_copy(update={"keep": top_k})], QUERIES[:1], candidates, pool
+        ) == {"q1": expected}
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training import engine
 from skilltrain.training.checkpoint import checkpoints
-from skilltrain.training.dev import Dev, OwnEncoder
+from skilltrain.training.dev import Dev, encoder_opener
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
 from skilltrain.training.settings import DevConfig, TrainingConfig
@@ -169,13 +169,12 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
 
 def dev_figure(bert: Path, root: Path, rank: int) -> float:
     """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
-    queries, skills = (
-        [Query("q", "find", "single", "test", "dev")],
-        [Skill(name, name, "", "") for name in "ab"],
-    )
-    own = OwnEncoder(load_encoder(EncoderConfig(source=str(bert)), CPU), queries, skills)
+    queries = [Query("q", "find", "single", "test", "dev")]
+    skills = {name: Skill(name, name, "", "") for name in "ab"}
+    encoder = load_encoder(EncoderConfig(source=str(bert)), CPU)
+    open_own = encoder_opener(encoder, queries, skills)
     relevances = {"q": Relevance(frozenset("a"), {"a": 1.0})}
-    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20, {"self": own}), own)
+    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20), open_own)
     return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))[
         "MRR@10"
     ].mean

@@ -229,12 +229,9 @@ def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
 
 def _rows(source: Any) -> list[Any]:
     """A DataFrame or any iterable of mappings as rows; missing values of a DataFrame are left out."""
-    if callable(to_dict := getattr(source, "to_dict", None)) and not isinstance(source, Mapping):
-        rows: Any = to_dict("records")
-        return [
-            {key: value for key, value in row.items() if value is not None and value == value}
-            for row in rows
-        ]
+    if callable(is_known := getattr(source, "notna", None)):
+        rows: Any = source.astype(object).where(is_known(), None).to_dict("records")
+        return [{key: value for key, value in row.items() if value is not None} for row in rows]
     return list(source)
 
 

@@ -48,6 +48,7 @@ REMOVED: dict[str, str] = {
     "margin": "use ranknet",
     "analysis.num_attention": "use analysis.more=[{kind: attention, num_queries: NUM}]",
     "analysis.structure": "use analysis.more=[{kind: structure}]",
+    "requests_per_minute": "lower concurrency; requests that a server refuses as too many are repeated",
     "rejections": "use skilltrain r3 rejections",
     "rewrite": "use skilltrain r3 rewrite",
     "equivalents": "use skilltrain r3 equivalents",

@@ -43,6 +43,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "ceiling": "skilltrain.data.filter_layers:CeilingLayer",
         "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
     },
+    "loss": {
+        "infonce": "skilltrain.losses.infonce:InfoNCE",
+        "kl": "skilltrain.losses.list_losses:KL",
+        "list_net": "skilltrain.losses.list_losses:ListNet",
+        "listwise_ce": "skilltrain.losses.list_losses:ListwiseCE",
+        "margin_mse": "skilltrain.losses.pair_losses:MarginMSE",
+        "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
+        "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
+        "ranknet": "skilltrain.losses.pair_losses:RankNet",
+    },
     "measure": {
         "Hit": "skilltrain.metrics.measures:hit",
         "MRR": "skilltrain.metrics.measures:mrr",
@@ -65,16 +75,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "taxonomy": "skilltrain.data.sources:TaxonomySource",
         "random": "skilltrain.data.sources:RandomSource",
     },
-    "loss": {
-        "infonce": "skilltrain.losses.infonce:InfoNCE",
-        "kl": "skilltrain.losses.list_losses:KL",
-        "list_net": "skilltrain.losses.list_losses:ListNet",
-        "listwise_ce": "skilltrain.losses.list_losses:ListwiseCE",
-        "margin_mse": "skilltrain.losses.pair_losses:MarginMSE",
-        "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
-        "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
-        "ranknet": "skilltrain.losses.pair_losses:RankNet",
-    },
     "ranker": {
         "lexical": "skilltrain.retrieval.lexical:LexicalConfig",
         "dense": "skilltrain.retrieval.dense:DenseConfig",
@@ -87,8 +87,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "admit": "skilltrain.papers.skillflow.admit:AdmitConfig",
         "expand": "skilltrain.papers.skillflow.expand:ExpandConfig",
     },
+    "command": {},  # cli/ has those of this package
 }
-"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used."""
+"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used.
+
+The stages are added by `skilltrain.stage`.
+"""
+LOADED: dict[str, str] = {}
+"""Module of each plug-in from outside that this process has loaded, by the name that it was loaded by."""
 
 
 @cache
@@ -120,7 +126,10 @@ def load_plugin(kind: str, name: str) -> Any:
     path = name if ":" in name else paths.get(name)
     if path is None:
         raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
-    return import_path(path)
+    plugin = import_path(path)
+    if name not in BUILT_IN[kind]:
+        LOADED[name] = path.partition(":")[0]
+    return plugin
 
 
 def import_path(path: str) -> Any:

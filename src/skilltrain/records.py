@@ -49,7 +49,17 @@ OWN_TEXT = "own_text"
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """One entry of the pool. `body` is untrusted text."""
+    """One entry of the pool. All texts are untrusted.
+
+    The fields from `author` on are facts that no model sees. None: not known.
+
+    Attributes:
+        url: Page of the skill, http or https.
+        stars: Stars of its repository.
+        updated_at: ISO date, or date and time, of its last change.
+        when_to_use: The header's field of that name, which some agents read beside the description.
+        files: Files beside its SKILL.md, relative to their folder. Empty: it has none.
+    """
 
     skill_id: str
     name: str
@@ -59,6 +69,20 @@ class Skill:
     lang: str | None = None
     source: str = ""
     license: str | None = None
+    author: str | None = None
+    url: str | None = None
+    stars: int | None = None
+    updated_at: str | None = None
+    when_to_use: str | None = None
+    files: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.files is not None:  # tables hold lists, which cannot be hashed
+            object.__setattr__(self, "files", tuple(self.files))
+
+
+SKILL_FACTS = ("author", "url", "stars", "updated_at", "when_to_use", "files")
+"""Fields of a skill that no model sees. Tables of earlier versions lack them."""
 
 
 @dataclass(frozen=True, slots=True)

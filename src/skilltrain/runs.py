@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from skilltrain.config import Config, InputMark, to_yaml
 from skilltrain.errors import SkilltrainError
@@ -21,9 +22,10 @@ from skilltrain.files import (
     write_json,
     write_text,
 )
+from skilltrain.formats import RUN
+from skilltrain.provenance import checkout_commit, plugin_fingerprints, provenance_of
 from skilltrain.stage import Stage, Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
-from skilltrain.version import __version__
 
 RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
 # What may change between a training and its resumption, because no update of a weight depends on it.
@@ -59,6 +61,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     _check_place(out, read.values())
     inputs = {key: input_fingerprint(path) for key, path in read.items()}
     identity = {"recipe": stage.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
+    identity["plugins"] = plugin_fingerprints(stage)
     trains = isinstance(stage, TrainingStage)
     if trains:
         remove_leftovers(out)
@@ -68,7 +71,8 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
             return stage.run(out)
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
-    record = {"skilltrain": __version__, **identity}
+    checkout_commit()  # of the code that runs; it may change until the record is written
+    record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
     with staged_folder(out) as staged:
@@ -128,15 +132,16 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
 
 
 def input_fingerprint(path: Path) -> str:
-    """A SHA-256; a run's checkpoints do not count: they come and go while its model stays what it is."""
+    """A SHA-256; a run's checkpoints and where it was computed do not count: its results stay what they are."""
     try:
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
         parts = {
             part.name: fingerprint(part)
             for part in path.iterdir()
-            if part.name not in (CHECKPOINTS, LOCAL_FILE)
+            if part.name not in (CHECKPOINTS, LOCAL_FILE, RUN_FILE)
         }
+        parts[RUN_FILE] = repr(record_of(path) | {"provenance": None})
         return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:
         raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
@@ -149,21 +154,24 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
-        is_input = any(map(_is_marked, (field.annotation, *field.metadata)))
+        reads = is_input(field)
         value = getattr(config, name)
-        is_several = isinstance(value, list | tuple) or (is_input and isinstance(value, dict))
+        is_several = isinstance(value, list | tuple) or (reads and isinstance(value, dict))
         items = enumerate(value) if is_several else [(None, value)]
         for number, item in items:
             place = name if number is None else f"{name}.{number}"
             if isinstance(item, BaseModel):
                 found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
-            elif is_input and isinstance(item, Path):
+            elif reads and isinstance(item, Path):
                 found[place] = item
-            elif (
-                is_input and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir()
-            ):
+            elif reads and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
                 found[place] = folder
     return found
+
+
+def is_input(field: FieldInfo) -> bool:
+    """Return whether a setting names something that the stage reads."""
+    return any(map(_is_marked, (field.annotation, *field.metadata)))
 
 
 def _is_marked(part: Any) -> bool:
@@ -171,13 +179,13 @@ def _is_marked(part: Any) -> bool:
     return isinstance(part, InputMark) or any(map(_is_marked, get_args(part)))
 
 
-def check_inputs(config: BaseModel, planned: Collection[Path] = ()) -> None:
+def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
     """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing.
 
-    Paths inside the folders of `planned` runs need not be there yet.
+    Paths inside the folders of `pending` runs need not be there yet.
     """
     for key, path in input_paths(config).items():
-        if not path.exists() and not any(map(path.is_relative_to, planned)):
+        if not path.exists() and not any(map(path.is_relative_to, pending)):
             maker = _MADE_BY.get(key.rpartition(".")[2])
             fix = (
                 f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
@@ -205,13 +213,17 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
             raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
         return None
     found = record_of(out)
-    if not found.keys() >= {*identity, "finished"}:
+    if "finished" not in found:
         raise SkilltrainError(
             "the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER
         )
-    if changed := _first_difference(what_matters({key: found[key] for key in identity}), identity):
+    RUN.check(found, out, "delete the folder, and give the same command again")
+    if changed := _first_difference(
+        what_matters({key: found.get(key) for key in identity}), identity
+    ):
         section, _, key = changed.partition(".")
-        what = f"{key} differs" if section == "recipe" else f"the content of {key} differs"
+        nouns = {"recipe": key, "inputs": f"the content of {key}"}
+        what = f"{nouns.get(section, f'the source of the plug-in {key}')} differs"
         raise SkilltrainError(
             f"the output folder holds another run: {what}", where=out, fix=_ANOTHER_FOLDER
         )
@@ -250,5 +262,5 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     """Write run.json first: a folder that a kill leaves without it would be taken for somebody else's."""
-    write_json(folder / RUN_FILE, record)
+    write_json(folder / RUN_FILE, record | {"provenance": provenance_of(config)})
     write_text(folder / RECIPE_FILE, to_yaml(config))

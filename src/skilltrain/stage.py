@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from skilltrain.config import Config, load_recipe, removed_advice, validate
 from skilltrain.errors import SkilltrainError
@@ -104,9 +104,8 @@ _QUOTAS = "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}'"
 class Stage(Config):
     """Base of all stages. A subclass is a stage: its fields are the settings of a recipe.
 
-    The first line of its docstring says what it does. Its first field is `stage: Literal[NAME]`, or `stage: str` if
-    recipes name it by its import path. A field `out: Path` is the output folder. Inputs are annotated `InputPath`,
-    and every field has a description.
+    The first line of its docstring says what it does. Its first field is `stage: Literal[NAME]`, another one `out:
+    Path`, the output folder. Inputs are annotated `InputPath`, and every other field has a description.
 
     Attributes:
         example: Arguments of an example command.
@@ -183,9 +182,11 @@ def _in_words(value: Any) -> str:
 def load_stage(name: str) -> type[Stage]:
     """Import the class of a stage, by name or by import path. Raises SkilltrainError if there is none."""
     plugin = load_plugin("stage", name)
-    if isinstance(plugin, type) and issubclass(plugin, Stage):
-        return plugin
-    raise SkilltrainError(f"{name} is no stage: no class derived from skilltrain.stage.Stage")
+    if not (isinstance(plugin, type) and issubclass(plugin, Stage)):
+        raise SkilltrainError(f"{name} is no stage: no class derived from skilltrain.stage.Stage")
+    if missing := {"stage", "out"} - plugin.model_fields.keys():
+        raise SkilltrainError(f"the stage {name} has no field '{min(missing)}'")
+    return plugin
 
 
 def is_stage(name: object) -> bool:
@@ -214,7 +215,11 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
             what = f"stage: unknown stage {name!r}{removed_advice(name)}"
         allowed = ", ".join(plugin_paths("stage"))
         raise SkilltrainError(f"{what}; allowed: {allowed}", where=where)
-    return validate(load_stage(str(name)), values, where)
+    stage = load_stage(str(name))
+    declared = get_args(stage.model_fields["stage"].annotation)
+    named = {**values, "stage": declared[0]} if declared else values
+    # An import path stays in place of the name that the class declares.
+    return validate(stage, named, where).model_copy(update={"stage": name})
 
 
 def schema_of(stages: Iterable[str]) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table's file name, columns and unique key."""
+    """A table's file name, columns and unique key.
+
+    Tables of earlier versions may lack last columns that may be null; they are read as null.
+    """
 
     name: str
     schema: pa.Schema
@@ -34,6 +37,7 @@ _TYPES |= {
     f"{kind}s": pa.list_(pa.field("item", type_, nullable=False)) for kind, type_ in _TYPES.items()
 }
 _KINDS = {str: "text", str | None: "text?", float | None: "float?", Verdict: "text"}
+_KINDS |= {int | None: "int?", tuple[str, ...] | None: "texts?"}
 
 
 def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
@@ -202,6 +206,9 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
         raise SkilltrainError(f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError(f"is not parquet: {error}", where=file) from error
+    for field in spec.schema:
+        if field.nullable and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return _check_table(table.replace_schema_metadata(None), spec, file)
 
 

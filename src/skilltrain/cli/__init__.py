@@ -81,7 +81,8 @@ def _in_words(error: BaseException) -> tuple[str, int]:
 def _usage_fault(error: typer.TyperException) -> str:
     """Return what is wrong with the command line; a removed name is answered with its replacement."""
     message = error.format_message().rstrip(".")
-    for word in re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", message):  # quoted names, options
+    given, _, _ = message.partition("Did you mean")
+    for word in re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", given):  # quoted names, options
         message += removed_advice(word)
     return message
 

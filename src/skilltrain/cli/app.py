@@ -1,7 +1,6 @@
 """The command line's one program, and what its commands share: settings, their --help, and how answers are printed."""
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -41,19 +40,17 @@ class Program(TyperGroup):
 
 
 class ExampleCommand(TyperCommand):
-    """A command whose --help begins with its examples: the lines `Example: …` of its docstring."""
-
-    def examples(self) -> list[str]:
-        return re.findall(r"^Example: (.+)$", self.help or "", re.MULTILINE)
+    """A command whose --help begins with its examples, the last paragraphs of its docstring."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        typer.echo("\n  ".join(["Example:", *self.examples()]))
-        self.help = re.sub(r"\n*^Example: .+$", "", self.help or "", flags=re.MULTILINE)
+        self.help, *examples = (self.help or "").split("\n\nExample: ")
+        if examples:
+            typer.echo("\n  ".join(["Example:", *examples]))
         super().format_help(ctx, formatter)
 
 
 class App(typer.Typer):
-    """Commands of the program. One whose name has two words goes into the group of a paper: `r3 gradients`."""
+    """Adds commands to the program. A command named `r3 gradients` goes into the group of the paper r3."""
 
     papers: ClassVar[dict[str, typer.Typer]] = {}
 
@@ -74,6 +71,7 @@ app = App(
 for _paper, _help in PAPERS.items():
     app.papers[_paper] = typer.Typer(rich_markup_mode="rich")
     app.add_typer(app.papers[_paper], name=_paper, help=_help, rich_help_panel="Papers")
+
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")
 ]
@@ -150,18 +148,15 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class SettingsCommand(ExampleCommand):
-    """A command named like its stage, whose --help lists the stage's settings; the stage is imported only then."""
+    """A command named like its stage. Its --help imports the stage and lists the settings."""
 
-    def examples(self) -> list[str]:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         name = str(self.name)
-        example = f"skilltrain {command_of(name)} {load_stage(name).example}"
-        return [example.rstrip(), *super().examples()]
-
-    def get_help(self, ctx: Any) -> str:
-        """Return the settings of the first level, below the usual help."""
-        super().get_help(ctx)
-        fields = "\n".join(describe_fields(load_stage(str(self.name)), "", None))
-        return f"\nSettings (key=value; --help-all shows those of sections too):\n{fields}"
+        stage = load_stage(name)
+        self.help = f"{self.help}\n\nExample: skilltrain {command_of(name)} {stage.example}"
+        super().format_help(ctx, formatter)
+        fields = "\n".join(describe_fields(stage, "", None))
+        typer.echo(f"Settings (key=value; --help-all shows those of sections too):\n{fields}")
 
 
 def _print_all(ctx: typer.Context, wanted: bool) -> None:
@@ -192,7 +187,7 @@ def describe_fields(
         sections, default = sections_of(field), "required"
         if not field.is_required():
             default = (
-                f"default {_brief(field.get_default(call_default_factory=True, validated_data={}))}"
+                f"default {brief(field.get_default(call_default_factory=True, validated_data={}))}"
             )
         if seen is None and sections:
             default = "a section, required" if field.is_required() else "a section"
@@ -211,7 +206,7 @@ def describe_fields(
             yield from describe_fields(section, f"{place}.", seen)
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """A default as YAML could say it, cut to a line."""
     if isinstance(value, str):
         text = value if value.strip() == value and value.isprintable() else json.dumps(value)

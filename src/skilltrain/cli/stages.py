@@ -25,7 +25,7 @@ from skilltrain.cli.app import (
 )
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.plugins import plugin_paths
+from skilltrain.plugins import load_plugin, plugin_paths
 from skilltrain.stage import (
     STAGES,
     TrainingStage,
@@ -41,24 +41,22 @@ from skilltrain.texts import printable
 _CELL_CHARS = 60
 
 
+# Package of a stage → panel of its command.
 _PANELS = {"data": "Data", "evaluation": "Data", "serving": "Use", "papers": "Papers"}
 _OWN_COMMANDS = ("train_encoder", "train_reranker", "evaluate")  # have more options than settings
 
 
 def add_stage(name: str) -> None:
     """Add the command of a stage, which may be named by its import path."""
-    path = plugin_paths("stage").get(name, name)
-    package = path.removeprefix("skilltrain.").split(".")[0] if name in STAGES else ""
-    panel = _PANELS.get(package, "Plug-ins")
-    summary = STAGES[name][1] if name in STAGES else f"Run the stage {path}."
-    command = command_of(name)
+    elsewhere = ("another.package", "Run this stage of another package.")
+    path, summary = STAGES.get(name, elsewhere)
 
     @app.command(
-        command,
+        command_of(name),
         cls=SettingsCommand,
         help=summary,
         context_settings=AS_WRITTEN,
-        rich_help_panel=panel,
+        rich_help_panel=_PANELS.get(path.split(".")[1], "Plug-ins"),
     )
     def run_stage(
         arguments: Overrides = None,
@@ -69,9 +67,30 @@ def add_stage(name: str) -> None:
         execute(parse_recipe(*settings_of(name, arguments)), is_dry_run, as_json=as_json)
 
 
+def _add_command(name: str) -> None:
+    """Add a command of another package, a function or a typer app. It is imported when it runs."""
+
+    @app.command(
+        name,
+        help="Run this command of another package.",
+        add_help_option=False,
+        context_settings=AS_WRITTEN | {"allow_extra_args": True},
+        rich_help_panel="Plug-ins",
+    )
+    def run_command(context: typer.Context) -> Any:
+        plugin = load_plugin("command", name)
+        if not isinstance(plugin, typer.Typer):
+            function, plugin = plugin, typer.Typer()
+            plugin.command()(function)
+        command = typer.main.get_command(plugin)
+        return command.main(context.args, prog_name=f"skilltrain {name}", standalone_mode=False)
+
+
 for _name in plugin_paths("stage"):
     if _name not in _OWN_COMMANDS:
         add_stage(_name)
+for _name in plugin_paths("command"):
+    _add_command(_name)
 
 
 @app.command(context_settings=AS_WRITTEN, rich_help_panel="Train")

@@ -234,9 +234,9 @@ class Decontaminate(Stage):
     def run(self, out: Path) -> Summary:
         """Write the clean tables and DROPPED; return counts by ground and benchmark.
 
-        A dropped query has a row for each benchmark and ground, so the counts by ground add up to more
-        than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts them as gold
-        if it has the pool's clusters.
+        A dropped query has a row for each benchmark and ground, so the counts by ground add up to
+        more than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts
+        them as gold if it has the pool's clusters.
         """
         positives = {
             query: positives_of(judged) for query, judged in select_judged(self.queries, self.split)

@@ -60,8 +60,8 @@ class Encode(Stage):
     def run(self, out: Path) -> Summary:
         """Encode the texts that the cache lacks, and return counts of texts and tokens.
 
-        All ranks call it. Each distinct text is encoded once. A rank takes every n-th of the missing
-        texts in order of length, so that all have equal work, also after an interrupted run.
+        All ranks call it. Each distinct text is encoded once. A rank takes every n-th missing text
+        in order of length, so that all have equal work, also after an interrupted run.
         """
         _join_ranks()
         encoder = open_encoder(self.encoder)

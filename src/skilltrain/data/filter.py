@@ -93,8 +93,8 @@ class Filter(Stage):
     def run(self, out: Path) -> Summary:
         """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
 
-        A candidate judged irrelevant or rejected is kept whatever it resembles, because a judgement
-        outranks a likeness. Every other one is dropped by the first layer that objects.
+        A candidate judged irrelevant or rejected is kept, because a judgement outranks a likeness.
+        Every other one is dropped by the first layer that objects.
         """
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)

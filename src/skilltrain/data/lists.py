@@ -121,14 +121,14 @@ class Lists(Stage):
         dropped: list[Dropped] = []
         lists: dict[str, dict[str, Any]] = {}
         for query_id in track(queries, "building lists", len(queries)):
-            plan = _plan(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
-            if plan is None:
+            skills = _judged_in_pool(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
+            if skills is None:
                 continue
             candidates = [
                 Candidate(skill_ids[row], sources[row], ranks[row])
                 for row in rows.get(query_id, ())
             ]
-            if row := _list_row(plan, build_list(plan, candidates, self), self, dropped):
+            if row := _list_row(skills, build_list(skills, candidates, self), self, dropped):
                 lists[query_id] = row
         if not lists:
             what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
@@ -161,7 +161,7 @@ class Candidate(NamedTuple):
     rank: int
 
 
-class ListPlan(NamedTuple):
+class JudgedSkills(NamedTuple):
     """The judgements of a query, and those of its skills that are in the pool."""
 
     query_id: str
@@ -183,14 +183,14 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
         raise SkilltrainError(what, where=config.rankings)
 
 
-def _plan(
+def _judged_in_pool(
     query_id: str,
     judged: Mapping[str, Verdict],
     pool: Collection[str],
     flags: Mapping[str, Sequence[Flag]],
     dropped: list[Dropped],
-) -> ListPlan | None:
-    """Return the plan of a list, or None if no required skill can be in it; add to `dropped`."""
+) -> JudgedSkills | None:
+    """Return the judged skills that a list may hold, or None without a required one; add to `dropped`."""
     positives: list[str] = []
     negatives: list[str] = []
 
@@ -208,32 +208,32 @@ def _plan(
         else:
             positives.append(skill_id)
     if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
-        return ListPlan(query_id, judged, tuple(positives), tuple(negatives))
+        return JudgedSkills(query_id, judged, tuple(positives), tuple(negatives))
     drop("", "no_positive", "no required skill of this query can be a positive")
     return None
 
 
 def _list_row(
-    plan: ListPlan, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
+    skills: JudgedSkills, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
 ) -> dict[str, Any] | None:
     """Return the row of LISTS, or None without a required skill or enough negatives."""
     skill_ids = [candidate.skill_id for candidate in candidates]
-    listed = [skill_id for skill_id in plan.positives if skill_id in skill_ids]
-    for skill_id in plan.positives:
+    listed = [skill_id for skill_id in skills.positives if skill_id in skill_ids]
+    for skill_id in skills.positives:
         if skill_id not in listed:
             reason = f"a positive outside the top {config.list_size}"
-            dropped.append(Dropped(plan.query_id, skill_id, "outside_top", reason))
-    if not any(plan.judged[skill_id] is Verdict.REQUIRED for skill_id in listed):
+            dropped.append(Dropped(skills.query_id, skill_id, "outside_top", reason))
+    if not any(skills.judged[skill_id] is Verdict.REQUIRED for skill_id in listed):
         return None
     num_negatives = len(candidates) - len(listed)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(Dropped(plan.query_id, "", "min_negatives", reason, float(num_negatives)))
+        dropped.append(Dropped(skills.query_id, "", "min_negatives", reason, float(num_negatives)))
         return None
     # Mining assumes that a candidate which nobody judged is irrelevant.
-    verdicts = [str(plan.judged.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
+    verdicts = [str(skills.judged.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
     return {
-        "query_id": plan.query_id,
+        "query_id": skills.query_id,
         "skill_ids": skill_ids,
         "verdicts": verdicts,
         "sources": [candidate.source for candidate in candidates],
@@ -241,21 +241,23 @@ def _list_row(
     }
 
 
-def build_list(plan: ListPlan, candidates: Sequence[Candidate], config: Lists) -> list[Candidate]:
+def build_list(
+    skills: JudgedSkills, candidates: Sequence[Candidate], config: Lists
+) -> list[Candidate]:
     """Return the positives and negatives of one list, fewer if there are too few candidates.
 
-    A known positive is never a negative. The result depends only on the plan, the set of candidates
-    and the seed.
+    A known positive is never a negative. The result depends only on the judged skills, the set of
+    candidates and the seed.
     """
     quotas = config.quotas or {}
-    unjudged = [c for c in candidates if plan.judged.get(c.skill_id) not in POSITIVE]
-    judged = _judged_negatives(plan, config.seed)
-    golds = [Candidate(skill_id, GOLD, 0) for skill_id in plan.positives]
+    unjudged = [c for c in candidates if skills.judged.get(c.skill_id) not in POSITIVE]
+    judged = _judged_negatives(skills, config.seed)
+    golds = [Candidate(skill_id, GOLD, 0) for skill_id in skills.positives]
     if config.list_size is None:
-        seed = f"{config.seed}/{plan.query_id}"
+        seed = f"{config.seed}/{skills.query_id}"
         return golds + sample_negatives([*judged, *unjudged], quotas, seed, config.best_of)
     if config.absent_gold == "drop":
-        ranked_golds = [c for c in candidates if c.skill_id in plan.positives]
+        ranked_golds = [c for c in candidates if c.skill_id in skills.positives]
         return sorted([*ranked_golds, *unjudged], key=_rank_key)[: config.list_size]
 
     # Golds and judged negatives are always in the list, at their ranks where they have one.
@@ -267,14 +269,14 @@ def build_list(plan: ListPlan, candidates: Sequence[Candidate], config: Lists) -
     return sorted([*ranked.values(), *others[:num_others]], key=_rank_key) + unranked
 
 
-def _judged_negatives(plan: ListPlan, seed: int) -> list[Candidate]:
+def _judged_negatives(skills: JudgedSkills, seed: int) -> list[Candidate]:
     """Return the skills judged irrelevant or rejected: rejected first, otherwise at random."""
 
     def order(skill_id: str) -> tuple[bool, int]:
-        is_irrelevant = plan.judged[skill_id] is not Verdict.REJECTED
-        return is_irrelevant, stable_number(seed, JUDGED, plan.query_id, skill_id)
+        is_irrelevant = skills.judged[skill_id] is not Verdict.REJECTED
+        return is_irrelevant, stable_number(seed, JUDGED, skills.query_id, skill_id)
 
-    skill_ids = sorted(plan.negatives, key=order)
+    skill_ids = sorted(skills.negatives, key=order)
     return [Candidate(skill_id, JUDGED, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
 

@@ -81,10 +81,10 @@ class Mine(Stage):
         return {name: limits.get(name, self.depth) for name in names if name in self.sources}
 
     def run(self, out: Path) -> Summary:
-        """Counts of candidates by source; writes RANKINGS (stage = source; its own ranks and scores) and DROPPED.
+        """Write RANKINGS (one stage per source, with its own ranks and scores) and DROPPED.
 
-        Scores are cosines (BM25 for `lexical`). A query's judged positives are never candidates. A query whose
-        positives are all outside the pool is dropped, for neither filter nor list could be made for it.
+        Scores are cosines, for `lexical` BM25 scores. A query's judged positives are never candidates.
+        A query without a positive in the pool is dropped: neither filter nor lists can use it.
         """
         skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
         if not skills:

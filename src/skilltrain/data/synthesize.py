@@ -134,9 +134,10 @@ class Synthesize(Stage):
         return f"llm:{self.llm.model}" + (f", {self.style}" if self.style else "")
 
     def run(self, out: Path) -> Summary:
-        """Write QUERIES, JUDGEMENTS and DROPPED; every query asked for is in one of the first and last.
+        """Write QUERIES, JUDGEMENTS and DROPPED. Every query asked for is in QUERIES or in DROPPED.
 
-        Raises SkilltrainError where no query was made at all.
+        Raises:
+            SkilltrainError: No query was made at all.
         """
         wanted, flagged = _wanted(self)
         if isinstance(self.llm, OwnTextConfig):
@@ -184,7 +185,7 @@ class Synthesize(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """What a run would ask for and about what it would cost, found without asking anybody (`--dry-run`)."""
+        """Count the queries and estimate their cost. Asks no chat model."""
         wanted, flagged = _wanted(self)
         num_skills = len(wanted) // self.num_queries_per_skill
         cost = (

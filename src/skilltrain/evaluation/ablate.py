@@ -27,6 +27,7 @@ from skilltrain.evaluation.page import SHARES, axis_around, ends_of, html_page, 
 from skilltrain.files import read_jsonl, write_json, write_text
 from skilltrain.metrics.comparison import MAX_EXACT, SystemResult, adjust, compare, same_queries
 from skilltrain.metrics.slices import Row, means_of
+from skilltrain.provenance import plugin_fingerprints
 from skilltrain.runs import (
     CHECKPOINTS,
     RECIPE_FILE,
@@ -138,8 +139,9 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
             values[name] = None  # until the steps that it reads are resolved
             recipe = _fill(recipes[name], resolve)
             config = parse_recipe(recipe | {"out": str(runs_folder / name)}, where)
-            check_inputs(config, planned=[run.out for run in runs.values()])
+            check_inputs(config, pending=[run.out for run in runs.values()])
             identity = what_matters({"recipe": config.model_dump(mode="json")})
+            identity["plugins"] = plugin_fingerprints(config)
             digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
             values[name] = runs_folder / f"{name}-{digest[:12]}"
             runs[name] = config.model_copy(update={"out": values[name]})

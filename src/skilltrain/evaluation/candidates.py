@@ -11,8 +11,9 @@ from pydantic import Field, field_validator
 from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranker, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
+from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.stage import Stage, Summary
@@ -63,6 +64,7 @@ class Candidates(Stage):
         return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
     def dry_run(self) -> Summary:
+        """Count what would be ranked, and estimate its cost."""
         queries = select_queries(self.queries, self.split)
         return estimate_ranking([self.system], queries, read_pool(self.pool))
 
@@ -89,7 +91,7 @@ def estimate_ranking(
             if part.key in seen and not part.asks_chat_model:
                 continue
             seen.add(part.key)
-            cost = part.plan(queries, skills)
+            cost = part.dry_run(queries, skills)
             if cost is None:
                 continue
             costs = asked.setdefault(system.name, {})
@@ -184,13 +186,11 @@ def member_scores(
         SkilltrainError: A member gets no score, or one that is no number.
     """
     longest = max(map(len, members.values()))
-    opened: dict[str, Ranker] = {}
-    rankings: Rankings = {
+    candidates: Rankings = {
         query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
     }
-    for ranker in rankers:
-        ranker = ranker.with_leg_keep(longest)
-        rankings = ranker.ranker(skills, opened).rank(queries, rankings, longest)
+    scoring = [ranker.keeping(longest) for ranker in rankers]
+    rankings = run_rankers(scoring, queries, candidates, OpenRankers(skills))
     scores: dict[str, list[float]] = {}
     for query_id, row in members.items():
         by_skill = dict(rankings[query_id])

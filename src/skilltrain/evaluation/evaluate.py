@@ -111,7 +111,7 @@ class Evaluate(Stage):
         return len(self.systems) + len(self.predictions)
 
     def run(self, out: Path) -> Summary:
-        """Write the report and the rankings; the table goes to the terminal, the summary holds the means."""
+        """Write the report and the rankings. The table goes to the terminal; the summary has the means."""
         benchmark, pools, predicted = _opened(self)
         check_systems(self.systems)  # before what an analysis takes
         by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
@@ -158,7 +158,7 @@ class Evaluate(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """How much would be ranked, and about what chat models and embeddings servers would take (`estimate_ranking`)."""
+        """Count what would be ranked, and estimate the cost of chat models and embeddings servers."""
         benchmark, pools, _ = _opened(self)
         skills = [skill for pool in pools for skill in pool.values()]
         return estimate_ranking(self.systems, benchmark.queries, skills)

@@ -1,9 +1,6 @@
 """Clients of OpenAI-compatible servers. The package openai does retries and time limits."""
 
-import math
 import os
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -44,7 +41,7 @@ class ServerError(AnswerError):
 
 
 class Server:
-    """A server, its key and its pace. The key is kept out of errors, logs and files."""
+    """A server and its key. The key is kept out of errors, logs and files."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -55,8 +52,6 @@ class Server:
                 f"the environment variable {config.api_key_env} holds no key: "
                 "a key has no line breaks, and ASCII letters only"
             )
-        self._pace = threading.Lock()
-        self._next_start = 0.0
 
     @cached_property
     def client(self) -> "openai.OpenAI":
@@ -76,7 +71,7 @@ class Server:
         )
 
     def call(self, send: Callable[["openai.OpenAI"], ReplyT]) -> ReplyT:
-        """Return the reply of `send(client)`, begun when budget and pace allow it.
+        """Return the reply of `send(client)`, begun when the budget allows it.
 
         Raises:
             AnswerError: The budget is used up.
@@ -87,7 +82,6 @@ class Server:
 
         client = self.client
         self.budget.check()
-        self._wait_for_turn()
         try:
             return send(client)
         except openai.OpenAIError as error:
@@ -97,13 +91,6 @@ class Server:
     def mask_key(self, text: str) -> str:
         """Return `text` without the key, which some servers send back."""
         return text.replace(self._key, "[key]") if len(self._key) >= _MIN_SECRET_CHARS else text
-
-    def _wait_for_turn(self) -> None:
-        """Wait until `requests_per_minute` allows another request."""
-        with self._pace:
-            time.sleep(max(0.0, self._next_start - time.monotonic()))
-            interval = 60 / (self.config.requests_per_minute or math.inf)
-            self._next_start = time.monotonic() + interval
 
     def _explained(self, error: "openai.OpenAIError") -> ServerError | SkilltrainError:
         """Translate an error of openai's client into ours, without the key."""

@@ -52,9 +52,6 @@ class ServerConfig(Config):
         default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts"
     )
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
-    requests_per_minute: float | None = Field(
-        default=None, gt=0, description="requests begun at most, retries aside; null: no limit"
-    )
     prices: Prices | None = Field(
         default=None, description="what tokens cost; null: OpenAI's own, if we know them"
     )

@@ -142,9 +142,8 @@ class Encoder(nn.Module):
     def forward(self, texts: Texts) -> Float[Tensor, "text dim"]:
         """Unit vectors of one micro-batch of token ids or embedded tokens, in float32 or wider."""
         if self.is_packed:
-            packed = shared_prompt.PackedTexts(texts, self.device, varlen=True)
-            rows = [text for text in texts if isinstance(text, Tensor)]
-            last = shared_prompt.last_hidden(self.backbone, packed, rows or None)
+            packed = shared_prompt.VarlenTexts(texts, self.device)
+            last = shared_prompt.last_hidden(self.backbone, packed, texts)
             return nn.functional.normalize(at_least_float32(last), dim=-1)
         return nn.functional.normalize(pool(*self._hidden(texts), self.settings.pooling), dim=-1)
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from skilltrain.config import Config, ModelSource
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import fingerprint, read_json
+from skilltrain.formats import MODEL
+from skilltrain.provenance import HUB_REVISIONS
 from skilltrain.templates import SEEN, SkillFields
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -120,6 +122,7 @@ def _from_hub(source: str, weights: bool) -> Path:
         say(
             f"{source}: the Hub cannot be asked what files the model has; going on with those in the cache"
         )
+    HUB_REVISIONS[source] = Path(folder).name
     return Path(folder)
 
 
@@ -170,6 +173,7 @@ def _record(folder: Path) -> tuple[str | None, dict[str, Any]]:
     file = folder / CHECKPOINT_FILE
     if file.is_file():
         stored = read_json(file)
+        MODEL.check(stored, file, "export the model again")
         if (
             not isinstance(stored, dict)
             or not isinstance(stored.get("settings"), dict)

@@ -1,6 +1,7 @@
 """Cutting texts into micro-batches by tokens, so that short texts never pay for long ones."""
 
 from collections.abc import Callable, Sequence, Sized
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,17 +24,17 @@ def micro_batches(lengths: Sequence[int], token_budget: int, shared: int | None 
     """
     groups: Groups = []
     size = 0
-    for position in sorted(
-        range(len(lengths)), key=lambda position: (-lengths[position], position)
-    ):
+    for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
+        length = lengths[position]
         if groups:
-            longest, count = lengths[groups[-1][0]], len(groups[-1])
-            size = longest * (count + 1) if shared is None else size + lengths[position] - shared
+            group = groups[-1]
+            longest = lengths[group[0]]
+            size = longest * (len(group) + 1) if shared is None else size + length - shared
         if groups and size <= token_budget:
             groups[-1].append(position)
         else:
             groups.append([position])
-            size = lengths[position]
+            size = length
     return groups
 
 
@@ -45,30 +46,33 @@ def split_to(groups: Groups, count: int) -> Groups:
     """
     groups = [*groups]
     while len(groups) < count:
-        fullest = max(
-            range(len(groups)), key=lambda number: (len(groups[number]), -number), default=None
-        )
-        if fullest is None or len(groups[fullest]) < 2:
-            return [*groups, *([] for _ in range(count - len(groups)))]
-        half = len(groups[fullest]) // 2
-        groups[fullest : fullest + 1] = [groups[fullest][:half], groups[fullest][half:]]
+        group = max(groups, key=len, default=[])
+        if len(group) < 2:
+            groups.append([])
+            continue
+        fullest = groups.index(group)
+        half = len(group) // 2
+        groups[fullest : fullest + 1] = [group[:half], group[half:]]
     return groups
 
 
 def run_micro_batches(
     function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], groups: Groups
 ) -> Float[Tensor, "text ..."]:
-    """`function` over all `texts`, one group at a time, in the order of `texts`."""
-    shortest = min(range(len(texts)), key=lambda position: len(texts[position]))
-    outputs, unused = [], []
+    """Apply `function` to all `texts`, one group at a time; the result is in the order of `texts`.
+
+    For an empty group it runs on the shortest text, and the result is used with weight 0.
+    """
+    outputs: list[Tensor] = []
+    unused: list[Tensor] = []
     for group in groups:
-        batch = [texts[position] for position in group or [shortest]]
-        (outputs if group else unused).append(function(batch))
-    order = on_device(
-        np.argsort([position for group in groups for position in group]), outputs[0].device
-    )
-    result = torch.cat(outputs)[order]
-    return result + sum(output.sum() * 0 for output in unused) if unused else result
+        if group:
+            outputs.append(function([texts[position] for position in group]))
+        else:
+            unused.append(function([min(texts, key=len)]).sum() * 0)
+    order = np.argsort([*chain.from_iterable(groups)])
+    result = torch.cat(outputs)[on_device(order, outputs[0].device)]
+    return result + sum(unused) if unused else result
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading, shared_prompt
 from skilltrain.models.micro_batches import (
     Groups,
+    Texts,
     embed_together,
     micro_batches,
     model_inputs,
@@ -125,23 +126,26 @@ class Reranker(nn.Module):
     def _inputs(
         self, pairs: Sequence[PairIds]
     ) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
-        rows = [pair.rows for pair in pairs if pair.rows is not None]
-        return model_inputs(
-            rows or [pair.ids for pair in pairs], self.tokenizer.pad_token_id, self.device
-        )
+        return model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
         decoder = self.network.get_decoder()
         if self.is_packed:
-            packed = shared_prompt.PackedTexts([pair.ids for pair in pairs], self.device)
-            rows = [pair.rows for pair in pairs if pair.rows is not None]
-            return shared_prompt.last_hidden(decoder, packed, rows or None)
+            num_prompt = shared_prompt.num_shared([pair.ids for pair in pairs])
+            packed = shared_prompt.PackedTexts(pairs, num_prompt, self.device)
+            return shared_prompt.last_hidden(decoder, packed, _texts(pairs))
         inputs, mask = self._inputs(pairs)
         return pool(
             decoder(**inputs, attention_mask=mask, use_cache=False).last_hidden_state,
             mask,
             "last_token",
         )
+
+
+def _texts(pairs: Sequence[PairIds]) -> Texts:
+    """Return the pairs' embedded tokens, or their ids if these have not been looked up."""
+    embedded = [pair.rows for pair in pairs if pair.rows is not None]
+    return embedded or [pair.ids for pair in pairs]
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:

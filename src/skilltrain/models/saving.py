@@ -14,6 +14,7 @@ from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import inside, read_json, shareable, write_json, write_text
+from skilltrain.formats import MODEL
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE
@@ -120,7 +121,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
         if path.is_file():
             path.chmod(0o644)  # safetensors writes its file for its owner alone
             names.add(path.relative_to(folder).as_posix())
-    facts = {"skilltrain": __version__, "files": sorted(names)}
+    facts = {"format": MODEL.number, "skilltrain": __version__, "files": sorted(names)}
     write_json(folder / CHECKPOINT_FILE, {**record, **facts})
 
 

@@ -1,11 +1,13 @@
-"""Texts that begin alike, run through a causal model as one sequence: their common beginning is computed once.
+"""Texts in one row of a causal model, without padding.
 
-The candidates of a query share the reranker's instructions and the query. Their common beginning (the prompt) and all
-continuations stand in one row without padding; the positions of each continuation go on from the prompt, and each
-attends to the prompt and to itself only. Scores and gradients are those of the texts one by one.
+`PackedTexts` begin alike, as the candidates of a query share the reranker's instructions and the
+query. Their common beginning (the prompt) is computed once. The positions of each continuation go
+on from the prompt, and each attends to the prompt and to itself only. `VarlenTexts` share nothing:
+each attends to itself, on a GPU by flash attention. Scores and gradients are those of the texts one
+by one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,91 +19,159 @@ from torch import Tensor
 from skilltrain.models.micro_batches import Texts, TokenIds, on_device
 
 _NAME = "skilltrain_shared_prompt"
-_LEAST_FILL = (
-    0.8  # continuations at least this long, relative to the longest, share one attention call
-)
+# Continuations at least this long, relative to the longest, share one attention call.
+_LEAST_FILL = 0.8
+
+
+Heads = Float[Tensor, "1 head token dim"]
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Continuations of similar length that share one attention call; only there are they padded."""
+    """Continuations of similar length that share one attention call; only there are they padded.
 
-    tokens: Int[
-        Tensor, "text token"
-    ]  # places in the packed row; a short continuation repeats its last
-    kept: Int[Tensor, " place"]  # which of the flattened `tokens` are not repeats
-    mask: Bool[Tensor, "token key"]  # keys are the prompt, then the continuation
+    Attributes:
+        tokens: Positions in the row. A short continuation repeats its last token.
+        not_repeated: Which of the flattened `tokens` are not repeats.
+        mask: What a token attends to. Keys are the prompt, then the continuation.
+    """
+
+    tokens: Int[Tensor, "text token"]
+    not_repeated: Int[Tensor, " position"]
+    mask: Bool[Tensor, "token key"]
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], start: int, num_prompt: int, device: torch.device
+    ) -> "Bucket":
+        """Make the bucket of continuations, longest first, that begin at `start` in the row."""
+        longest = lengths[0]
+        steps = torch.arange(longest)
+        sizes = torch.tensor(lengths)
+        firsts = start + sizes.cumsum(0) - sizes
+        tokens = firsts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+        not_repeated = (steps < sizes[:, None]).flatten().nonzero()[:, 0]
+        mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
+        return cls(*(on_device(part, device) for part in (tokens, not_repeated, mask)))
 
 
 class PackedTexts:
     """Texts (none empty) as one row: the prompt, then every continuation, longest first.
 
-    Embedded texts share nothing, nor do any with `varlen`. `ends` is the place of each text's last token, `order` the
-    texts' numbers in the order of continuations; `starts` where each begins, and the longest length, if attention goes
-    by them; `was_used` proves that attention was asked. No dataclass: FSDP2 with mixed precision would copy it.
+    Not a dataclass: FSDP2 with mixed precision would copy it.
+
+    Attributes:
+        order: The texts' numbers in the order of continuations.
+        lengths: Lengths of the continuations, in that order.
+        positions: Position of each token in its text.
+        ends: Where in the row each text's last token is.
+        was_used: Whether attention has been computed, which proves that the model asked for it.
     """
 
-    def __init__(self, texts: Texts, device: torch.device, varlen: bool = False) -> None:
-        tokens = [text for text in texts if not isinstance(text, Tensor)]
-        self.num_shared = shared = num_shared(tokens) if tokens and not varlen else 0
+    def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
+        self.num_prompt = num_prompt
         self.order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-        lengths = [len(texts[number]) - shared for number in self.order]
-        positions, ends = [*range(shared)], [0] * len(texts)
-        for number, length in zip(self.order, lengths, strict=True):
-            positions += range(shared, shared + length)
+        self.lengths = [len(texts[number]) - num_prompt for number in self.order]
+        self.was_used = False
+        positions = [*range(num_prompt)]
+        ends = [0] * len(texts)
+        for number, length in zip(self.order, self.lengths, strict=True):
+            positions += range(num_prompt, num_prompt + length)
             ends[number] = len(positions) - 1
         self.positions: Int[Tensor, "1 token"] = on_device(torch.tensor([positions]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
-        self.ids: Int[Tensor, "1 token"] | None = None
-        if tokens:
-            row = np.concatenate(
-                [tokens[0][:shared], *(tokens[number][shared:] for number in self.order)]
-            )
-            self.ids = on_device(row.astype(np.int64)[None], device)
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        self.starts = (on_device(starts, device), lengths[0]) if varlen else None
-        self.buckets, self.was_used = [*_buckets(lengths, shared, device)], False
+        self.buckets = self._make_buckets(device)
+
+    def _make_buckets(self, device: torch.device) -> list[Bucket]:
+        buckets: list[Bucket] = []
+        start = self.num_prompt
+        remaining = self.lengths
+        while remaining:
+            lengths = [length for length in remaining if length >= _LEAST_FILL * remaining[0]]
+            buckets.append(Bucket.of(lengths, start, self.num_prompt, device))
+            start += sum(lengths)
+            remaining = remaining[len(lengths) :]
+        return buckets
+
+    def join(self, texts: Texts) -> dict[str, Tensor]:
+        """Return the texts' ids [1, token] or embedded tokens [1, token, width], under transformers' name."""
+        start = self.num_prompt
+        parts: list[Any] = [texts[0][:start], *(texts[number][start:] for number in self.order)]
+        if isinstance(parts[0], Tensor):
+            return {"inputs_embeds": torch.cat(parts)[None]}
+        ids = np.concatenate(parts).astype(np.int64)[None]
+        return {"input_ids": on_device(ids, self.positions.device)}
+
+    def attend(
+        self, query: Heads, key: Heads, value: Heads, **settings: Any
+    ) -> Float[Tensor, "1 token head dim"]:
+        """Attend from the prompt causally to itself, and from a continuation to both."""
+        attend = torch.nn.functional.scaled_dot_product_attention
+        prompt = [heads[:, :, : self.num_prompt] for heads in (query, key, value)]
+        attended: list[Tensor] = []  # each [head, token, dim]
+        if self.num_prompt:
+            attended.append(attend(prompt[0], prompt[1], prompt[2], is_causal=True, **settings)[0])
+        for bucket in self.buckets:
+            shape = (len(bucket.tokens), -1, -1, -1)
+            # Each [text, head, token, dim].
+            texts = [heads[0][:, bucket.tokens].transpose(0, 1) for heads in (query, key, value)]
+            keys = torch.cat([prompt[1].expand(shape), texts[1]], 2)
+            values = torch.cat([prompt[2].expand(shape), texts[2]], 2)
+            rows = attend(texts[0], keys, values, attn_mask=bucket.mask, **settings)
+            attended.append(rows.transpose(0, 1).flatten(1, 2)[:, bucket.not_repeated])
+        return torch.cat(attended, 1).transpose(0, 1)[None]
+
+
+class VarlenTexts(PackedTexts):
+    """Texts (none empty) as one row that share nothing, for flash attention by their lengths.
+
+    `starts` are where each text begins in the row, and where the last one ends.
+    """
+
+    def __init__(self, texts: Sequence[Sized], device: torch.device) -> None:
+        super().__init__(texts, 0, device)
+        starts = np.cumsum([0, *self.lengths]).astype(np.int32)
+        self.starts: Int[Tensor, " start"] = on_device(starts, device)
+
+    def attend(
+        self, query: Heads, key: Heads, value: Heads, **settings: Any
+    ) -> Float[Tensor, "1 token head dim"]:
+        """Attend from each text to itself: by buckets where torch's flash attention cannot."""
+        if not query.is_cuda or value.dtype != torch.bfloat16 or settings["dropout_p"]:
+            return super().attend(query, key, value, **settings)
+        from torch.nn.attention.varlen import varlen_attn
+
+        query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+        starts = self.starts
+        longest = self.lengths[0]
+        attended: Any = varlen_attn(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=settings["scale"],
+            window_size=(-1, 0),
+        )
+        return attended[None]
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
-    """Length of the longest beginning that all texts have in common, short of leaving one of them nothing."""
+    """Return how many first tokens all texts have in common, leaving at least one token of each."""
     lists = [text if isinstance(text, list) else [*text] for text in texts]
     low, high = min(lists), max(lists)  # what the lexicographically first and last share, all share
-    same = next(
-        (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
-        min(len(low), len(high)),
-    )
-    return min(same, min(map(len, lists)) - 1)
+    limit = min(len(text) for text in lists) - 1
+    for position in range(limit):
+        if low[position] != high[position]:
+            return position
+    return limit
 
 
-def _buckets(lengths: Sequence[int], shared: int, device: torch.device) -> Iterator[Bucket]:
-    start, number = shared, 0
-    while number < len(lengths):
-        longest = lengths[number]
-        bucket = [length for length in lengths[number:] if length >= _LEAST_FILL * longest]
-        steps = torch.arange(longest)
-        sizes = torch.tensor(bucket)
-        firsts = start + sizes.cumsum(0) - sizes
-        tokens = firsts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
-        kept = (steps < sizes[:, None]).flatten().nonzero()[:, 0]
-        mask = torch.ones(longest, shared + longest, dtype=torch.bool).tril(shared)
-        yield Bucket(on_device(tokens, device), on_device(kept, device), on_device(mask, device))
-        start, number = start + sum(bucket), number + len(bucket)
-
-
-def last_hidden(
-    decoder: Any, packed: PackedTexts, rows: Sequence[Float[Tensor, "_ width"]] | None = None
-) -> Float[Tensor, "text dim"]:
-    """The hidden state of each text's last token, from ids or embedded tokens `rows`; `enable` comes before."""
-    if rows is None:
-        inputs = {"input_ids": packed.ids}
-    else:
-        shared = packed.num_shared
-        inputs = {
-            "inputs_embeds": torch.cat(
-                [rows[0][:shared], *(rows[i][shared:] for i in packed.order)]
-            )[None]
-        }
+def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor, "text dim"]:
+    """Return the hidden state of each text's last token. Call `enable` on the network before."""
+    inputs = packed.join(texts)
     output = decoder(**inputs, position_ids=packed.positions, use_cache=False, packed=packed)
     if not packed.was_used:
         raise RuntimeError(f"{type(decoder).__name__} does not hand its arguments on to attention")
@@ -144,58 +214,17 @@ def shared_prompt_attention(
     packed: PackedTexts | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "row token head dim"], None]:
-    """What every token attended to: the prompt causally to itself, a continuation to both. For AttentionInterface."""
+    """Compute attention for packed texts; plain SDPA if there are none. For AttentionInterface."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     packed.was_used = True
-    query, key = (
-        query.to(value.dtype),
-        key.to(value.dtype),
-    )  # as autocast would, once instead of once a bucket
+    # As autocast would, once instead of once a bucket.
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if (
-        packed.starts is not None
-        and query.is_cuda
-        and value.dtype == torch.bfloat16
-        and not options["dropout"]
-    ):
-        return _attend_by_length(query, key, value, packed, options["scaling"]), None
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
-    attend, shared = torch.nn.functional.scaled_dot_product_attention, packed.num_shared
-    prompt_key, prompt_value = key[:, :, :shared], value[:, :, :shared]
-    parts = []
-    if shared:
-        parts.append(
-            attend(query[:, :, :shared], prompt_key, prompt_value, is_causal=True, **settings)[0]
-        )
-    for bucket in packed.buckets:
-        own = (part[0][:, bucket.tokens].transpose(0, 1) for part in (query, key, value))
-        own_query, own_key, own_value = own  # each [text, head, token, dim]
-        before = (len(bucket.tokens), -1, -1, -1)
-        keys = torch.cat([prompt_key.expand(before), own_key], 2)
-        values = torch.cat([prompt_value.expand(before), own_value], 2)
-        seen = attend(own_query, keys, values, attn_mask=bucket.mask, **settings)
-        parts.append(seen.transpose(0, 1).flatten(1, 2)[:, bucket.kept])
-    return torch.cat(parts, 1).transpose(0, 1)[None], None
-
-
-def _attend_by_length(
-    query: Float[Tensor, "1 head token dim"],
-    key: Float[Tensor, "1 head token dim"],
-    value: Float[Tensor, "1 head token dim"],
-    packed: PackedTexts,
-    scale: float,
-) -> Float[Tensor, "1 token head dim"]:
-    """The same by torch's flash attention over texts of unequal lengths, which share nothing; only in bfloat16."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert packed.starts is not None
-    starts, longest = packed.starts
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    attended: Any = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(-1, 0)
-    )
-    return attended[None]
+    return packed.attend(query, key, value, **settings), None

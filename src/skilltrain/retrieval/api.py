@@ -55,7 +55,7 @@ class ApiConfig(ServerConfig, RankerConfig):
     )
 
     is_remote = True
-    has_stored_part = True
+    stored_part = ChunkVectors
 
     def check(self) -> None:
         ApiEncoder(self)
@@ -63,14 +63,11 @@ class ApiConfig(ServerConfig, RankerConfig):
     def open(self, opened: dict[str, Any]) -> "ApiEncoder":
         return ApiEncoder(self)
 
-    def load_part(self, folder: Path) -> ChunkVectors:
-        return ChunkVectors.load(folder)
-
     @property
     def server(self) -> ServerConfig:
         return self
 
-    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
+    def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
         """Estimate the cost of the texts that the cache lacks."""
         encoder = ApiEncoder(self)
         budget = encoder.server.budget

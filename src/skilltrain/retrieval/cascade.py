@@ -1,7 +1,6 @@
 """A system is a list of rankers: the first ranks the pool, each next one orders its candidates."""
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +10,9 @@ from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranker, Rankings, Skill
-from skilltrain.retrieval.rankers import OWN, AnyRanker, RankerConfig, parts_of
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
+from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
 from skilltrain.terminal import say, without_bars
 
 
@@ -86,24 +86,16 @@ class RankedStage:
 class Cascade:
     """Runs systems for the same queries over one pool. A common beginning of two systems runs once.
 
-    `opened` keeps rankers by `key`. The model in training is there as `OWN`. It runs anew each
-    time, as does every ranker after it.
+    The model in training runs anew each time, as does every ranker after it.
     """
 
-    def __init__(
-        self,
-        queries: Sequence[Query],
-        skills: Sequence[Skill],
-        depth: int,
-        opened: dict[str, Ranker] | None = None,
-    ) -> None:
+    def __init__(self, queries: Sequence[Query], skills: Sequence[Skill], depth: int) -> None:
         if not queries:
             raise SkilltrainError("there is no query to rank for")
         self.queries = queries
-        self.skills = skills
         self.depth = depth
-        self._opened = {} if opened is None else opened
-        self._answers: dict[str, RankedStage] = {}
+        self.pool = OpenRankers(skills)
+        self._runs: dict[str, RankerRun] = {}
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
         """Run all rankers in order and return one stage per ranker.
@@ -111,28 +103,39 @@ class Cascade:
         The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time,
         to measure latency; not by rankers from the first that asks a server or reads a file.
         """
-        keeps = keeps_of(system, self.depth)
-        rankers = [
-            ranker.model_copy(update={"keep": keep})
-            for ranker, keep in zip(system.rankers, keeps, strict=True)
-        ]
-        num_local = [*map(_is_remote, rankers), True].index(True)
+        rankers = with_keeps(system.rankers, self.depth)
+        remote = [any(part.is_remote for part in ranker.parts()) for ranker in rankers]
+        num_local = [*remote, True].index(True)
         if num_timed and num_local < len(rankers):
             start = f", from {rankers[num_local].kind} on" if num_local else ""
             what = "not timed, for it asks a server or reads rankings from a file"
             say(f"{system.name}{start}: {what}")
+
         stages: list[RankedStage] = []
-        candidates: Rankings | None = None
-        for number, keep in enumerate(keeps, 1):
-            stage = self._answer(system.name, rankers[:number], keep, candidates)
-            name = f"{system.name}/{number} {stage.kind}"
+
+        def add_stage(run: RankerRun) -> None:
+            number = len(stages) + 1
+            _check_finite(run, f"system {system.name}", number)
+            beginning = rankers[:number]
+            if not any(part.is_own for part in parts_of(beginning)):
+                self._runs[repr(beginning)] = replace(run, by_leg=())
+            name = f"{system.name}/{number} {run.config.kind}"
             num_passed = rankers[number].num_read if number < len(rankers) else None
-            stage = replace(stage, name=name, num_passed=num_passed)
-            if num_timed and number <= num_local:
-                ranker = rankers[number - 1].ranker(self.skills, self._opened)
-                stage = self._timed(stage, ranker, keep, candidates, num_timed)
+            stage = RankedStage(
+                name, run.config.kind, run.rankings, run.seconds, (), run.counts, num_passed
+            )
+            if number <= num_local and num_timed:
+                stage = self._timed(stage, run, num_timed)
             stages.append(stage)
-            candidates = stage.rankings
+
+        candidates: Rankings | None = None
+        for number in range(1, len(rankers) + 1):
+            run = self._runs.get(repr(rankers[:number]))
+            if run is None:
+                break
+            add_stage(run)
+            candidates = run.rankings
+        run_rankers(rankers[len(stages) :], self.queries, candidates, self.pool, add_stage)
         last = stages.pop()
         cut = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
         return (*stages, replace(last, name=system.name, rankings=cut))
@@ -142,73 +145,34 @@ class Cascade:
         needed = {OWN}
         for system in later:
             needed |= {part.key for part in parts_of(system.rankers)}
-        self._opened = {key: ranker for key, ranker in self._opened.items() if key in needed}
+        opened = self.pool.opened
+        self.pool.opened = {key: opened[key] for key in opened if key in needed}
 
-    def _answer(
-        self,
-        name: str,
-        rankers: Sequence[RankerConfig],
-        keep: int,
-        candidates: Rankings | None,
-    ) -> RankedStage:
-        """Return the answer of the last of `rankers`, from memory if these ran before."""
-        key = repr(rankers)
-        if key in self._answers:
-            return self._answers[key]
-        kind = rankers[-1].kind
-        ranker = rankers[-1].ranker(self.skills, self._opened)
-        started = time.perf_counter()
-        rankings = ranker.rank(self.queries, candidates, keep)
-        seconds = (time.perf_counter() - started) / len(self.queries)
-        for ranking in rankings.values():
-            if not all(math.isfinite(score) for _, score in ranking):
-                what = f"ranker {len(rankers)}, {kind}, gave scores that are no numbers"
-                raise SkilltrainError(what, where=f"system {name}")
-        counts = getattr(ranker, "counts", {})
-        answer = RankedStage(name, kind, rankings, seconds, (), counts)
-        if not any(part.is_own for part in parts_of(rankers)):
-            self._answers[key] = answer
-        return answer
-
-    def _timed(
-        self,
-        stage: RankedStage,
-        ranker: Ranker,
-        keep: int,
-        candidates: Rankings | None,
-        num_timed: int,
-    ) -> RankedStage:
+    def _timed(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:
         """Add latency and GPU memory: run queries one at a time, after one to warm up."""
-        seconds: list[float] = []
+        runs: list[RankerRun] = []
         gpu_bytes = 0
         with without_bars():
             for number, query in enumerate([self.queries[0], *self.queries[:num_timed]]):
                 # A new id, so that no score that a ranker remembers helps.
                 alone = replace(query, query_id=f"{stage.name} {number}")
-                given = candidates and {alone.query_id: candidates[query.query_id]}
+                candidates = run.candidates and {alone.query_id: run.candidates[query.query_id]}
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()
                 allocated = torch.cuda.memory_allocated()
-                started = time.perf_counter()
-                ranker.rank([alone], given, keep)
-                seconds.append(time.perf_counter() - started)
+                run_rankers([run.config], [alone], candidates, self.pool, runs.append)
                 peak = torch.cuda.max_memory_allocated()
                 if number and peak > allocated:
                     gpu_bytes = max(gpu_bytes, peak)
-        return replace(stage, alone=tuple(seconds[1:]), gpu_bytes=gpu_bytes)
+        latencies = tuple(run.seconds for run in runs[1:])
+        return replace(stage, alone=latencies, gpu_bytes=gpu_bytes)
 
 
-def _is_remote(ranker: RankerConfig) -> bool:
-    """Return whether a ranker asks a server or reads saved rankings."""
-    return any(part.is_remote for part in ranker.parts())
-
-
-def keeps_of(system: SystemConfig, depth: int) -> list[int]:
-    """Return how many skills each ranker keeps, at least `depth` and what the later rankers need."""
-    keeps: list[int] = []
-    for ranker in reversed(system.rankers):
-        keeps.append(max(depth, *keeps, 1) if ranker.keep is None else ranker.keep)
-    return keeps[::-1]
+def _check_finite(run: RankerRun, where: str, number: int) -> None:
+    for ranking in run.rankings.values():
+        if not all(math.isfinite(score) for _, score in ranking):
+            what = f"ranker {number}, {run.config.kind}, gave scores that are no numbers"
+            raise SkilltrainError(what, where=where)
 
 
 def run_systems(

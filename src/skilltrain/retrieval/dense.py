@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,13 +57,10 @@ class DenseConfig(EncoderSource, RankerConfig):
 
     kind: Literal["dense"] = "dense"
     keep: Keep = None
-    has_stored_part = True
+    stored_part = ChunkVectors
 
     def open(self, opened: dict[str, Any]) -> "SkillEncoder":
         return open_encoder(self, opened)
-
-    def load_part(self, folder: Path) -> ChunkVectors:
-        return ChunkVectors.load(folder)
 
     def in_router(self, folder: Path | None) -> Self:
         """Keep vectors in the router's folder, unless the settings name another cache."""
@@ -75,14 +72,17 @@ class DenseConfig(EncoderSource, RankerConfig):
 class SkillEncoder:
     """An encoder opened for retrieval.
 
-    `identity` distinguishes its vectors from those of other encoders. It is empty without a cache.
+    Attributes:
+        identity: Distinguishes its vectors from those of other encoders. It is empty without a cache.
+        forward: Returns the vectors of texts, cut to a number of tokens, for a model in training.
     """
 
     model: Encoder
     source: str
     token_budget: int
-    cache: VectorCache | None
-    identity: str
+    cache: VectorCache | None = None
+    identity: str = ""
+    forward: Callable[[Sequence[str], int], Vectors] | None = None
 
     def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
         """Return the ranker of a pool. `kept` holds its vectors if they are known.
@@ -124,6 +124,8 @@ class SkillEncoder:
 
     def _encode(self, texts: Sequence[str], max_tokens: int, description: str) -> Vectors:
         """Encode each distinct text that the cache lacks."""
+        if self.forward:
+            return self.forward(texts, max_tokens)
 
         def encode(new: list[str]) -> Parts:
             return self.encode_texts(new, max_tokens, description, Counter())

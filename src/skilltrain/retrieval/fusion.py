@@ -1,15 +1,14 @@
 """Several rankings fused into one, by normalised scores or by ranks."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Float64
 from pydantic import Field, SerializeAsAny, model_validator
 
 from skilltrain.plugins import OneOf
-from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
+from skilltrain.records import Ranking, Rankings
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 
 Method = Literal["z", "rrf"]
@@ -38,6 +37,7 @@ class FuseConfig(RankerConfig):
     keep: Keep = None
     can_be_leg = False
     can_be_expanded = False
+    is_composed = True
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":
@@ -51,12 +51,24 @@ class FuseConfig(RankerConfig):
         yield self
         yield from self.of
 
-    def ranker(self, skills: Sequence[Skill], opened: dict[str, Any]) -> "Fuse":
-        return Fuse(self, [leg.ranker(skills, opened) for leg in self.of])
+    @property
+    def legs(self) -> tuple[RankerConfig, ...]:
+        return self.of
 
-    def with_leg_keep(self, count: int) -> "FuseConfig":
-        legs = tuple(leg.model_copy(update={"keep": count}) for leg in self.of)
-        return self.model_copy(update={"of": legs})
+    def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
+        """Return the legs' own `keep`, else `LEG_KEEP` or the number of candidates."""
+        depth = LEG_KEEP
+        if candidates is not None:
+            depth = max(map(len, candidates.values()), default=0)
+        return [leg.keep or depth for leg in self.of]
+
+    def combine(self, rankings: Sequence[Ranking]) -> Ranking:
+        """Fuse the rankings of one query."""
+        return fuse(rankings, self.leg_weights(), self.method, self.rrf_k)[: self.keep]
+
+    def keeping(self, count: int) -> "FuseConfig":
+        legs = tuple(leg.keeping(count) for leg in self.of)
+        return self.model_copy(update={"of": legs, "keep": count})
 
     def written_out(self) -> "FuseConfig":
         return self.model_copy(update={"weights": self.leg_weights()})
@@ -64,38 +76,6 @@ class FuseConfig(RankerConfig):
     def leg_weights(self) -> tuple[float, ...]:
         """Return one weight per ranker."""
         return self.weights or (1 / len(self.of),) * len(self.of)
-
-
-@dataclass(frozen=True)
-class Fuse:
-    """Rankers whose rankings are fused."""
-
-    config: FuseConfig
-    legs: Sequence[Ranker]
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best of the skills that the legs find, or of the candidates."""
-        by_leg = self.find(queries, candidates)
-        rankings: Rankings = {}
-        for query in queries:
-            legs = [leg[query.query_id] for leg in by_leg]
-            rankings[query.query_id] = self.join(legs)[:keep]
-        return rankings
-
-    def join(self, legs: Sequence[Ranking]) -> Ranking:
-        """Fuse the rankings of one query."""
-        config = self.config
-        return fuse(legs, config.leg_weights(), config.method, config.rrf_k)
-
-    def find(self, queries: Sequence[Query], candidates: Rankings | None) -> list[Rankings]:
-        """Return the rankings of each leg, of the pool or of all candidates."""
-        depth = LEG_KEEP
-        if candidates is not None:
-            depth = max(map(len, candidates.values()), default=0)
-        return [
-            leg.rank(queries, candidates, config.keep or depth)
-            for leg, config in zip(self.legs, self.config.of, strict=True)
-        ]
 
 
 def fuse(

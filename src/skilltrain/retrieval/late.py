@@ -27,21 +27,6 @@ _QUERY_TOKENS = 2**18  # of the queries in memory at once; 400 MB of vectors wit
 _TEXTS = 512  # skills that are tokenised at once
 
 
-class LateConfig(OpenConfig, RankerConfig):
-    """An encoder that orders the candidates of the previous ranker by token vectors."""
-
-    kind: Literal["late"] = "late"
-    keep: Keep = None
-    only_orders = True
-    has_stored_part = True
-
-    def open(self, opened: dict[str, Any]) -> "Late":
-        return Late(open_encoder(self, opened).model, {}, self.token_budget)
-
-    def load_part(self, folder: Path) -> "TokenVectors":
-        return TokenVectors.load(folder)
-
-
 @dataclass(frozen=True)
 class TokenVectors:
     """Unit vectors of skills' tokens in 8 bits, which changes cosines by up to 1e-3.
@@ -70,6 +55,18 @@ class TokenVectors:
         size = self.row.itemsize
         rows = os.pread(self.file.fileno(), (end - start) * size, start * size)
         return np.frombuffer(rows, self.row, end - start)  # raises ValueError if the file was cut
+
+
+class LateConfig(OpenConfig, RankerConfig):
+    """An encoder that orders the candidates of the previous ranker by token vectors."""
+
+    kind: Literal["late"] = "late"
+    keep: Keep = None
+    only_orders = True
+    stored_part = TokenVectors
+
+    def open(self, opened: dict[str, Any]) -> "Late":
+        return Late(open_encoder(self, opened).model, {}, self.token_budget)
 
 
 def _rows_of(dim: int) -> np.dtype[Any]:

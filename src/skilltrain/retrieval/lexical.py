@@ -44,39 +44,6 @@ _STOP_WORDS = frozenset(
 K1, B = 2.5, 1.0
 
 
-class LexicalConfig(RankerConfig):
-    """BM25 over skills, or over some of their fields."""
-
-    kind: Literal["lexical"] = "lexical"
-    fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
-    keep: Keep = None
-    has_stored_part = True
-
-    @property
-    def label(self) -> str:
-        return self.kind if self.fields == "full" else f"{self.kind} {self.fields}"
-
-    def open(self, opened: dict[str, Any]) -> Self:
-        return self
-
-    def load_part(self, folder: Path) -> "BM25Index":
-        return BM25Index.load(folder)
-
-    def save_part(
-        self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
-    ) -> None:
-        """Write the index over `skills`; texts that the index `stored` holds are not read again."""
-        self.index(skills, stored).save(folder)
-
-    def over(self, skills: Mapping[str, Skill], kept: "BM25Index | None" = None) -> PoolRanker:
-        """The ranker of a pool, of which `kept` is the index."""
-        return PoolRanker([*skills], kept or self.index([*skills.values()]))
-
-    def index(self, skills: Sequence[Skill], before: "BM25Index | None" = None) -> "BM25Index":
-        """The index over the pool; texts that the index `before` holds are not read again."""
-        return BM25Index([bm25_text(skill, self.fields) for skill in skills], before)
-
-
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
     """What BM25 sees of a skill: name, description and the whole body (SkillRouter, section 4.2), or some of these."""
     return " ".join(getattr(skill, field) for field in FIELDS_SEEN[fields])
@@ -242,6 +209,36 @@ class BM25Index:
     def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
         for text, candidates in zip(texts, positions, strict=True):
             yield self.scores(text)[candidates]
+
+
+class LexicalConfig(RankerConfig):
+    """BM25 over skills, or over some of their fields."""
+
+    kind: Literal["lexical"] = "lexical"
+    fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
+    keep: Keep = None
+    stored_part = BM25Index
+
+    @property
+    def label(self) -> str:
+        return self.kind if self.fields == "full" else f"{self.kind} {self.fields}"
+
+    def open(self, opened: dict[str, Any]) -> Self:
+        return self
+
+    def save_part(
+        self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
+    ) -> None:
+        """Write the index over `skills`; texts that the index `stored` holds are not read again."""
+        self.index(skills, stored).save(folder)
+
+    def over(self, skills: Mapping[str, Skill], kept: BM25Index | None = None) -> PoolRanker:
+        """The ranker of a pool, of which `kept` is the index."""
+        return PoolRanker([*skills], kept or self.index([*skills.values()]))
+
+    def index(self, skills: Sequence[Skill], before: BM25Index | None = None) -> BM25Index:
+        """The index over the pool; texts that the index `before` holds are not read again."""
+        return BM25Index([bm25_text(skill, self.fields) for skill in skills], before)
 
 
 def _idf(num_texts: int, num_with: Int64[np.ndarray, " term"]) -> Float64[np.ndarray, " term"]:

@@ -9,10 +9,7 @@ from pydantic import Field, SerializeAsAny
 
 from skilltrain.config import Config
 from skilltrain.plugins import OneOf
-from skilltrain.records import Query, Ranker, Skill
-
-if TYPE_CHECKING:
-    from skilltrain.llm.settings import ServerConfig
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 
 OWN = "self"
 """The `source` that stands for the model in training."""
@@ -33,8 +30,9 @@ class RankerConfig(Config):
         gives_scores: Its scores say how well a skill fits, so that a student can learn from them.
         can_be_leg: It can be one of the rankers that `fuse` joins.
         can_be_expanded: It can be asked with the queries that `expand` writes.
-        has_stored_part: An index stores what the ranker knows of the pool. `load_part` reads it,
-            and what `open` returns has `save_part`.
+        is_composed: It is made of other rankers and has no method `open`.
+        stored_part: Class of what an index stores of the pool: it has a method `load(folder)`, and
+            what `open` returns has `save_part`.
         key_settings: Settings that do not distinguish rankers, with the values they have in `key`.
     """
 
@@ -45,7 +43,8 @@ class RankerConfig(Config):
     gives_scores: ClassVar[bool] = True
     can_be_leg: ClassVar[bool] = True
     can_be_expanded: ClassVar[bool] = True
-    has_stored_part: ClassVar[bool] = False
+    is_composed: ClassVar[bool] = False
+    stored_part: ClassVar[Any] = None
     key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1}
     if TYPE_CHECKING:  # fields here would come first in every recipe that is written
         kind: Any
@@ -73,17 +72,26 @@ class RankerConfig(Config):
         """Return the settings with the values that defaults stand for."""
         return self
 
-    def load_part(self, folder: Path) -> Any:
-        """Read what `save_part` wrote into a folder of an index."""
-        raise NotImplementedError
-
     def in_router(self, folder: Path | None) -> Self:
         """Return the settings with which the ranker is opened for the router in `folder`."""
         return self
 
-    def with_leg_keep(self, count: int) -> "RankerConfig":
-        """Return the settings with which all legs of a fused ranker keep `count` skills."""
-        return self
+    @property
+    def legs(self) -> "tuple[RankerConfig, ...]":
+        """The rankers that are asked: itself, or those that it fuses."""
+        return (self,)
+
+    def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
+        """Return how many skills each leg keeps."""
+        return [self.keep]
+
+    def combine(self, rankings: Sequence[Ranking]) -> Ranking:
+        """Return the ranker's answer to one query by those of its legs."""
+        return rankings[0]
+
+    def keeping(self, count: int) -> "RankerConfig":
+        """Return the settings with which the ranker and its legs keep `count` skills."""
+        return self.model_copy(update={"keep": count})
 
     def parts(self) -> "Iterator[RankerConfig]":
         """Yield the ranker, then those that it is made of."""
@@ -110,7 +118,7 @@ class RankerConfig(Config):
         return self.model_source == OWN
 
     @property
-    def server(self) -> "ServerConfig | None":
+    def server(self) -> Any:
         """The server that it sends texts to."""
         return None
 
@@ -119,7 +127,7 @@ class RankerConfig(Config):
         """Number of candidates, from the first on, that decide what it answers; None for all."""
         return None
 
-    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any] | None:
+    def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any] | None:
         """Estimate what its server would cost; None without a server. Sends nothing."""
         return None
 

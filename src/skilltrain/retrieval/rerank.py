@@ -1,6 +1,6 @@
 """Reranking: the candidates of each query, ordered by the reranker."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +11,7 @@ from pydantic import Field
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
 from skilltrain.models.micro_batches import run_micro_batches
+from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
@@ -62,12 +63,16 @@ class Rerank:
     """A reranker over a pool. It remembers its scores, so systems that share it score a pair once.
 
     Skills with the same text share one score, so their order does not depend on the processor.
+
+    Attributes:
+        forward: Yields the scores of each list of pairs, for a model in training.
     """
 
     reranker: Reranker
     skills: Mapping[str, Skill]
     token_budget: int
     first_weight: float = 0.0
+    forward: Callable[[Iterable[list[PairIds]]], Iterable[list[float]]] | None = None
     _scores: dict[Query, dict[bytes, float]] = field(default_factory=dict)
     _tokens: dict[str, bytes] = field(default_factory=dict)
 
@@ -77,28 +82,41 @@ class Rerank:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Order the first `keep` candidates of each query; the others follow in their order."""
         assert candidates is not None, "a reranker needs candidates"
-        rankings: Rankings = {}
-        for query in track(queries, "reranking", len(queries)):
-            ranking = candidates[query.query_id]
-            scores = self._score(query, [skill_id for skill_id, _ in ranking[:keep]])
-            rankings[query.query_id] = reordered(ranking, keep, scores, self.first_weight)
-        return rankings
-
-    @torch.inference_mode()
-    def _score(self, query: Query, skill_ids: Sequence[str]) -> dict[str, float]:
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
-        scores = self._scores.setdefault(query, {})
-        tokens = self._tokenize(skill_ids)
-        new = [ids for ids in dict.fromkeys(tokens.values()) if ids not in scores]
-        if new:
-            tokenizer = self.reranker.pairs
-            query_ids = tokenizer.query(query.text)
-            pairs = [tokenizer.join(query_ids, np.frombuffer(ids, np.int32)) for ids in new]
-            groups = self.reranker.micro_batches([pairs], self.token_budget)
-            values = run_micro_batches(self.reranker, pairs, groups).tolist()
-            scores.update(zip(new, values, strict=True))
-        return {skill_id: scores[ids] for skill_id, ids in tokens.items()}
+        tokens: list[dict[str, bytes]] = []
+        remembered: list[dict[bytes, float]] = []  # another thread may clear `_scores`
+        new_ids: list[list[bytes]] = []
+        for query in track(queries, "tokenizing", len(queries)):
+            row = self._tokenize([skill_id for skill_id, _ in candidates[query.query_id][:keep]])
+            known = self._scores.setdefault(query, {})
+            tokens.append(row)
+            remembered.append(known)
+            new_ids.append([ids for ids in dict.fromkeys(row.values()) if ids not in known])
+        lists = map(self._pairs, queries, new_ids)
+        values = self.forward(lists) if self.forward else map(self._score, lists)
+        rankings: Rankings = {}
+        progress = track(queries, "reranking", len(queries))
+        rows = zip(progress, tokens, remembered, new_ids, values, strict=True)
+        for query, row, known, ids, scores in rows:
+            known.update(zip(ids, scores, strict=True))
+            by_skill = {skill_id: known[ids] for skill_id, ids in row.items()}
+            ranking = candidates[query.query_id]
+            rankings[query.query_id] = reordered(ranking, keep, by_skill, self.first_weight)
+        return rankings
+
+    def _pairs(self, query: Query, skills: Sequence[bytes]) -> list[PairIds]:
+        """Return the pairs of a query and skills, given by their token ids."""
+        tokenizer = self.reranker.pairs
+        query_ids = tokenizer.query(query.text) if skills else ()
+        return [tokenizer.join(query_ids, np.frombuffer(ids, np.int32)) for ids in skills]
+
+    @torch.inference_mode()
+    def _score(self, pairs: list[PairIds]) -> list[float]:
+        if not pairs:
+            return []
+        groups = self.reranker.micro_batches([pairs], self.token_budget)
+        return run_micro_batches(self.reranker, pairs, groups).tolist()
 
     def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, bytes]:
         """Return the token ids of each skill's part of a pair, which identify its text."""

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -27,7 +27,6 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
 from skilltrain.terminal import say
 
-ConfigT = TypeVar("ConfigT", bound="ChoosingConfig")
 _BEST = f"""You choose skills for an AI agent. A skill is a set of instructions that the agent reads before it works \
 on a task. You get one task and a numbered list of candidate skills, and say which one candidate would do most to get \
 this task solved.
@@ -72,7 +71,7 @@ class AskingConfig(AskConfig, RankerConfig):
         """Return the first questions of `rank`, with which the cost is estimated."""
         raise NotImplementedError
 
-    def plan(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
+    def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
         return estimate_cost(self.asks(queries, skills))
 
 
@@ -124,14 +123,14 @@ class SelectConfig(ChoosingConfig):
 
 
 @dataclass
-class Chooser(Generic[ConfigT]):
+class Chooser:
     """A chat model over a pool.
 
     Attributes:
         counts: Of the last `rank`: queries asked, faults and cost.
     """
 
-    config: ConfigT
+    config: Any
     skills: Mapping[str, Skill]
     counts: dict[str, Any] = field(default_factory=dict)
 
@@ -163,7 +162,7 @@ class Chooser(Generic[ConfigT]):
         return outcome
 
 
-class Select(Chooser[SelectConfig]):
+class Select(Chooser):
     """A chat model that puts one of the candidates first."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:

@@ -73,10 +73,11 @@ class Calibrate(Stage):
     )
 
     def run(self, out: Path) -> Summary:
-        """Write the calibration; its figures.
+        """Write the calibration, and return its metrics.
 
-        Raises SkilltrainError for a gold skill that the router does not hold, for fewer groups of queries than folds, and
-        for a router whose first skills are never right.
+        Raises:
+            SkilltrainError: The router lacks a gold skill, there are fewer groups of queries than
+                folds, or the router's first skill is never right.
         """
         router = Router.load(self.router, self.allow_servers)
         assert router.index is not None

@@ -28,6 +28,7 @@ from skilltrain.config import Config, validate
 from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import inside, read_json, read_local, stamps
+from skilltrain.formats import ROUTER
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -38,6 +39,7 @@ from skilltrain.version import __version__
 POINTER, RECORD, SKILLS_FILE, KEYS_FILE = "router.json", "index.json", "skills.arrow", "keys.npy"
 _NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")  # of a generation, and of what becomes one
 _AGAIN = "run skilltrain index again"
+_MAKE_AGAIN = "make it again with skilltrain fit, or skilltrain index pool=… rankers=… out=…"
 _LOCAL = "local:"  # begins the name of a path outside the router's folder
 AllowedServers = Annotated[
     tuple[str, ...], Field(description="servers that the router's rankers may send texts to")
@@ -65,6 +67,7 @@ class IndexRecord(Config):
     models: dict[str, str]
     calibration: Calibration | None
     files: dict[str, int]
+    format: int = ROUTER.number
     skilltrain: str
 
     @classmethod
@@ -160,7 +163,8 @@ class Index(Held):
                 what, where = f"is half-written or damaged: {reason_of(error)}", folder
                 if isinstance(error, SkilltrainError):
                     what, where = error.what, error.where
-                raise SkilltrainError(what, where=where, fix=_AGAIN) from error
+                fix = getattr(error, "fix", "") or _AGAIN
+                raise SkilltrainError(what, where=where, fix=fix) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
         """Return skills by the sources that the index has for their ids; new ones are of the first source."""
@@ -239,7 +243,9 @@ def _open(folder: Path) -> Index:
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
     stamp = stamps(folder)
-    record = validate(IndexRecord, read_json(folder / RECORD), folder / RECORD)
+    stored = read_json(folder / RECORD)
+    ROUTER.check(stored, folder, _MAKE_AGAIN)
+    record = validate(IndexRecord, stored, folder / RECORD)
     for name, size in record.files.items():
         file = inside(folder, name, folder / RECORD)
         if not file.is_file() or file.stat().st_size != size:
@@ -247,7 +253,9 @@ def _open(folder: Path) -> Index:
     system = record.system(folder.parent)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
     keys = np.load(folder / KEYS_FILE)
-    parts = {part.key: part.load_part(folder / name) for name, part in kept_parts(system).items()}
+    parts = {
+        part.key: part.stored_part.load(folder / name) for name, part in kept_parts(system).items()
+    }
     if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {
         sum(record.sources.values())
     }:
@@ -259,7 +267,7 @@ def _open(folder: Path) -> Index:
 
 def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
     """Folder → ranker, of each that holds something of the pool."""
-    parts = {part.key: part for part in parts_of(system.rankers) if part.has_stored_part}
+    parts = {part.key: part for part in parts_of(system.rankers) if part.stored_part}
     return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
 
 

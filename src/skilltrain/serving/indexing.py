@@ -69,10 +69,11 @@ class BuildIndex(Stage):
     out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
 
     def run(self, out: Path) -> Summary:
-        """Write the router's next generation; the counts of skills that are new, changed and gone.
+        """Write the router's next generation; return counts of new, changed and gone skills.
 
-        Raises SkilltrainError for a pool or rankers that neither the settings nor the router name, for rankers that cannot
-        answer a new task, and for a calibration of other rankers or models.
+        Raises:
+            SkilltrainError: Neither the settings nor the router name a pool or rankers, a ranker
+                cannot answer a new task, or the calibration is of other rankers or models.
         """
         system, contents = _wanted(self)
         calibration = None
@@ -82,7 +83,7 @@ class BuildIndex(Stage):
         return write_index(out, system, contents, {}, calibration)
 
     def dry_run(self) -> Summary:
-        """The counts of skills that are new, changed and gone (`--dry-run`)."""
+        """Count the skills that are new, changed and gone."""
         return _changes(_before(self.out), [*chain(*_wanted(self)[1].skills.values())])[0]
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 from skilltrain.data.pool.read import find_skill_file, skill_folders
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
-from skilltrain.retrieval.cascade import SystemConfig, keeps_of
-from skilltrain.retrieval.fusion import Fuse
+from skilltrain.records import Query, Ranker, Ranking, Skill
+from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import parts_of
@@ -45,43 +45,23 @@ class _Opened:
     def index(self) -> Index | None:
         return self.held if isinstance(self.held, Index) else None
 
-    @cached_property
-    def rankers(self) -> list[Ranker]:
-        return [ranker.ranker((), self.parts) for ranker in self.held.system.rankers]
-
     def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Traced:
         """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
         places: dict[str, Ranking] = {}
-        found: Rankings | None = None
-        ranking: Ranking = []
-        keeps = keeps_of(self.held.system, max(k, _DEPTH))
-        for config, ranker, keep in zip(self.held.system.rankers, self.rankers, keeps, strict=True):
-            if isinstance(ranker, Fuse):
-                legs = [
-                    _without(leg[query.query_id], without) for leg in ranker.find([query], found)
-                ]
-                ranking, keys = ranker.join(legs)[:keep], [leg.key for leg in ranker.config.of]
-            else:
-                more = len(without) if found is None else 0
-                ranking = _without(
-                    ranker.rank([query], found, keep + more)[query.query_id], without
-                )[:keep]
-                legs, keys = [ranking], [config.key]
-            for key, leg in zip(keys, legs, strict=True):
-                places.setdefault(
-                    self.names[key], leg
-                )  # places in the pool say more than those among a few candidates
-            found = {query.query_id: ranking}
-        indexes = {
-            self.names[key]: part.index
-            for key, part in self.parts.items()
-            if isinstance(part, PoolRanker)
-        }
-        most = {
-            name: index.most(query.text)
-            for name, index in indexes.items()
-            if isinstance(index, BM25Index)
-        }
+
+        def observe(run: RankerRun) -> None:
+            for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
+                # Places in the pool say more than those among a few candidates.
+                places.setdefault(self.names[leg.key], rankings[query.query_id])
+
+        rankers = with_keeps(self.held.system.rankers, max(k, _DEPTH))
+        pool = OpenRankers((), self.parts)
+        rankings = run_rankers(rankers, [query], None, pool, observe, without)
+        ranking = rankings[query.query_id][: rankers[-1].keep]
+        most: dict[str, float] = {}
+        for key, part in self.parts.items():
+            if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
+                most[self.names[key]] = part.index.most(query.text)
         return Traced(places, most, ranking)
 
     def routed(
@@ -240,7 +220,7 @@ def _open(held: Held, models: dict[str, Any]) -> _Opened:
             continue
         counts[name] += 1
         names[key] = f"{name} {counts[name]}".removesuffix(" 1")
-        if len([*config.parts()]) == 1:
+        if not config.is_composed:
             kept = [stored[key]] if key in stored else []
             parts[key] = _remembering(open_model(config, models, router).over(held.skills, *kept))
     return _Opened(held, names, parts, models)
@@ -263,10 +243,6 @@ def _query(task: str) -> Query:
     if not any(letter.isprintable() and not letter.isspace() for letter in text):
         raise SkilltrainError("the request is empty")
     return Query("request", text, kind="", origin="", split="")
-
-
-def _without(ranking: Ranking, left_out: Collection[str]) -> Ranking:
-    return [pair for pair in ranking if pair[0] not in left_out] if left_out else ranking
 
 
 @lru_cache(_SCREENED)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import read_json, write_json
+from skilltrain.formats import CHECKPOINT
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.training.engine import launch_of, shards_weights
 
@@ -66,6 +67,7 @@ class Position:
 class _State(Config):
     """What state.json holds."""
 
+    format: int = CHECKPOINT.number
     written_by: str
     position: Position
 
@@ -219,7 +221,9 @@ def _weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
 
 def _read_state(checkpoint: Path) -> _State:
     file = checkpoint / STATE_FILE
-    return validate(_State, read_json(file), file)
+    state = read_json(file)
+    CHECKPOINT.check(state, file, "train again into another folder: skilltrain train RECIPE out=…")
+    return validate(_State, state, file)
 
 
 def _sync(path: Path) -> None:

@@ -1,8 +1,9 @@
 """How good the model is while it trains: a dev benchmark, ranked every so many steps by a list of rankers."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,83 +25,70 @@ from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import tokenized
-from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems, keeps_of
-from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
+from skilltrain.records import Query, Skill
+from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
+from skilltrain.retrieval.dense import SkillEncoder
+from skilltrain.retrieval.executor import with_keeps
 from skilltrain.retrieval.rankers import OWN
-from skilltrain.retrieval.rerank import reordered
-from skilltrain.templates import ChunkPool
+from skilltrain.retrieval.rerank import Rerank
+from skilltrain.retrieval.vectors import Vectors
 from skilltrain.terminal import say
 from skilltrain.training.settings import DevConfig
 from skilltrain.training.steps import Pairs, Texts
 
-
-class OwnEncoder:
-    """The encoder in training as a ranker: all ranks together encode the pool, by the step module `model`."""
-
-    def __init__(self, encoder: Encoder, queries: Sequence[Query], skills: Sequence[Skill]) -> None:
-        settings = encoder.settings
-        chunks = [settings.chunk_texts(skill) for skill in skills]
-        texts = [*chain.from_iterable(chunks)]
-        tokens = tokenized(
-            dict(zip(texts, texts, strict=True)),
-            lambda some: encoder.tokenize(some, settings.max_tokens),
-        )
-        # Each distinct text is encoded once, so equal skills have equal scores.
-        self.text_tokens: list[TokenIds] = [*tokens.values()]
-        numbers = {text: number for number, text in enumerate(tokens)}
-        self.chunk_rows = np.array([numbers[text] for text in texts], dtype=np.int64)
-        self.query_tokens = tokenized(
-            {query.query_id: query.text for query in queries}, encoder.tokenize_queries
-        )
-        self.skill_ids = [skill.skill_id for skill in skills]
-        self.starts = starts_of([*map(len, chunks)])
-        self.pool: ChunkPool = settings.chunks.pool
-        self.model: Any = None
-
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The `keep` nearest skills of each query, of its candidates alone where there are some."""
-        asked: list[TokenIds] = [self.query_tokens[query.query_id] for query in queries]
-        vectors = _finite(self.model(Texts([*asked, *self.text_tokens]))).cpu().numpy()
-        chunks = vectors[len(queries) :][self.chunk_rows]
-        pool = ChunkVectors(chunks, self.starts, self.pool)
-        index = VectorIndex(pool, lambda _: vectors[: len(queries)])
-        return PoolRanker(self.skill_ids, index).rank(queries, candidates, keep)
+OpenOwn = Callable[[Any], Any]
+"""Opens the model in training as a ranker, given the wrapped step module, which all ranks must call together."""
 
 
-@dataclass
-class OwnReranker:
-    """The reranker in training as a ranker: all ranks together score the candidates that the first rank has."""
+def encoder_opener(
+    encoder: Encoder, queries: Sequence[Query], skills: Mapping[str, Skill]
+) -> OpenOwn:
+    """Return the function that opens an encoder in training. It encodes all texts in one call."""
+    settings = encoder.settings
+    query_texts = [settings.template.render_query(query.text) for query in queries]
+    # Each distinct text is encoded once, so equal skills have equal scores.
+    skill_texts = dict.fromkeys(chain.from_iterable(map(settings.chunk_texts, skills.values())))
+    token_ids: list[TokenIds] = []
+    row_of: dict[tuple[str, int], int] = {}
+    for texts, max_tokens in (
+        (query_texts, settings.query_max_tokens),
+        (skill_texts, settings.max_tokens),
+    ):
+        tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
+        ids_by_text = tokenized({text: text for text in texts}, tokenize)
+        for text in texts:
+            row_of.setdefault((text, max_tokens), len(token_ids))
+            token_ids.append(ids_by_text[text])
 
-    reranker: Reranker
-    skills: Mapping[str, Skill]
-    model: Any = None
-    first_weight: float = 0.0
+    def open_own(model: Any) -> Any:
+        vectors = _finite(model(Texts(token_ids))).cpu().numpy()
 
-    def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """The first `keep` candidates of each query by score, the others behind them in their order."""
-        candidates = of_first_rank(candidates)
-        assert candidates is not None, "a reranker needs candidates"
-        rows: dict[str, dict[str, tuple[int, ...]]] = {}  # query id → skill id → token ids
-        lists: list[list[PairIds]] = []
-        for query in queries:
-            skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
-            skills = [self.skills[skill_id] for skill_id in skill_ids]
-            pairs = self.reranker.tokenize(query.text, skills)
-            token_ids = [tuple(pair.ids) for pair in pairs]
-            rows[query.query_id] = dict(zip(skill_ids, token_ids, strict=True))
+        def look_up(texts: Sequence[str], max_tokens: int) -> Vectors:
+            return vectors[[row_of[text, max_tokens] for text in texts]]
+
+        return SkillEncoder(encoder, OWN, 0, forward=look_up).over(skills)
+
+    return open_own
+
+
+def reranker_opener(reranker: Reranker, skills: Mapping[str, Skill]) -> OpenOwn:
+    """Return the function that opens a reranker in training."""
+
+    def open_own(model: Any) -> Any:
+        def score(lists: Iterable[list[PairIds]]) -> Iterator[list[float]]:
+            all_pairs = [*lists]
             # Each distinct pair is scored once, so equal skills have equal scores.
-            distinct = dict(zip(token_ids, pairs, strict=True))
-            if distinct:
-                lists.append([*distinct.values()])
-        values = iter(_finite(self.model(Pairs(lists))).tolist())
-        rankings: Rankings = {}
-        for query_id, row in rows.items():
-            scores = {ids: next(values) for ids in dict.fromkeys(row.values())}
-            by_skill = {skill_id: scores[ids] for skill_id, ids in row.items()}
-            ranking = candidates[query_id]
-            rankings[query_id] = reordered(ranking, keep, by_skill, self.first_weight)
-        return rankings
+            distinct = [{tuple(pair.ids): pair for pair in pairs} for pairs in all_pairs if pairs]
+            inputs = Pairs([[*row.values()] for row in distinct])
+            values = iter(_finite(model(inputs)).tolist() if distinct else ())
+            for pairs in all_pairs:
+                token_ids = [tuple(pair.ids) for pair in pairs]
+                scores = {ids: next(values) for ids in dict.fromkeys(token_ids)}
+                yield [scores[ids] for ids in token_ids]
+
+        return Rerank(reranker, skills, 0, forward=score)
+
+    return open_own
 
 
 def _finite(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -117,14 +105,14 @@ class Dev:
     config: DevConfig
     relevances: Mapping[str, Relevance]
     cascade: Cascade
-    own: Any  # a Ranker whose `model` is set before each evaluation
+    open_own: OpenOwn
 
     def evaluate(self, model: Any) -> dict[str, Interval]:
         """Measure name → figure, the same on every rank; all ranks must call it, with the wrapped step module.
 
         Raises SkilltrainError where its output is no number.
         """
-        self.own.model = model
+        self.cascade.pool.opened[OWN] = self.open_own(model)
         stages = self.cascade.run(self.config.system)
         measures = self.config.measures
         values = per_query(stages[-1].skill_ids(), self.relevances, measures)
@@ -164,15 +152,15 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     say(
         f"dev: {len(tasks):,} queries of {config.benchmark}, ranked over {len(skills):,} of {len(pool):,} skills"
     )
-    is_encoder = isinstance(model, Encoder)
-    own = (
-        OwnEncoder(model, queries, [*skills.values()]) if is_encoder else OwnReranker(model, skills)
-    )
+    if isinstance(model, Encoder):
+        open_own = encoder_opener(model, queries, skills)
+    else:
+        open_own = reranker_opener(model, skills)
     depth = max(measure.cutoff for measure in config.measures)
     depth = max([depth, *(ranker.keep or 0 for ranker in config.rankers)])
-    cascade = Cascade(queries, [*skills.values()], depth, {OWN: own})
+    cascade = Cascade(queries, [*skills.values()], depth)
     _check_candidates(config, cascade, tasks)
-    return Dev(config, benchmark.relevances, cascade, own)
+    return Dev(config, benchmark.relevances, cascade, open_own)
 
 
 def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
@@ -187,11 +175,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
     )
     if not number:
         return
-    keeps = keeps_of(config.system, cascade.depth)
-    before = [
-        one.model_copy(update={"keep": k})
-        for one, k in zip(config.rankers[:number], keeps, strict=False)
-    ]
+    before = with_keeps(config.rankers, cascade.depth)[:number]
     found = cascade.run(SystemConfig(name="dev", rankers=tuple(before)))[-1].skill_ids()
     cascade.release([config.system.model_copy(update={"rankers": config.rankers[number:]})])
     golds = [(task.query.query_id, skill_id) for task in tasks for skill_id in task.relevance.gold]

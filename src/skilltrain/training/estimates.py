@@ -16,9 +16,7 @@ from skilltrain.models.loading import default_device
 from skilltrain.terminal import launched_ranks
 from skilltrain.training.engine import shares_state
 from skilltrain.training.loop import Batch, largest_batch, step_batches
-from skilltrain.training.settings import (
-    TrainingConfig,
-)
+from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepModule
 
 _ADAMW_BYTES = 8  # two float32 moments a trained parameter
@@ -27,21 +25,27 @@ _TOKENS_ON_CPU = 1024  # of the timed micro-batch at most: a large layer takes s
 
 
 def estimate_run(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
-    """Estimate what a training run takes, for `--dry-run`; `memory_mib` of each rank, with `activation_mib` for the largest batch.
+    """Estimate what a training run takes, for `--dry-run`.
 
-    `list_tokens` are those of all lists one by one, of which a step computes what is shared once. 4-bit weights have no
-    `hours`.
+    `memory_mib` is that of each rank, with `activation_mib` for the largest batch. `list_tokens` counts
+    the tokens of every list, also those that a step computes once for several lists. There are no
+    `hours` for 4-bit weights.
     """
-    lists, ranks, device = step.data.lists, launched_ranks(), default_device()
-    steps, dtype = [*step_batches(lists, config)], config.dtype_on(device)
+    lists = step.data.lists
+    ranks = launched_ranks()
+    device = default_device()
+    dtype = config.dtype_on(device)
+    steps = [*step_batches(lists, config)]
     batches = [*chain.from_iterable(steps)]
     activations = activation_bytes(step, batches, dtype) / ranks
-    most = step.model.settings.max_tokens
-    tokens = sum(min(length, most) for one in lists for length in step.lengths(one))
-    if isinstance(step, EncoderStep):
-        tokens += sum(len(step.query_ids[one.query]) for one in lists)
+    max_tokens = step.model.settings.max_tokens
+    tokens = 0
+    for row in lists:
+        tokens += sum(min(length, max_tokens) for length in step.lengths(row))
+        if isinstance(step, EncoderStep):
+            tokens += len(step.query_ids[row.query])
     estimates = counts_of(step) | {
-        "num_queries": len({one.query for one in lists}),
+        "num_queries": len({row.query for row in lists}),
         "num_steps": len(steps),
         "positives_cut_share": cut_share(step),
         "list_tokens": tokens,
@@ -50,14 +54,13 @@ def estimate_run(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
         "num_ranks": ranks,
     }
     if all(parameter.dtype != torch.uint8 for parameter in step.parameters()):
-        estimates["hours"] = float(
-            f"{training_seconds(step, batches, dtype, device) / ranks / 3600:.2g}"
-        )
+        hours = training_seconds(step, batches, dtype, device) / ranks / 3600
+        estimates["hours"] = float(f"{hours:.2g}")
     return estimates
 
 
 def counts_of(step: StepModule) -> dict[str, int]:
-    """How much there is to train on, and how many parameters train; before a launcher shards them."""
+    """Count what there is to train on, and the parameters. Call it before a launcher shards them."""
     lists = step.data.lists
     sizes = {
         p: p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in step.parameters()
@@ -75,7 +78,10 @@ def counts_of(step: StepModule) -> dict[str, int]:
 
 
 def cut_share(step: StepModule) -> float:
-    """The share of positives that are cut. An encoder's text that reaches its limit counts: the rest is gone."""
+    """Return the share of positives that are cut.
+
+    An encoder's text that reaches the limit counts as cut: its rest is gone.
+    """
     most = step.model.settings.max_tokens
     longest = most - 1 if isinstance(step, EncoderStep) else most
     rows = [zip(one.is_positive, step.lengths(one), strict=True) for one in step.data.lists]
@@ -85,9 +91,10 @@ def cut_share(step: StepModule) -> float:
 
 
 def activation_bytes(step: StepModule, batches: Iterable[Batch], dtype: torch.dtype) -> int:
-    """Bytes that the batch with the most tokens needs beside weights and optimiser, all of it on one process.
+    """Return the bytes of activations of the batch with the most tokens, all on one process.
 
-    With `recompute` these are the inputs of all layers, and all of one layer for the largest micro-batch.
+    With `recompute` these are the inputs of all layers, and all of one layer for the largest
+    micro-batch.
     """
     network, slots = step.model.network, step.slots(largest_batch(step, batches))
     of_layer, num_layers = layer_bytes(network, dtype), network.config.num_hidden_layers
@@ -98,7 +105,7 @@ def activation_bytes(step: StepModule, batches: Iterable[Batch], dtype: torch.dt
 
 
 def held_bytes(module: nn.Module) -> float:
-    """Bytes on each rank of all weights, and of the gradients and AdamW's two moments of those that train."""
+    """Return the bytes on each rank of weights, gradients and AdamW's two moments."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     weights = sum(
         parameter.numel() * parameter.element_size()
@@ -111,7 +118,10 @@ def held_bytes(module: nn.Module) -> float:
 def training_seconds(
     step: StepModule, batches: Sequence[Batch], dtype: torch.dtype, device: torch.device
 ) -> float:
-    """About how long all forward and backward passes take on one process: a layer's time, times layers and tokens."""
+    """Estimate the seconds of all forward and backward passes on one process.
+
+    One layer is timed; the rest is in proportion to layers and tokens.
+    """
     sample = batches[:: max(1, len(batches) // _SAMPLED)]
     slots = len(batches) * fmean(sum(step.slots(batch)) for batch in sample)
     most, budget = step.model.settings.max_tokens, step.settings.token_budget
@@ -131,7 +141,10 @@ def training_seconds(
 
 
 def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
-    """Seconds of the network's first layer with random weights, forward and backward, on token ids [text, token]."""
+    """Time the network's first layer, forward and backward, on token ids [text, token].
+
+    Its weights are random: those of the network may not be loaded.
+    """
     body, count, device = (
         copy.deepcopy(network.base_model),
         network.config.num_hidden_layers,

@@ -5,17 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skilltrain.config import load_recipe
+from skilltrain.config import load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card, rename_model
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.export.push import check_folder, upload
 from skilltrain.files import staged_folder, write_text
+from skilltrain.formats import RUN
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
-from skilltrain.stage import parse_recipe
+from skilltrain.stage import load_stage
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.train import Train, save_trained
 
@@ -79,10 +80,13 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
         raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+    RUN.check(record, run, f"train again: skilltrain train {run / RECIPE_FILE} out=…")
     recipe = load_recipe(run / RECIPE_FILE)
-    config = parse_recipe(recipe, run / RECIPE_FILE)
-    if not isinstance(config, Train):
-        raise SkilltrainError(f"is a run of stage {config.stage}, which trains no model", where=run)
+    name = str(recipe.get("stage"))
+    stage = load_stage(name)
+    if not issubclass(stage, Train):
+        raise SkilltrainError(f"is a run of stage {name}, which trains no model", where=run)
+    config = validate(stage, recipe, run / RECIPE_FILE)
     return config, record["summary"] if record["finished"] else {}
 
 

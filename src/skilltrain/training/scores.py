@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -108,6 +109,33 @@ class _ListTable:
     def teacher_scores(self) -> Float[np.ndarray, "query candidate"]:
         return self._filled((row.teacher_scores or () for row in self.lists), math.nan, np.float32)
 
+    def taught(
+        self, valid: Bool[np.ndarray, "query candidate"]
+    ) -> Bool[np.ndarray, "query candidate"]:
+        """Return which valid candidates the teacher has scored."""
+        return valid & ~np.isnan(self.teacher_scores())
+
+    def scored(
+        self,
+        scores: Float[Tensor, "query candidate"],
+        valid: Bool[np.ndarray, "query candidate"],
+        needs: Needs,
+        vectors: Vectors | None = None,
+        negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]] = MappingProxyType({}),
+    ) -> ScoredBatch:
+        """Move all that a loss needs to the scores' device, and join both."""
+        device = scores.device
+        teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
+        return ScoredBatch(
+            scores=scores,
+            gains=on_device(self.gains(), device).to(scores.dtype),
+            valid=on_device(valid, device),
+            optional_teacher_scores=teacher_scores,
+            positive=on_device(self.is_positive(), device),
+            optional_vectors=vectors if needs.vectors else None,
+            negatives={key: on_device(mask, device) for key, mask in negatives.items()},
+        )
+
     def _filled(
         self, values: Iterable[Iterable[float]], empty: float, dtype: type
     ) -> Shaped[np.ndarray, "query candidate"]:
@@ -117,44 +145,6 @@ class _ListTable:
         return table
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """What a batch holds besides scores and vectors, on the CPU."""
-
-    gains: Float[np.ndarray, "query candidate"]
-    is_positive: Bool[np.ndarray, "query candidate"]
-    valid: Bool[np.ndarray, "query candidate"]
-    teacher_scores: Float[np.ndarray, "query candidate"] | None
-    negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]] = field(default_factory=dict)
-
-    def scored(
-        self, scores: Float[Tensor, "query candidate"], vectors: Vectors | None = None
-    ) -> ScoredBatch:
-        """Move all labels to the scores' device, and join both."""
-        device = scores.device
-        teacher = self.teacher_scores
-        return ScoredBatch(
-            scores=scores,
-            gains=on_device(self.gains, device).to(scores.dtype),
-            valid=on_device(self.valid, device),
-            optional_teacher_scores=None if teacher is None else on_device(teacher, device),
-            positive=on_device(self.is_positive, device),
-            optional_vectors=vectors,
-            negatives={key: on_device(mask, device) for key, mask in self.negatives.items()},
-        )
-
-
-def _labels(
-    table: _ListTable, valid: Bool[np.ndarray, "query candidate"], needs_teacher_scores: bool
-) -> _Labels:
-    """Read gains, positives and teacher scores. A candidate without a needed score is not valid."""
-    teacher_scores = None
-    if needs_teacher_scores:
-        teacher_scores = table.teacher_scores()
-        valid = valid & ~np.isnan(teacher_scores)
-    return _Labels(table.gains(), table.is_positive(), valid, teacher_scores)
-
-
 def list_scores(
     lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool
 ) -> ScoredBatch:
@@ -162,7 +152,8 @@ def list_scores(
     sizes = [len(row.gains) for row in lists]
     scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
     table = _ListTable(lists, [range(size) for size in sizes], max(sizes))
-    return _labels(table, table.is_listed, needs_teacher_scores).scored(scores)
+    valid = table.taught(table.is_listed) if needs_teacher_scores else table.is_listed
+    return table.scored(scores, valid, Needs(teacher_scores=needs_teacher_scores))
 
 
 def encoder_scores(
@@ -184,15 +175,16 @@ def encoder_scores(
     valid = table.is_listed
     if context.in_batch:
         valid = valid | in_batch_negatives(own, skill_ids, context)
-    labels = _labels(table, valid, context.needs.teacher_scores)
+    if context.needs.teacher_scores:
+        valid = table.taught(valid)
+    negatives = {}
     if context.needs.directions:
-        negatives = _negatives(own, batch, labels, skill_ids, context)
-        labels = replace(labels, negatives=negatives)
+        negatives = _negatives(table, valid, batch, skill_ids, context)
     if all_queries is None:
         all_queries = query_vectors[:0]
     parts = (query_vectors, skill_vectors, all_queries)
     vectors = Vectors(*(at_least_float32(part) for part in parts))
-    return labels.scored(vectors.scores, vectors if context.needs.vectors else None)
+    return table.scored(vectors.scores, valid, context.needs, vectors, negatives)
 
 
 def in_batch_negatives(
@@ -205,9 +197,9 @@ def in_batch_negatives(
 
 
 def _negatives(
-    own: Sequence[TrainingList],
+    table: _ListTable,
+    valid: Bool[np.ndarray, "query candidate"],
     batch: Sequence[TrainingList],
-    labels: _Labels,
     skill_ids: Sequence[str],
     context: ScoreContext,
 ) -> dict[Direction, Bool[np.ndarray, "_ _"]]:
@@ -216,16 +208,16 @@ def _negatives(
     Queries are negatives of each other if they share no answer. A query is a negative of a positive
     if the positive is an in-batch negative for it, or a candidate of lower gain.
     """
-    row, column = (labels.is_positive & labels.valid).nonzero()  # [positive]
-    batch_table = _ListTable.among(batch, skill_ids)
-    is_candidate = in_batch_negatives(batch, skill_ids, context) | batch_table.is_listed
-    is_lower = labels.gains[row, column][:, None] > batch_table.gains()[:, column].T
-    answers = [context.answers[one.query] for one in own]
-    batch_answers = [context.answers[one.query] for one in batch]
+    row, column = (table.is_positive() & valid).nonzero()  # [positive]
+    all_table = _ListTable.among(batch, skill_ids)
+    is_candidate = in_batch_negatives(batch, skill_ids, context) | all_table.is_listed
+    gains = table.gains()[row, column][:, None]
+    answers = [context.answers[one.query] for one in table.lists]
+    all_answers = [context.answers[one.query] for one in batch]
     return {
-        "query_to_query": ~_share_a_group(answers, batch_answers),
-        "skill_to_query": is_candidate[:, column].T & is_lower,
-        "skill_to_skill": in_batch_negatives(own, skill_ids, context)[row],
+        "query_to_query": ~_share_a_group(answers, all_answers),
+        "skill_to_query": is_candidate[:, column].T & (gains > all_table.gains()[:, column].T),
+        "skill_to_skill": in_batch_negatives(table.lists, skill_ids, context)[row],
     }
 
 

@@ -12,7 +12,6 @@ from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
-from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.training.log import TrackerName
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
@@ -70,7 +69,7 @@ class DevConfig(Config):
         """What is measured, the metric that decides among it."""
         return parse_measures([*DEV_MEASURES, self.metric])
 
-    def check(self, kind: type[DenseConfig] | type[RerankConfig], example: str) -> None:
+    def check(self, kind: str, example: str) -> None:
         """Raises ValueError for rankers that cannot rank, or in which the model in training is not one of `kind`."""
         measure, last = parse_measure(self.metric), self.rankers[-1]
         own = [part for part in parts_of(self.rankers) if part.is_own]
@@ -80,12 +79,12 @@ class DevConfig(Config):
             )
         if not own:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
-        if not all(isinstance(part, kind) for part in own):
+        if not all(part.kind == kind for part in own):
             raise ValueError(f"dev.rankers: {example}")
         if (
-            isinstance(last, RerankConfig)
+            last.num_read is not None
             and measure.name in _WITHOUT_ORDER
-            and measure.cutoff >= last.keep
+            and measure.cutoff >= last.num_read
         ):
             raise ValueError(
                 f"dev.metric: {self.metric} is the same for every order of {last.keep} candidates"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -204,16 +205,13 @@ class EncoderStep(_Step[Encoder]):
             Unit vectors of texts; those of their tokens, with zeros behind a text's last one.
         """
 
-        def encode(batch: list) -> Float[Tensor, "text row dim"]:
-            return (
-                self.model.with_tokens(batch, num_tokens)
-                if num_tokens
-                else self.model(batch)[:, None]
-            )
-
+        model = self.model
         inputs = texts or [any_text]
-        groups = self.model.micro_batches(inputs, self.settings.token_budget)
-        rows = self.run(encode, inputs, groups, is_counted=bool(texts))[: len(texts)]
+        groups = model.micro_batches(inputs, self.settings.token_budget)
+        function = partial(model.with_tokens, num_tokens=num_tokens) if num_tokens else model
+        rows = self.run(function, inputs, groups, bool(texts))[: len(texts)]
+        if not num_tokens:
+            rows = rows[:, None]
         return rows[:, 0], rows[:, 1:]
 
 
@@ -250,13 +248,12 @@ class RerankerStep(_Step[Reranker]):
         rank, world = rank_and_world()
         own = lists[rank::world]
         scores = self._scores(own or lists[:1], bool(own))
-        rows = scores.new_zeros(len(own), max(map(len, lists)))  # as long as the longest list
-        start = 0
-        for row, pairs in zip(rows, own, strict=True):
-            row[: len(pairs)] = scores[start : start + len(pairs)]
-            start += len(pairs)
-        gathered = zip(gather_rows(rows, len(lists)), lists, strict=True)
-        return torch.cat([row[: len(pairs)] for row, pairs in gathered])
+        sizes = torch.tensor([len(pairs) for pairs in lists])
+        is_pair = torch.arange(int(sizes.max())) < sizes[:, None]  # [list, pair]
+        is_own = is_pair[rank::world]
+        rows = scores.new_zeros(is_own.shape)
+        rows[is_own] = scores[: int(is_own.sum())]
+        return gather_rows(rows, len(lists))[is_pair]
 
     def pairs(self, one: TrainingList) -> list[PairIds]:
         query = self.query_ids[one.query]

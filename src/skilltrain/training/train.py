@@ -1,4 +1,4 @@
-"""The stages `train_encoder` and `train_reranker`: from LISTS to a model folder; and what they would do."""
+"""The stages `train_encoder` and `train_reranker`, which make a model folder from LISTS."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,8 +37,6 @@ from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.models.saving import save_adapter, save_model
 from skilltrain.records import Dropped, Verdict
-from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.stage import Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.checkpoint import load_weights
@@ -71,10 +69,9 @@ class Train(TrainingStage):
         dev: DevConfig | None
 
     def run(self, out: Path, resume: bool = False) -> Summary:
-        """Train and save the model; the summary counts what was trained on."""
-        accelerator = new_accelerator(
-            self.training, is_quantized(self)
-        )  # first: it refuses what cannot work
+        """Train and save the model. The summary counts what it was trained on."""
+        # The accelerator comes first: it refuses settings that cannot work.
+        accelerator = new_accelerator(self.training, is_quantized(self))
         check_fits(self)
         data = load_data(self)
         contaminated = check_held_out(self, data)
@@ -82,14 +79,11 @@ class Train(TrainingStage):
             self, data, default_device(), cache_folder("tokens"), shards_weights(accelerator)
         )
         if share := cut_share(step):
-            limit = step.model.settings.max_tokens
-            say(
-                f"warning: {share:.1%} of the positives are longer than model.max_tokens={limit}, and cut there"
-            )
+            limit = f"model.max_tokens={step.model.settings.max_tokens}"
+            say(f"warning: {share:.1%} of the positives are longer than {limit}, and cut there")
         dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
-        summary: dict[str, Any] = (
-            counts_of(step) | contaminated
-        )  # before the launcher shards the weights
+        # Parameters are counted before the launcher shards them.
+        summary: Summary = counts_of(step) | contaminated
         run = Run(out, resume, self.model_dump(mode="json"), dev)
         position, checkpoint = train(accelerator, step, self.training, run)
         summary |= {
@@ -111,14 +105,12 @@ class Train(TrainingStage):
         return summary
 
     def dry_run(self) -> Summary:
-        """What training would do, found without the model's weights and touching nothing (`--dry-run`)."""
+        """Count what training would read, and estimate memory and time. Loads no weights."""
         data = load_data(self)
         check_held_out(self, data)
-        # 4-bit layers are made as they load
-        step = open_step(
-            self, data, default_device() if is_quantized(self) else torch.device("meta")
-        )
-        return estimate_run(step, self.training)
+        # 4-bit layers are made while they load.
+        device = default_device() if is_quantized(self) else torch.device("meta")
+        return estimate_run(open_step(self, data, device), self.training)
 
 
 class TrainEncoder(Train):
@@ -153,7 +145,7 @@ class TrainEncoder(Train):
     @model_validator(mode="after")
     def _can_be_trained(self) -> "TrainEncoder":
         if self.dev is not None:
-            self.dev.check(DenseConfig, "an encoder in training is {kind: dense, source: self}")
+            self.dev.check("dense", "an encoder in training is {kind: dense, source: self}")
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
         pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
@@ -199,13 +191,13 @@ class TrainReranker(Train):
         if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
             self.dev.check(
-                RerankConfig, f"a reranker in training orders the candidates of others: {example}"
+                "rerank", f"a reranker in training orders the candidates of others: {example}"
             )
         return self
 
 
 def is_quantized(config: Train) -> bool:
-    """Whether the frozen weights are in 4 bits."""
+    """Return whether the frozen weights are in 4 bits."""
     return config.adapter is not None and config.adapter.quantize != "none"
 
 
@@ -267,89 +259,97 @@ def open_step(
     token_cache: Path | None = None,
     sharded: bool = False,
 ) -> StepModule:
-    """The model that training starts from, in the module that computes its loss on the lists of `data`."""
-    model, training = load_model(config, device), config.training
-    budget = training.token_budget_on(default_device())
+    """Return the module that computes the loss on the lists of `data`, with the model to start from."""
+    model = load_model(config, device)
+    training = config.training
     settings = StepSettings(
-        budget,
+        training.token_budget_on(default_device()),
         training.recompute,
         token_cache=token_cache,
         varlen=training.varlen,
         is_sharded=sharded,
     )
     if isinstance(config, TrainEncoder) and isinstance(model, Encoder):
-        own = {"in_batch": config.in_batch_negatives, "late_interaction": config.late_interaction}
-        return EncoderStep(
-            model, config.loss, on_best_windows(data, model.settings), replace(settings, **own)
+        settings = replace(
+            settings,
+            in_batch=config.in_batch_negatives,
+            late_interaction=config.late_interaction,
         )
+        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
     assert isinstance(config, TrainReranker) and isinstance(model, Reranker)
     return RerankerStep(model, config.loss, data, settings)
 
 
 def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
-    """How many lists are contaminated, by summary key; a key is there where its benchmark was compared.
+    """Count contaminated lists, by summary key. A key is there if its benchmark was compared.
 
-    With the benchmarks of `held_out` queries and positives are compared, with the dev benchmark queries alone: a dev
-    set measures the skills that are trained on, by other queries. Raises SkilltrainError where a list is contaminated,
-    unless the recipe allows it.
+    The queries and positives of the lists are compared with the benchmarks of `held_out`, and the
+    queries alone with the dev benchmark: a dev set measures trained skills by other queries.
+
+    Raises:
+        SkilltrainError: A list is contaminated, and the recipe does not allow it.
     """
-    source, dev, counts = config.data, config.dev, dict[str, int]()
+    source = config.data
+    dev = config.dev
+    counts: dict[str, int] = {}
     if source.held_out:
         benchmarks = open_benchmarks(source.held_out, source.pool, need_golds=True)
         fix = _decontaminate(source, source.held_out)
         counts["num_contaminated_lists"] = _num_contaminated(benchmarks, data, source, fix)
     if dev is not None:
         benchmark = load_benchmark(dev.benchmark, dev.split)
-        fix = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
-        asked, fix = (
-            HeldOut(benchmark.name, benchmark.tasks, ()),
-            f"choose another dev.split, or {fix}",
-        )
-        counts["num_lists_of_dev_queries"] = _num_contaminated([asked], data, source, fix)
+        command = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
+        fix = f"choose another dev.split, or {command}"
+        held_out = HeldOut(benchmark.name, benchmark.tasks, ())
+        counts["num_lists_of_dev_queries"] = _num_contaminated([held_out], data, source, fix)
     return counts
 
 
 def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
-    """What to run for lists that training accepts."""
+    """Return the advice for contaminated lists: the command that cleans them."""
     queries = source.lists if isinstance(source.lists, Path) else "FOLDER"  # of each in turn
+    names = ", ".join(map(str, benchmarks))
     command = f"skilltrain decontaminate pool={source.pool} queries={queries}"
-    return f"run `{command} 'benchmarks=[{', '.join(map(str, benchmarks))}]' {limits}out=…` and train on what it writes"
+    return f"run `{command} 'benchmarks=[{names}]' {limits}out=…` and train on what it writes"
 
 
 def _num_contaminated(
     benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str
 ) -> int:
-    """The number of contaminated lists. Raises SkilltrainError if there is one, unless the recipe allows it."""
+    """Count contaminated lists. Raises SkilltrainError for the first, unless the recipe allows it."""
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
-    found = list[Dropped]()
-    for one in data.lists:
-        positives = [
-            skill_id
-            for skill_id, counts in zip(one.skill_ids, one.is_positive, strict=True)
-            if counts
-        ]
-        found += index.contaminations(
-            one.query_id, one.query, chain.from_iterable(map(matches, positives))
-        )
-    if not found:
+    contaminations: list[Dropped] = []
+    for row in data.lists:
+        marked = zip(row.skill_ids, row.is_positive, strict=True)
+        positives = [skill_id for skill_id, is_positive in marked if is_positive]
+        skill_matches = chain.from_iterable(map(matches, positives))
+        contaminations += index.contaminations(row.query_id, row.query, skill_matches)
+    if not contaminations:
         return 0
-    num_lists, first = len({one.query_id for one in found}), found[0]
-    grounds = Counter(ground for _, ground in {(one.query_id, one.filter) for one in found})
-    by_ground = ", ".join(f"{ground} {grounds[ground]:,}" for ground in GROUNDS if grounds[ground])
-    who = f"query {first.query_id}" + (f", positive {first.skill_id}" if first.skill_id else "")
-    what = f"{num_lists:,} list(s) are contaminated ({by_ground}); the first, {who}: {first.reason}"
+
+    num_lists = len({drop.query_id for drop in contaminations})
+    num_by_ground = Counter(
+        ground for _, ground in {(c.query_id, c.filter) for c in contaminations}
+    )
+    grounds = [f"{ground} {num_by_ground[ground]:,}" for ground in GROUNDS if num_by_ground[ground]]
+    first = contaminations[0]
+    where = f"query {first.query_id}"
+    if first.skill_id:
+        where += f", positive {first.skill_id}"
+    what = f"{num_lists:,} list(s) are contaminated ({', '.join(grounds)})"
+    what += f"; the first, {where}: {first.reason}"
     if source.contamination == "refuse":
-        where = ", ".join(map(str, source.folders))
-        raise SkilltrainError(what, where=where, fix=f"{fix}, or set data.contamination=allow")
+        folders = ", ".join(map(str, source.folders))
+        raise SkilltrainError(what, where=folders, fix=f"{fix}, or set data.contamination=allow")
     say(f"warning: {what}; figures on that benchmark will be too high (data.contamination: allow)")
     return num_lists
 
 
 def check_fits(config: Train) -> None:
-    """Raise SkilltrainError, before any weight is read, where what training holds of each exceeds the GPU.
+    """Raise SkilltrainError if weights, gradients and moments exceed the GPU. Reads no weights.
 
-    Activations come on top; of 4-bit weights, which are made as they load, nothing is known yet.
+    Activations come on top. 4-bit weights are not checked, because they are made while they load.
     """
     device = default_device()
     if device.type != "cuda" or is_quantized(config):

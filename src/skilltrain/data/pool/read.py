@@ -16,7 +16,9 @@ from skilltrain.data.pool.skill_file import (
     BODY_COLUMNS,
     COLUMNS,
     ID_COLUMNS,
+    MAX_FILES,
     SKILL_FILE,
+    bundled_paths,
     parse_skill_file,
     skill_from_row,
 )
@@ -299,7 +301,12 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     if text is None:
         return Dropped("", skill_id, "not_text", f"{place} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
-    return skill if skill.body else Dropped("", skill_id, "empty_body", "the skill has no body")
+    if not skill.body:
+        return Dropped("", skill_id, "empty_body", "the skill has no body")
+    # Path.is_file raises where it may not look.
+    files = (file for file in bundled_paths(path.parent) if os.path.isfile(file))  # noqa: PTH113
+    names = (_place(file, path.parent) for file in files if not os.path.islink(file))  # noqa: PTH114
+    return replace(skill, files=tuple(islice(names, MAX_FILES)))
 
 
 def _read_shard(path: Path) -> Items:

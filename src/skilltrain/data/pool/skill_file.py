@@ -1,20 +1,24 @@
 """A SKILL.md or a row of a table, however untidy, as a skill. The text is untrusted: it is parsed, never executed."""
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from skilltrain.records import Dropped, Skill
+from skilltrain.records import SKILL_FACTS, Dropped, Skill
 from skilltrain.texts import clean_text, one_line
 
 SKILL_FILE = "SKILL.md"
 MAX_HEADER_CHARS = 65_536
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 MAX_ITEMS = 256  # of a list that becomes a text: by YAML aliases a small file says a long text thousands of times
+MAX_FILES = 500  # beside a SKILL.md; others are neither listed nor screened nor handed on
 ID_COLUMNS = ("skill_id", "id")
 BODY_COLUMNS = ("body", "content", "skill_md")
 COLUMNS = (
@@ -26,8 +30,12 @@ COLUMNS = (
     "lang",
     "source",
     "license",
+    *SKILL_FACTS,
 )
 
+_NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
+_STARS = re.compile(r"([0-9]{1,9})(?:\.0)?")  # pandas makes floats where some are missing
+_URL = re.compile(r"https?://\S+", re.IGNORECASE)
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
@@ -57,6 +65,7 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
         lang=lang if _LANG.fullmatch(lang) else None,
         source=source,
         license=said["license"] or None,
+        **_facts_in(metadata | fields),
     )
 
 
@@ -90,7 +99,62 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
         lang=one_line(values["lang"]) or inner.lang,
         source=one_line(values["source"] or source),
         license=one_line(values["license"]) or inner.license,
+        **{key: fact for key, fact in _facts_in(row).items() if fact is not None},
     )
+
+
+def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SKILL_FACTS of a header or a row. A value that does not fit is None: it is no reason to lose a skill."""
+    texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
+    url = texts["url"] or one_line(as_text(values.get("homepage")))
+    stars = _STARS.fullmatch(texts["stars"])
+    return {
+        "author": texts["author"] or None,
+        "url": url if _URL.fullmatch(url) else None,
+        "stars": int(stars[1]) if stars else None,
+        "updated_at": texts["updated_at"] if _is_iso_date(texts["updated_at"]) else None,
+        "when_to_use": texts["when_to_use"] or None,
+        "files": _relative_paths(values.get("files")),
+    }
+
+
+def _is_iso_date(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return text[4] == "-"  # else digits: Python reads some counts of seconds as dates
+
+
+def _relative_paths(value: Any) -> tuple[str, ...] | None:
+    """Return a list of paths that stay in their folder; None for anything else."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return None
+    paths = [PurePosixPath(one_line(as_text(item))) for item in value]
+    if any(not path.parts or path.is_absolute() or ".." in path.parts for path in paths):
+        return None
+    return tuple(map(str, paths))
+
+
+def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
+    """Yield what lies beside a SKILL.md and belongs to it, links among it; nothing in folders of other skills.
+
+    `hidden` yields hidden files, and no others.
+    """
+    for place, folders, names in os.walk(folder):
+        inside = Path(place).relative_to(folder).parts
+        is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
+        # Of a folder that nobody may enter `exists` would raise.
+        kept = (
+            name
+            for name in folders
+            if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE))
+        )
+        folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
+        wanted = (
+            name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git
+        )
+        yield from (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)
 
 
 def as_text(value: Any) -> str:

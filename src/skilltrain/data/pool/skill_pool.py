@@ -93,9 +93,10 @@ class Pool(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write SKILLS, DROPPED and FLAGS; the counts of what was found (kept or dropped), categorised and flagged.
+        """Write SKILLS, DROPPED and FLAGS; return counts of found, dropped, categorised and flagged skills.
 
-        Raises SkilltrainError where a source cannot be read at all or where no skill is left.
+        Raises:
+            SkilltrainError: A source cannot be read, or no skill is left.
         """
         sources, dropped = read_sources(self.sources)
         refused = Counter(drop.source for drop in dropped if drop.filter != CUT)

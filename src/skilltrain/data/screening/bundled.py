@@ -2,18 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from skilltrain.data.pool.skill_file import SKILL_FILE
+from skilltrain.data.pool.skill_file import MAX_FILES, bundled_paths
 from skilltrain.texts import clean_text, decode_text, printable
 
-MAX_FILES, MAX_BYTES = (
-    500,
-    4 * 2**20,
-)  # of one skill; what lies beyond is neither screened nor handed on
-_NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
+MAX_BYTES = 4 * 2**20  # of one skill; what lies beyond is neither screened nor handed on
 _NO_TEXT = re.compile(rb"[^\t\n -~]+")
 
 
@@ -48,7 +43,7 @@ def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFi
     """
     files: list[BundledFile] = []
     num_left_out = num_bytes = 0
-    for path in _paths(folder, hidden):
+    for path in bundled_paths(folder, hidden):
         try:
             if path.is_symlink() or not path.is_file():
                 continue
@@ -63,20 +58,3 @@ def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFi
         num_bytes += size
         files.append(BundledFile(path.relative_to(folder), content, os.access(path, os.X_OK)))
     return files, num_left_out
-
-
-def _paths(folder: Path, hidden: bool) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        inside = Path(place).relative_to(folder).parts
-        is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
-        # Of a folder that nobody may enter `exists` would raise.
-        kept = (
-            name
-            for name in folders
-            if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE))
-        )
-        folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
-        wanted = (
-            name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git
-        )
-        yield from (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)

@@ -73,7 +73,7 @@ class Equivalents(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """Estimate the cost without asking the model (`--dry-run`)."""
+        """Estimate the cost. Asks no chat model."""
         return estimate_cost(_questions(self))
 
 

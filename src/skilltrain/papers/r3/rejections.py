@@ -105,7 +105,8 @@ class Rejections(Stage):
     def run(self, out: Path) -> Summary:
         """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
-        Raises SkilltrainError if no group got a usable answer.
+        Raises:
+            SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
         read = partial(read_request, set(), 2 * self.num_words)
@@ -146,7 +147,7 @@ class Rejections(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """Count the groups and estimate the cost without asking the model (`--dry-run`)."""
+        """Count the groups and estimate the cost. Asks no chat model."""
         groups, dropped = _make_groups(self)
         estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
         estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))

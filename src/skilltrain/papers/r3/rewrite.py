@@ -50,7 +50,11 @@ class Rewrite(Stage):
     out: Path = Field(description="folder for queries, judgements and dropped")
 
     def run(self, out: Path) -> Summary:
-        """Write QUERIES, JUDGEMENTS and DROPPED. Raises SkilltrainError if no query was rewritten."""
+        """Write QUERIES, JUDGEMENTS and DROPPED.
+
+        Raises:
+            SkilltrainError: No query was rewritten.
+        """
         outcome = ask(_questions(self))
         if not outcome.values:
             raise SkilltrainError(
@@ -75,7 +79,7 @@ class Rewrite(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """Estimate the cost without asking the model (`--dry-run`)."""
+        """Estimate the cost. Asks no chat model."""
         return estimate_cost(_questions(self))
 
 

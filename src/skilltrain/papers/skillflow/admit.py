@@ -71,7 +71,7 @@ class AdmitConfig(ChoosingConfig):
 _SPECIFICITY_PROMPT = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "specificity")
 
 
-class Admit(Chooser[AdmitConfig]):
+class Admit(Chooser):
     """A chat model that admits candidates. `counts` also says how many skills each filter accepted."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:

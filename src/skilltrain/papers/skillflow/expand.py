@@ -53,6 +53,7 @@ class ExpandConfig(AskingConfig):
         default=8000, ge=1, description="how much of a task the chat model sees"
     )
     keep: Keep = None
+    is_composed = True
 
     def parts(self) -> Iterator[RankerConfig]:
         yield self

@@ -86,7 +86,7 @@ class Distractors(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """Estimate the cost without asking the model (`--dry-run`)."""
+        """Count the distractors and estimate the cost. Asks no chat model."""
         questions = _questions(self)
         return _counts(questions) | estimate_cost(questions)
 

@@ -25,8 +25,9 @@ from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, Plan, plan_jso
 from skilltrain.papers.skillweaver.decompose import ModelConfig
 from skilltrain.papers.skillweaver.plan_measures import MEANINGS, measure_names, plan_values
 from skilltrain.papers.skillweaver.planner import Find, Planner, PlannerConfig, find_each
-from skilltrain.records import Query, Ranker, Ranking, Skill
-from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
+from skilltrain.records import Query, Ranking, Skill
+from skilltrain.retrieval.cascade import SystemConfig, check_systems
+from skilltrain.retrieval.executor import OpenRankers, run_rankers, with_keeps
 from skilltrain.stage import Stage, Summary
 from skilltrain.version import __version__
 
@@ -160,7 +161,7 @@ class Plans(Stage):
         return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
     def dry_run(self) -> Summary:
-        """Count the tasks and estimate the cost of each chat model's first requests (`--dry-run`)."""
+        """Count the tasks and estimate the cost of each chat model's first requests."""
         benchmark, _, pool = _open(self)
         asks = [Ask(task.query) for task in benchmark.tasks]
         costs: dict[str, Any] = {}
@@ -174,14 +175,14 @@ class Plans(Stage):
 
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
     """Return a function that retrieves skills for steps by `system`, whose models stay open."""
-    opened: dict[str, Ranker] = {}
+    pool = OpenRankers(skills)
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
         queries = [
             Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)
         ]
-        rankings = Cascade(queries, skills, keep, opened).run(system)[-1].rankings
-        return [rankings[query.query_id] for query in queries]
+        rankings = run_rankers(with_keeps(system.rankers, keep), queries, None, pool)
+        return [rankings[query.query_id][:keep] for query in queries]
 
     return find
 

@@ -1,0 +1,109 @@
+"""Where a run was computed, and the sources of the plug-ins that it used.
+
+The first is provenance: it does not make a run another run. The sources of plug-ins do.
+"""
+
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from skilltrain.files import fingerprint
+from skilltrain.plugins import LOADED
+from skilltrain.terminal import launched_ranks
+from skilltrain.version import __version__
+
+HUB_REVISIONS: dict[str, str] = {}
+"""Commit of each model that this process has loaded from the Hub, by the model's id."""
+_CHECKOUT = Path(__file__).parents[2]
+# A commit in full, never a tag's name; "-dirty" follows if tracked files differ from it.
+_DESCRIBE = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
+_NO_PLUGINS = {"skilltrain", "pydantic", *sys.stdlib_module_names}
+
+
+def provenance_of(config: BaseModel) -> dict[str, Any]:
+    """Return where a run is computed: code, versions, device, processes, and revisions of models from the Hub.
+
+    It names no path, user or token.
+    """
+    commit, _, dirty = checkout_commit().partition("-")
+    used = {value for value in _values_in(config) if isinstance(value, str)}
+    return {
+        "commit": commit or None,
+        "is_dirty": bool(dirty),
+        "skilltrain": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "device": _device_name(),
+        "num_processes": launched_ranks(),
+        "hub_revisions": {name: HUB_REVISIONS[name] for name in sorted(used & {*HUB_REVISIONS})},
+    }
+
+
+@cache
+def checkout_commit() -> str:
+    """Return the git commit of skilltrain's checkout; empty for an installed package, or without git."""
+    if not (_CHECKOUT / ".git").exists():
+        return ""  # the package may be installed inside a checkout of something else
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            _DESCRIBE.split(), cwd=_CHECKOUT, text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    return ""
+
+
+def _device_name() -> str:
+    """Return the model of the GPU if this process has used one, else of the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    with suppress(OSError):
+        name = re.search(r"(?m)^model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        if name:
+            return name[1]
+    return platform.processor() or platform.machine()
+
+
+def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
+    """Return a SHA-256 of the source of every plug-in from outside this package that settings hold or name."""
+    modules: dict[str, str] = {}
+    for value in (*_values_in(config), *_values_in(config.model_dump(mode="json"))):
+        name = value.partition("@")[0] if isinstance(value, str) else ""  # a measure has a cutoff
+        if name in LOADED:
+            modules[name] = LOADED[name]
+        plugin = type(value)
+        modules[f"{plugin.__module__}:{plugin.__qualname__}"] = plugin.__module__
+    return {
+        name: _source_fingerprint(module)
+        for name, module in modules.items()
+        if module.partition(".")[0] not in _NO_PLUGINS
+    }
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """Yield `value`, and all sections, keys and values in it."""
+    yield value
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if isinstance(value, BaseModel | list | tuple | set | frozenset):
+        for child in value:
+            yield from _values_in(child)
+
+
+def _source_fingerprint(name: str) -> str:
+    """Return a SHA-256 of a module's file, or of all Python files of the package that it is in."""
+    module = sys.modules[name]
+    file = Path(getattr(module, "__file__", None) or "")
+    files = sorted(file.parent.rglob("*.py")) if module.__package__ else [file]
+    parts = [fingerprint(path) for path in files if path.is_file()]
+    return sha256(repr(parts).encode()).hexdigest()

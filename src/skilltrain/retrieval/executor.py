@@ -1,0 +1,114 @@
+"""The one executor: every list of rankers runs here, for evaluation, training, teacher scores and routing."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skilltrain.distributed import of_first_rank
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.rankers import RankerConfig
+
+
+@dataclass
+class OpenRankers:
+    """Rankers over one pool. Each is opened when it is first used.
+
+    Attributes:
+        skills: The pool.
+        opened: Rankers and models by `key`. The model in training is there as `OWN`.
+    """
+
+    skills: Sequence[Skill]
+    opened: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankerRun:
+    """One ranker's answers to all queries.
+
+    Attributes:
+        config: The ranker.
+        candidates: Rankings of the ranker before it; None for the first, which ranks the pool.
+        by_leg: Rankings of each of its legs.
+        rankings: Its rankings.
+        seconds: Mean time of a query.
+        counts: Report of a ranker that asks a chat model.
+    """
+
+    config: RankerConfig
+    candidates: Rankings | None
+    by_leg: Sequence[Rankings]
+    rankings: Rankings
+    seconds: float
+    counts: Mapping[str, Any]
+
+
+def run_rankers(
+    rankers: Sequence[RankerConfig],
+    queries: Sequence[Query],
+    candidates: Rankings | None,
+    pool: OpenRankers,
+    observe: Callable[[RankerRun], object] = lambda run: None,
+    without: Collection[str] = (),
+) -> Rankings:
+    """Run rankers one after the other. Each orders what the one before it found.
+
+    In a distributed run, all processes go on with the rankings of the first: a last bit that
+    differs must not give them different candidates.
+
+    Args:
+        rankers: What ranks; all have a `keep` (see `with_keeps`).
+        queries: What is ranked for.
+        candidates: What the first ranker orders; None to rank the pool.
+        pool: The rankers that are open, and the pool.
+        observe: Called with the answers of each ranker, before the next one runs.
+        without: Skills to rank as if the pool did not hold them.
+
+    Returns:
+        Rankings of the last ranker.
+    """
+    for config in rankers:
+        legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
+        leg_top_ks = config.leg_top_ks(candidates)
+        is_search = candidates is None
+        # The legs of a fused ranker find more than is needed anyway.
+        num_spare = len(without) if is_search and len(legs) == 1 else 0
+
+        started = time.perf_counter()
+        by_leg: list[Rankings] = []
+        for leg, leg_top_k in zip(legs, leg_top_ks, strict=True):
+            rankings = leg.rank(queries, candidates, leg_top_k + num_spare)
+            if without and is_search:
+                rankings = _leave_out(rankings, without, leg_top_k)
+            by_leg.append(rankings)
+        joined: Rankings = {}
+        for query in queries:
+            rows = [rankings[query.query_id] for rankings in by_leg]
+            joined[query.query_id] = config.combine(rows)
+        seconds = (time.perf_counter() - started) / len(queries)
+
+        joined = of_first_rank(joined)
+        counts = getattr(legs[0], "counts", {})
+        observe(RankerRun(config, candidates, by_leg, joined, seconds, counts))
+        candidates = joined
+    return candidates or {}
+
+
+def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
+    """Fill in how many skills each ranker keeps: at least `depth`, and what the later rankers need."""
+    filled: list[RankerConfig] = []
+    highest = max(depth, 1)
+    for ranker in reversed(rankers):
+        keep = highest if ranker.keep is None else ranker.keep
+        highest = max(highest, keep)
+        filled.append(ranker.model_copy(update={"keep": keep}))
+    return filled[::-1]
+
+
+def _leave_out(rankings: Rankings, without: Collection[str], top_k: int) -> Rankings:
+    """Return the `top_k` best skills of each ranking that are not in `without`."""
+    shorter: Rankings = {}
+    for query_id, ranking in rankings.items():
+        shorter[query_id] = [pair for pair in ranking if pair[0] not in without][:top_k]
+    return shorter

@@ -1,0 +1,72 @@
+"""The one executor: what it passes on, what its observers see, and that a router ranks as an evaluation does."""
+
+import pytest
+
+from skilltrain.config import validate
+from skilltrain.records import Query, Rankings, Skill
+from skilltrain.retrieval.cascade import SystemConfig, run_systems
+from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
+from skilltrain.serving.router import Router
+
+TOPICS = ("pdf form", "chart table", "pod deploy", "pdf chart", "form table", "pdf pod")
+SKILLS = [
+    Skill(f"s{number}", topic, f"work on a {topic}", f"{topic} " * (number + 1))
+    for number, topic in enumerate(TOPICS)
+]
+QUERIES = [Query("q1", "fill the pdf form", "", "", ""), Query("q2", "draw a chart", "", "", "")]
+LEXICAL = {"kind": "lexical"}
+NAMES = {"kind": "lexical", "fields": "name"}
+
+
+def system(*rankers: dict) -> SystemConfig:
+    return validate(SystemConfig, {"name": "x", "rankers": rankers}, "test")
+
+
+def ids(rankings: Rankings) -> dict[str, list[str]]:
+    return {query_id: [pair[0] for pair in ranking] for query_id, ranking in rankings.items()}
+
+
+@pytest.mark.parametrize(
+    "rankers",
+    [
+        [LEXICAL],
+        [LEXICAL | {"keep": 4}, NAMES],
+        [{"kind": "fuse", "of": [LEXICAL, NAMES], "weights": [1, 0.5]}],
+        [LEXICAL, {"kind": "fuse", "of": [LEXICAL, NAMES], "method": "rrf", "keep": 3}],
+    ],
+)
+def test_router_ranks_as_was_evaluated(rankers):
+    evaluated = run_systems([system(*rankers)], QUERIES, SKILLS, 20)["x"][-1].rankings
+
+    router = Router(SKILLS, system(*rankers))
+
+    for query in QUERIES:
+        assert router.trace(query.text).ranking == evaluated[query.query_id]
+
+
+def test_keeps_are_filled_in_from_the_last_ranker_on():
+    filled = with_keeps(system(LEXICAL, NAMES | {"keep": 7}, NAMES).rankers, 3)
+
+    assert [ranker.keep for ranker in filled] == [7, 7, 3]
+
+
+def test_observer_sees_every_ranker_and_its_legs():
+    rankers = with_keeps(system(LEXICAL, {"kind": "fuse", "of": [LEXICAL, NAMES]}).rankers, 4)
+    runs: list[RankerRun] = []
+
+    rankings = run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS), runs.append)
+
+    assert [len(run.by_leg) for run in runs] == [1, 2]
+    assert runs[0].candidates is None
+    assert runs[1].candidates == runs[0].rankings
+    assert runs[1].rankings == rankings
+
+
+def test_skills_left_out_are_replaced_by_the_next_best():
+    rankers = with_keeps(system(LEXICAL).rankers, 3)
+    pool = OpenRankers(SKILLS)
+    whole = ids(run_rankers(with_keeps(system(LEXICAL).rankers, 6), QUERIES, None, pool))["q1"]
+
+    shorter = ids(run_rankers(rankers, QUERIES, None, pool, without={whole[0]}))["q1"]
+
+    assert shorter == whole[1:4]
