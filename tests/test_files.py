@@ -1,107 +1,249 @@
+"""Files are written completely or not at all, and errors name the broken file and line."""
+
 import errno
 import gzip
 import json
 import os
+import random
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path, fingerprint, read_json, read_jsonl, write_json, write_text
 
+# Writing --------------------------------------------------------------------------------------
 
-def test_a_write_is_whole_or_leaves_the_old_file_and_an_impossible_place_is_one_line(tmp_path):
-    file = tmp_path / "x" / "y" / "a.txt"
+
+def test_text_is_written_as_utf8_with_open_permissions(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "folder" / "a.txt"
+
     write_text(file, "Fähre")
-    assert file.read_text(encoding="utf-8") == "Fähre" and file.stat().st_mode & 0o777 == 0o644
-    with pytest.raises(RuntimeError), atomic_path(file) as temporary:
+
+    assert file.read_bytes() == "Fähre".encode()
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised", "message"),
+    [
+        (RuntimeError("stopped"), RuntimeError, "stopped"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            SkilltrainError,
+            "cannot write: No space left on device",
+        ),
+    ],
+)
+def test_failed_write_leaves_old_file(
+    tmp_path: Path, fault: Exception, raised: type[Exception], message: str
+) -> None:
+    file = tmp_path / "a.txt"
+    write_text(file, "old")
+
+    with pytest.raises(raised, match=message), atomic_path(file) as temporary:
         temporary.write_text("half")
-        raise RuntimeError
-    with (
-        pytest.raises(SkilltrainError, match="cannot write: No space left on device"),
-        atomic_path(file),
-    ):
-        raise OSError(28, os.strerror(28))
-    assert [path.name for path in file.parent.iterdir()] == ["a.txt"]
-    with file.open() as old:  # whoever has it open goes on reading what was there
+        raise fault
+
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_open_file_keeps_its_old_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    write_text(file, "old")
+
+    with file.open() as opened_before:
         write_text(file, "new")
-        assert (old.read(), file.read_text()) == ("Fähre", "new")
-    for path in (file / "below.txt", file / "below" / "deep.txt"):
-        with pytest.raises(SkilltrainError, match="cannot write") as error:
-            write_text(path, "y")
-        assert error.value.where == path
+        old_text = opened_before.read()
+
+    assert old_text == "old"
+    assert file.read_text() == "new"
 
 
-def test_json_round_trip_and_refusals(tmp_path):
-    write_json(tmp_path / "a.json", {"a": [1, None, "ü"]})
+@pytest.mark.parametrize("name", ["below.txt", "below/deep.txt"])
+def test_write_below_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "a.txt"
+    write_text(file, "old")
+
+    with pytest.raises(SkilltrainError, match="cannot write") as failure:
+        write_text(file / name, "new")
+
+    assert failure.value.where == file / name
+
+
+# JSON -----------------------------------------------------------------------------------------
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    value = {"a": [1, None, "ü"]}
+
+    write_json(tmp_path / "a.json", value)
+
+    assert read_json(tmp_path / "a.json") == value
+
+
+def test_nan_is_refused_and_old_json_kept(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_json(file, 1)
+
     with pytest.raises(ValueError, match="JSON"):
-        write_json(tmp_path / "a.json", float("nan"))
-    assert read_json(tmp_path / "a.json") == {"a": [1, None, "ü"]}
-    for name, text, fault in (
-        ("b", "{", "is not JSON"),
-        ("c", '{"a": 1, "a": 2}', "'a' appears twice"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(SkilltrainError, match=fault):
-            read_json(tmp_path / name)
-    with pytest.raises(SkilltrainError, match="no such file"):
-        read_json(tmp_path / "d")
+        write_json(file, float("nan"))
+
+    assert read_json(file) == 1
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_json_lines_come_with_their_numbers_and_what_is_none_is_named(
-    tmp_path, monkeypatch, suffix
-):
-    monkeypatch.setattr("skilltrain.files._MAX_LINE", 200_000)
-    pack = gzip.compress if suffix.endswith("gz") else bytes
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ('{"a": 1, "a": 2}', "'a' appears twice")]
+)
+def test_broken_json_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+
+    with pytest.raises(SkilltrainError, match=message):
+        read_json(file)
+
+
+@pytest.mark.parametrize(
+    ("read", "name"), [(read_json, "a.json"), (lambda path: list(read_jsonl(path)), "a.jsonl")]
+)
+def test_missing_file_is_named(tmp_path: Path, read: Callable[[Path], Any], name: str) -> None:
+    with pytest.raises(SkilltrainError, match="no such file") as failure:
+        read(tmp_path / name)
+
+    assert failure.value.where == tmp_path / name
+
+
+# JSON Lines -----------------------------------------------------------------------------------
+
+GZIP_OR_PLAIN = pytest.mark.parametrize(
+    ("suffix", "pack"), [(".jsonl", bytes), (".jsonl.gz", gzip.compress)]
+)
+Pack = Callable[[bytes], bytes]
+
+
+@GZIP_OR_PLAIN
+def test_json_lines_have_line_numbers(tmp_path: Path, suffix: str, pack: Pack) -> None:
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(pack('\ufeff{"a": 1}\n\n  \n{"a": "ü"}\r\n{"a": 3}'.encode()))
-    rows = {1: {"a": 1}, 4: {"a": "ü"}, 5: {"a": 3}}
-    assert dict(read_jsonl(path)) == {f"{path}, line {number}": row for number, row in rows.items()}
-    for line, what in (
+
+    rows = dict(read_jsonl(path))
+
+    assert rows == {
+        f"{path}, line 1": {"a": 1},
+        f"{path}, line 4": {"a": "ü"},
+        f"{path}, line 5": {"a": 3},
+    }
+
+
+@GZIP_OR_PLAIN
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
         (b'{"a": ', "is not JSON Lines"),
         (b"[1]", "expected an object, found list"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": "\xff"}', "is not JSON Lines"),
         (b'{"a": "' + b"x" * 10**6, "a line has more than 64 MiB"),
-    ):
-        path.write_bytes(pack(b'{"a": 1}\n' + line + b"\n"))
-        with pytest.raises(SkilltrainError, match=what) as error:
-            list(read_jsonl(path))
-        assert str(error.value).startswith(f"{path}, line ")
-    with pytest.raises(SkilltrainError, match="no such file"):
-        list(read_jsonl(tmp_path / "none"))
-    whole = gzip.compress(
-        "\n".join(json.dumps({"a": os.urandom(8).hex()}) for _ in range(500)).encode()
-    )
-    for broken in (whole[: len(whole) // 2], whole[:200] + bytes(60) + whole[260:], b"not gzip"):
-        path.write_bytes(broken)
-        with pytest.raises(SkilltrainError, match="is not JSON Lines"):
-            list(read_jsonl(path))
+    ],
+    ids=["cut", "list", "nested", "not_utf8", "long"],
+)
+def test_broken_line_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    pack: Pack,
+    line: bytes,
+    message: str,
+) -> None:
+    monkeypatch.setattr("skilltrain.files._MAX_LINE_BYTES", 200_000)
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(pack(b'{"a": 1}\n' + line + b"\n"))
+
+    with pytest.raises(SkilltrainError, match=message) as failure:
+        list(read_jsonl(path))
+
+    assert str(failure.value).startswith(f"{path}, line ")
 
 
-def test_the_fingerprint_of_a_folder_is_worked_by_hand_and_takes_names_of_any_bytes(
-    tmp_path, monkeypatch
-):
-    """The formula may not change: the records of finished runs hold it."""
-    write_text(tmp_path / "one" / "x" / "ä.txt", "1")
-    write_text(tmp_path / "one" / "b.txt", "2")
-    parts = [b"b.txt", sha256(b"2").digest(), "x/ä.txt".encode(), sha256(b"1").digest()]
-    assert fingerprint(tmp_path / "one") == sha256(b"".join(parts)).hexdigest()
+ROWS = [json.dumps({"a": random.Random(number).randbytes(8).hex()}) for number in range(500)]
+COMPRESSED = gzip.compress("\n".join(ROWS).encode())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        COMPRESSED[: len(COMPRESSED) // 2],
+        COMPRESSED[:200] + bytes(60) + COMPRESSED[260:],
+        b"not gzip",
+    ],
+    ids=["cut", "overwritten", "not_gzip"],
+)
+def test_broken_gzip_is_refused(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(content)
+
+    with pytest.raises(SkilltrainError, match="is not JSON Lines"):
+        list(read_jsonl(path))
+
+
+# Fingerprints ---------------------------------------------------------------------------------
+
+
+def test_fingerprint_of_folder_by_hand(tmp_path: Path) -> None:
+    """The formula may not change, because the records of finished runs hold fingerprints."""
+    write_text(tmp_path / "x" / "ä.txt", "1")
+    write_text(tmp_path / "b.txt", "2")
+
+    names_and_digests = [
+        b"b.txt",
+        sha256(b"2").digest(),
+        "x/ä.txt".encode(),
+        sha256(b"1").digest(),
+    ]
+    assert fingerprint(tmp_path) == sha256(b"".join(names_and_digests)).hexdigest()
+
+
+def test_fingerprint_needs_existing_path(tmp_path: Path) -> None:
     with pytest.raises(SkilltrainError, match="no such file or folder"):
-        fingerprint(tmp_path / "two")
-    (tmp_path / "two").mkdir()
-    odd = tmp_path / "two" / os.fsdecode(b"caf\xe9")
-    odd.write_bytes(b"3")
-    assert fingerprint(tmp_path / "two") == sha256(b"caf\xe9" + sha256(b"3").digest()).hexdigest()
+        fingerprint(tmp_path / "none")
 
-    # One that cannot be read counts by its name; the tests may run as root, for whom chmod locks nothing.
-    def refusing(path, *args, **options):
+
+@pytest.fixture
+def latin1_file(tmp_path: Path) -> Path:
+    """A file whose name is not UTF-8."""
+    file = tmp_path / os.fsdecode(b"caf\xe9")
+    file.write_bytes(b"3")
+    return file
+
+
+@pytest.fixture
+def unreadable_file(latin1_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that cannot be opened. `chmod` would not do, because root may read everything."""
+
+    def refuse(path: Path, *args: object, **options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "open", refusing)
-    assert fingerprint(tmp_path / "two") == sha256(b"caf\xe9").hexdigest()
-    with pytest.raises(SkilltrainError, match="cannot be read: Permission denied") as error:
-        fingerprint(odd)
-    assert error.value.where == odd
+    monkeypatch.setattr(Path, "open", refuse)
+    return latin1_file
+
+
+def test_fingerprint_takes_names_of_any_bytes(latin1_file: Path) -> None:
+    expected = sha256(b"caf\xe9" + sha256(b"3").digest())
+
+    assert fingerprint(latin1_file.parent) == expected.hexdigest()
+
+
+def test_unreadable_file_in_folder_counts_by_name(unreadable_file: Path) -> None:
+    assert fingerprint(unreadable_file.parent) == sha256(b"caf\xe9").hexdigest()
+
+
+def test_fingerprint_of_unreadable_file_is_refused(unreadable_file: Path) -> None:
+    with pytest.raises(SkilltrainError, match="cannot be read: Permission denied") as failure:
+        fingerprint(unreadable_file)
+
+    assert failure.value.where == unreadable_file

@@ -1,4 +1,4 @@
-"""Texts that models see: skills within their caps, queries with their prompts."""
+"""Texts that models see: skills cut to their lengths, and queries with their prompts."""
 
 import pytest
 
@@ -9,74 +9,119 @@ from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
 
-NV_EMBED = "Instruct: find the task\nQuery: "
 SKILL = Skill("s", "pod-debug", "Finds why a pod fails", "# Steps\nLook at events")
+LONG_SKILL = Skill("s", "n", "说" * 400, "明" * 3000)
+UNTRIMMED_SKILL = Skill("s", "n ", "", "b" * 9000)
 
 
-def test_a_skill_is_name_description_body_within_their_caps():
-    assert (
-        SkillTemplate().render(SKILL)
-        == "pod-debug | Finds why a pod fails | # Steps\nLook at events"
-    )
-    assert (
-        SkillTemplate(description_chars=5, body_chars=7).render(SKILL)
-        == "pod-debug | Finds | # Steps"
-    )
-    assert SkillTemplate(fields="nd").render(SKILL) == "pod-debug | Finds why a pod fails"
-    assert SkillTemplate(fields="name", description_chars=0).render(SKILL) == "pod-debug"
-    assert SkillTemplate(fields="body", body_chars=7).render(SKILL) == "# Steps"
-    assert SkillTemplate().render(Skill("s", "n", " ", "")) == "n"
-    assert SkillTemplate(description_chars=0).render(Skill("s", "n", "d", "b")) == "n | b"
-    assert SkillTemplate().render(Skill("s", "", "", "")) == ""
-    skill = Skill("s", "n", "说" * 400, "明" * 3000)
-    assert SkillTemplate().render(skill) == "n | " + "说" * 300 + " | " + "明" * 2500
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (SkillTemplate(), "pod-debug | Finds why a pod fails | # Steps\nLook at events"),
+        (SkillTemplate(description_chars=5, body_chars=7), "pod-debug | Finds | # Steps"),
+        (SkillTemplate(fields="nd"), "pod-debug | Finds why a pod fails"),
+        (SkillTemplate(fields="name", description_chars=0), "pod-debug"),
+        (SkillTemplate(fields="body", body_chars=7), "# Steps"),
+    ],
+)
+def test_skill_text_has_chosen_fields(template: SkillTemplate, text: str) -> None:
+    assert template.render(SKILL) == text
 
 
-def test_the_encoder_sees_no_space_after_query_unless_its_prompt_says_so():
-    template = EncoderTemplate(instruction="Find skills", query_chars=6)
-    assert template.render_query("deploy pods") == "Instruct: Find skills\nQuery:deploy"
-    assert EncoderTemplate().render_query("deploy pods") == "deploy pods"
-    assert (
-        EncoderTemplate(query_prompt=NV_EMBED).render_query("deploy")
-        == "Instruct: find the task\nQuery: deploy"
-    )
+def test_skill_text_is_cut_by_default() -> None:
+    assert SkillTemplate().render(LONG_SKILL) == "n | " + "说" * 300 + " | " + "明" * 2500
+
+
+@pytest.mark.parametrize(
+    ("template", "skill", "text"),
+    [
+        (SkillTemplate(), Skill("s", "n", " ", ""), "n"),
+        (SkillTemplate(description_chars=0), Skill("s", "n", "d", "b"), "n | b"),
+        (SkillTemplate(), Skill("s", "", "", ""), ""),
+    ],
+)
+def test_empty_fields_are_left_out(template: SkillTemplate, skill: Skill, text: str) -> None:
+    assert template.render(skill) == text
+
+
+# Encoder --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (EncoderTemplate(), "deploy pods"),
+        (EncoderTemplate(query_chars=6), "deploy"),
+        (EncoderTemplate(instruction="Find skills"), "Instruct: Find skills\nQuery:deploy pods"),
+        (  # NV-Embed has a space after `Query:`
+            EncoderTemplate(query_prompt="Instruct: find\nQuery: "),
+            "Instruct: find\nQuery: deploy pods",
+        ),
+    ],
+)
+def test_query_text_begins_with_prompt(template: EncoderTemplate, text: str) -> None:
+    assert template.render_query("deploy pods") == text
+
+
+def test_two_query_prompts_are_refused() -> None:
     values = {"source": "x", "template": {"instruction": "find", "query_prompt": "find "}}
+
     with pytest.raises(SkilltrainError, match="give 'instruction' or 'query_prompt', not both"):
         validate(EncoderConfig, values, "test")
 
 
-def test_skillrouters_released_templates_by_name():
-    encoder = validate(
-        EncoderConfig, {"source": "x", "template": "skillrouter_released"}, "test"
-    ).template
-    reranker = validate(
-        RerankerConfig, {"source": "x", "template": "skillrouter_released"}, "test"
-    ).template
-    assert encoder is not None and reranker is not None
-    bare = Skill("s", "n ", "", "b" * 9000)
-    assert encoder.render_skill(bare) == f"n  |  | {'b' * 8000}"
-    assert encoder.render_query("q" * 3000).startswith(
-        "Instruct: Given a coding task description, retrieve "
-    )
-    assert encoder.render_query("q" * 3000).endswith("task\nQuery:" + "q" * 2000)
-    assert reranker.render_skill(bare) == f"n  |  | {'b' * 2000}"
-    assert (reranker.form, reranker.separator, reranker.query_chars) == ("yes_no", "\n\n", None)
-    assert reranker.query_prompt().startswith(
-        "<Instruct>: Given a coding task description, judge whether "
-    )
-    with pytest.raises(
-        SkilltrainError, match=r"template: must be a section of keys \(.*found 'skillrouter'"
-    ):
-        validate(EncoderConfig, {"source": "x", "template": "skillrouter"}, "test")
+def test_released_encoder_template() -> None:
+    values = {"source": "x", "template": "skillrouter_released"}
+
+    template = validate(EncoderConfig, values, "test").template
+
+    assert template is not None
+    query_text = template.render_query("q" * 3000)
+    assert template.render_skill(UNTRIMMED_SKILL) == f"n  |  | {'b' * 8000}"
+    assert query_text.startswith("Instruct: Given a coding task description, retrieve ")
+    assert query_text.endswith("task\nQuery:" + "q" * 2000)
 
 
-def test_the_yes_no_form_frames_query_and_skill_and_the_pair_form_adds_nothing():
+def test_unknown_template_name_is_refused() -> None:
+    values = {"source": "x", "template": "skillrouter"}
+    message = r"template: must be a section of keys \(.*found 'skillrouter'"
+
+    with pytest.raises(SkilltrainError, match=message):
+        validate(EncoderConfig, values, "test")
+
+
+# Reranker -------------------------------------------------------------------------------------
+
+
+def test_released_reranker_template() -> None:
+    values = {"source": "x", "template": "skillrouter_released"}
+
+    template = validate(RerankerConfig, values, "test").template
+
+    assert template is not None
+    instruction_start = "<Instruct>: Given a coding task description, judge whether "
+    assert template.render_skill(UNTRIMMED_SKILL) == f"n  |  | {'b' * 2000}"
+    assert (template.form, template.separator, template.query_chars) == ("yes_no", "\n\n", None)
+    assert template.query_prompt().startswith(instruction_start)
+
+
+def test_yes_no_form_frames_query_and_skill() -> None:
     template = RerankerTemplate(form="yes_no", instruction="Judge it", separator="\n")
-    frame = template.query_prompt(), template.query_end(), template.skill_prompt()
-    assert frame == ("<Instruct>: Judge it\n<Query>: ", "\n", "<Document>: ")
-    pair = RerankerTemplate()
-    assert (pair.query_prompt(), pair.query_end(), pair.skill_prompt()) == ("", "", "")
-    assert (
-        pair.render_skill(Skill("s", "n", "d" * 600, "b" * 3000))
-        == f"n | {'d' * 500} | {'b' * 2000}"
-    )
+
+    assert template.query_prompt() == "<Instruct>: Judge it\n<Query>: "
+    assert template.query_end() == "\n"
+    assert template.skill_prompt() == "<Document>: "
+
+
+def test_pair_form_adds_nothing() -> None:
+    template = RerankerTemplate()
+
+    assert template.query_prompt() == ""
+    assert template.query_end() == ""
+    assert template.skill_prompt() == ""
+
+
+def test_reranker_skill_text_is_cut() -> None:
+    skill = Skill("s", "n", "d" * 600, "b" * 3000)
+
+    assert RerankerTemplate().render_skill(skill) == f"n | {'d' * 500} | {'b' * 2000}"

@@ -1,20 +1,23 @@
-"""Blocks of work: the same results in the same order in this process, in several, and on Ray."""
+"""Blocks of work give the same results in one process, in several and on Ray."""
 
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from skilltrain.data.near_duplicates import TrigramSets, link_near_duplicates
 from skilltrain.errors import SkilltrainError
 from skilltrain.workers import WorkersConfig, map_blocks
 
 BLOCKS = [range(10 * start, 10 * start + 3) for start in range(20)]
+SHIFTED_SQUARES = [[number * number + 7 for number in block] for block in BLOCKS]
 
 
-def shifted_squares(shift: int, block: range) -> tuple[list[int], int]:
-    """(the squares, the process that took them); refuses a block of none."""
+def shift_squares(shift: int, block: range) -> tuple[list[int], int]:
+    """Return the shifted squares and the id of this process. Refuses an empty block."""
     if not block:
         raise SkilltrainError("is odd", where="block 20", fix="leave it out")
     return [number * number + shift for number in block], os.getpid()
@@ -24,55 +27,86 @@ def die(block: int) -> int:
     os._exit(9)
 
 
-def check_order_and_fault(workers: WorkersConfig) -> None:
-    """Twenty blocks in their order, then the fault of the last one as it is."""
-    found: list[tuple[list[int], int]] = []
-    with pytest.raises(SkilltrainError, match=r"^block 20: is odd \(leave it out\)$") as caught:
-        found.extend(
-            map_blocks(partial(shifted_squares, 7), [*BLOCKS, range(0)], workers, "squares")
+def check_order(workers: WorkersConfig) -> set[int]:
+    """Check that results are in the order of the blocks. Returns the ids of the processes."""
+    results = list(map_blocks(partial(shift_squares, 7), BLOCKS, workers, "squares"))
+
+    assert [squares for squares, _ in results] == SHIFTED_SQUARES
+    return {process_id for _, process_id in results}
+
+
+def check_fault(workers: WorkersConfig) -> None:
+    """Check that the fault of the last block is raised after all other results."""
+    results: list[tuple[list[int], int]] = []
+
+    with pytest.raises(SkilltrainError, match=r"^block 20: is odd \(leave it out\)$") as failure:
+        results.extend(
+            map_blocks(partial(shift_squares, 7), [*BLOCKS, range(0)], workers, "squares")
         )
-    assert caught.value.fix == "leave it out"
-    assert [squares for squares, _ in found] == [[n * n + 7 for n in block] for block in BLOCKS]
-    assert {process == os.getpid() for _, process in found} == {workers.num == 1}
+
+    assert failure.value.fix == "leave it out"
+    assert [squares for squares, _ in results] == SHIFTED_SQUARES
+
+
+def test_one_worker_is_this_process() -> None:
+    process_ids = check_order(WorkersConfig(num=1))
+
+    assert process_ids == {os.getpid()}
+
+
+def test_two_workers_are_other_processes() -> None:
+    process_ids = check_order(WorkersConfig(num=2))
+
+    assert os.getpid() not in process_ids
 
 
 @pytest.mark.parametrize("num", [1, 2])
-def test_results_come_in_the_order_of_the_blocks_and_a_users_fault_is_told_as_it_is(
-    num: int,
-) -> None:
-    check_order_and_fault(WorkersConfig(num=num))
+def test_fault_of_worker_is_raised_unchanged(num: int) -> None:
+    check_fault(WorkersConfig(num=num))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_no_blocks_give_no_results(num: int) -> None:
     assert list(map_blocks(die, [], WorkersConfig(num=num), "x")) == []
 
 
-def test_a_worker_that_dies_ends_the_work_with_advice() -> None:
+def test_dead_worker_ends_work_with_advice() -> None:
     with pytest.raises(SkilltrainError, match=r"worker process ended.*workers\.num to fewer"):
         list(map_blocks(die, [0, 1], WorkersConfig(num=2), "x"))
 
 
-@pytest.mark.slow
-def test_ray_gives_what_processes_give(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ray_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkersConfig]:
+    """Two workers on a local Ray cluster."""
     ray = pytest.importorskip("ray")
-    from skilltrain.data.near_duplicates import TrigramSets, link_near_duplicates
-
-    here, there = WorkersConfig(num=1), WorkersConfig(engine="ray", num=2)
+    # Ray's workers import the functions of this file.
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(paths)
-    )  # where Ray's workers find this file's functions
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
+
+    yield WorkersConfig(engine="ray", num=2)
+
+    ray.shutdown()
+    signal.signal(signal.SIGTERM, sigterm_handler)  # Ray replaces it for good
+
+
+@pytest.mark.slow
+def test_ray_gives_what_processes_give(ray_workers: WorkersConfig) -> None:
+    local_workers = WorkersConfig(num=1)
     bodies = [
-        f"restart the pods of service {n // 2} and wait until all of them are ready again"
-        for n in range(40)
+        f"restart the pods of service {number // 2} and wait until all of them are ready again"
+        for number in range(40)
     ]
-    sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        check_order_and_fault(there)
-        one, other = (TrigramSets.of(bodies, workers) for workers in (here, there))
-        assert (
-            one.trigrams.tolist() == other.trigrams.tolist()
-            and one.starts.tolist() == other.starts.tolist()
-        )
-        roots = link_near_duplicates(one, 0.9, here)
-        assert link_near_duplicates(other, 0.9, there) == roots and len(set(roots)) == 20
-    finally:
-        ray.shutdown()
-        signal.signal(signal.SIGTERM, sigterm)  # Ray takes it and keeps it
+
+    process_ids = check_order(ray_workers)
+    check_fault(ray_workers)
+    local_sets = TrigramSets.of(bodies, local_workers)
+    ray_sets = TrigramSets.of(bodies, ray_workers)
+    local_roots = link_near_duplicates(local_sets, 0.9, local_workers)
+    ray_roots = link_near_duplicates(ray_sets, 0.9, ray_workers)
+
+    assert os.getpid() not in process_ids
+    assert ray_sets.trigrams.tolist() == local_sets.trigrams.tolist()
+    assert ray_sets.starts.tolist() == local_sets.starts.tolist()
+    assert ray_roots == local_roots
+    assert len(set(local_roots)) == 20

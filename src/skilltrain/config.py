@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular
 from skilltrain.plugins import OneOf
-from skilltrain.texts import shortened
+from skilltrain.texts import shorten
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -365,7 +365,7 @@ def tags_of(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    return shortened("null" if value is None else repr(value), 60, "...")
+    return shorten("null" if value is None else repr(value), 60, "...")
 
 
 def to_yaml(config: BaseModel) -> str:

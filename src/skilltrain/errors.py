@@ -1,18 +1,30 @@
-"""The one error a user is meant to read: what is wrong, where, and what to do."""
+"""Errors that are meant for the user: what is wrong, where, and how to fix it."""
 
 
 class SkilltrainError(Exception):
-    """A fault in what the user gave us; the command line prints it as one line and exits with code 2."""
+    """A fault in the user's input. The command line prints it as one line and exits with code 2.
+
+    Attributes:
+        what: What is wrong.
+        where: The file, line, setting or address that is wrong. None: unknown.
+        fix: What the user can do.
+    """
 
     def __init__(self, what: str, *, where: object = None, fix: str = "") -> None:
-        self.what, self.where, self.fix = what, where, fix
-        place = f"{where}: " if where is not None else ""
+        self.what = what
+        self.where = where
+        self.fix = fix
+        location = f"{where}: " if where is not None else ""
         advice = f" ({fix})" if fix else ""
-        super().__init__(f"{place}{what}{advice}".replace("\n", " "))
+        super().__init__(f"{location}{what}{advice}".replace("\n", " "))
 
 
 class StoppedError(SkilltrainError):
-    """Signal `number` (Ctrl-C, SIGTERM) ended a long work; what was done is kept, and the same command goes on."""
+    """A signal (Ctrl-C, SIGTERM) ended a long run. The same command continues it.
+
+    Attributes:
+        number: Number of the signal.
+    """
 
     def __init__(self, what: str, *, where: object = None, fix: str = "", number: int) -> None:
         super().__init__(what, where=where, fix=fix)
@@ -20,5 +32,5 @@ class StoppedError(SkilltrainError):
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, without the number and the path that the system puts around it."""
+    """Return the message of an error, without the number and the path of a system error."""
     return getattr(error, "strerror", None) or str(error)

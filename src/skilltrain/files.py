@@ -1,4 +1,4 @@
-"""Files that are never half-written, and readers that say which line is broken."""
+"""Write files and folders completely or not at all, and read JSON with clear errors."""
 
 import gzip
 import hashlib
@@ -11,26 +11,28 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
 from skilltrain.errors import SkilltrainError, reason_of
 
-_HOME = re.compile(r"(/(home|Users)/|[A-Za-z]:\\Users\\|~)[^/\\]*")
-_PARENTS = re.compile(r"\A(/|~|[A-Za-z]:\\).*[/\\](?=[^/\\])", re.DOTALL)
 LOCAL_FILE = "local.json"
-"""Absolute paths of this machine, in the folder of a pool or a router; whatever shares the folder leaves it out."""
-_MAX_LINE = 64 * 2**20
-_BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark, too
+"""Absolute paths of this machine, in the folder of a pool or a router. It is never shared."""
 BROKEN_LINES = (OSError, EOFError, ValueError, zlib.error)
+"""Errors of `numbered_lines` and `json_object` for a file that is not JSON Lines."""
+
+_HOME_FOLDER = re.compile(r"(/(home|Users)/|[A-Za-z]:\\Users\\|~)[^/\\]*")
+_PARENT_FOLDERS = re.compile(r"\A(/|~|[A-Za-z]:\\).*[/\\](?=[^/\\])", re.DOTALL)
+_MAX_LINE_BYTES = 64 * 2**20
+_BLANK_BYTES = b"\xef\xbb\xbf \t\r\n"  # the first three are a byte order mark
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; rename it to `path` only if the block succeeds.
+    """Yield a temporary path that is renamed to `path` if the block succeeds.
 
-    A kill, a full disk or an exception leaves the old file as it was.
+    If the process is killed, the disk is full or the block raises, the old file stays as it was.
     """
     temporary: Path | None = None
     try:
@@ -39,8 +41,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.close(handle)
         temporary = Path(name)
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
@@ -52,9 +54,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep `folder` to this process, by a lock file beside it that the system frees however the process ends.
+    """Lock `folder` for this process, by a lock file beside it.
 
-    Raises SkilltrainError at once where another process holds it.
+    The system releases the lock when the process ends, even if it is killed.
+
+    Raises:
+        SkilltrainError: Another process holds the lock.
     """
     file = folder.with_name(f".{folder.name}.lock")
     lock = FileLock(file)
@@ -62,9 +67,10 @@ def locked(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
-        fix = "wait for it, or name another folder"
         raise SkilltrainError(
-            "another process is writing this very folder", where=folder, fix=fix
+            "another process is writing this very folder",
+            where=folder,
+            fix="wait for it, or name another folder",
         ) from error
     except OSError as error:
         raise SkilltrainError(f"cannot write: {reason_of(error)}", where=folder) from error
@@ -75,14 +81,15 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def staged_name(folder: Path) -> Path:
-    """Where `staged_folder` lets what becomes `folder` be written."""
+def staging_path(folder: Path) -> Path:
+    """Return the path of the folder that `staged_folder` yields for `folder`."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left behind of files that it was writing into `folder` (`atomic_path`)."""
-    if leftovers := [path for path in folder.glob(".*.partial") if path.is_file()]:
+    """Remove the temporary files of `atomic_path` that a killed process left in `folder`."""
+    leftovers = [path for path in folder.glob(".*.partial") if path.is_file()]
+    if leftovers:
         with locked(folder):
             for path in leftovers:
                 path.unlink(missing_ok=True)
@@ -90,18 +97,21 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def staged_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; it takes the name `folder` only if the block succeeds.
+    """Yield an empty folder that is renamed to `folder` if the block succeeds.
 
-    What a killed process left behind is removed first. Raises SkilltrainError where `folder` is neither absent nor
-    empty, or another process writes it.
+    The unfinished folder of a killed process is removed first.
+
+    Raises:
+        SkilltrainError: `folder` exists and is not empty, or another process writes it.
     """
     if folder.name in ("", ".."):
         raise SkilltrainError("is no name for an output folder", where=folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty:
         raise SkilltrainError(
             "exists, and is no empty folder", where=folder, fix="name another, or delete it"
         )
-    staged = staged_name(folder)
+    staged = staging_path(folder)
     with locked(folder):
         try:
             shutil.rmtree(staged, ignore_errors=True)
@@ -113,8 +123,12 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             raise
 
 
-def inside(folder: Path, name: str, where: object) -> Path:
-    """The path `folder/name`, where `name` was read from data. Raises SkilltrainError where it leaves `folder`."""
+def path_inside(folder: Path, name: str, where: object) -> Path:
+    """Return the path `folder/name` for a name that comes from a file.
+
+    Raises:
+        SkilltrainError: The path leaves `folder`. The error names `where` as the source.
+    """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise SkilltrainError(f"the path {name!r} leaves its folder", where=where)
@@ -128,7 +142,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically; NaN is refused, for JSON has none."""
+    """Write `value` as indented JSON, atomically. Raises ValueError for NaN, which JSON lacks."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -138,14 +152,17 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Raise SkilltrainError for a pipe, a device or a folder in place of a file: reading it might never end."""
+    """Raise SkilltrainError for a pipe, a device or a folder. Reading a pipe might never end."""
     if path.exists() and not path.is_file():
         raise SkilltrainError("is not a regular file", where=path)
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises SkilltrainError for a key that appears twice in an object: plain json keeps the
-    last and says nothing.
+    """Return the value in a JSON file.
+
+    Raises:
+        SkilltrainError: The file is missing or is not JSON, or an object has a key twice (of which
+            the module json would keep the last).
     """
     check_regular(path)
     try:
@@ -159,12 +176,13 @@ def read_json(path: Path) -> Any:
 
 
 def read_local(folder: Path) -> dict[str, Any]:
-    """Read the local file of a folder; empty where there is none."""
+    """Return the content of `LOCAL_FILE` in a folder. It is empty if there is no such file."""
     file = folder / LOCAL_FILE
     return read_json(file) if file.is_file() else {}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises SkilltrainError if a key appears twice."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -174,9 +192,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, object) of a .jsonl or .jsonl.gz file; blank lines are skipped.
+    """Yield the objects of a .jsonl or .jsonl.gz file, each with its position for errors.
 
-    Raises SkilltrainError naming file and line where a line is not a JSON object.
+    The position is the path and the line number. Blank lines are skipped.
+
+    Raises:
+        SkilltrainError: A line is not a JSON object. The error names the file and the line.
     """
     check_regular(path)
     number = 0
@@ -192,23 +213,29 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, plain or .gz, that are not blank, counted from 1; what is wrong with it is BROKEN_LINES.
+    """Yield the lines of a plain or .gz file that are not blank, with their numbers from 1.
 
-    A line of more than 64 MiB is refused: a small .gz may hold gigabytes.
+    Lines of more than 64 MiB are refused, because a small .gz may hold gigabytes.
+
+    Raises:
+        BROKEN_LINES: The file cannot be read.
     """
-    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), 1):
-            if len(line) > _MAX_LINE:
+    open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    with open_file(path, "rb") as file:
+        lines = iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) > _MAX_LINE_BYTES:
                 raise ValueError("a line has more than 64 MiB")
-            if line.strip(_BLANK):
+            if line.strip(_BLANK_BYTES):
                 yield number, line
 
 
 def json_object(line: bytes, unique_keys: bool = False) -> dict[str, Any]:
-    """The JSON object in a line. Raises ValueError where it is none.
+    """Return the JSON object in a line.
 
-    With `unique_keys`, SkilltrainError where a key appears twice.
+    Raises:
+        ValueError: The line is not a JSON object.
+        SkilltrainError: With `unique_keys`, a key appears twice.
     """
     hook = _unique_keys if unique_keys else None
     try:
@@ -220,43 +247,57 @@ def json_object(line: bytes, unique_keys: bool = False) -> dict[str, Any]:
     return value
 
 
-def stamps(folder: Path, endings: tuple[str, ...] = ("",)) -> set[tuple[str, int, int]]:
-    """Return path, inode and time of change of the files below a folder whose names end so, in lower case.
+class FileStamp(NamedTuple):
+    """A state of a file. A file that is overwritten or replaced gets another stamp.
 
-    The time of change cannot be set, so a file that is overwritten or replaced gets another stamp.
+    Attributes:
+        path: Path of the file.
+        inode: Number of the file in the file system.
+        changed: Nanoseconds of the last change (ctime). Unlike mtime, no program can set it.
     """
-    found: set[tuple[str, int, int]] = set()
+
+    path: str
+    inode: int
+    changed: int
+
+
+def file_stamps(folder: Path, suffixes: tuple[str, ...] = ("",)) -> set[FileStamp]:
+    """Return the stamps of the files below a folder whose names in lower case have a suffix."""
+    stamps: set[FileStamp] = set()
     for parent, _, names in os.walk(folder):
         for name in names:
-            if name.lower().endswith(endings):
+            if name.lower().endswith(suffixes):
                 with suppress(OSError):
                     file = Path(parent, name)
                     status = file.stat()
-                    found.add((str(file), status.st_ino, status.st_ctime_ns))
-    return found
+                    stamps.add(FileStamp(str(file), status.st_ino, status.st_ctime_ns))
+    return stamps
 
 
 def cache_folder(name: str) -> Path:
-    """The user's folder for what can be made again: $XDG_CACHE_HOME/skilltrain/`name`."""
+    """Return the cache folder `name` of the user, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "skilltrain" / name
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 over a file, or over the names and contents of all files below a folder.
+    """Return the SHA-256 of a file, or of the names and contents of all files below a folder.
 
-    A file of a folder that cannot be read counts by its name: whoever reads the folder says what comes of it. Raises
-    SkilltrainError where `path` is missing, or is a file that cannot be read.
+    Of files in a folder that cannot be read, only the names count. An error follows when the folder
+    is used.
+
+    Raises:
+        SkilltrainError: `path` is missing, or is a file that cannot be read.
     """
     if not path.exists():
         raise SkilltrainError("no such file or folder", where=path)
     digest = hashlib.sha256()
-    # Path.is_file raises where it may not look.
     files = [path]
     if not path.is_file():
+        # Unlike os.path.isfile, Path.is_file raises if a parent folder may not be entered.
         files = sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
     for file in files:
-        # Names need not be UTF-8: Python keeps their odd bytes as surrogates, which stand for those bytes here too.
-        name = str(file.relative_to(path) if file != path else path.name)
+        # Names need not be UTF-8. Python represents their other bytes as surrogates.
+        name = path.name if file == path else str(file.relative_to(path))
         digest.update(name.encode("utf-8", "surrogateescape"))
         try:
             with file.open("rb") as source:
@@ -268,11 +309,14 @@ def fingerprint(path: Path) -> str:
 
 
 def shareable(value: Any) -> Any:
-    """Return settings with absolute paths cut to their last part: they name users and machines."""
+    """Return settings with absolute paths cut to their last part.
+
+    The other parts may name users and machines. A home folder becomes `~`.
+    """
     if isinstance(value, Mapping):
         return {key: shareable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [shareable(item) for item in value]
     if not isinstance(value, str):
         return value
-    return "~" if _HOME.fullmatch(value) else _PARENTS.sub("", value)
+    return "~" if _HOME_FOLDER.fullmatch(value) else _PARENT_FOLDERS.sub("", value)

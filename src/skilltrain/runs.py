@@ -18,7 +18,7 @@ from skilltrain.files import (
     read_json,
     remove_leftovers,
     staged_folder,
-    staged_name,
+    staging_path,
     write_json,
     write_text,
 )
@@ -197,7 +197,7 @@ def _check_place(out: Path, read: Iterable[Path]) -> None:
     """Raise SkilltrainError for an `out` without a name, and for an input that the stage would empty first."""
     if out.name in ("", ".."):
         raise SkilltrainError("is no name for an output folder", where=out, fix="give out=… a name")
-    staged = staged_name(out).resolve()
+    staged = staging_path(out).resolve()
     if emptied := [path for path in read if path.resolve().is_relative_to(staged)]:
         raise SkilltrainError(
             f"lies where the stage writes before it names the folder {out.name}", where=emptied[0]

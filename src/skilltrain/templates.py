@@ -1,4 +1,7 @@
-"""Every string a model sees, saved inside a checkpoint. Caps count characters; token limits come on top of them."""
+"""Templates of the texts that models see. They are saved in a checkpoint.
+
+Their limits count characters. The models' own limits count tokens, and apply in addition.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,12 +13,13 @@ from skilltrain.config import Config
 from skilltrain.records import Skill
 
 QWEN3_RERANKER_PREFIX = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
 )
 QWEN3_RERANKER_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 SkillFields = Literal["full", "nd", "name", "description", "body"]
-"""What is seen of a skill."""
+"""The fields of a skill that a model sees."""
 FIELDS_SEEN: Mapping[SkillFields, tuple[str, ...]] = {
     "full": ("name", "description", "body"),
     "nd": ("name", "description"),
@@ -26,12 +30,12 @@ FIELDS_SEEN: Mapping[SkillFields, tuple[str, ...]] = {
 SEEN = "full: name, description and body; nd: no body; or one of the three alone"
 ChunkPool = Literal["max", "top2"]
 RELEASED = "skillrouter_released"
-"""The template, by name, with which SkillRouter's released code evaluates; it trains with smaller caps."""
+"""Name of the template with which SkillRouter's released code evaluates. It trains on less text."""
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
 
 
 class Chunks(Config):
-    """How much of a body an encoder sees: one window, or several, each with name and description in front of it."""
+    """Windows of a body that an encoder sees, each after the name and the description."""
 
     windows: int = Field(
         default=1, ge=1, description="windows of a body at most, each of template.skill.body_chars"
@@ -45,7 +49,7 @@ class Chunks(Config):
 
 
 class SkillTemplate(Config):
-    """How a skill becomes one text: `name | description | body`, the last two within their caps."""
+    """Template of a skill's text: `name | description | body`, the last two cut to a length."""
 
     fields: SkillFields = Field(default="full", description=SEEN)
     description_chars: int = Field(default=300, ge=0, description="how much of a description")
@@ -56,42 +60,47 @@ class SkillTemplate(Config):
     )
 
     def parts(self, skill: Skill) -> dict[str, str]:
-        """Field → what is shown of it, in order; a field that shows nothing is left out, unless `verbatim`."""
-        caps = {"name": None, "description": self.description_chars, "body": self.body_chars}
-        shown = {field: getattr(skill, field)[: caps[field]] for field in FIELDS_SEEN[self.fields]}
-        return (
-            shown
-            if self.verbatim
-            else {field: text.strip() for field, text in shown.items() if text.strip()}
-        )
+        """Return the text of each field, in order. Empty texts are left out, unless `verbatim`."""
+        max_chars = {"name": None, "description": self.description_chars, "body": self.body_chars}
+        texts = {
+            field: getattr(skill, field)[: max_chars[field]] for field in FIELDS_SEEN[self.fields]
+        }
+        if self.verbatim:
+            return texts
+        return {field: text.strip() for field, text in texts.items() if text.strip()}
 
     def render(self, skill: Skill) -> str:
-        """The text of a skill."""
+        """Return the text of a skill."""
         return self.separator.join(self.parts(skill).values())
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
-        """The skill once for each window, its body beginning there; the first is the skill itself."""
-        return [
-            replace(skill, body=skill.body[start:]) if start else skill
-            for start in self.starts(skill, chunks)
-        ]
+        """Return a copy of the skill for each window, with a body that begins at the window."""
+        starts = self.window_starts(skill, chunks)
+        return [replace(skill, body=skill.body[start:]) if start else skill for start in starts]
 
-    def starts(self, skill: Skill, chunks: Chunks) -> range:
-        """Where in the body its windows begin: as many as reach its end, or `chunks.windows`."""
-        rest = len(skill.body.rstrip()) - self.body_chars
-        if chunks.windows == 1 or "body" not in FIELDS_SEEN[self.fields] or rest <= 0:
+    def window_starts(self, skill: Skill, chunks: Chunks) -> range:
+        """Return the positions in the body where its windows begin.
+
+        There are as many windows as reach the end of the body, but at most `chunks.windows`.
+        """
+        num_chars_after_first = len(skill.body.rstrip()) - self.body_chars
+        has_body = "body" in FIELDS_SEEN[self.fields]
+        if chunks.windows == 1 or not has_body or num_chars_after_first <= 0:
             return range(1)
         step = self.body_chars - chunks.overlap
-        return range(0, rest + step, step)[: chunks.windows]
+        return range(0, num_chars_after_first + step, step)[: chunks.windows]
 
 
-def _released(**settings: Any) -> Any:
-    """A validator that takes RELEASED for these settings of a template."""
-    return model_validator(mode="before")(lambda given: settings if given == RELEASED else given)
+def _accept_released_name(**settings: Any) -> Any:
+    """Return a validator that replaces the name RELEASED by these settings of a template."""
+    return model_validator(mode="before")(lambda value: settings if value == RELEASED else value)
 
 
 class EncoderTemplate(Config):
-    """What the encoder sees of a query and of a skill. A prompt that is null is the one in the model's own folder."""
+    """Template of what the encoder sees of a query and of a skill.
+
+    A prompt that is null is taken from the model's folder.
+    """
 
     instruction: str | None = Field(
         default=None, description="task stated before a query, in Qwen3-Embedding's form"
@@ -104,49 +113,48 @@ class EncoderTemplate(Config):
     )
     query_chars: int = Field(default=1500, ge=1, description="how much of a query")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
-    _by_name = _released(
-        instruction="Given a coding task description, retrieve the most relevant skill document that would help an "
-        "agent complete the task",
+    _released_settings = _accept_released_name(
+        instruction="Given a coding task description, retrieve the most relevant skill document "
+        "that would help an agent complete the task",
         query_chars=2000,
         skill=SkillTemplate(description_chars=500, body_chars=8000, verbatim=True),
     )
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> "EncoderTemplate":
+    def _check_single_prompt(self) -> "EncoderTemplate":
         if self.instruction and self.query_prompt is not None:
             raise ValueError("give 'instruction' or 'query_prompt', not both")
         return self
 
-    def before_query(self) -> str:
-        """What precedes the query; Qwen3-Embedding's form has no space after `Query:`."""
-        return (
-            f"Instruct: {self.instruction}\nQuery:" if self.instruction else self.query_prompt or ""
-        )
+    def query_prefix(self) -> str:
+        """Return the text before a query. Qwen3-Embedding's form has no space after `Query:`."""
+        if self.instruction:
+            return f"Instruct: {self.instruction}\nQuery:"
+        return self.query_prompt or ""
 
     def render_query(self, text: str) -> str:
-        """The text of a query, prompt included."""
-        return self.before_query() + text[: self.query_chars]
+        """Return the text of a query, with its prompt."""
+        return self.query_prefix() + text[: self.query_chars]
 
     def render_skill(self, skill: Skill) -> str:
-        """The text of a skill, prompt included."""
+        """Return the text of a skill, with its prompt."""
         return (self.skill_prompt or "") + self.skill.render(skill)
 
     def with_prompts(self, query_prompt: str, skill_prompt: str) -> "EncoderTemplate":
-        """This template with the prompts of a model's folder, where it says nothing itself."""
-        of_query = (
-            {}
-            if self.instruction or self.query_prompt is not None
-            else {"query_prompt": query_prompt or None}
-        )
-        of_skill = {} if self.skill_prompt is not None else {"skill_prompt": skill_prompt or None}
-        return self.model_copy(update=of_query | of_skill)
+        """Return a copy with the prompts of a model's folder, where this template sets none."""
+        prompts: dict[str, str | None] = {}
+        if not self.instruction and self.query_prompt is None:
+            prompts["query_prompt"] = query_prompt or None
+        if self.skill_prompt is None:
+            prompts["skill_prompt"] = skill_prompt or None
+        return self.model_copy(update=prompts)
 
 
 class RerankerTemplate(Config):
-    """What the reranker sees of a (query, skill) pair.
+    """Template of what the reranker sees of a query and a skill.
 
-    `pair` is the two-segment input of BERT-like models with a classification head, `yes_no` the chat form of
-    Qwen3-Reranker, which has two official separators.
+    The form `pair` is the input of BERT-like models with a classification head, in two segments.
+    `yes_no` is the chat form of Qwen3-Reranker, which has two official separators.
     """
 
     form: Literal["pair", "yes_no"] = Field(
@@ -163,32 +171,30 @@ class RerankerTemplate(Config):
         default=SkillTemplate(description_chars=500, body_chars=2000),
         description="the text of a skill",
     )
-    _by_name = _released(
+    _released_settings = _accept_released_name(
         form="yes_no",
-        instruction="Given a coding task description, judge whether the skill document is relevant and useful for "
-        "completing the task",
+        instruction="Given a coding task description, judge whether the skill document is relevant "
+        "and useful for completing the task",
         query_chars=None,
         skill=SkillTemplate(description_chars=500, body_chars=2000, verbatim=True),
     )
 
     def query_prompt(self) -> str:
-        """What precedes the query's own text (after the chat prefix)."""
-        return (
-            f"<Instruct>: {self.instruction}{self.separator}<Query>: "
-            if self.form == "yes_no"
-            else ""
-        )
+        """Return the text before a query, which follows the chat prefix."""
+        if self.form == "pair":
+            return ""
+        return f"<Instruct>: {self.instruction}{self.separator}<Query>: "
 
     def query_end(self) -> str:
-        """What follows the query's own text."""
+        """Return the text after a query."""
         return self.separator if self.form == "yes_no" else ""
 
     def skill_prompt(self) -> str:
-        """What precedes the skill's own text."""
+        """Return the text before a skill."""
         return "<Document>: " if self.form == "yes_no" else ""
 
     def render_skill(self, skill: Skill) -> str:
-        """The text that alone may be truncated."""
+        """Return the text of a skill, without prompt. Only this text may be truncated."""
         return self.skill.render(skill)
 
 
@@ -196,8 +202,7 @@ TemplateT = TypeVar("TemplateT", EncoderTemplate, RerankerTemplate)
 
 
 def with_fields(template: TemplateT, fields: SkillFields | None) -> TemplateT:
-    """`template` that shows these fields of a skill; null changes nothing."""
-    skill = (
-        template.skill if fields is None else template.skill.model_copy(update={"fields": fields})
-    )
+    """Return a copy of a template that shows these fields of a skill. None changes nothing."""
+    update = {} if fields is None else {"fields": fields}
+    skill = template.skill.model_copy(update=update)
     return template.model_copy(update={"skill": skill})

@@ -1,4 +1,4 @@
-"""What a person sees while work goes on: one console, one kind of progress bar."""
+"""Messages and progress bars for the person at the terminal."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,29 +21,33 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from skilltrain.texts import shortened, visible
+from skilltrain.texts import shorten, visible
 
 console = Console(stderr=True, highlight=False)
 if not console.is_terminal and "COLUMNS" not in os.environ:
-    console.width = 120  # a log file has no width of its own; tables need this much
+    console.width = 120  # for tables in log files, which have no width of their own
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 _SECONDS_BETWEEN_LINES = 30
-_BETWEEN_WORDS: Any = {
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}  # a path can be copied whole
-_MAX_CHARS = 2000  # of a line; what a library says of a file may hold all of the file
+_MAX_LINE_CHARS = 2000  # the error of a library may quote a whole file
 
 
 @contextmanager
 def progress(
     description: str, total: int | None, done: int = 0
 ) -> Iterator[Callable[[int, str], None]]:
-    """Show how far a work is, of which `done` is done already; yields show(completed, note).
+    """Show the progress of some work. Nothing is shown for a single item.
 
-    In a terminal a bar with the remaining time, the note below it; elsewhere (a batch job's log) a plain line now and
-    then. Nothing for a single item.
+    A terminal shows a bar with the remaining time, and a note below it. A log file gets a plain
+    line about every 30 seconds.
+
+    Args:
+        description: Label of the bar.
+        total: Number of items. None: unknown.
+        done: Number of items completed before, for example by a run that is resumed.
+
+    Yields:
+        A function to call with the number of completed items and a note.
     """
     if total == 1:
         yield lambda completed, note: None
@@ -58,48 +62,46 @@ def progress(
             TextColumn("eta"),
             TimeRemainingColumn(),
         )
-        # By default rich looks back 30 seconds, so it says nothing where a step takes longer.
-        bar, line = (
-            Progress(*columns, console=console, speed_estimate_period=float("inf")),
-            Text(style="dim"),
-        )
+        # By default rich estimates the speed over 30 seconds, which is too short for slow steps.
+        bar = Progress(*columns, console=console, speed_estimate_period=float("inf"))
+        note_line = Text(style="dim")
         task = bar.add_task(description, total=total, completed=done)
 
         def show(completed: int, note: str) -> None:
             bar.update(task, completed=completed)
-            line.plain = note
+            note_line.plain = note
 
-        with Live(Group(bar, line), console=console, refresh_per_second=4):
+        with Live(Group(bar, note_line), console=console, refresh_per_second=4):
             yield show
 
 
 def _plain_progress(description: str, total: int | None, done: int) -> Callable[[int, str], None]:
-    """show(completed, note) that says a line about every 30 seconds: how far it is, and how long what is left takes."""
-    started = last = time.monotonic()
+    """Return a function that prints the progress and the remaining time every 30 seconds."""
+    start_time = time.monotonic()
+    last_time = start_time
 
     def show(completed: int, note: str) -> None:
-        nonlocal last
+        nonlocal last_time
         now = time.monotonic()
-        if now - last < _SECONDS_BETWEEN_LINES:
+        if now - last_time < _SECONDS_BETWEEN_LINES:
             return
-        last, new = now, completed - done
+        last_time = now
         if total is None:
             say(f"{description} {completed:,}  {note}")
             return
-        left = (
-            timedelta(seconds=round((now - started) / new * (total - completed)))
-            if new
-            else "-:--:--"
-        )
-        say(
-            f"{description} {completed:,}/{total:,} ({100 * completed // max(1, total)}%)  eta {left}  {note}"
-        )
+
+        percent = 100 * completed // max(1, total)
+        remaining = "-:--:--"
+        if completed > done:
+            seconds_per_item = (now - start_time) / (completed - done)
+            remaining = timedelta(seconds=round(seconds_per_item * (total - completed)))
+        say(f"{description} {completed:,}/{total:,} ({percent}%)  eta {remaining}  {note}")
 
     return show
 
 
 def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
-    """Yield `items` while their progress is shown."""
+    """Yield `items`, and show how many have been processed."""
     with progress(description, total) as show:
         for number, item in enumerate(items, 1):
             yield item
@@ -108,28 +110,33 @@ def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterat
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """No progress is shown within: for what is timed, or done once for each query."""
-    before, console.quiet = console.quiet, True
+    """Show nothing on the console within the block, for example while it is timed."""
+    was_quiet = console.quiet
+    console.quiet = True
     try:
         yield
     finally:
-        console.quiet = before
+        console.quiet = was_quiet
 
 
 def launched_ranks() -> int:
-    """How many processes the launcher has started."""
+    """Return the number of processes that the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks and writes for all ranks of a run; true outside a distributed run."""
+    """Return whether this process prints and writes for all ranks of a run.
+
+    True outside a distributed run.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(message: str) -> None:
-    """Plain lines to the person at the terminal (stderr, so that stdout stays machine-readable), by one process.
+    """Print a message to stderr, from the main process only.
 
-    A closed terminal, a full disk or a lack of file descriptors raises nothing: work goes on without the line.
+    stdout is kept for output that programs read. If the message cannot be printed, because the
+    terminal is closed or the disk is full, nothing is raised and the work goes on.
     """
     if is_main_process():
         with suppress(OSError, ValueError):
@@ -137,11 +144,15 @@ def say(message: str) -> None:
 
 
 def print_line(message: str, style: str = "") -> None:
-    """One line on stderr; a terminal breaks it between words alone, a log file not at all.
+    """Print a message on stderr, made safe for a terminal.
 
-    What it quotes of strangers steers no terminal (`visible`), and no line is without end.
+    Long lines are cut. A terminal wraps the others between words only, so that a path can be
+    copied. A log file does not wrap them.
     """
-    lines = [shortened(line, _MAX_CHARS) for line in visible(message).split("\n")]
+    lines = [shorten(line, _MAX_LINE_CHARS) for line in visible(message).split("\n")]
     if console.is_terminal:
-        lines = [textwrap.fill(line, console.width, **_BETWEEN_WORDS) for line in lines]
+        wrapper = textwrap.TextWrapper(
+            console.width, break_long_words=False, break_on_hyphens=False
+        )
+        lines = [wrapper.fill(line) for line in lines]
     console.print("\n".join(lines), style=style, markup=False, emoji=False, soft_wrap=True)

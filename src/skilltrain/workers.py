@@ -1,4 +1,7 @@
-"""Blocks of work on several processes of this machine, or on a Ray cluster, with the same results in the same order."""
+"""Run blocks of work on several processes of this machine, or on a Ray cluster.
+
+The results and their order do not depend on where they are computed.
+"""
 
 import logging
 import os
@@ -19,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkersConfig(Config):
-    """Who computes. The results do not depend on it."""
+    """Settings of the workers. The results do not depend on them."""
 
     engine: Literal["processes", "ray"] = Field(
         default="processes",
@@ -31,8 +34,10 @@ class WorkersConfig(Config):
 
 
 def _num_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+    """Return the number of cores that this process may use, which a container may limit."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def map_blocks(
@@ -41,24 +46,36 @@ def map_blocks(
     workers: WorkersConfig,
     description: str,
 ) -> Iterator[ResultT]:
-    """Yield `function(block)` for each block, in the order of `blocks`, under a progress bar.
+    """Yield `function(block)` for each block, in the order of `blocks`, with a progress bar.
 
-    `function` is a top-level function (or a partial of one). A SkilltrainError of a worker is raised here.
+    Args:
+        function: A top-level function, or a partial of one, so that it can be pickled.
+        blocks: Arguments of the function.
+        workers: Where to run the function.
+        description: Label of the progress bar.
+
+    Raises:
+        SkilltrainError: A worker raised it, or a worker process ended early.
     """
     if not blocks:
         return
-    num = min(workers.num or _num_cores(), len(blocks))
-    in_turn = _in_processes(function, blocks, num) if num > 1 else map(function, blocks)
-    results = _on_ray(function, blocks, workers.num) if workers.engine == "ray" else in_turn
+    num_processes = min(workers.num or _num_cores(), len(blocks))
+    if workers.engine == "ray":
+        results = _run_on_ray(function, blocks, workers.num)
+    elif num_processes > 1:
+        results = _run_in_processes(function, blocks, num_processes)
+    else:
+        results = map(function, blocks)
     yield from track(results, description, len(blocks))
 
 
-def _in_processes(
-    function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_workers: int
+def _run_in_processes(
+    function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_processes: int
 ) -> Iterator[ResultT]:
-    threads = max(1, _num_cores() // num_workers)
-    # Not forked: a fork of a process in which torch or faiss have started threads may hang.
-    executor = ProcessPoolExecutor(num_workers, get_context("spawn"), _limit_threads, (threads,))
+    num_threads = max(1, _num_cores() // num_processes)
+    # A forked process may hang if torch or faiss have started threads, so it is spawned.
+    spawn = get_context("spawn")
+    executor = ProcessPoolExecutor(num_processes, spawn, _limit_threads, (num_threads,))
     try:
         yield from executor.map(function, blocks)
     except BrokenProcessPool as error:
@@ -68,16 +85,16 @@ def _in_processes(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _limit_threads(threads: int) -> None:
-    """Share the cores among the workers, before the libraries that read this are loaded."""
+def _limit_threads(num_threads: int) -> None:
+    """Limit the threads of a worker. Libraries read these variables when they are loaded."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(threads)
+        os.environ[name] = str(num_threads)
 
 
-def _on_ray(
-    function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num: int | None
+def _run_on_ray(
+    function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_cores: int | None
 ) -> Iterator[ResultT]:
-    """The results from the cluster that RAY_ADDRESS names, or from one of `num` cores on this machine."""
+    """Run on the cluster of RAY_ADDRESS, or else on `num_cores` of this machine (None: all)."""
     try:
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -86,15 +103,15 @@ def _on_ray(
             "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
         ) from error
     if not ray.is_initialized():
-        cores = None if os.environ.get("RAY_ADDRESS") else num or _num_cores()
+        is_cluster = bool(os.environ.get("RAY_ADDRESS"))
         ray.init(
-            num_cpus=cores,
+            num_cpus=None if is_cluster else num_cores or _num_cores(),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
 
-    def call(block: Any) -> Any:  # for Ray takes no partial
+    def call(block: Any) -> Any:  # Ray accepts no partials
         return function(block)
 
     task: Any = ray.remote(call)
@@ -102,6 +119,8 @@ def _on_ray(
     try:
         yield from map(get, [task.remote(block) for block in blocks])
     except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, SkilltrainError) else error from error
+        if isinstance(error.cause, SkilltrainError):
+            raise error.cause from error
+        raise
     except RayError as error:
         raise SkilltrainError(f"Ray gave up: {' '.join(str(error).split())[:300]}") from error

@@ -16,7 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.runs import dry_run, run_stage
 from skilltrain.stage import Stage, command_of, load_stage
 from skilltrain.terminal import is_main_process
-from skilltrain.texts import printable, shortened
+from skilltrain.texts import printable, shorten
 from skilltrain.version import __version__
 
 P = ParamSpec("P")
@@ -213,7 +213,7 @@ def brief(value: Any) -> str:
     else:
         plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         text = json.dumps(plain, default=str, ensure_ascii=False)
-    return shortened(text, 70, "...")
+    return shorten(text, 70, "...")
 
 
 # What is printed ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skilltrain.data.screening.secret_keys import secrets_in, show_beginning
+from skilltrain.data.screening.secret_keys import mask_secret, secret_spans
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.forms import open_model
 from skilltrain.files import read_json
@@ -96,9 +96,9 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
     """Raise SkilltrainError for a text file that holds what looks like a real key or password."""
     for name, path in paths.items():
         text = path.read_text(encoding="utf-8") if path.suffix in _TEXT_SUFFIXES else ""
-        spans = [*secrets_in(text), *(match.span() for match in _URL_PASSWORD.finditer(text))]
+        spans = [*secret_spans(text), *(match.span() for match in _URL_PASSWORD.finditer(text))]
         for start, end in spans:
-            fault = f"holds what looks like a secret: {show_beginning(text[start:end])}"
+            fault = f"holds what looks like a secret: {mask_secret(text[start:end])}"
             fix = "take it out of the recipe, and revoke it; nothing was sent"
             raise SkilltrainError(fault, where=name, fix=fix)
 

@@ -1,7 +1,8 @@
-"""Requests to a chat model, its answers, and the cache that keeps answers from being paid twice."""
+"""Requests to a chat model, its answers, and a cache so that no answer is paid for twice."""
 
 import hashlib
 import json
+import math
 import re
 import sqlite3
 import threading
@@ -16,7 +17,7 @@ from skilltrain.errors import SkilltrainError
 DATABASE = "answers.sqlite"
 MALFORMED = "malformed"
 _TOKENS_PER_MESSAGE = 4  # role and separators in OpenAI's chat format
-_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.S)
+_THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>", re.S)  # at the start of an answer
 _SURROGATES = re.compile("[\ud800-\udfff]")  # cannot be written to a file
 _TABLE = """
 PRAGMA journal_mode = WAL;
@@ -27,32 +28,32 @@ CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to a chat model. Another seed asks for another answer."""
+    """One question to a chat model. A request with another seed gets another answer."""
 
     system: str
     user: str
     seed: int
 
     def messages(self) -> list[dict[str, str]]:
-        """Return the chat messages; an empty system message is left out."""
+        """Return the chat messages, without the system message if it is empty."""
         texts = {"system": self.system, "user": self.user}
         return [{"role": role, "content": text} for role, text in texts.items() if text]
 
     def num_tokens(self) -> int:
-        """Estimate how many tokens the server reads."""
+        """Estimate the number of tokens that the server reads."""
         return sum(
             estimate_tokens(message["content"]) + _TOKENS_PER_MESSAGE for message in self.messages()
         )
 
     def key(self, parameters: Mapping[str, Any]) -> str:
-        """Return a SHA-256 over the model's parameters, the messages and the seed."""
+        """Return the cache key: a SHA-256 of the parameters, the messages and the seed."""
         content = {"parameters": parameters, "messages": self.messages(), "seed": self.seed}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written."""
+    """Numbers of tokens read (`prompt`) and written (`completion`)."""
 
     prompt: int = 0
     completion: int = 0
@@ -79,7 +80,11 @@ class Completion:
         return Usage(self.num_prompt_tokens, self.num_completion_tokens)
 
     def usable_text(self) -> str:
-        """Return the text. Raises AnswerError if there is none, or not all of it."""
+        """Return the text of a complete answer.
+
+        Raises:
+            AnswerError: The answer is malformed, refused, empty or cut off.
+        """
         if self.finish_reason == MALFORMED:
             raise AnswerError(MALFORMED, "the server's reply is no chat completion")
         if self.finish_reason == "refusal":
@@ -92,10 +97,14 @@ class Completion:
 
 
 class AnswerError(Exception):
-    """Why a request has no usable answer, as DROPPED records it.
+    """A request has no usable answer. Its attributes are recorded in a row of DROPPED.
 
-    The kinds of this package are `failed` (no answer after all retries), `budget` (not sent),
-    `malformed`, `refused`, `empty` and `truncated`. Stages add their own.
+    Attributes:
+        kind: `failed` (no answer after all retries), `budget` (not sent), `malformed`, `refused`,
+            `empty` or `truncated`. Stages add their own kinds.
+        reason: The reason in words.
+        value: A score that explains the reason, if there is one.
+        other_id: A skill that explains the reason, if there is one.
     """
 
     def __init__(
@@ -109,21 +118,25 @@ class AnswerError(Exception):
 
 
 def estimate_tokens(text: str) -> int:
-    """Estimate the tokens of a text: 1 for 4 ASCII letters, 3 for 4 Chinese characters."""
-    num_bytes = len(text.encode(errors="replace"))
-    num_ascii = len(text.encode("ascii", "ignore"))
-    return -(-num_ascii // 4) - (num_ascii - num_bytes) // 4
+    """Estimate the number of tokens in a text: one for every four bytes of UTF-8.
+
+    These are four ASCII characters or 1.3 Chinese ones. ASCII and other bytes are rounded up
+    separately.
+    """
+    num_ascii_bytes = len(text.encode("ascii", "ignore"))
+    num_other_bytes = len(text.encode(errors="replace")) - num_ascii_bytes
+    return math.ceil(num_ascii_bytes / 4) + math.ceil(num_other_bytes / 4)
 
 
 def reported_tokens(count: object, estimate: int) -> int:
-    """Return the server's count of tokens, or our estimate if the server reports none."""
+    """Return the number of tokens that the server reports, or the estimate if it reports none."""
     return count if isinstance(count, int) and count > 0 else estimate
 
 
 def read_completion(reply: Any, request: Request) -> Completion:
-    """Read a reply of openai's client. A `<think>` block is removed from the text.
+    """Read a reply of openai's client, and remove the `<think>` block from its text.
 
-    A reply that is no chat completion gives a Completion whose `finish_reason` is `malformed`.
+    A reply that is not a chat completion becomes a Completion with the `finish_reason` malformed.
     """
     try:
         choice = reply.choices[0]
@@ -134,7 +147,7 @@ def read_completion(reply: Any, request: Request) -> Completion:
     is_refusal = refusal or choice.finish_reason == "content_filter"
     usage = reply.usage
     return Completion(
-        _THOUGHTS.sub("", text),
+        _THINK_BLOCK.sub("", text),
         "refusal" if is_refusal else str(choice.finish_reason or "stop"),
         reported_tokens(getattr(usage, "prompt_tokens", None), request.num_tokens()),
         reported_tokens(getattr(usage, "completion_tokens", None), estimate_tokens(text)),
@@ -142,29 +155,29 @@ def read_completion(reply: Any, request: Request) -> Completion:
 
 
 class AnswerCache:
-    """Answers by key, in an SQLite file of `folder`; None keeps nothing."""
+    """A cache of answers in an SQLite file of `folder`. Without a folder it stays empty."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder.expanduser() if folder is not None else None
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Completion | None:
-        """Return the answer kept under `key`, if any. Never creates the file."""
+        """Return the answer stored under `key`, if any. Never creates the file."""
         if self._folder is None or not (self._folder / DATABASE).exists():
             return None
         rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
         values = json.loads(rows[0][0]) if rows else {}
-        return Completion(**values) if "text" in values else None  # older rows may lack a text
+        return Completion(**values) if "text" in values else None  # rows of old versions lack it
 
     def put(self, key: str, answer: Completion) -> None:
-        """Keep an answer. A kill after this returns cannot lose it."""
+        """Store an answer. It survives if the process is killed afterwards."""
         if self._folder is not None:
             values = json.dumps(asdict(answer))
             self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, values)
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
-        """The open file, which is created if it does not exist."""
+        """The open database. Its file is created if it does not exist."""
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         database = sqlite3.connect(
@@ -174,7 +187,7 @@ class AnswerCache:
         return database
 
     def _execute(self, statement: str, *values: str) -> list[tuple[str]]:
-        """Run one statement. Raises SkilltrainError for a full disk or a damaged file."""
+        """Run one statement. Raises SkilltrainError if the disk is full or the file damaged."""
         try:
             with self._lock:
                 return self._database.execute(statement, values).fetchall()

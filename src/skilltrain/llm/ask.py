@@ -1,4 +1,4 @@
-"""Ask a chat model about many items, repeat what it answers badly, and estimate the cost."""
+"""Ask a chat model about many items, repeat unusable answers, and estimate the cost."""
 
 import json
 import re
@@ -15,12 +15,12 @@ from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.records import Dropped, counted
 from skilltrain.terminal import say, track
 
-_FENCED = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
-_LASTING = ("failed", "budget")  # another attempt would fail for the same reason
+_CODE_BLOCK = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
+_FINAL_FAULTS = ("failed", "budget")  # another attempt would fail for the same reason
 
 
 class Item(Protocol):
-    """Something a stage wants an answer for. Rows of DROPPED name it by these two ids."""
+    """What a question is about. Rows of DROPPED identify it by these two ids."""
 
     @property
     def query_id(self) -> str: ...
@@ -37,18 +37,19 @@ Answer = Completion | AnswerError
 
 @dataclass(frozen=True)
 class Questions(Generic[ItemT, ValueT]):
-    """One question per item, and how the answers are read.
+    """Questions to a chat model, one for each item, and how to read the answers.
 
     Attributes:
         llm: The chat model.
-        items: What is asked about.
-        prompt: Returns the system and the user message of an item.
-        seed: Returns the seed of an item's attempt, counted from 0. Each attempt has another one.
-        read: Returns the value in an answer. Raises AnswerError, or ValueError for its form, if it
-            is not usable. Answers are read in the order of the items, so that the outcome does
-            not depend on the server's speed.
-        max_attempts: Answers asked for before an item is dropped.
-        answer_tokens: Expected length of an answer, for the estimate.
+        items: The items to ask about.
+        prompt: Returns the system message and the user message for an item.
+        seed: Returns the seed for an item and an attempt, counted from 0. Every attempt needs
+            another seed.
+        read: Returns the value that an answer holds. Raises AnswerError, or ValueError for a wrong
+            format, if the answer is not usable. Answers are read in the order of the items, so
+            that the outcome does not depend on the server's speed.
+        max_attempts: Number of answers to ask for before an item is dropped.
+        answer_tokens: Expected tokens in an answer, for the estimate of the cost.
         description: Label of the progress bar.
     """
 
@@ -62,7 +63,7 @@ class Questions(Generic[ItemT, ValueT]):
     description: str
 
     def request(self, item: ItemT, attempt: int = 0, fault: Dropped | None = None) -> Request:
-        """Return the request of an attempt. It quotes why the previous answer was refused."""
+        """Return the request for an attempt. It quotes the fault of the previous answer, if any."""
         system, user = self.prompt(item)
         if fault is not None:
             reason = untrusted_line(fault.reason)
@@ -72,14 +73,20 @@ class Questions(Generic[ItemT, ValueT]):
 
 @dataclass(frozen=True)
 class Outcome(Generic[ItemT, ValueT]):
-    """Usable values with their items, the items dropped, and the tokens and dollars used."""
+    """Result of asking about all items.
+
+    Attributes:
+        values: Items with a usable answer, and its value, in the order of the items.
+        dropped: Rows of DROPPED for the other items.
+        used: Tokens and dollars by column of the summary.
+    """
 
     values: list[tuple[ItemT, ValueT]]
     dropped: list[Dropped]
     used: dict[str, Any]
 
     def counts(self) -> dict[str, Any]:
-        """Count the items, those without a usable answer by kind of fault, and the cost."""
+        """Return the numbers of items and of unusable answers by kind, and the cost."""
         return {
             "num_asked": len(self.values) + len(self.dropped),
             "num_unusable": len(self.dropped),
@@ -89,24 +96,25 @@ class Outcome(Generic[ItemT, ValueT]):
 
 
 def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
-    """Estimate the cost of all first attempts and say it in one line.
+    """Estimate the cost of all first attempts, and print it in one line.
 
-    Sends nothing. Cached answers cost nothing.
+    No request is sent. Cached answers cost nothing.
     """
     llm = questions.llm
     requests = (questions.request(item) for item in questions.items)
-    new = [request.num_tokens() for request in requests if llm.recall(request) is None]
-    num_cached = len(questions.items) - len(new)
-    usage = Usage(sum(new), len(new) * questions.answer_tokens)
+    prompt_tokens = [request.num_tokens() for request in requests if llm.recall(request) is None]
+    num_requests = len(prompt_tokens)
+    num_cached = len(questions.items) - num_requests
+    usage = Usage(sum(prompt_tokens), num_requests * questions.answer_tokens)
     cached = f" ({num_cached:,} more are in the cache)" if num_cached else ""
     say(
-        f"{len(new):,} requests to {llm.config.model}{cached}, {llm.budget.describe(usage)}; "
+        f"{num_requests:,} requests to {llm.config.model}{cached}, {llm.budget.describe(usage)}; "
         "answers that cannot be used are asked for again, "
         f"up to {questions.max_attempts} times in all"
     )
     return {
         "model": llm.config.model,
-        "num_requests": len(new),
+        "num_requests": num_requests,
         "num_answered_before": num_cached,
         **llm.budget.account(usage),
         "budget": str(llm.budget) or None,
@@ -116,14 +124,14 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
 def ask_all(
     questions: Questions[ItemT, ValueT], drop_if_down: bool = False
 ) -> Outcome[ItemT, ValueT]:
-    """Ask about all items, in rounds, until each answer is usable or the attempts are used up.
+    """Ask about all items, in rounds, until every answer is usable or no attempts remain.
 
     Args:
-        questions: What to ask.
+        questions: The questions.
         drop_if_down: Drop all items, with a warning, if no request can succeed.
 
     Raises:
-        SkilltrainError: No request can succeed. Answers so far are in the cache.
+        SkilltrainError: No request can succeed. The answers so far are in the cache.
     """
     values: dict[int, ValueT] = {}
     faults: dict[int, Dropped] = {}
@@ -131,14 +139,15 @@ def ask_all(
     try:
         for attempt in range(questions.max_attempts):
             _ask_round(questions, attempt, pending, values, faults)
-            pending = [i for i, fault in faults.items() if fault.filter not in _LASTING]
+            pending = [i for i, fault in faults.items() if fault.filter not in _FINAL_FAULTS]
     except SkilltrainError as error:
         if not drop_if_down:
             raise
         say(f"warning: {questions.description}: it goes on without the chat model: {error}")
-        down = AnswerError("down", error.what)
+        fault = AnswerError("down", error.what)
         values = {}
-        faults = {i: _dropped(item, down) for i, item in enumerate(questions.items)}
+        faults = {i: _dropped_row(item, fault) for i, item in enumerate(questions.items)}
+
     usable = [(questions.items[position], values[position]) for position in sorted(values)]
     budget = questions.llm.budget
     return Outcome(usable, list(faults.values()), budget.account(budget.used))
@@ -151,7 +160,15 @@ def _ask_round(
     values: dict[int, ValueT],
     faults: dict[int, Dropped],
 ) -> None:
-    """Ask about the `pending` positions once and move each to `values` or `faults`."""
+    """Ask once about the items at the `pending` positions, and fill `values` or `faults`.
+
+    Args:
+        questions: The questions.
+        attempt: Number of the round, from 0.
+        pending: Positions of the items to ask about.
+        values: Usable values by position. The round adds to them.
+        faults: Rows of DROPPED by position. The round replaces those that it asked about.
+    """
     llm = questions.llm
     answers: dict[int, Answer] = {}
 
@@ -164,17 +181,18 @@ def _ask_round(
         except AnswerError as error:
             return position, error
 
-    # Cached answers first, so that the budget counts them before a request is sent.
+    # Cached answers come first, so that the budget counts them before a request is sent.
     for position in pending:
         cached = llm.recall(request_of(position))
         if cached is not None:
             llm.budget.count(cached.usage)
             answers[position] = cached
 
-    new = [position for position in pending if position not in answers]
-    if new:
-        replies = in_threads(ask, new, llm.config.concurrency)
-        answers |= track(replies, f"{questions.description}, attempt {attempt + 1}", len(new))
+    uncached = [position for position in pending if position not in answers]
+    if uncached:
+        replies = in_threads(ask, uncached, llm.config.concurrency)
+        label = f"{questions.description}, attempt {attempt + 1}"
+        answers |= track(replies, label, len(uncached))
 
     for position in pending:
         item = questions.items[position]
@@ -182,7 +200,7 @@ def _ask_round(
             values[position] = questions.read(item, _usable_text(answers[position]))
             faults.pop(position, None)
         except (AnswerError, ValueError) as error:
-            faults[position] = _dropped(item, error)
+            faults[position] = _dropped_row(item, error)
 
 
 def _usable_text(answer: Answer) -> str:
@@ -191,7 +209,7 @@ def _usable_text(answer: Answer) -> str:
     return answer.usable_text()
 
 
-def _dropped(item: Item, error: AnswerError | ValueError) -> Dropped:
+def _dropped_row(item: Item, error: AnswerError | ValueError) -> Dropped:
     if not isinstance(error, AnswerError):
         error = AnswerError(MALFORMED, str(error))
     return Dropped(
@@ -205,9 +223,10 @@ def _dropped(item: Item, error: AnswerError | ValueError) -> Dropped:
 
 
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
-    """Read the one JSON object of an answer, bare or in a fenced block.
+    """Read the JSON object in an answer, which may be in a code block.
 
-    Raises ValueError, which says what is wrong.
+    Raises:
+        ValueError: The answer is not one JSON object, or the object does not fit `kind`.
     """
     try:
         return kind.model_validate(_read_json(answer, "{"))
@@ -221,29 +240,30 @@ def read_object(answer: str, kind: type[ModelT]) -> ModelT:
 
 
 def read_texts(answer: str) -> list[str]:
-    """Read the one JSON list of texts in an answer. Raises AnswerError if it is none."""
+    """Read the JSON list of texts in an answer. Raises AnswerError if it is not such a list."""
     return _read_list(answer, lambda item: isinstance(item, str), "strings")
 
 
 def read_numbers(answer: str, allowed: range) -> list[int]:
-    """Read the one JSON list of numbers, all in `allowed`. Raises AnswerError if it is none."""
-    wanted = f"numbers from {allowed.start} to {allowed.stop - 1}"
-    return _read_list(answer, lambda item: type(item) is int and item in allowed, wanted)
+    """Read the JSON list of numbers in `allowed`. Raises AnswerError if it is not such a list."""
+    expected = f"numbers from {allowed.start} to {allowed.stop - 1}"
+    return _read_list(answer, lambda item: type(item) is int and item in allowed, expected)
 
 
-def _read_list(answer: str, fits: Callable[[Any], bool], wanted: str) -> list[Any]:
+def _read_list(answer: str, is_expected: Callable[[Any], bool], expected: str) -> list[Any]:
     try:
         items = _read_json(answer, "[")
     except (ValueError, RecursionError):
         items = None
-    if not isinstance(items, list) or not all(fits(item) for item in items):
-        raise AnswerError("no_list", f"it was not a JSON list of {wanted}")
+    if not isinstance(items, list) or not all(map(is_expected, items)):
+        raise AnswerError("no_list", f"it was not a JSON list of {expected}")
     return items
 
 
 def _read_json(answer: str, opening: str) -> Any:
+    """Return the JSON value of an answer that begins with `opening`, or of its code block."""
     text = answer.strip()
-    fenced = _FENCED.search(text)
-    if fenced and not text.startswith(opening):
-        text = fenced[1]
+    code_block = _CODE_BLOCK.search(text)
+    if code_block and not text.startswith(opening):
+        text = code_block[1]
     return json.loads(text, strict=False)  # many models put a line break inside a JSON string

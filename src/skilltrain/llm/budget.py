@@ -8,7 +8,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import AnswerError, Usage
 from skilltrain.llm.settings import Prices, ServerConfig
 
-# OpenAI's list prices in dollars per million tokens read and written, as published in 2025.
+# OpenAI's list prices of 2025, in dollars per million tokens read and per million written.
 LIST_PRICES = {
     "gpt-4o-mini": (0.15, 0.60),
     "gpt-4o": (2.50, 10.00),
@@ -22,7 +22,7 @@ LIST_PRICES = {
 
 
 class Budget:
-    """Tokens that a run used, over all threads, their prices and limits."""
+    """Tokens that a run has used, with their prices and limits. Threads may share it."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._section = config.section
@@ -40,7 +40,7 @@ class Budget:
             )
 
     def count(self, usage: Usage) -> None:
-        """Add the tokens of a request."""
+        """Add the tokens of one request."""
         with self._lock:
             self.used += usage
 
@@ -52,7 +52,7 @@ class Budget:
             raise AnswerError("budget", f"not sent: the budget of {self} is used up")
 
     def price(self, usage: Usage) -> float | None:
-        """Return the dollars for so many tokens, or None if no price is known."""
+        """Return the price of some tokens in dollars, or None if it is not known."""
         if self._prices is None:
             return None
         prompt = usage.prompt * self._prices.prompt
@@ -60,7 +60,7 @@ class Budget:
         return (prompt + completion) / 1e6
 
     def account(self, usage: Usage) -> dict[str, Any]:
-        """Return tokens and dollars as a stage's summary shows them."""
+        """Return tokens and dollars by key of a stage's summary."""
         dollars = self.price(usage)
         return {
             "num_prompt_tokens": usage.prompt,
@@ -69,7 +69,7 @@ class Budget:
         }
 
     def describe(self, usage: Usage) -> str:
-        """Describe an estimated usage in words: tokens, price, budget."""
+        """Return an estimate in words: tokens, price and budget."""
         dollars = self.price(usage)
         section = self._section
         price = f"price unknown ({section}.prices)" if dollars is None else f"about ${dollars:,.4g}"

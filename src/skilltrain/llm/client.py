@@ -1,4 +1,4 @@
-"""Clients of OpenAI-compatible servers. The package openai does retries and time limits."""
+"""Clients of OpenAI-compatible servers. The package openai retries and limits the time."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -19,21 +19,21 @@ from skilltrain.llm.budget import Budget
 from skilltrain.llm.settings import LLMConfig, ServerConfig
 
 if TYPE_CHECKING:
-    import openai  # importing it takes half a second, which a run without a server need not spend
+    import openai  # its import takes half a second, so it is imported where it is needed
 
 ItemT = TypeVar("ItemT")
 ReplyT = TypeVar("ReplyT")
 
-_MIN_SECRET_CHARS = 8  # a shorter key, such as "none", is no secret and may be a common word
+_MIN_SECRET_CHARS = 8  # a shorter key, such as "none", is not secret and may be a common word
 _MAX_REASON_CHARS = 300
-_MAX_FAILURES = 20  # in a row; more end the run
-_UNREACHED = ("ConnectError", "ConnectTimeout")  # of httpx
-# What decides an answer, besides messages and seed.
-_PARAMETERS = {"kind", "model", "base_url", "temperature", "max_tokens"}
+_MAX_FAILURES = 20  # consecutive failures that end the run
+_CONNECTION_ERRORS = ("ConnectError", "ConnectTimeout")  # of httpx
+# Settings that an answer depends on. They are part of its key in the cache.
+_ANSWER_SETTINGS = {"kind", "model", "base_url", "temperature", "max_tokens"}
 
 
 class ServerError(AnswerError):
-    """A request that failed after all tries. `status` is None if the connection broke."""
+    """A request failed after all retries. `status` is None if the connection broke."""
 
     def __init__(self, reason: str, status: int | None) -> None:
         super().__init__("failed", reason)
@@ -55,7 +55,11 @@ class Server:
 
     @cached_property
     def client(self) -> "openai.OpenAI":
-        """openai's client. Raises SkilltrainError if OpenAI's own server is asked without a key."""
+        """The client of the package openai.
+
+        Raises:
+            SkilltrainError: The server is OpenAI's own, and there is no key.
+        """
         import openai
 
         if self.config.is_openai and not self._key:
@@ -75,7 +79,7 @@ class Server:
 
         Raises:
             AnswerError: The budget is used up.
-            ServerError: All tries failed.
+            ServerError: The request and all its retries failed.
             SkilltrainError: No other request can succeed either.
         """
         import openai
@@ -85,44 +89,44 @@ class Server:
         try:
             return send(client)
         except openai.OpenAIError as error:
-            # `from None` keeps openai's error out of tracebacks: it may hold the key.
-            raise self._explained(error) from None
+            # `from None` keeps openai's error out of tracebacks, because it may hold the key.
+            raise self._translate_error(error) from None
 
     def mask_key(self, text: str) -> str:
-        """Return `text` without the key, which some servers send back."""
+        """Replace the key in a text by `[key]`, because some servers send it back."""
         return text.replace(self._key, "[key]") if len(self._key) >= _MIN_SECRET_CHARS else text
 
-    def _explained(self, error: "openai.OpenAIError") -> ServerError | SkilltrainError:
-        """Translate an error of openai's client into ours, without the key."""
+    def _translate_error(self, error: "openai.OpenAIError") -> ServerError | SkilltrainError:
+        """Return our error for an error of openai's client, without the key."""
         reason = " ".join(self.mask_key(str(error)).split())[:_MAX_REASON_CHARS]
         status = getattr(error, "status_code", None)
         section = self.config.section
         if status in (401, 403):
-            what = f"the key was refused: {reason}"
+            fault = f"the key was refused: {reason}"
             fix = f"set {self.config.api_key_env} to a valid key"
         elif status == 404:
-            what = f"no model '{self.config.model}' here: {reason}"
+            fault = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
         elif status == 429 and getattr(error, "code", None) == "insufficient_quota":
-            what = "the account has no credit left"
+            fault = "the account has no credit left"
             fix = "top it up, then run again"
-        elif type(error.__cause__).__name__ in _UNREACHED:
-            what = f"no server answers: {reason}"
+        elif type(error.__cause__).__name__ in _CONNECTION_ERRORS:
+            fault = f"no server answers: {reason}"
             fix = f"start it, or correct {section}.base_url"
         else:
             return ServerError(reason, status)
-        return SkilltrainError(what, where=self.config.base_url, fix=fix)
+        return SkilltrainError(fault, where=self.config.base_url, fix=fix)
 
 
 class LLM:
-    """A chat model: its server, the answers it gave before, and the budget of the run."""
+    """A chat model: its server, the cache of its answers and the budget of the run."""
 
     def __init__(self, config: LLMConfig) -> None:
         self.config = config
         self._server = Server(config)
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
-        self._parameters = config.model_dump(mode="json", include=_PARAMETERS)
+        self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
         self._num_failures = 0
 
     def recall(self, request: Request) -> Completion | None:
@@ -130,11 +134,11 @@ class LLM:
         return self._cache.get(request.key(self._parameters))
 
     def complete(self, request: Request) -> Completion:
-        """Ask the server, and cache the answer before it is returned. Threads may share an LLM.
+        """Ask the server, cache the answer and return it. Threads may share an LLM.
 
         Raises:
             AnswerError: The request failed (kind `failed`) or was not sent (kind `budget`).
-            SkilltrainError: No further request can succeed, or too many failed in a row.
+            SkilltrainError: No other request can succeed, or too many requests in a row failed.
         """
         try:
             answer = self._ask(request)
@@ -153,7 +157,7 @@ class LLM:
         return answer
 
     def _ask(self, request: Request) -> Completion:
-        """Return the server's answer to a request."""
+        """Return the server's answer to a request, without the key."""
         config = self.config
         body: dict[str, Any] = {
             "model": config.model,
@@ -166,7 +170,7 @@ class LLM:
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))
         except (ValueError, RecursionError):
-            reply = None  # it is not JSON
+            reply = None  # the reply is not JSON
         answer = read_completion(reply, request)
         return replace(answer, text=self._server.mask_key(answer.text))
 
@@ -174,10 +178,10 @@ class LLM:
 def in_threads(
     work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int
 ) -> Iterator[ReplyT]:
-    """Yield `work(item)` of each item as it is done; items are begun in their order.
+    """Call `work` on all items in threads, and yield the results as they are ready.
 
-    After an error no item is begun. Items under way are finished and yielded, then the error is
-    raised.
+    Items are started in their order. After an error no more items are started. Those already
+    started are finished and their results yielded, and then the error is raised.
     """
     errors: list[Exception] = []
 

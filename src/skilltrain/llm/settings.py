@@ -1,4 +1,4 @@
-"""Settings of a server that speaks OpenAI's API, and of the recipe's `llm:` section."""
+"""Settings of an OpenAI-compatible server, and of the section `llm:` of a recipe."""
 
 import urllib.parse
 from pathlib import Path
@@ -9,9 +9,11 @@ from pydantic import Field, field_validator
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 
+_URL_HINT = "give a URL such as http://localhost:8000/v1"
+
 
 class Prices(Config):
-    """Dollars per million tokens."""
+    """Prices of tokens, in dollars per million."""
 
     prompt: float = Field(ge=0, description="dollars per million tokens read")
     completion: float = Field(
@@ -20,10 +22,10 @@ class Prices(Config):
 
 
 class BudgetConfig(Config):
-    """Limits of a run, checked before each request.
+    """Limits of a run. They are checked before each request.
 
-    Requests under way when a limit is reached are finished, so at most `concurrency` requests
-    exceed it.
+    Requests that are under way when a limit is reached are finished. Therefore the last
+    `concurrency` requests may exceed it.
     """
 
     max_tokens: int | None = Field(
@@ -35,7 +37,7 @@ class BudgetConfig(Config):
 
 
 class ServerConfig(Config):
-    """An OpenAI-compatible server and how it is asked. Errors name the settings by `section`."""
+    """Settings of an OpenAI-compatible server, in the section `section` of a recipe."""
 
     section: ClassVar[str]
     model: str = Field(min_length=1, description="the server's name of the model")
@@ -67,9 +69,9 @@ class ServerConfig(Config):
 
     @field_validator("api_key_env")
     @classmethod
-    def _is_a_variable_name(cls, value: str) -> str:
+    def _check_variable_name(cls, value: str) -> str:
         if not value.replace("_", "a").isalnum() or value[0].isdigit() or value.startswith("sk"):
-            # pydantic prints the value of a ValueError, and the value may be the key itself.
+            # Not a ValueError: pydantic would print the value, which may be the key itself.
             raise SkilltrainError(
                 "api_key_env must name an environment variable", fix="never write a key in a recipe"
             )
@@ -77,26 +79,23 @@ class ServerConfig(Config):
 
     @field_validator("base_url")
     @classmethod
-    def _holds_no_secret(cls, value: str) -> str:
+    def _check_base_url(cls, value: str) -> str:
         try:
             parts = urllib.parse.urlsplit(value)
             is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError as error:  # a malformed port or IPv6 address
-            raise ValueError(_URL_WANTED) from error
+            raise ValueError(_URL_HINT) from error
         if parts.username or parts.password or parts.query:
             raise SkilltrainError(
                 "base_url must hold no user, password or query", fix="use api_key_env for the key"
             )
         if not is_url or " " in value:
-            raise ValueError(_URL_WANTED)
+            raise ValueError(_URL_HINT)
         return value.rstrip("/")
 
 
-_URL_WANTED = "give a URL such as http://localhost:8000/v1"
-
-
 class LLMConfig(ServerConfig):
-    """A chat model behind OpenAI, Ollama, llama.cpp, vLLM or another compatible server."""
+    """Settings of a chat model behind OpenAI, Ollama, llama.cpp, vLLM or a compatible server."""
 
     section: ClassVar[str] = "llm"
     kind: Literal["openai"] = "openai"

@@ -1,8 +1,8 @@
-"""Untrusted texts in a prompt, disarmed so that they do not steer the model (prompt injection).
+"""Put untrusted texts into a prompt so that they do not steer the model (prompt injection).
 
-Each part is between lines with a mark made of a digest of all texts. No text can hold the mark,
-close its part or open a false one. Tokens that end a turn are broken. A model may still believe
-what it reads.
+Every text stands between lines with a mark. The mark is made from a digest of all texts, so no text
+can contain it, close its own part or open a false one. Tokens that end a turn are broken up. A
+model may still believe what it reads.
 """
 
 import hashlib
@@ -12,15 +12,16 @@ from collections.abc import Iterable, Sequence
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
 
-_NAME_CHARS = 200
+_MAX_LINE_CHARS = 200
 _LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
-# Invisible characters (but for the joiners that scripts and emoji need), controls, lone surrogates,
-# and the tags and variation selectors in which whole sentences can be hidden.
-_UNSEEN = re.compile(
+# Invisible characters (except the joiners that scripts and emoji need), control characters, lone
+# surrogates, and the tags and variation selectors that can hide whole sentences.
+_INVISIBLE = re.compile(
     f"(?![\u200c\u200d])[{INVISIBLE}\x00-\x08\x0e-\x1f\x7f-\x9f\u180b-\u180f\ud800-\udfff"
     "\ufe00-\ufe0f\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
-_TURN = re.compile(
+# Beginnings of the tokens that chat templates put between turns: `<|im_end|>`, `</s>`, `[INST]`.
+_TURN_TOKEN = re.compile(
     r"<(?=[|｜]|/?(?:s|think|bos|eos|pad|unk)>|(?:start|end)_of_turn>|</?SYS>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT)\])",
     re.I,
@@ -28,18 +29,18 @@ _TURN = re.compile(
 
 
 def untrusted_text(text: str, max_chars: int) -> str:
-    """Remove invisible characters from a text and break tokens that end a turn."""
+    """Cut a text, remove its invisible characters and break up tokens that end a turn."""
     lines = _LINE_ENDS.sub("\n", text[:max_chars])
-    return _TURN.sub(r"\g<0> ", _UNSEEN.sub("", lines)).strip()
+    return _TURN_TOKEN.sub(r"\g<0> ", _INVISIBLE.sub("", lines)).strip()
 
 
-def untrusted_line(text: str, max_chars: int = _NAME_CHARS) -> str:
-    """Disarm a text and put it on one line."""
+def untrusted_line(text: str, max_chars: int = _MAX_LINE_CHARS) -> str:
+    """Make a text safe like `untrusted_text`, and put it on one line."""
     return " ".join(untrusted_text(text, max_chars).split())
 
 
 def untrusted_skill(skill: Skill, description_chars: int, body_chars: int | None) -> str:
-    """Render a skill in the paper's three lines, without body if `body_chars` is None."""
+    """Render a skill as lines `Name:`, `Description:` and, unless `body_chars` is None, `Body:`."""
     name = untrusted_line(skill.name)
     description = untrusted_line(skill.description, description_chars)
     lines = f"Name: {name}\nDescription: {description}"
@@ -49,7 +50,7 @@ def untrusted_skill(skill: Skill, description_chars: int, body_chars: int | None
 
 
 def mark_of(texts: Iterable[str]) -> str:
-    """Return the start of a line that occurs in none of `texts`; equal texts give equal marks."""
+    """Return a mark for lines that occurs in none of `texts`. Equal texts have equal marks."""
     joined = "\x00".join(texts)
     digest = hashlib.sha256(joined.encode()).hexdigest()[:12]
     while digest in joined:  # practically impossible
@@ -63,11 +64,11 @@ def fenced(text: str) -> str:
 
 
 def framed(parts: Sequence[tuple[str, str]], end: str) -> tuple[str, str]:
-    """Join untrusted texts, each below a line with a mark and its title.
+    """Join untrusted texts. Above each is a line with the mark and the title of the text.
 
     Args:
-        parts: Titles and texts.
-        end: Title of the closing line.
+        parts: Pairs of title and text.
+        end: Title of the last line.
 
     Returns:
         The mark and the joined text.

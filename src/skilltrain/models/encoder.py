@@ -42,7 +42,7 @@ class EncoderSettings(Config):
 
     def window(self, skill: Skill, number: int) -> tuple[int, int]:
         """Start and end of a window in a skill's body; windows count from 0."""
-        start = self.template.skill.starts(skill, self.chunks)[number]
+        start = self.template.skill.window_starts(skill, self.chunks)[number]
         return start, min(start + self.template.skill.body_chars, len(skill.body))
 
     def chunk_texts(self, skill: Skill) -> list[str]:

@@ -58,7 +58,7 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
     else:
         template = model.settings.template
         modules = _encoder_modules(model, per_token)
-        prompts = {"query": template.before_query(), "document": template.skill_prompt or ""}
+        prompts = {"query": template.query_prefix(), "document": template.skill_prompt or ""}
         settings = {
             "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
             "similarity_fn_name": "meanmaxsim" if per_token else "cosine",

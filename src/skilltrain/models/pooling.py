@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import inside, read_json
+from skilltrain.files import path_inside, read_json
 from skilltrain.models.loading import num_positions, read_map
 
 Pooling = Literal["mean", "last_token", "cls"]
@@ -99,7 +99,7 @@ def foreign_settings(
             raise SkilltrainError(
                 what, where=folder, fix=f"choose a model of {', '.join(_COMPUTED)} alone"
             )
-        places[kind] = inside(folder, module.path, folder / "modules.json")
+        places[kind] = path_inside(folder, module.path, folder / "modules.json")
     settings: dict[str, Any] = {}
     # encode_document is documented so, though release 6.2 overlooks the last two names unless they are in the call.
     prompts = {name: text for name, text in found.prompts.items() if text is not None}

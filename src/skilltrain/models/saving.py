@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import processors
 
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import inside, read_json, shareable, write_json, write_text
+from skilltrain.files import path_inside, read_json, shareable, write_json, write_text
 from skilltrain.formats import MODEL
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
@@ -53,7 +53,7 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
 def copy_model(source: Path, target: Path) -> None:
     """Copy the files of a model, and no others that lie beside them. Raises SkilltrainError where one is missing."""
     record = source / CHECKPOINT_FILE
-    for file in [inside(source, str(name), record) for name in read_json(record)["files"]]:
+    for file in [path_inside(source, str(name), record) for name in read_json(record)["files"]]:
         if not file.is_file():
             raise SkilltrainError("a file of the model is missing", where=file)
         copied = target / file.relative_to(source)

@@ -27,7 +27,7 @@ from pydantic import Field
 from skilltrain.config import Config, validate
 from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import inside, read_json, read_local, stamps
+from skilltrain.files import FileStamp, file_stamps, path_inside, read_json, read_local
 from skilltrain.formats import ROUTER
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
@@ -145,7 +145,7 @@ class Index(Held):
     record: IndexRecord
     keys: np.ndarray
     parts: Mapping[str, Any]
-    stamp: set[tuple[str, int, int]]
+    stamp: set[FileStamp]
 
     @classmethod
     def open(cls, router: Path) -> "Index":
@@ -180,7 +180,7 @@ class Index(Held):
     def is_current(self) -> bool:
         """Whether the router's folder still holds this generation, in the very files that were opened."""
         folder = generation(self.folder.parent)
-        return folder == self.folder and stamps(folder) == self.stamp
+        return folder == self.folder and file_stamps(folder) == self.stamp
 
     def check_models(self) -> None:
         """Raise SkilltrainError where a model is not the one that the index was made with."""
@@ -242,12 +242,12 @@ def sweep(router: Path) -> Path:
 def _open(folder: Path) -> Index:
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
-    stamp = stamps(folder)
+    stamp = file_stamps(folder)
     stored = read_json(folder / RECORD)
     ROUTER.check(stored, folder, _MAKE_AGAIN)
     record = validate(IndexRecord, stored, folder / RECORD)
     for name, size in record.files.items():
-        file = inside(folder, name, folder / RECORD)
+        file = path_inside(folder, name, folder / RECORD)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
     system = record.system(folder.parent)
@@ -306,4 +306,4 @@ def _placed(router: Path, name: str) -> str:
     """
     if name.startswith(_LOCAL):
         name = read_local(router).get(name, f"./{name}")
-    return str(inside(router.resolve(), name[2:], router)) if name.startswith("./") else name
+    return str(path_inside(router.resolve(), name[2:], router)) if name.startswith("./") else name

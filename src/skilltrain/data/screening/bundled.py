@@ -1,4 +1,4 @@
-"""The files beside a SKILL.md: which of them belong to the skill, and their texts."""
+"""Read the files beside a SKILL.md that belong to the skill."""
 
 import os
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 from skilltrain.data.pool.skill_file import MAX_FILES, bundled_paths
 from skilltrain.texts import clean_text, decode_text, printable
 
-MAX_BYTES = 4 * 2**20  # of one skill; what lies beyond is neither screened nor handed on
-_NO_TEXT = re.compile(rb"[^\t\n -~]+")
+MAX_BYTES = 4 * 2**20  # per skill; files beyond it are neither screened nor copied
+_NON_ASCII_BYTES = re.compile(rb"[^\t\n -~]+")  # all but printable ASCII, tabs and line ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +22,38 @@ class BundledFile:
 
     @property
     def field(self) -> str:
-        """How a flag names the file."""
+        """Name of the file in a flag: `./` and its path."""
         return f"./{printable(self.path.as_posix())}"
 
     @property
     def text(self) -> str:
-        """The text of the file; where it is no text, the letters in it: a shell would run them all the same."""
+        """Text of the file, or the ASCII characters of a binary file.
+
+        Binary files are not skipped, because a shell runs the commands in them all the same.
+        """
         text = decode_text(self.content)
-        return clean_text(
-            text if text is not None else _NO_TEXT.sub(b"\n", self.content).decode("ascii")
-        )
+        if text is None:
+            text = _NON_ASCII_BYTES.sub(b"\n", self.content).decode("ascii")
+        return clean_text(text)
 
 
-def bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
-    """(the files of a skill's folder but SKILL.md, how many are left out because they cannot be read or are too much).
+def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
+    """Read the files of a skill's folder, except SKILL.md.
 
-    Links and folders of other skills are no part of the skill. What is hidden (.github, .vscode, .claude, git's hooks)
-    is not handed on, but people clone it, and programs run it unasked: `hidden` gives these files, and no others (.env
-    is the user's own).
+    Links and the folders of other skills do not belong to the skill.
+
+    Args:
+        folder: The folder of the skill.
+        hidden: Read only hidden files (.github, .vscode, .claude, git hooks) instead of only
+            visible ones. Hidden files are not copied with a skill. They are screened because users
+            clone them and because some programs run them without asking.
+
+    Returns:
+        The files, and the number of files that are unreadable or exceed the limits.
     """
     files: list[BundledFile] = []
-    num_left_out = num_bytes = 0
+    num_bytes = 0
+    num_left_out = 0
     for path in bundled_paths(folder, hidden):
         try:
             if path.is_symlink() or not path.is_file():

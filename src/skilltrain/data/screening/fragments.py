@@ -1,4 +1,4 @@
-"""The file rules.yaml: rules, steps of unfolding, and the fragments that their expressions share."""
+"""Access to rules.yaml, which holds the rules and the regular expressions that they share."""
 
 import re
 from functools import cache
@@ -7,10 +7,12 @@ from typing import Any
 
 import yaml
 
+_FRAGMENT_REFERENCE = re.compile("<([A-Z_]+)>")
+
 
 @cache
 def load_rules_file() -> dict[str, Any]:
-    """Return rules.yaml: `rules`, `steps` (see `unfold`) and `fragments` (expression by name)."""
+    """Return the sections of rules.yaml: `rules`, `steps` (see `deobfuscate`) and `fragments`."""
     file = files("skilltrain.data.screening") / "rules.yaml"
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
@@ -19,4 +21,4 @@ def expand(regex: str) -> str:
     """Return `regex` on one line, with every `<NAME>` replaced by that fragment of rules.yaml."""
     fragments = load_rules_file()["fragments"]
     one_line = "".join(regex.splitlines())
-    return re.sub("<([A-Z_]+)>", lambda match: expand(fragments[match[1]]), one_line)
+    return _FRAGMENT_REFERENCE.sub(lambda match: expand(fragments[match[1]]), one_line)

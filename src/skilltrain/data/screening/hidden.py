@@ -1,86 +1,126 @@
-"""What a reader does not see: characters, letters of another script, and keywords that say nothing of the skill.
+"""Find text that a reader does not see or that is not what it looks like.
 
-Hidden characters (CVE-2021-42574, "Trojan Source") are let pass where scripts need them: a byte order mark, joiners
-inside emoji and inside words of scripts that join, direction marks in lines with right-to-left letters, a variation
-selector after what it varies, flags, single zero-width spaces outside words, soft hyphens.
+These are invisible characters ("Trojan Source", CVE-2021-42574), words that mix letters of two
+scripts, and lists of keywords that are unrelated to the skill.
 """
 
 import re
 import unicodedata
 from collections import Counter
 
-from skilltrain.data.screening.reading import Reading, Spans
+from skilltrain.data.screening.normalize import NormalizedText, Spans
 from skilltrain.texts import DIRECTIONS, OVERRIDES, TAGS, ZERO_WIDTH, language_of
 
-_ITEM = re.compile(
-    r"(?:^|[,;|、，\n:])\s{0,3}(?P<item>[\w+#./&'-]{2,24}(?:\s[\w+#./&'-]{2,16})?)(?=\s{0,2}(?:[,;|、，.\n]|$))"
+# One or two words between separators such as commas, bars and line ends.
+_LIST_ITEM = re.compile(
+    r"(?:^|[,;|、，\n:])\s{0,3}(?P<item>[\w+#./&'-]{2,24}(?:\s[\w+#./&'-]{2,16})?)"
+    r"(?=\s{0,2}(?:[,;|、，.\n]|$))"
 )
-_MOST_FOREIGN = 0.75
+_MIN_LIST_ITEMS = 30
+_MIN_UNRELATED_SHARE = 0.75  # share of list items that the body does not mention
+_MIN_REPEATS = 8
+_MIN_REPEATED_SHARE = 0.5  # share of the description's words that are the same word
 
-
-def stuffed(reading: Reading) -> Spans:
-    """A long list of keywords that the body knows nothing of, or one word again and again."""
-    plain, body = reading.plain, reading.skill.body.lower() if reading.skill else ""
-    items = list(_ITEM.finditer(plain))
-    foreign = [found for found in items if found["item"].isascii() and found["item"] not in body]
-    is_list = len(items) >= 30 and len(foreign) >= _MOST_FOREIGN * len(items)
-    words = re.findall(r"[a-z]{4,20}", plain if plain.isascii() else "")
-    word, count = (
-        Counter(word.rstrip("s") for word in words).most_common(1)[0] if words else ("", 0)
-    )
-    is_repeated = count >= 8 and count > 0.5 * len(words)
-    if not (is_list or is_repeated) or language_of(plain) != language_of(body):
-        return
-    if is_list:
-        yield items[0].start("item"), items[-1].end("item")
-    if is_repeated:
-        yield plain.find(word), len(plain)
-
-
-_RUN = re.compile(
-    f"(?P<override>[{OVERRIDES}]+)|(?P<direction>[{DIRECTIONS}]+)|(?P<joiner>[{ZERO_WIDTH}]+)|(?P<tag>[{TAGS}]+)"
-    "|(?P<selector>[\ufe00-\ufe0f\U000e0100-\U000e01ef]{2,})"
+_VARIATION_SELECTORS = "\ufe00-\ufe0f\U000e0100-\U000e01ef"
+_TWO_SELECTORS = re.compile(f"[{_VARIATION_SELECTORS}]{{2}}")
+_INVISIBLE_RUN = re.compile(
+    f"(?P<override>[{OVERRIDES}]+)"
+    f"|(?P<direction>[{DIRECTIONS}]+)"
+    f"|(?P<joiner>[{ZERO_WIDTH}]+)"
+    f"|(?P<tag>[{TAGS}]+)"
+    f"|(?P<selector>[{_VARIATION_SELECTORS}]{{2,}})"
 )
-_SELECTORS = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef]{2}")
 _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
-_FLAG = re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]{2,6}\U000e007f")
-_MOST_JOINERS = 2  # a longer run is no typing error
+_BLACK_FLAG = "\U0001f3f4"  # begins the emoji of a regional flag
+_FLAG_TAGS = re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]{2,6}\U000e007f")
+_MAX_JOINERS = 2  # a longer run is not a typing error
+_MAX_SELECTORS = 2
+_DIRECTION_CONTEXT_CHARS = 400
 
 
-def hidden_characters(reading: Reading) -> Spans:
-    """Places in the text as written: the plain text has none of these characters."""
-    any_hidden = reading.origins is not None or _SELECTORS.search(reading.text)
-    for found in _RUN.finditer(reading.text) if any_hidden and not reading.text.isascii() else ():
-        if _is_hidden(reading.text, found):
-            yield found.span()
+def find_keyword_stuffing(text: NormalizedText) -> Spans:
+    """Find keywords in a description that make the router select the skill for anything.
+
+    This is a long list of keywords that the body does not mention, or one word again and again.
+    """
+    description = text.normalized
+    body = text.skill.body.lower() if text.skill else ""
+    spans = [*_unrelated_list(description, body), *_repeated_word(description)]
+
+    # A description in another language than the body shares no words with it anyway.
+    if spans and language_of(description) == language_of(body):
+        yield from spans
 
 
-def _is_hidden(text: str, found: re.Match[str]) -> bool:
-    """Whether a run of such characters is none of the legitimate uses."""
-    run, start, end = found[0], found.start(), found.end()
-    if found.lastgroup == "joiner":
-        plain = all(
-            _is_plain_letter(letter)
-            for letter in (text[max(0, start - 1) : start], text[end : end + 1])
-        )
-        return len(run) > _MOST_JOINERS or plain
-    if found.lastgroup == "direction":
-        line_start = max(text.rfind("\n", max(0, start - 400), start), start - 400, 0)
-        return _RIGHT_TO_LEFT.search(text, line_start, end + 400) is None
-    if found.lastgroup == "tag":
-        return not (text[max(0, start - 1) : start] == "\U0001f3f4" and _FLAG.fullmatch(run))
-    return found.lastgroup == "override" or len(run) > 2 or ord(run[-1]) > 0xFFFF
+def _unrelated_list(description: str, body: str) -> Spans:
+    """Yield the span of the list items if there are many and the body mentions few of them."""
+    items = list(_LIST_ITEM.finditer(description))
+    unrelated = [match for match in items if match["item"].isascii() and match["item"] not in body]
+    is_list = len(items) >= _MIN_LIST_ITEMS
+    if is_list and len(unrelated) >= _MIN_UNRELATED_SHARE * len(items):
+        yield items[0].start("item"), items[-1].end("item")
 
 
-def _is_plain_letter(letter: str) -> bool:
-    """Whether a letter belongs to a script that writes its words without joiners."""
-    if not letter or not letter.isalnum():
+def _repeated_word(description: str) -> Spans:
+    """Yield the span from the most common word to the end if most words are this one."""
+    words = re.findall(r"[a-z]{4,20}", description) if description.isascii() else []
+    singulars = (word.rstrip("s") for word in words)
+    for word, count in Counter(singulars).most_common(1):
+        if count >= _MIN_REPEATS and count > _MIN_REPEATED_SHARE * len(words):
+            yield description.find(word), len(description)
+
+
+def find_hidden_characters(text: NormalizedText) -> Spans:
+    """Find invisible characters in the original text that no script or emoji needs."""
+    original = text.original
+    if original.isascii():
+        return
+    if text.offsets is None and not _TWO_SELECTORS.search(original):
+        return  # normalisation removed no characters
+    for run in _INVISIBLE_RUN.finditer(original):
+        if not _is_legitimate(original, run):
+            yield run.span()
+
+
+def _is_legitimate(text: str, run: re.Match[str]) -> bool:
+    """Return whether a run of invisible characters has a common use where it is."""
+    characters = run[0]
+    character_before = text[max(0, run.start() - 1) : run.start()]
+    character_after = text[run.end() : run.end() + 1]
+    match run.lastgroup:
+        case "joiner":
+            is_inside_word = _needs_no_joiner(character_before) and _needs_no_joiner(
+                character_after
+            )
+            return len(characters) <= _MAX_JOINERS and not is_inside_word
+        case "direction":
+            return _is_near_right_to_left_letters(text, run)
+        case "tag":
+            return character_before == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
+        case "selector":
+            # Selectors above U+FFFF choose a variant of a Han character, which needs only one.
+            return len(characters) <= _MAX_SELECTORS and ord(characters[-1]) <= 0xFFFF
+        case _:
+            return False  # direction overrides have no common use
+
+
+def _needs_no_joiner(character: str) -> bool:
+    """Return whether a character belongs to a script that writes its words without joiners."""
+    if not character or not character.isalnum():
         return False
-    return letter.isascii() or unicodedata.name(letter, "").startswith(
-        ("LATIN", "GREEK", "CYRILLIC")
-    )
+    if character.isascii():
+        return True
+    return unicodedata.name(character, "").startswith(("LATIN", "GREEK", "CYRILLIC"))
 
 
-def disguised_words(reading: Reading) -> Spans:
-    """Words with letters of two scripts; one alone may be a typing error."""
-    yield from reading.mixed if len(reading.mixed) > 1 else ()
+def _is_near_right_to_left_letters(text: str, run: re.Match[str]) -> bool:
+    """Return whether right-to-left letters precede a run in its line, or follow it."""
+    window_start = max(0, run.start() - _DIRECTION_CONTEXT_CHARS)
+    line_start = max(text.rfind("\n", window_start, run.start()), window_start)
+    return bool(_RIGHT_TO_LEFT.search(text, line_start, run.end() + _DIRECTION_CONTEXT_CHARS))
+
+
+def find_disguised_words(text: NormalizedText) -> Spans:
+    """Find words that mix letters of two scripts. A single one may be a typing error."""
+    if len(text.mixed_words) > 1:
+        yield from text.mixed_words

@@ -1,7 +1,8 @@
-"""Lures: a command that decodes what it runs, a server without a name, a paste site, a locked archive, a program from
-nowhere.
+"""Find lures: instructions that make a person or an agent install something harmful.
 
-A command that is only named ("blocks `base64 -d | bash`") has nothing to decode: it is no finding.
+Examples are a command that decodes what it runs, a server without a name, a command from a paste
+site, and a program from an unknown page. A command that is only mentioned ("blocks
+`base64 -d | bash`") has nothing to decode, so it is not a lure.
 """
 
 import codecs
@@ -10,117 +11,173 @@ import re
 import zlib
 from collections.abc import Iterator
 
+from skilltrain.data.screening.deobfuscate import decode_base64
 from skilltrain.data.screening.fragments import expand
-from skilltrain.data.screening.reading import Reading, Spans
-from skilltrain.data.screening.unfold import from_base64
+from skilltrain.data.screening.normalize import NormalizedText, Spans
 
-_DECODED_TO_SHELL = re.compile(
+# Commands that decode a payload and run it ----------------------------------------------------
+
+# A decoder, and the pipe into a shell after it, if there is one.
+_DECODER = re.compile(
     expand(
-        r"<DECODER>(?P<rest>[^\n|;&]{0,160}(?:\|(?!\s{0,4}<SHELL>)[^\n|;&]{0,80}){0,3}<PIPE><SHELL>)?"
+        r"<DECODER>(?P<pipe_to_shell>[^\n|;&]{0,160}"
+        r"(?:\|(?!\s{0,4}<SHELL>)[^\n|;&]{0,80}){0,3}<PIPE><SHELL>)?"
     ),
     re.ASCII,
 )
-_SUBSTITUTION = re.compile(
-    r"\b(?:eval\(?|exec\(?|source|(?:ba|z|da|k)?sh)\s{0,3}(?:-\w{1,3}\s{1,3}){0,2}[\"'<\s]{0,4}(?:\$\(|`|<\()",
+# A command that runs what a substitution prints: `bash -c "$(`, `eval $(`, `source <(`.
+_RUN_SUBSTITUTION = re.compile(
+    r"\b(?:eval\(?|exec\(?|source|(?:ba|z|da|k)?sh)\s{0,3}(?:-\w{1,3}\s{1,3}){0,2}"
+    r"[\"'<\s]{0,4}(?:\$\(|`|<\()",
     re.ASCII,
 )
+_TO_FILE = re.compile(r"\s{0,3}>")
 _PAYLOAD = re.compile(expand("<PAYLOAD>"), re.ASCII)
-_OPERAND = re.compile(r"\s{0,3}<{0,3}\s{0,3}[\"'$]?[\w./~{-]{0,80}[\w}]")
+_OPERAND = re.compile(r"\s{0,3}<{0,3}\s{0,3}[\"'$]?[\w./~{-]{0,80}[\w}]")  # file or here-string
 _COMMAND_START = re.compile(r"[`\n;(]|&&|\|\|")
-_LONGEST_PAYLOAD = 6_000
+_MAX_PAYLOAD_CHARS = 6_000
+_MAX_OPERAND_CHARS = 100
 
 
-def piped_through_decoder(reading: Reading) -> Spans:
-    """Commands whose decoded output goes to a shell, from where the payload comes from."""
-    plain, done = reading.plain, 0
-    for found in _DECODED_TO_SHELL.finditer(plain):
-        begin = max(
-            done, plain.rfind("\n", done, found.start()) + 1, found.start() - _LONGEST_PAYLOAD
-        )
-        before = plain[begin : found.start()]
-        done = found.end()
-        substituted = _SUBSTITUTION.search(before)
-        if found["rest"] is None and (
-            substituted is None or re.match(r"\s{0,3}>", plain[done : done + 4])
-        ):
+def find_decoded_commands(text: NormalizedText) -> Spans:
+    """Find shell commands that decode a payload and run the result.
+
+    A span begins where the payload comes from: an `echo`, a download or a file.
+    """
+    normalized = text.normalized
+    previous_end = 0
+    for decoder in _DECODER.finditer(normalized):
+        line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
+        start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
+        before = normalized[start : decoder.start()]
+        end = decoder.end()
+        previous_end = end
+        substitution = _RUN_SUBSTITUTION.search(before)
+
+        is_piped_to_shell = decoder["pipe_to_shell"] is not None
+        is_substituted = substitution is not None and not _TO_FILE.match(normalized[end : end + 4])
+        if not is_piped_to_shell and not is_substituted:
             continue
-        rest = plain[found.start() : found.end() + (0 if found["rest"] else 100)]
-        source = before.rstrip(" \\|")
-        if not before.rstrip(" \\").endswith("|"):
-            if _has_operand(rest) and not reading.is_sample(*found.span()):
-                yield begin + substituted.start() if substituted else found.start(), found.end()
-        else:
-            ends = [one.end() for one in _COMMAND_START.finditer(source)]
-            at = substituted.start() if substituted else ends[-1] if ends else 0
-            at += 0 if substituted else len(source[at:]) - len(source[at:].lstrip(" >$*-"))
-            if _PAYLOAD.search(source, at) and not reading.is_sample(begin + at, found.end()):
-                yield begin + at, found.end()
+
+        if before.rstrip(" \\").endswith("|"):  # the payload is piped into the decoder
+            offset = substitution.start() if substitution else _last_command_start(before)
+            source = before.rstrip(" \\|")
+            span = (start + offset, end)
+            if _PAYLOAD.search(source, offset) and not text.is_sample(*span):
+                yield span
+        else:  # the decoder reads a file or a here-string
+            command_start = start + substitution.start() if substitution else decoder.start()
+            operand_end = end if is_piped_to_shell else end + _MAX_OPERAND_CHARS
+            decoder_command = normalized[decoder.start() : operand_end]
+            if _has_operand(decoder_command) and not text.is_sample(*decoder.span()):
+                yield command_start, end
 
 
-_LITERAL = re.compile(expand("<BLOB>"))
-_COMMAND = re.compile(expand("<COMMAND>"))
-_TURNED = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
-_SHIFTED = re.compile(r"rot_?13|n-za-m")
-
-
-def encoded_commands(reading: Reading) -> Spans:
-    """Literals of a program that hold commands once they are decoded; places in the text as written."""
-    text = reading.text
-    for found in _LITERAL.finditer(text):
-        if any(_COMMAND.search(decoded) for decoded in _decoded(found[0], found.lastgroup or "")):
-            yield found.span()
-    if _SHIFTED.search(reading.plain):
-        yield from (one.span() for one in _COMMAND.finditer(codecs.encode(text, "rot13")))
-    if _TURNED.search(reading.plain):
-        yield from (
-            (len(text) - one.end(), len(text) - one.start())
-            for one in _COMMAND.finditer(text[::-1])
-        )
-
-
-def _decoded(literal: str, kind: str, depth: int = 3) -> Iterator[str]:
-    """What a literal may stand for: its bytes, unpacked, and what these hold in the same way."""
-    try:
-        if kind == "numbers":
-            content = bytes(map(int, re.findall(r"\d{2,3}", literal)))
-        elif kind == "hex":
-            content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal))
-        else:
-            content = from_base64(literal)
-        if content[:1] == b"\x78" or content[:2] == b"\x1f\x8b":
-            content = zlib.decompressobj(47).decompress(content, 65_536)
-    except (ValueError, zlib.error):
-        return
-    decoded = content.replace(b"\0", b"").decode("latin-1")
-    yield decoded
-    if depth and (inner := _LITERAL.match(decoded)):
-        yield from _decoded(inner[0], inner.lastgroup or "", depth - 1)
-
-
-_TORN = re.compile(expand("<TORN>"))
-_NAMED = re.compile(
-    r"[\s\"'`]{0,3}[$#%]?[({]?[\w.]{0,40}[)}%]?[\"'`]{0,3}$"
-)  # a variable that holds the word as it is
-
-
-def torn_words(reading: Reading) -> Spans:
-    """Words of power that a program puts together from pieces: honest ones write them out."""
-    for found in _TORN.finditer(reading.plain) if reading.origins is not None else ():
-        start, end = reading.place(*found.span())
-        near = reading.text[max(0, start - 40) : end + 40].lower()
-        is_named = found[0] in near or _NAMED.match(reading.text, start, end)
-        if not is_named and not reading.is_warned_of(*found.span()):
-            yield found.span()
+def _last_command_start(before: str) -> int:
+    """Return where the last command of a piped line begins, after its prompt or list mark."""
+    source = before.rstrip(" \\|")
+    start = 0
+    for separator in _COMMAND_START.finditer(source):
+        start = separator.end()
+    command = source[start:]
+    return start + len(command) - len(command.lstrip(" >$*-"))
 
 
 def _has_operand(command: str) -> bool:
-    """Whether a decoder reads a file or a here-string, and so has something to decode."""
-    flag, _, rest = command.partition(" ")[2].lstrip().partition(" ")
-    return flag.startswith("-") and _OPERAND.match(rest.split("|")[0]) is not None
+    """Return whether a decoder reads a file or a here-string: `base64 -d x`, `base64 -d <<< x`."""
+    arguments = command.partition(" ")[2].lstrip()
+    flag, _, operand = arguments.partition(" ")
+    return flag.startswith("-") and _OPERAND.match(operand.split("|")[0]) is not None
 
+
+# Encoded literals of programs -----------------------------------------------------------------
+
+_LITERAL = re.compile(expand("<ENCODED_LITERAL>"))
+_COMMAND = re.compile(expand("<COMMAND>"))
+_REVERSAL = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
+_ROT13 = re.compile(r"rot_?13|n-za-m")
+
+_ZLIB_START = b"\x78"
+_GZIP_START = b"\x1f\x8b"
+_ZLIB_OR_GZIP = 47  # `wbits` of zlib: 32 detects the format, 15 is the largest window
+_MAX_DECOMPRESSED_BYTES = 65_536
+_MAX_NESTED_LITERALS = 3
+
+
+def find_encoded_literals(text: NormalizedText) -> Spans:
+    """Find literals in a program that decode to commands. Spans are in the original text."""
+    original = text.original
+    for literal in _LITERAL.finditer(original):
+        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
+        if any(_COMMAND.search(decoded) for decoded in decoded_texts):
+            yield literal.span()
+
+    if _ROT13.search(text.normalized):
+        for command in _COMMAND.finditer(codecs.encode(original, "rot13")):
+            yield command.span()
+
+    if _REVERSAL.search(text.normalized):
+        for command in _COMMAND.finditer(original[::-1]):
+            yield len(original) - command.end(), len(original) - command.start()
+
+
+def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
+    """Yield the text that an encoded literal decodes to, then the literals nested in it.
+
+    A literal is a list of decimal bytes, hex or base64. It may be compressed with zlib or gzip.
+
+    Args:
+        literal: Match of `_LITERAL`. Its group says the encoding.
+        max_nested: Number of nested literals to decode. Each must begin the text around it.
+    """
+    try:
+        if literal.lastgroup == "numbers":
+            content = bytes(map(int, re.findall(r"\d{2,3}", literal[0])))
+        elif literal.lastgroup == "hex":
+            content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal[0]))
+        else:
+            content = decode_base64(literal[0])
+        if content.startswith((_ZLIB_START, _GZIP_START)):
+            decompressor = zlib.decompressobj(_ZLIB_OR_GZIP)
+            content = decompressor.decompress(content, _MAX_DECOMPRESSED_BYTES)
+    except (ValueError, zlib.error):
+        return
+
+    decoded = content.replace(b"\0", b"").decode("latin-1")
+    yield decoded
+    nested = _LITERAL.match(decoded) if max_nested else None
+    if nested:
+        yield from _decode_literal(nested, max_nested - 1)
+
+
+# Words assembled from pieces ------------------------------------------------------------------
+
+_ASSEMBLED_WORD = re.compile(expand("<DANGEROUS_WORD>"))
+# Nothing but a variable that holds the whole word: `$cmd`, `${cmd}`, `%cmd%`.
+_VARIABLE = re.compile(r"[\s\"'`]{0,3}[$#%]?[({]?[\w.]{0,40}[)}%]?[\"'`]{0,3}$")
+_CONTEXT_CHARS = 40
+
+
+def find_assembled_words(text: NormalizedText) -> Spans:
+    """Find dangerous words, such as `eval`, that a program assembles from pieces.
+
+    Honest programs write such words out. The words are in the deobfuscated program only.
+    """
+    if text.offsets is None:
+        return
+    for word in _ASSEMBLED_WORD.finditer(text.normalized):
+        start, end = text.original_span(*word.span())
+        context = text.original[max(0, start - _CONTEXT_CHARS) : end + _CONTEXT_CHARS].lower()
+        is_written_out = word[0] in context or _VARIABLE.match(text.original, start, end)
+        if not is_written_out and not text.has_warning(*word.span()):
+            yield word.span()
+
+
+# Servers without a name -----------------------------------------------------------------------
 
 _ADDRESS = re.compile(expand("<ADDRESS>"), re.ASCII)
-_EXAMPLES = (
+# Addresses that documentation uses, and a public resolver. They are routable, but harmless.
+_EXAMPLE_ADDRESSES = (
     "1.2.3.4",
     "4.3.2.1",
     "5.6.7.8",
@@ -130,82 +187,104 @@ _EXAMPLES = (
     "1.0.0.1",
     "8.8.4.4",
 )
-_DEMOS = ("20.102.90.50:2017/wiki17",)  # the index that DSPy's own manual shows
+_KNOWN_URLS = ("20.102.90.50:2017/wiki17",)  # an index in the manual of DSPy
 
 
-def _is_outside(host: str) -> bool:
-    """Whether an address is a public one; not private, local, reserved for examples, a known resolver's or the like."""
+def find_ip_addresses(text: NormalizedText) -> Spans:
+    """Find public servers that are addressed by their IP address instead of a name."""
+    for match in _ADDRESS.finditer(text.normalized):
+        is_known = any(url in match[0] for url in _KNOWN_URLS) or text.is_sample(*match.span())
+        if _is_public(_host_of(match)) and not is_known:
+            yield match.start(), match.start() + len(match[0].rstrip(".,;:"))
+
+
+def _host_of(address: re.Match[str]) -> str:
+    """Return the IP address of a match in dotted form, or an empty string if it is not valid."""
+    number = address["number"]  # http://764940546 is http://45.152.17.2
+    if number is None:
+        hosts = address.group("url", "v6", "device", "bare")
+        return next(host for host in hosts if host is not None)
+    is_octal = number.startswith("0") and not number.startswith("0x")
+    if is_octal or int(number, 0) >= 2**32:
+        return ""
+    return str(ipaddress.IPv4Address(int(number, 0)))
+
+
+def _is_public(host: str) -> bool:
+    """Return whether a host is a public IP address that is no example."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    alike = address.version == 4 and len(set(host.split("."))) == 1  # 8.8.8.8, 123.123.123.123
-    return address.is_global and not address.is_multicast and host not in _EXAMPLES and not alike
+    # 8.8.8.8 and 123.123.123.123
+    has_equal_parts = address.version == 4 and len(set(host.split("."))) == 1
+    is_example = host in _EXAMPLE_ADDRESSES or has_equal_parts
+    return address.is_global and not address.is_multicast and not is_example
 
 
-def outside_addresses(reading: Reading) -> Spans:
-    for found in _ADDRESS.finditer(reading.plain):
-        host = found["url"] or found["v6"] or found["device"] or found["bare"]
-        if (number := found["number"]) and (number.startswith("0x") or not number.startswith("0")):
-            host = str(ipaddress.IPv4Address(int(number, 0))) if int(number, 0) < 2**32 else ""
-        is_known = any(demo in found[0] for demo in _DEMOS) or reading.is_sample(*found.span())
-        if host and _is_outside(host) and not is_known:
-            yield found.start(), found.start() + len(found[0].rstrip(".,;:"))
-
+# Commands from paste sites --------------------------------------------------------------------
 
 _PASTE_URL = re.compile(expand(r"(?<![\w.-])(?:https?://)?(?:www\.)?<PASTE_URL>"), re.ASCII)
-_RUN_IT = re.compile(expand("<RUN_IT>"))
-_PIPED = re.compile(
+_RUN_INSTRUCTION = re.compile(expand("<RUN_INSTRUCTION>"))
+_PIPE_TO_SHELL = re.compile(
     expand(r"[^\n|]{0,40}<PIPE><SHELL>|[\"')]{0,3}\s{0,2}\)?\s{0,3}\|\s{0,3}<SHELL>")
 )
-_SUBSTITUTED = re.compile(r"(?:\beval|\bsource|\bsh|\bbash|\biex)\b[^\n|;]{0,60}$")
-_VISIT = re.compile(r"\b(?:visit|open|go to|copy|get|from|see)\b|访问|打开|复制|前往|\]\($|\($|\[")
+_SHELL_BEFORE = re.compile(r"(?:\beval|\bsource|\bsh|\bbash|\biex)\b[^\n|;]{0,60}$")
+_VISIT_INSTRUCTION = re.compile(
+    r"\b(?:visit|open|go to|copy|get|from|see)\b|访问|打开|复制|前往|\]\($|\($|\["
+)
 
 
-def paste_links(reading: Reading) -> Spans:
-    for found in _PASTE_URL.finditer(reading.plain):
-        before = reading.line_before(found.start(), 120)
-        after = reading.plain[found.end() : found.end() + 120]
-        runs = _PIPED.match(after) or _SUBSTITUTED.search(before)
-        if runs or ("gist." not in found[0] and _VISIT.search(before) and _RUN_IT.search(after)):
-            yield found.span()
+def find_paste_links(text: NormalizedText) -> Spans:
+    """Find links to paste sites whose content is run by a shell, or by the reader."""
+    for link in _PASTE_URL.finditer(text.normalized):
+        before = text.line_before(link.start(), 120)
+        after = text.normalized[link.end() : link.end() + 120]
+        is_run = _PIPE_TO_SHELL.match(after) or _SHELL_BEFORE.search(before)
+        # Gists hold much that is not a command, so they must be piped to a shell.
+        is_to_be_run = _VISIT_INSTRUCTION.search(before) and _RUN_INSTRUCTION.search(after)
+        if is_run or (is_to_be_run and "gist." not in link[0]):
+            yield link.span()
 
 
-_NEEDED = re.compile(expand("<NEEDED>"), re.ASCII)
+# Programs from unknown pages ------------------------------------------------------------------
+
+_REQUIREMENT = re.compile(
+    expand("<REQUIREMENT>"), re.ASCII
+)  # "must be installed", "is required for"
 _BEFORE_USE = re.compile(expand("<BEFORE_USE>"))
-_LINK = re.compile(
+_URL = re.compile(
     r"https?://(?P<host>[\w-]{1,63}(?:\.[\w-]{1,63}){1,5})(?P<path>/[^\s)\]`\"'<>]{0,200})?"
 )
-_TO_FETCH = re.compile(
+_DOWNLOAD_INSTRUCTION = re.compile(
     r"\b(?:download|setup here|install (?:it )?from|visit|get it (?:here|from|at))|下载|访问"
 )
-_PROGRAM_FILE = re.compile(
+_RELEASE_FILE = re.compile(
     r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$"
 )
 _KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
-def outside_programs(reading: Reading) -> Spans:
-    plain, done = reading.plain, 0
-    for found in _NEEDED.finditer(plain):
-        if found.start() < done:
+def find_external_programs(text: NormalizedText) -> Spans:
+    """Find instructions to install a program from an unknown page before the skill is used."""
+    normalized = text.normalized
+    previous_end = 0
+    for requirement in _REQUIREMENT.finditer(normalized):
+        if requirement.start() < previous_end:
             continue
-        near, rest = (
-            plain[max(0, found.start() - 60) : found.end() + 60],
-            plain[found.end() : found.end() + 300],
-        )
-        link = next((link for link in _LINK.finditer(rest) if _is_from_nowhere(link)), None)
-        if (
-            link
-            and _TO_FETCH.search(rest[: link.end() + 80])
-            and _BEFORE_USE.search(near + rest[link.end() :])
-        ):
-            done = found.end() + link.end()
-            yield found.start(), done
+        context = normalized[max(0, requirement.start() - 60) : requirement.end() + 60]
+        after = normalized[requirement.end() : requirement.end() + 300]
+        url = next(filter(_is_unknown_source, _URL.finditer(after)), None)
+        if url is None:
+            continue
+        is_download = _DOWNLOAD_INSTRUCTION.search(after[: url.end() + 80])
+        if is_download and _BEFORE_USE.search(context + after[url.end() :]):
+            previous_end = requirement.end() + url.end()
+            yield requirement.start(), previous_end
 
 
-def _is_from_nowhere(link: re.Match[str]) -> bool:
-    """Whether a link leads to a program that nobody vouches for: its own page, or a release file of a code host."""
-    if link["host"] in ("github.com", "www.github.com"):
-        return bool(_PROGRAM_FILE.search(link["path"] or ""))
-    return not _KNOWN_HOST.search(link["host"])
+def _is_unknown_source(url: re.Match[str]) -> bool:
+    """Return whether a URL is a page of an unknown host, or a program file on GitHub."""
+    if url["host"] in ("github.com", "www.github.com"):
+        return _RELEASE_FILE.search(url["path"] or "") is not None
+    return not _KNOWN_HOST.search(url["host"])

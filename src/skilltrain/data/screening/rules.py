@@ -1,12 +1,13 @@
-"""What a rule is: a name, the reason that a flag shows, and finds, all in rules.yaml.
+"""The rules of the safety screening, as rules.yaml states them.
 
-`finds` are tried in texts and in bundled files, `programs` in files that are no text for readers. A program's find is
-mostly a pair: what it does (RUNS_TEXT, FETCHES, POSTS, FOREIGN, … are lists of names over all languages) near what else
-it does; each alone is harmless work.
+A rule has `checks`, which are tried in all texts, and `program_checks`, which are tried in files
+that are not for readers. Most program checks look for a pair of things a program does, such as
+reading credentials near sending data. Each of the two alone is harmless.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -14,103 +15,148 @@ from pydantic import AfterValidator, BeforeValidator, Field, ImportString
 
 from skilltrain.config import Config
 from skilltrain.data.screening.fragments import expand
-from skilltrain.data.screening.reading import Reading, Spans
+from skilltrain.data.screening.normalize import NormalizedText, Spans
 
 Kind = Literal["name", "description", "body", "program"]
-Expression = Annotated[
-    str,
-    BeforeValidator(lambda regex: regex if isinstance(regex, str) else "|".join(regex)),
-    AfterValidator(expand),
-]
 
 
-class Find(Config, validate_default=False):
-    """One way to break a rule, as places in the plain text (of a `written` check in the text as written)."""
+def _join_alternatives(regex: str | Sequence[str]) -> str:
+    return regex if isinstance(regex, str) else "|".join(regex)
 
-    # Texts in lower case: it is tried within `reach` of one, without any everywhere.
-    anchors: Annotated[
-        tuple[str, ...], BeforeValidator(lambda texts: expand(texts).split("|"))
-    ] = ()
-    regex: Expression = ""
-    custom: ImportString[Callable[..., Spans]] | None = (
-        None  # a check in Python instead, which takes the Reading
-    )
-    written: bool = False
-    needs: tuple[Expression, ...] = ()  # all must stand within `near` letters of a find
-    score: dict[Expression, int] = Field(
-        default={}
-    )  # points of what may stand there, of which `least` come together
-    least: int = 0
-    unless: Expression = ""  # must not stand there
-    cited: Literal["warned", "quoted"] | None = (
-        "warned"  # no find: a command warned of, an order quoted, or neither
-    )
-    near: int = 160
-    reach: int = 400
+
+def _split_anchors(anchors: str) -> list[str]:
+    return expand(anchors).split("|")
+
+
+Regex = Annotated[str, BeforeValidator(_join_alternatives), AfterValidator(expand)]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One finding of a rule in a skill.
+
+    Attributes:
+        rule: Name of the rule.
+        field: name, description, body, or `./PATH` of a bundled file.
+        start: Start of the finding in the field's text.
+        end: End of the finding, at most 400 characters after its start.
+        span: The text of the finding. Of a secret it has only the beginning.
+        reason: Why the finding matters.
+    """
+
+    rule: str
+    field: str
+    start: int
+    end: int
+    span: str
+    reason: str
+
+
+class Check(Config, validate_default=False):
+    """One way to detect a violation of a rule: a regular expression with conditions.
+
+    Attributes:
+        anchors: Literal texts in lower case. `regex` is tried only within `anchor_chars` of one of
+            them. Without anchors it is tried everywhere.
+        regex: The expression, for the normalised text.
+        custom: Function that replaces `regex` and all conditions.
+        in_original: Whether `custom` yields spans of the original text.
+        needs: Expressions that must all match near a finding.
+        scores: Points by expression, for those that match near a finding.
+        min_score: Points that a finding needs.
+        unless: Expression that must not match near a finding.
+        skip_if: Whether to skip commands with a warning around them (`warned`), orders that are
+            only quoted (`quoted`), or nothing.
+        context_chars: What counts as near, in characters before and after a finding.
+        anchor_chars: Characters searched before and after an anchor.
+        fields: Kinds of texts that are checked.
+    """
+
+    anchors: Annotated[tuple[str, ...], BeforeValidator(_split_anchors)] = ()
+    regex: Regex = ""
+    custom: ImportString[Callable[[NormalizedText], Spans]] | None = None
+    in_original: bool = False
+    needs: tuple[Regex, ...] = ()
+    scores: dict[Regex, int] = Field(default={})
+    min_score: int = 0
+    unless: Regex = ""
+    skip_if: Literal["warned", "quoted"] | None = "warned"
+    context_chars: int = 160
+    anchor_chars: int = 400
     fields: tuple[Kind, ...] = ("name", "description", "body", "program")
 
-    def places(self, reading: Reading) -> Spans:
-        """The finds, as (start, end) in the text as written."""
-        anchors = [anchor for anchor in self.anchors if anchor in reading.plain]
+    def find_spans(self, text: NormalizedText) -> Spans:
+        """Yield the spans of all findings in the original text. They may overlap."""
+        anchors = [anchor for anchor in self.anchors if anchor in text.normalized]
         if self.anchors and not anchors:
             return
-        spans = self.custom(reading) if self.custom else self._matches(reading, anchors)
-        yield from spans if self.written else (reading.place(*span) for span in spans)
+        spans = self.custom(text) if self.custom else self._find_matches(text, anchors)
+        if self.in_original:
+            yield from spans
+        else:
+            for start, end in spans:
+                yield text.original_span(start, end)
 
-    def _matches(self, reading: Reading, anchors: Sequence[str]) -> Spans:
-        everywhere = [[0, len(reading.plain)]]
-        for start, end in _windows(anchors, reading.plain, self.reach) if anchors else everywhere:
-            for found in self._pattern.finditer(reading.plain, start, end):
-                at = found.end() - len(found[0].lstrip())
-                if self._holds(reading, at, found.end()):
-                    yield at, found.end()
+    def _find_matches(self, text: NormalizedText, anchors: Sequence[str]) -> Spans:
+        windows = [(0, len(text.normalized))]
+        if anchors:
+            windows = _windows_around(anchors, text.normalized, self.anchor_chars)
+        for window_start, window_end in windows:
+            for match in self._pattern.finditer(text.normalized, window_start, window_end):
+                start = match.end() - len(match[0].lstrip())
+                if self._meets_conditions(text, start, match.end()):
+                    yield start, match.end()
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(self.regex)
 
-    def _holds(self, reading: Reading, start: int, end: int) -> bool:
-        around = start - self.near, end + self.near
-        if not all(reading.stands_between(need, *around) for need in self.needs):
-            return False
-        if (
-            sum(
-                points
-                for notion, points in self.score.items()
-                if reading.stands_between(notion, *around)
+    def _meets_conditions(self, text: NormalizedText, start: int, end: int) -> bool:
+        def is_near(regex: str) -> bool:
+            return text.has_match_between(
+                regex, start - self.context_chars, end + self.context_chars
             )
-            < self.least
-        ):
+
+        if not all(is_near(regex) for regex in self.needs):
             return False
-        if self.unless and reading.stands_between(self.unless, *around):
+        score = sum(points for regex, points in self.scores.items() if is_near(regex))
+        if score < self.min_score:
             return False
-        if self.cited == "quoted":
-            return not reading.is_quoted(start)
-        return not (self.cited == "warned" and reading.is_warned_of(start, end))
+        if self.unless and is_near(self.unless):
+            return False
+        if self.skip_if == "quoted":
+            return not text.is_quoted(start)
+        if self.skip_if == "warned":
+            return not text.has_warning(start, end)
+        return True
 
 
 class Rule(Config):
-    """A named check, and why a find matters."""
+    """A named rule, and the reason that its flags show."""
 
     name: str
     reason: str
-    finds: tuple[Find, ...] = ()
-    programs: tuple[Find, ...] = ()
+    checks: tuple[Check, ...] = ()
+    program_checks: tuple[Check, ...] = ()
 
-    def tried_in(self, kind: str) -> list[Find]:
-        """The finds for a text of this kind."""
-        finds = [find for find in self.finds if kind in find.fields]
-        return [*finds, *self.programs] if kind == "program" else finds
+    def checks_for(self, kind: str) -> list[Check]:
+        """Return the checks for a kind of text: name, description, body or program."""
+        checks = [check for check in self.checks if kind in check.fields]
+        if kind == "program":
+            checks += self.program_checks
+        return checks
 
 
-def _windows(anchors: Sequence[str], plain: str, reach: int) -> list[list[int]]:
-    """[start, end] of the stretches of `plain` within `reach` characters of an anchor, in order, without overlap."""
-    windows: list[list[int]] = []
-    for at in sorted(
-        found.start() for anchor in anchors for found in re.finditer(re.escape(anchor), plain)
-    ):
-        if windows and at - reach <= windows[-1][1]:
-            windows[-1][1] = at + reach
-        else:
-            windows.append([max(0, at - reach), at + reach])
+def _windows_around(anchors: Sequence[str], text: str, num_chars: int) -> list[tuple[int, int]]:
+    """Return the spans within `num_chars` of an anchor, in order and without overlap."""
+    starts: list[int] = []
+    for anchor in anchors:
+        starts += [match.start() for match in re.finditer(re.escape(anchor), text)]
+
+    windows: list[tuple[int, int]] = []
+    for start in sorted(starts):
+        window_start = max(0, start - num_chars)
+        if windows and start - num_chars <= windows[-1][1]:
+            window_start, _ = windows.pop()
+        windows.append((window_start, start + num_chars))
     return windows

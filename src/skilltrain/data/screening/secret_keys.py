@@ -1,97 +1,113 @@
-"""Keys that look real: the right prefix and length, no placeholder's words, as mixed as random letters are."""
+"""Find keys, tokens and passwords that look real, and leave placeholders and examples alone."""
 
 import math
 import re
 from collections import Counter
 from itertools import groupby, pairwise
 
+from skilltrain.data.screening.deobfuscate import decode_base64
 from skilltrain.data.screening.fragments import expand
-from skilltrain.data.screening.reading import Reading, Spans
-from skilltrain.data.screening.unfold import from_base64
+from skilltrain.data.screening.normalize import NormalizedText, Spans
 
-_START = "(?<![A-Za-z0-9_-])"  # of a word
-_KEY = re.compile(expand(f"{_START}(?:<KEY>)"))
+_WORD_START = "(?<![A-Za-z0-9_-])"
+_KEY = re.compile(expand(f"{_WORD_START}(?:<KEY>)"))
 _PRIVATE_KEY = re.compile(
-    r"-----BEGIN (?:[A-Z]{2,9} ){0,2}PRIVATE KEY-----(?:\s|\\n){0,4}(?P<key>[A-Za-z0-9+/=\s\\]{64,4000})"
+    r"-----BEGIN (?:[A-Z]{2,9} ){0,2}PRIVATE KEY-----"
+    r"(?:\s|\\n){0,4}(?P<key>[A-Za-z0-9+/=\s\\]{64,4000})"
 )
-_WEB_TOKEN = re.compile(
-    _START + r"eyJ[\w-]{10,300}\.(?P<claims>eyJ[\w-]{10,2000})\.[\w-]{20,700}(?![\w-])"
+_JSON_WEB_TOKEN = re.compile(
+    _WORD_START + r"eyJ[\w-]{10,300}\.(?P<claims>eyJ[\w-]{10,2000})\.[\w-]{20,700}(?![\w-])"
 )
-_PLACEHOLDER = re.compile(expand("<PLACEHOLDER>"), re.IGNORECASE)
-_KNOWN_CLAIMS = re.compile(
-    rb"1234567890|\"role\"\s{0,4}:\s{0,4}\"anon\"|john|example|test|demo|\bfoo|user_?id\W{1,4}1\b|alice|bob",
-    re.IGNORECASE,
-)
-_EXPIRY = re.compile(rb'"exp"\s{0,4}:\s{0,4}(\d{1,12})')
-_LONG_AGO = 1_735_689_600  # 2025-01-01; not today: the same text is to have the same flags tomorrow
-_LEAST_BITS = (
-    3.0  # a letter; random keys of 16 to 40 letters have 3.4 to 5, words and patterns less
-)
-_SHOWN = 8
-_ADDRESS = re.compile(
-    r"(?:postgres(?:ql)?|mysql|mariadb|mongodb(?:\+srv)?|rediss?|amqps?|mssql|clickhouse)(?:\+\w{1,12})?://[\w.%-]{0,40}:"
+_DATABASE_URL = re.compile(
+    r"(?:postgres(?:ql)?|mysql|mariadb|mongodb(?:\+srv)?|rediss?|amqps?|mssql|clickhouse)"
+    r"(?:\+\w{1,12})?://[\w.%-]{0,40}:"
     r"(?P<password>[^\s@/:\"'`<>{}$\[\]]{8,64})@(?P<host>[\w-]{1,60}(?:\.[\w-]{1,60}){1,6})"
 )
-_LOCAL = re.compile(
+_LOCAL_HOST = re.compile(
     r"(?:^|\.)(?:local|localhost|internal|docker|example)(?:\.|$)|^127\.|example|^host\.|^your"
 )
+_PLACEHOLDER = re.compile(expand("<PLACEHOLDER>"), re.IGNORECASE)
+_EXAMPLE_CLAIMS = re.compile(  # claims of tokens in textbooks, and public tokens (role anon)
+    rb"1234567890|\"role\"\s{0,4}:\s{0,4}\"anon\"|john|example|test|demo|\bfoo"
+    rb"|user_?id\W{1,4}1\b|alice|bob",
+    re.IGNORECASE,
+)
+_EXPIRY_CLAIM = re.compile(rb'"exp"\s{0,4}:\s{0,4}(\d{1,12})')
+
+# 2025-01-01 in Unix time. A fixed date, so that a text has the same flags on every day.
+_EXPIRED_BEFORE = 1_735_689_600
+# Entropy per character. Random keys of 16 to 40 characters have 3.4 to 5 bits, words have less.
+_MIN_KEY_BITS = 3.0
+_MIN_PRIVATE_KEY_BITS = 4.0
+_MIN_KEY_CHARS = 12
+_MIN_STAIRCASE_STEPS = 4
+_NUM_SHOWN_CHARS = 8
 
 
-def secrets(reading: Reading) -> Spans:
-    """Places in the text as written: keys know upper and lower case."""
-    return secrets_in(reading.text)
+def find_secrets(text: NormalizedText) -> Spans:
+    """Find secrets in the original text, because keys distinguish upper and lower case."""
+    return secret_spans(text.original)
 
 
-def secrets_in(text: str) -> Spans:
-    """Where keys, tokens and addresses of databases with a password stand that are no placeholders."""
-    for found in _KEY.finditer(text):
-        if _looks_random(found[0]):
-            yield found.span()
-    for found in _PRIVATE_KEY.finditer(text):
-        if _bits_a_letter(found["key"][:400]) > 4 and not _PLACEHOLDER.search(found["key"][:200]):
-            yield found.span()
-    for found in _WEB_TOKEN.finditer(text):
-        if not _is_sample_token(found["claims"]):
-            yield found.span()
-    for found in _ADDRESS.finditer(text):
-        if _looks_random(found["password"]) and not _LOCAL.search(found["host"].lower()):
-            yield found.span()
+def secret_spans(text: str) -> Spans:
+    """Yield the spans of keys, tokens and database URLs with a password that look real."""
+    for match in _KEY.finditer(text):
+        if _looks_random(match[0]):
+            yield match.span()
+
+    for match in _PRIVATE_KEY.finditer(text):
+        key = match["key"]
+        is_random = _bits_per_character(key[:400]) > _MIN_PRIVATE_KEY_BITS
+        if is_random and not _PLACEHOLDER.search(key[:200]):
+            yield match.span()
+
+    for match in _JSON_WEB_TOKEN.finditer(text):
+        if not _is_example_token(match["claims"]):
+            yield match.span()
+
+    for match in _DATABASE_URL.finditer(text):
+        if _looks_random(match["password"]) and not _LOCAL_HOST.search(match["host"].lower()):
+            yield match.span()
+
+
+def mask_secret(secret: str) -> str:
+    """Return the first characters and the length of a secret, so that reports do not spread it."""
+    return f"{secret[:_NUM_SHOWN_CHARS]}… ({len(secret)} characters)"
 
 
 def _looks_random(key: str) -> bool:
     parts = re.split(r"[_:/.-]", key)
     longest = max(parts, key=len)
-    if _PLACEHOLDER.search(key) or _has_staircase(key) or len(longest) < 12:
+    if _PLACEHOLDER.search(key) or _has_staircase(key) or len(longest) < _MIN_KEY_CHARS:
         return False
-    if not any(letter.isdigit() for letter in longest + parts[-1]) and not key.startswith("hf_"):
-        return False  # a name in words, such as sk-my-own-very-long-model-name
-    return _bits_a_letter(longest) >= _LEAST_BITS
+
+    # Without digits it is a name in words, such as sk-my-own-very-long-model-name.
+    has_digit = any(character.isdigit() for character in longest + parts[-1])
+    if not has_digit and not key.startswith("hf_"):
+        return False
+    return _bits_per_character(longest) >= _MIN_KEY_BITS
 
 
 def _has_staircase(key: str) -> bool:
-    """Whether five letters in a row follow each other, up or down: abcde, 98765."""
-    steps = (ord(second) - ord(first) for first, second in pairwise(key))
-    return any(abs(step) == 1 and len([*same]) >= 4 for step, same in groupby(steps))
+    """Return whether five characters in a row count up or down: abcde, 98765."""
+    steps = [ord(second) - ord(first) for first, second in pairwise(key)]
+    run_lengths = [len(list(run)) for step, run in groupby(steps) if abs(step) == 1]
+    return max(run_lengths, default=0) >= _MIN_STAIRCASE_STEPS
 
 
-def _bits_a_letter(text: str) -> float:
-    """Shannon entropy of the letters of `text`, in bits."""
+def _bits_per_character(text: str) -> float:
+    """Return the Shannon entropy of the characters of `text`, in bits."""
     counts = Counter(text)
     return -sum(count / len(text) * math.log2(count / len(text)) for count in counts.values())
 
 
-def _is_sample_token(claims: str) -> bool:
-    """Whether a JSON Web Token's claims are no claims at all, those of a textbook, or expired long ago."""
+def _is_example_token(claims: str) -> bool:
+    """Return whether a JSON Web Token is malformed, from a textbook, or expired before 2025."""
     try:
-        decoded = from_base64(claims)
+        decoded = decode_base64(claims)
     except ValueError:
         return True
-    if not decoded.rstrip().endswith(b"}") or _KNOWN_CLAIMS.search(decoded):
+    if not decoded.rstrip().endswith(b"}") or _EXAMPLE_CLAIMS.search(decoded):
         return True
-    expires = _EXPIRY.search(decoded)
-    return expires is not None and int(expires[1]) < _LONG_AGO
-
-
-def show_beginning(span: str) -> str:
-    """The first letters of a secret: a report that names it must not spread it."""
-    return f"{span[:_SHOWN]}… ({len(span)} characters)"
+    expiry = _EXPIRY_CLAIM.search(decoded)
+    return expiry is not None and int(expiry[1]) < _EXPIRED_BEFORE

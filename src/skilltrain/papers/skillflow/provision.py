@@ -15,7 +15,7 @@ from skilltrain.data.screening.bundled import (
     MAX_BYTES,
     MAX_FILES,
     BundledFile,
-    bundled_files,
+    read_bundled_files,
 )
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import staged_folder, write_json
@@ -81,7 +81,7 @@ def provision(
 def _files_of(skill: Skill, folders: list[Path], flagged: Flagged) -> list[BundledFile] | None:
     """Return the files that go with a skill, as they were screened; None for a flagged skill."""
     original = find_skill_file(folders, skill.skill_id)
-    files, num_left_out = bundled_files(original.parent) if original else ([], 0)
+    files, num_left_out = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
     flags = screen_texts(skill, files) if flagged == "leave_out" else ()
     if flags:

@@ -1,0 +1,435 @@
+"""Deobfuscate programs: decode and join literals, and resolve variables and names.
+
+Each step undoes one way of hiding a text, in all programming languages at once. A step leaves
+alone what it does not understand. The number of repeats and rounds and the text that variables add
+are bounded, so that the time stays linear in the length of the program.
+"""
+
+import base64
+import codecs
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby, takewhile
+from operator import eq
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from skilltrain.data.screening.fragments import expand, load_rules_file
+
+Values = dict[str, str]
+"""Value by name, of the variables assigned so far. Names are in lower case."""
+
+Step = Callable[[re.Match[str], Values], str | None]
+"""Returns what replaces a match, or None to keep it."""
+
+_NUM_ROUNDS = 3  # one hidden text may contain another
+_MIN_GROWTH = 20_000  # characters that the steps may add to a short program
+_MAX_VALUE_CHARS = 600  # of a variable
+_MAX_SEPARATOR_CHARS = 4  # between joined literals
+_MAX_ASCII = 127
+
+
+class MappedText(NamedTuple):
+    """A rewritten text.
+
+    Attributes:
+        text: The text.
+        offsets: `offsets[i]` is the position of `text[i]` in the original. None: the same.
+    """
+
+    text: str
+    offsets: array | None
+
+
+def deobfuscate(program: str) -> MappedText:
+    """Return a program with its hidden texts written out."""
+    values: Values = {}
+    growth_left = max(_MIN_GROWTH, len(program))  # characters
+
+    def replace(step: Step, match: re.Match[str]) -> str | None:
+        """Return what a step makes of a match, unless the program grew too much."""
+        nonlocal growth_left
+        replacement = step(match, values)
+        if replacement is None or replacement == match[0]:
+            return None
+        growth_left -= max(0, len(replacement) - len(match[0]))
+        return replacement if growth_left > 0 else None
+
+    # A variable may be used above the line that assigns it, for example in a function.
+    for assignment in _ASSIGNMENT.finditer(program):
+        _track_variable(assignment, values)
+
+    mapped = MappedText(program, None)
+    for _ in range(_NUM_ROUNDS):
+        text_before_round = mapped.text
+        for regex, step in _STEPS:
+            mapped = replace_matches(mapped, regex, partial(replace, step))
+        if mapped.text == text_before_round:
+            break
+    return mapped
+
+
+def replace_matches(
+    mapped: MappedText,
+    regex: re.Pattern[str],
+    replace: Callable[[re.Match[str]], str | None],
+) -> MappedText:
+    """Replace the matches of `regex`, and keep the original position of each character.
+
+    Characters at the start and at the end that a match shares with its replacement keep their
+    positions. The positions of the others are spread evenly over the replaced stretch.
+
+    Args:
+        mapped: The text to change.
+        regex: What to replace.
+        replace: Returns the replacement of a match, or None to keep it.
+    """
+    text = mapped.text
+    old_offsets = range(len(text)) if mapped.offsets is None else mapped.offsets
+    pieces: list[str] = []
+    offsets = array("l")
+    copied_end = 0
+    for match in regex.finditer(text):
+        replacement = replace(match)
+        if replacement is None:
+            continue
+
+        # Skip the start that both have in common, but replace at least one character.
+        num_shared_first = min(_num_common_chars(match[0], replacement), len(match[0]) - 1)
+        start = match.start() + num_shared_first
+        replacement = replacement[num_shared_first:]
+
+        # Skip the end that both have in common, but replace at least one character by another.
+        num_common_last = _num_common_chars(text[start : match.end()][::-1], replacement[::-1])
+        num_skippable = min(match.end() - start, len(replacement)) - 1
+        num_shared_last = max(0, min(num_common_last, num_skippable))
+        end = match.end() - num_shared_last
+        replacement = replacement[: len(replacement) - num_shared_last]
+
+        pieces += [text[copied_end:start], replacement]
+        offsets.extend(old_offsets[copied_end:start])
+        offsets.extend(_spread(old_offsets[start:end], len(replacement)))
+        copied_end = end
+
+    if not pieces:
+        return mapped
+    pieces.append(text[copied_end:])
+    offsets.extend(old_offsets[copied_end:])
+    return MappedText("".join(pieces), offsets)
+
+
+def _num_common_chars(left: str, right: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    return sum(takewhile(bool, map(eq, left, right)))
+
+
+def _spread(offsets: Sequence[int], num: int) -> list[int]:
+    """Return `num` of the offsets, evenly spaced from the first to the last, with repeats."""
+    last = len(offsets) - 1
+    return [offsets[last * index // max(1, num - 1)] for index in range(num)]
+
+
+def decode_base64(literal: str) -> bytes:
+    """Decode base64 in the standard or the URL-safe alphabet, with or without padding.
+
+    Raises:
+        ValueError: The literal is not base64.
+    """
+    padding = "=" * (-len(literal) % 4)
+    return base64.urlsafe_b64decode(literal + padding)
+
+
+# Literals -------------------------------------------------------------------------------------
+
+_LITERAL = re.compile(expand("<STRING>"), re.I)
+_NUMBER = re.compile(expand("<NUMBER>"), re.I)
+_ASSIGNMENT = re.compile(expand("<ASSIGNMENT>"), re.I)
+_VARIABLE_USE = re.compile(expand("<VARIABLE_USE>"), re.I)
+_OPERAND = re.compile(expand("<STRING>|<OPERAND>"), re.I)
+_ARGUMENT = re.compile(expand(r"<STRING>|\$?[\w.]{1,40}(?:\{\w{1,12}\})?"), re.I)
+_QUOTES = ('"', "'")
+
+
+def _quote(text: str | None) -> str | None:
+    """Return `text` as a literal, or None if it is empty, unprintable or of several lines."""
+    if not text or not text.isprintable():
+        return None
+    return f"'{text}'" if '"' in text else f'"{text}"'
+
+
+def _unquote(literal: str) -> str:
+    """Return the text of a literal: without its prefix (`b`, `r`, `u`, `f`) and quotes."""
+    return literal.lstrip("bBrRuUfF")[1:-1]
+
+
+def _literal_texts(code: str | None) -> list[str]:
+    """Return the texts of all literals in a piece of code."""
+    return [_unquote(literal[0]) for literal in _LITERAL.finditer(code or "")]
+
+
+def _evaluate(number: str) -> int:
+    """Return the value of a number, or of two joined by `+`, `-` or `^`: 0x41, 70-5, 64^1."""
+    [(left, operator, right)] = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", number)
+    left_value = _parse_integer(left)
+    right_value = _parse_integer(right or "0")
+    if operator == "^":
+        return left_value ^ right_value
+    if operator == "-":
+        return left_value - right_value
+    return left_value + right_value
+
+
+def _parse_integer(digits: str) -> int:
+    return int(digits, 16 if digits.lower().startswith("0x") else 10)
+
+
+# Steps ----------------------------------------------------------------------------------------
+
+_ESCAPE = re.compile(r"\\(?:x|u00|u\{)([0-9a-f]{1,4})|\\([01][0-7]{2})", re.I)
+_SUSPICIOUS_DECODED = re.compile(rf"[./]\w|{expand('<DANGEROUS_WORD>')}", re.I)
+_WORD_OR_PATH = re.compile(r"[a-z]{4}|[a-z]{2}[./]|/\w", re.I)
+_PLACEHOLDER = re.compile(r"\{(\d?)\}|%[sdc]")
+_NAME_PATH = re.compile(r"[\w.:/-]{1,40}")
+
+
+def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
+    """Decode escapes: `\\x63\\165` is `cu`."""
+    codes = [
+        int(hexadecimal, 16) if hexadecimal else int(octal, 8)
+        for hexadecimal, octal in _ESCAPE.findall(match[0])
+    ]
+    decoded = "".join(map(chr, codes))
+    has_quote = not set(decoded).isdisjoint("\"'\\")
+    return decoded if decoded.isprintable() and not has_quote else None
+
+
+def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
+    """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`."""
+    codes = [_evaluate(number[0]) for number in _NUMBER.finditer(match[0])]
+    is_ascii = all(9 <= code < _MAX_ASCII for code in codes)
+    decoded = "".join(map(chr, codes)) if is_ascii else ""
+    is_call = match["call"] is not None
+    if not is_call and not _WORD_OR_PATH.search(decoded):
+        return None  # a list of numbers
+
+    literal = _quote(re.sub(r"\s", " ", decoded))
+    if is_call or literal is None:
+        return literal
+    return f"{match[0][0]}{literal}{match[0][-1]}"  # within the brackets of the list
+
+
+def _decode_call(match: re.Match[str], _: Values) -> str | None:
+    """Decode the literal in a call or in a pipe: `atob('Y3VybA==')`, `echo lruc | rev`."""
+    if match["piped"]:
+        decoded = _decode(match["piped"].strip("\"' "), match["decoder"])
+    else:
+        literal = match["literal"] or match["receiver"]
+        code_around = match[0].replace(literal, "")
+        decoded = _decode(_unquote(literal), code_around)
+    return _quote(decoded) if decoded and _SUSPICIOUS_DECODED.search(decoded) else None
+
+
+def _decode(literal: str, decoder: str) -> str | None:
+    """Decode a literal with the decoder that a piece of code names. The default is base64."""
+    code = decoder.lower()
+    try:
+        if "rot" in code or re.search("a-z|n-z", code):
+            return codecs.encode(literal, "rot13")
+        if code.startswith("tr -d"):
+            deleted_character = decoder.strip("\"' ")[-1:]
+            return literal.replace(deleted_character, "")
+        if re.search(r"\brev", code) or "strrev" in code:
+            return literal[::-1]
+        if "unquote" in code or "uri" in code or "urldecode" in code:
+            return unquote(literal)
+
+        if re.search(r"hex|xxd|h\*", code):
+            content = bytes.fromhex(re.sub(r"\s", "", literal))
+        elif "32" in code:
+            content = base64.b32decode(literal)
+        elif "85" in code:
+            content = base64.b85decode(literal)
+        else:
+            content = decode_base64(literal)
+        return content.replace(b"\0", b"").decode()
+    except ValueError:
+        return None
+
+
+def _apply_replace(match: re.Match[str], _: Values) -> str | None:
+    """Apply a replacement: `'cXuXrl'.replace('X', '')` is `"curl"`."""
+    if match["php"]:
+        old, new, text = _literal_texts(match[0])  # str_replace(old, new, text)
+    else:
+        text = _unquote(match["text"])
+        old, *rest = _literal_texts(match["replacement"])
+        new = rest[0] if rest else ""
+    return _quote(text.replace(old, new)) if old else None
+
+
+def _apply_slice(match: re.Match[str], _: Values) -> str | None:
+    """Apply a slice or a reversal: `"lruc"[::-1]` is `"curl"`."""
+    text = _unquote(match["literal"])
+    if not match["slice"]:
+        return _quote(text[::-1])
+    bounds = [int(bound) if bound.strip() else None for bound in match["slice"].split(":")]
+    if bounds[-1] == 0:
+        return None  # a step of zero is an error, and a stop of zero leaves nothing
+    return _quote(text[slice(*bounds)])
+
+
+def _join_literals(match: re.Match[str], _: Values) -> str | None:
+    """Join a list: `['cu', 'rl'].join('')` is `"curl"`."""
+    separator = _first_group(match, "glue", "before", "between", "after")
+    separator = _unquote(separator) if separator else ""
+    if len(separator) > _MAX_SEPARATOR_CHARS:
+        return None
+    if match["words"]:
+        texts = match["words"].split()  # Ruby's %w[cu rl]
+    else:
+        texts = _literal_texts(_first_group(match, "list", "args", "last"))
+    return _quote(separator.join(texts))
+
+
+def _first_group(match: re.Match[str], *names: str) -> str:
+    """Return the first of some groups that is not empty, or an empty string."""
+    return next(filter(None, match.group(*names)), "")
+
+
+def _fill_template(match: re.Match[str], _: Values) -> str | None:
+    """Fill a template: `"{1}{0}" -f 'a','b'`, `'%s%s' % ('a', 'b')`, `printf '%d.%d' 0x7f 1`."""
+    template = _unquote(match["template"])
+    values = _literal_texts(match["args"])
+    if not values:
+        numbers = re.findall(r"0x[0-9a-f]{2}|\d{1,3}", match["args"], re.I)
+        values = [str(_evaluate(number)) for number in numbers]
+    next_values = iter(values)
+
+    def fill(placeholder: re.Match[str]) -> str:
+        index = placeholder[1]
+        if index and int(index) < len(values):
+            value = values[int(index)]
+        else:
+            value = next(next_values, "?")
+        if placeholder[0] == "%c" and value.isdecimal() and int(value) < _MAX_ASCII:
+            return chr(int(value))
+        return value
+
+    filled = _PLACEHOLDER.sub(fill, template)
+    return _quote(filled) if filled != template else None
+
+
+def _concatenate(match: re.Match[str], values: Values) -> str | None:
+    """Concatenate literals and known variables: `"cu" + x + "l"`. Unknown variables stay."""
+    operands = [operand[0] for operand in _OPERAND.finditer(match[0])]
+    pieces: list[str] = []
+    for is_known, run in groupby(operands, lambda operand: _value_of(operand, values) is not None):
+        if is_known:
+            text = "".join(_value_of(operand, values) or "" for operand in run)
+            pieces.append(_quote(text) or '""')
+        else:
+            pieces += run
+    return " + ".join(pieces) if len(pieces) < len(operands) else None
+
+
+def _value_of(operand: str, values: Values) -> str | None:
+    """Return the text of a literal or of a variable, or None for an unknown variable."""
+    if operand.endswith(_QUOTES):
+        return _unquote(operand)
+    return values.get(operand.lower().lstrip("$"))
+
+
+def _track_variable(match: re.Match[str], values: Values) -> str | None:
+    """Remember the value of an assignment, and replace the use of a variable by its value."""
+    if not match["name"]:
+        return _resolve_variable(match, values)
+
+    name = match["name"].lower()
+    written = match["value"] or match["bare"]  # a literal, or a word without quotes
+    resolved = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], written)
+    value = _unquote(resolved) if match["value"] else resolved
+    is_known = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
+    if is_known:
+        values[name] = value
+    else:
+        values.pop(name, None)
+
+    if "$" not in written:
+        return None
+    if is_known and match["bare"]:
+        resolved = _quote(value) or resolved
+    return match[0].removesuffix(written) + resolved
+
+
+def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
+    """Return the value of a variable where it is used, including `${x:0:2}` and `${x/a/b}`."""
+    name = _first_group(use, "braced", "plain", "ruby", "format", "batch").lower()
+    if name.startswith("ifs") and use[0].startswith("$"):
+        return " "  # the field separator of a shell, used in place of a space
+    value = values.get(name)
+    if value is None:
+        return use["default"]
+    if use["first"] is not None:
+        first = int(use["first"])
+        return value[first:][: int(use["length"])]
+    if use["old"]:
+        max_replacements = -1 if use["all"] else 1
+        return value.replace(use["old"], use["new"], max_replacements)
+    return value
+
+
+def _join_arguments(match: re.Match[str], _: Values) -> str:
+    """Write a list of arguments as one command line: `run(['curl', url])` is `run("curl $url")`."""
+    words = []
+    for argument in _ARGUMENT.finditer(match["list"]):
+        if argument[0].endswith((*_QUOTES, "`")):
+            words.append(_unquote(argument[0]))
+        else:
+            variable = argument[0].lstrip("$")
+            words.append(f"${variable}")
+    call = match[0][: match.start("list") - match.start()].rstrip().rstrip("[")
+    command_line = " ".join(words)
+    return f'{call}"{command_line}"'
+
+
+def _remove_inner_quotes(match: re.Match[str], _: Values) -> str:
+    """Remove quotes within a word: `cu""rl`, `c'u'rl`."""
+    return _first_group(match, "inside", "last")
+
+
+def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
+    """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`."""
+    # Each form of lookup has its own pair of groups.
+    number = next(number for number in range(1, 6) if match[f"name{number}"])
+    name = match[f"name{number}"]
+    owner = match[f"of{number}"] or ""
+    if number == 4:
+        owner = ""  # `__import__("os")` is the module itself
+
+    if name.endswith(_QUOTES):
+        name = _unquote(name)
+    elif number == 1:
+        name = values.get(name.lower(), "")  # getattr(os, variable)
+    return f"{owner}.{name}".lstrip(".") if _NAME_PATH.fullmatch(name) else None
+
+
+_STEPS_BY_NAME: dict[str, Step] = {
+    "escapes": _decode_escapes,
+    "character_codes": _decode_character_codes,
+    "decode_calls": _decode_call,
+    "slices": _apply_slice,
+    "replacements": _apply_replace,
+    "joins": _join_literals,
+    "templates": _fill_template,
+    "argument_lists": _join_arguments,
+    "concatenations": _concatenate,
+    "inner_quotes": _remove_inner_quotes,
+    "variables": _track_variable,
+    "attributes": _resolve_attribute,
+}
+_STEPS = [
+    (re.compile(expand(regex), re.I), _STEPS_BY_NAME[name])
+    for name, regex in load_rules_file()["steps"].items()
+]

@@ -1,0 +1,256 @@
+"""Normalise a text for the rules: undo disguises, and keep each character's original position."""
+
+import dataclasses
+import html
+import re
+import unicodedata
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from skilltrain.data.screening.deobfuscate import MappedText, deobfuscate, replace_matches
+from skilltrain.data.screening.fragments import expand
+from skilltrain.records import Skill
+from skilltrain.texts import INVISIBLE
+
+Spans = Iterator[tuple[int, int]]
+"""(start, end) of each finding. In the normalised text, unless a function says otherwise."""
+
+# HTML entities, line continuations of a shell, and invisible characters.
+_DISGUISE = re.compile(rf"&(?:#\d{{1,7}}|#x[0-9a-f]{{1,6}}|[a-z]{{2,8}});|\\\n|[{INVISIBLE}]+")
+# Full-width and mathematical letters, and spaces of other widths.
+_STYLED = re.compile("[\uff01-\uff5e\u3000\u00a0\u2002-\u200a\u202f\U0001d400-\U0001d7ff]")
+# Cyrillic and Greek letters, and the Latin letters that they look like.
+_LOOK_ALIKES = "авекмнорстухіјѕһԁԛԝαειορυν"
+_LATIN_OF_LOOK_ALIKE = str.maketrans(_LOOK_ALIKES, "abekmhopctyxijshdqwaeiopuv")
+_MIXED_WORD = re.compile(f"[a-z]{{0,24}}[{_LOOK_ALIKES}]{{1,8}}[a-z{_LOOK_ALIKES}]{{0,24}}")
+_TWO_LATIN_LETTERS = re.compile("[a-z].{0,54}[a-z]")  # a mixed word has at most 56 letters
+# Other names for what a program calls: `import subprocess as x`, `p = process`.
+_ALIAS = re.compile(expand("<ALIAS>"))
+_MAX_ALIASES = 50
+
+# Kinds of files: requirements.txt is for programs, notes.txt is for readers.
+_DEPENDENCY_LIST = re.compile(r"(?:requirements|constraints)[\w.-]{0,40}\.txt$|cmakelists\.txt$")
+_PROSE_SUFFIXES = (".md", ".mdx", ".txt", ".rst", ".adoc")
+
+# Signs that a text only mentions an attack.
+_OPENING_QUOTES = ('"', "'", "`", "“", "‘", "「", "『", "«")
+_QUOTE_PAIRS = (("“", "”"), ("「", "」"), ("『", "』"), ("«", "»"))
+_REPORTED = re.compile(expand("<REPORTED>"), re.ASCII)
+_INTRODUCES_ATTACK = re.compile(expand("<INTRODUCES_ATTACK>"))
+_LIST_TITLE = re.compile(r"[^\n:]{1,60}:\*{0,2}\s{0,3}\n\s{0,8}[-*]\s")
+_WARNING = re.compile(expand("<WARNING>"))
+_PRINT_CALL = re.compile(expand("<PRINT_CALL>"))
+_SECURITY_TOPIC = re.compile(expand("<SECURITY_TOPIC>"))
+_SCANNER_TEST = re.compile(expand("<SCANNER_TEST>"))
+_SCANNER_CODE = re.compile(expand("<SCANNER_CODE>"))
+_LIST_ELEMENT = re.compile(expand("<LIST_ELEMENT>"))
+_COMMENT_LINE = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
+
+
+@dataclass(frozen=True)
+class NormalizedText:
+    """A text as the rules read it, and the judgement whether a finding in it is only mentioned.
+
+    Attributes:
+        original: The text as written.
+        normalized: The text in lower case and in the letters that it shows, without HTML entities,
+            invisible characters and line continuations. Programs are deobfuscated.
+        offsets: `offsets[i]` is the position of `normalized[i]` in `original`. None: the same.
+        mixed_words: Spans of words in `normalized` that had letters of two scripts.
+        field: Field of the skill, or `./PATH` of a bundled file.
+        kind: name, description, body (any text for readers) or program.
+        skill: The skill that the text belongs to.
+    """
+
+    original: str
+    normalized: str
+    offsets: array | None
+    mixed_words: tuple[tuple[int, int], ...]
+    field: str
+    kind: str
+    skill: Skill | None
+    _starts_by_regex: dict[str, list[int]] = dataclasses.field(default_factory=dict, repr=False)
+
+    def has_match_between(self, regex: str, start: int, end: int) -> bool:
+        """Return whether a match of `regex` begins in `normalized[start:end]`.
+
+        All matches are searched once, so that the time stays linear in the length of the text.
+        """
+        if regex not in self._starts_by_regex:
+            matches = re.finditer(regex, self.normalized)
+            self._starts_by_regex[regex] = [match.start() for match in matches]
+        starts = self._starts_by_regex[regex]
+        index = bisect_left(starts, start)
+        return index < len(starts) and starts[index] < end
+
+    def original_span(self, start: int, end: int) -> tuple[int, int]:
+        """Return the span in `original` that `normalized[start:end]` comes from."""
+        if self.offsets is None or start >= end:
+            return start, end
+        return self.offsets[start], self.offsets[end - 1] + 1
+
+    def line_before(self, start: int, max_chars: int) -> str:
+        """Return the part of the line before `start`, at most its last `max_chars` characters."""
+        window_start = max(0, start - max_chars)
+        line_start = self.normalized.rfind("\n", window_start, start) + 1
+        return self.normalized[max(line_start, window_start) : start]
+
+    def line_after(self, end: int, max_chars: int) -> str:
+        """Return the part of the line after `end`, at most its first `max_chars` characters."""
+        return self.normalized[end : end + max_chars].partition("\n")[0]
+
+    def is_quoted(self, start: int) -> bool:
+        """Return whether the phrase at `start` is quoted and not an order of the skill itself.
+
+        It is quoted if it is in quotation marks or code, follows words such as "such as", or is a
+        title in a list of a skill on security. This distinguishes a skill that warns of an attack
+        from the attack. An attacker can evade it by quoting the order, but then many models do not
+        follow the order either.
+        """
+        before = self.line_before(start, 300)
+        if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(before):
+            return False  # it is in a call of print, and an agent reads what that prints
+
+        ends_with_quote = before.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)
+        if ends_with_quote or before.count('"') % 2 or before.count("`") % 2:
+            return True
+        if any(before.count(opening) > before.count(closing) for opening, closing in _QUOTE_PAIRS):
+            return True
+        if _REPORTED.search(before) or self._is_in_attack_sample(start):
+            return True
+        is_line_start = not before.strip(" *_-#")
+        is_title = is_line_start and _LIST_TITLE.match(self.normalized, start)
+        return self.is_about_security and bool(is_title)
+
+    def _is_in_attack_sample(self, start: int) -> bool:
+        """Return whether `start` is in a code block that is introduced as an attack."""
+        parts = self.normalized[max(0, start - 500) : start].split("```")
+        is_in_code_block = len(parts) % 2 == 0
+        return is_in_code_block and bool(_INTRODUCES_ATTACK.search(parts[-2][-200:]))
+
+    def has_warning(self, start: int, end: int) -> bool:
+        """Return whether the text around a command says that the command is an attack.
+
+        Quotation marks are no sign, because commands are usually quoted. Neither are comments in a
+        program, unless the program is a scanner, which may list what it looks for.
+        """
+        if self.kind == "program" and not self.is_about_security:
+            return self._is_scanner_pattern(start, end)
+        num_chars_before = 1500 if self.is_about_security else 300
+        before = self.normalized[max(0, start - num_chars_before) : end]
+        return bool(_WARNING.search(before + self.line_after(end, 200)))
+
+    def _is_scanner_pattern(self, start: int, end: int) -> bool:
+        """Return whether a command in a program is an item of what a scanner looks for."""
+        line_before = self.line_before(start, 300)
+        is_in_quotes = any(line_before.count(quote) % 2 for quote in "\"'`/")
+        line = line_before + self.normalized[start:end].lstrip()[:80]
+        if not is_in_quotes and not _LIST_ELEMENT.match(line):
+            return False
+        code = _COMMENT_LINE.sub("", self.normalized[max(0, start - 1500) : end + 300])
+        return bool(_SCANNER_CODE.search(code))
+
+    def is_sample(self, start: int, end: int) -> bool:
+        """Return whether a skill shows `normalized[start:end]` as an example of an attack.
+
+        A skill on security says so in the same section, up to the end of the line. A test of a
+        scanner says so in its first words. Programs bundled with such a test are not examples,
+        because they run all the same.
+        """
+        first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
+        if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
+            return True
+
+        window_start = max(0, start - 600)
+        section_start = max(self.normalized.rfind("\n#", window_start, start), window_start)
+        context = self.normalized[section_start:end] + self.line_after(end, 120)
+        return self.is_about_security and bool(_WARNING.search(context))
+
+    @cached_property
+    def is_about_security(self) -> bool:
+        """Whether name or description say that the skill is about attacks, so it may show some."""
+        topic = f"{self.skill.name} {self.skill.description}" if self.skill else ""
+        return bool(_SECURITY_TOPIC.search(topic.lower()))
+
+
+def normalize_text(text: str, field: str = "body", skill: Skill | None = None) -> NormalizedText:
+    """Normalise a text in time linear in its length.
+
+    Args:
+        text: The text as written.
+        field: name, description, body, or `./PATH` of a bundled file.
+        skill: The skill that the text belongs to.
+    """
+    kind = _kind_of(field)
+    mapped = deobfuscate(text) if kind == "program" else MappedText(text, None)
+    mapped = mapped._replace(text=_to_lower_case(mapped.text))
+    mapped = replace_matches(mapped, _DISGUISE, _undisguise)
+    if kind == "program":
+        mapped = _resolve_aliases(mapped)
+    normalized, mixed_words = _to_one_script(mapped.text)
+    return NormalizedText(text, normalized, mapped.offsets, mixed_words, field, kind, skill)
+
+
+def _kind_of(field: str) -> str:
+    if not field.startswith("./"):
+        return field
+    name = field.lower()
+    is_prose = name.endswith(_PROSE_SUFFIXES) and not _DEPENDENCY_LIST.search(name)
+    return "body" if is_prose else "program"
+
+
+def _to_lower_case(text: str) -> str:
+    """Lower the case of a text, and replace styled letters by ASCII. The length stays the same."""
+    # Python lowers İ to two characters, so it is kept.
+    lowered = "İ".join(part.lower() for part in text.split("İ"))
+    return _STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]).lower(), lowered)
+
+
+def _undisguise(disguise: re.Match[str]) -> str | None:
+    """Return the character of an HTML entity, and nothing for the other disguises."""
+    if not disguise[0].startswith("&"):
+        return ""
+    character = html.unescape(disguise[0]).lower()
+    # Longer than one: not an entity, or an entity for two characters.
+    return character if len(character) < 2 else None
+
+
+def _resolve_aliases(mapped: MappedText) -> MappedText:
+    """Replace other names for dangerous functions by the functions' own names."""
+    names_by_alias: dict[str, str] = {}
+    for imported, import_alias, variable, value in _ALIAS.findall(mapped.text)[:_MAX_ALIASES]:
+        names_by_alias[import_alias or variable] = imported or value
+    if not names_by_alias:
+        return mapped
+
+    alias_use = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(names_by_alias)})(?=\.\w|[(),])")
+    for _ in range(2):  # an alias may be the name of another alias
+        mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])
+    return mapped
+
+
+def _to_one_script(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Write words of Latin letters and look-alikes in Latin letters only.
+
+    Returns:
+        The text, which has the same length, and the spans of the words that were changed.
+    """
+    mixed_words: list[tuple[int, int]] = []
+
+    def to_latin(word: re.Match[str]) -> str:
+        neighbours = (
+            text[max(0, word.start() - 1) : word.start()] + text[word.end() : word.end() + 1]
+        )
+        is_part_of_word = any(letter.isalpha() for letter in neighbours)
+        if is_part_of_word or not _TWO_LATIN_LETTERS.search(word[0]):
+            return word[0]
+        mixed_words.append(word.span())
+        return word[0].translate(_LATIN_OF_LOOK_ALIKE)
+
+    if not text.isascii() and any(letter in text for letter in _LOOK_ALIKES):
+        text_in_latin = _MIXED_WORD.sub(to_latin, text)
+        return text_in_latin, tuple(mixed_words)
+    return text, ()
