@@ -11,7 +11,7 @@ from benchmark_folders import skillrouter, write, write_ours, write_pool
 from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.evaluation.analyse import AnalysisConfig, analyse_inputs
+from skilltrain.evaluation.analyse import AnalysisConfig, Inputs, analyse_inputs
 from skilltrain.evaluation.candidates import Candidates
 from skilltrain.evaluation.evaluate import Evaluate
 from skilltrain.llm.answers import estimate_tokens

@@ -32,7 +32,7 @@ from skilltrain.data.pool.read import SOURCE_FILES
 from skilltrain.data.pool.skill_file import front_matter, skill_text
 from skilltrain.data.screening import Flag
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import staged_folder
+from skilltrain.files import file_stamps, staged_folder
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
