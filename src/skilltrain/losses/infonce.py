@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.list_losses import contrast
+from skilltrain.losses.list_losses import contrast, weighted_loss
 from skilltrain.losses.scored_batch import (
     Direction,
     Loss,
@@ -17,7 +17,6 @@ from skilltrain.losses.scored_batch import (
     ScoredBatch,
     Temperature,
     cosines,
-    gain_shares,
 )
 
 
@@ -82,7 +81,9 @@ class InfoNCE(Loss):
         if not self.needs.directions:
             return contrast(batch, self.temperature)
         if self.partition == "per_direction":
-            return (contrast(batch, self.temperature) + self._from_skills(batch)) / 2
+            queries = self._strengths(batch)["skill_to_query"]
+            to_queries = weighted_loss(batch, batch.scores, queries, self.temperature)
+            return (contrast(batch, self.temperature) + to_queries) / 2
         return contrast(batch, self.temperature, self._others(batch))
 
     def _pull_and_push(self, batch: ScoredBatch) -> Float[Tensor, ""]:
@@ -105,14 +106,6 @@ class InfoNCE(Loss):
         if "skill_to_skill" in strengths:
             terms.append(strengths["skill_to_skill"])
         return torch.stack(terms).logsumexp(0)
-
-    def _from_skills(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """Compare each positive with the queries that it does not answer, weighted as in `contrast`."""
-        row, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
-        margins = self._strengths(batch)["skill_to_query"]
-        margins = margins - batch.scores[row, column] / self.temperature  # [positive]
-        weights = gain_shares(batch, batch.is_positive)[row, column]
-        return (weights * torch.nn.functional.softplus(margins)).sum()
 
     def _strengths(self, batch: ScoredBatch) -> dict[Direction, Float[Tensor, "row"]]:
         """Return log(sum of e^(cosine / temperature)) over each row's negatives, by direction.

@@ -25,6 +25,17 @@ def contrast(
     others = (scores[row] / temperature).masked_fill(~is_lower, -torch.inf).logsumexp(1)
     if more is not None:
         others = torch.stack([others, more]).logsumexp(0)
+    return weighted_loss(batch, scores, others, temperature)
+
+
+def weighted_loss(
+    batch: ScoredBatch,
+    scores: Float[Tensor, "query candidate"],
+    others: Float[Tensor, "positive"],
+    temperature: float,
+) -> Float[Tensor, ""]:
+    """Sum the loss of each positive against `others`, logs of summed exponentials, by its share in the gains."""
+    row, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
     weights = gain_shares(batch, batch.is_positive)[row, column]
     margins = others - scores[row, column] / temperature  # [positive]
     return (weights * torch.nn.functional.softplus(margins)).sum()

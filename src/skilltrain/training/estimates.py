@@ -141,33 +141,30 @@ def training_seconds(
 
 
 def _layer_seconds(network: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
-    """Time the network's first layer, forward and backward, on token ids [text, token].
-
-    Its weights are random: those of the network may not be loaded.
-    """
-    body, count, device = (
-        copy.deepcopy(network.base_model),
-        network.config.num_hidden_layers,
-        ids.device.type,
-    )
-    for part in body.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            del part[1:]
-    table = network.get_input_embeddings().weight
-    body.set_input_embeddings(nn.Embedding(1, table.shape[1], dtype=table.dtype))
-    body.to_empty(device=ids.device).train()
-    for tensor in (
-        *body.parameters(),
-        *body.buffers(),
-    ):  # what memory held before may be slow to compute with
+    """Time the network's first layer with random weights, forward and backward, on token ids [text, token]."""
+    body = _with_one_layer(network).to_empty(device=ids.device).train()
+    for tensor in [*body.parameters(), *body.buffers()]:
+        # Any other values that memory holds may be slow to compute with.
         tensor.data.normal_(std=0.02) if tensor.is_floating_point() else tensor.data.zero_()
+    device = ids.device.type
     if device == "cpu":
         train_with_onednn(body)
 
-    def once() -> None:
+    def run_layer() -> None:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             hidden = body(ids)[0]
         hidden.float().sum().backward()
 
-    timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
+    timer = Timer("run()", globals={"run": run_layer}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=1).median
+
+
+def _with_one_layer(network: Any) -> Any:
+    """Copy the network without its head, with its first layer only and a vocabulary of one token."""
+    body = copy.deepcopy(network.base_model)
+    for module in body.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == network.config.num_hidden_layers:
+            del module[1:]
+    table = network.get_input_embeddings().weight
+    body.set_input_embeddings(nn.Embedding(1, table.shape[1], dtype=table.dtype))
+    return body

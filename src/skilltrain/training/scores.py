@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -120,8 +119,8 @@ class _ListTable:
         scores: Float[Tensor, "query candidate"],
         valid: Bool[np.ndarray, "query candidate"],
         needs: Needs,
-        vectors: Vectors | None = None,
-        negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]] = MappingProxyType({}),
+        vectors: Vectors | None,
+        negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]],
     ) -> ScoredBatch:
         """Move all that a loss needs to the scores' device, and join both."""
         device = scores.device
@@ -153,7 +152,7 @@ def list_scores(
     scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
     table = _ListTable(lists, [range(size) for size in sizes], max(sizes))
     valid = table.taught(table.is_listed) if needs_teacher_scores else table.is_listed
-    return table.scored(scores, valid, Needs(teacher_scores=needs_teacher_scores))
+    return table.scored(scores, valid, Needs(needs_teacher_scores), None, {})
 
 
 def encoder_scores(
