@@ -20,9 +20,11 @@ from test_ablation import grid, write_grid
 
 HINGE = """
 import torch
-from skilltrain.losses import OwnLoss
+from skilltrain.losses import Loss
 
-class Hinge(OwnLoss):
+class Hinge(Loss):
+    name: str
+
     def __call__(self, batch):
         return torch.relu(batch.scores).sum()
 """
@@ -89,9 +91,9 @@ def test_hub_revision_is_recorded(tmp_path, monkeypatch):
     folder = tmp_path / "snapshots" / ("a" * 40)
     folder.mkdir(parents=True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
-    loading._from_hub.cache_clear()
+    loading._download.cache_clear()
 
-    loading._from_hub("some/model", weights=False)
+    loading._download("some/model", weights=False)
 
     try:
         config = train_config("infonce")
@@ -99,7 +101,7 @@ def test_hub_revision_is_recorded(tmp_path, monkeypatch):
         assert provenance_of(config)["hub_revisions"] == {"some/model": "a" * 40}
         assert provenance_of(other)["hub_revisions"] == {}
     finally:
-        loading._from_hub.cache_clear()
+        loading._download.cache_clear()
         del HUB_REVISIONS["some/model"]
 
 
