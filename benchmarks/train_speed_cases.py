@@ -210,7 +210,9 @@ def read_data(data: Path) -> tuple[list[Skill], list[dict]]:
 
     file = data / "queries" / "train.jsonl"
     if not file.is_file() or not (data / "pool").is_dir():
-        raise SkilltrainError("holds no pool/*.parquet and queries/train.jsonl", where=data)
+        raise SkilltrainError(
+            "missing-table", "holds no pool/*.parquet and queries/train.jsonl", where=data
+        )
     queries = [
         json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
     ]

@@ -91,7 +91,9 @@ def rows_of_source(path: Path) -> Iterator[dict[str, Any]]:
         return
     if not any(path.glob("*.md")):
         raise SkilltrainError(
-            "is neither a JSON Lines file nor a folder of Markdown lists", where=path
+            "unknown-format",
+            "is neither a JSON Lines file nor a folder of Markdown lists",
+            where=path,
         )
     for file in sorted(path.glob("*.md")):
         category = ""

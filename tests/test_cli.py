@@ -183,14 +183,14 @@ def test_without_a_home_the_line_says_what_to_set(runs, model_folders, monkeypat
     )
 
 
-STOPPED = StoppedError("interrupted after step 3", number=signal.SIGTERM)
+STOPPED = StoppedError("interrupted", "interrupted after step 3", number=signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
         (KeyboardInterrupt(), 130, "interrupted; what was finished is kept"),
-        (STOPPED, 143, "interrupted after step 3"),
+        (STOPPED, 143, "interrupted after step 3 [interrupted]"),
     ],
 )
 def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(
@@ -401,7 +401,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
     refused = skilltrain("train", recipe, f"out={out}")
     assert (
         refused.only_line
-        == f"error: {out}: holds an unfinished run (add --resume, or delete the folder)"
+        == f"error: {out}: holds an unfinished run (add --resume, or delete the folder) [unfinished-run]"
     )
     changed = skilltrain("train", recipe, f"out={out}", "training.seed=1", "--resume")
     assert "holds another run: training.seed differs" in changed.only_line
@@ -412,7 +412,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
     assert stopped.code == 130 and not stopped.out
     assert [line for line in stopped.err.splitlines() if not line.startswith("warning: ")] == [
         f"error: {out}: interrupted after step 9 of 12; a checkpoint is saved (run the same command with --resume to "
-        "go on)"
+        "go on) [interrupted]"
     ]
     assert (out / "checkpoints" / "step-9").is_dir()
 

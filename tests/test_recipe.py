@@ -141,7 +141,9 @@ def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out)
 
 
 @pytest.mark.parametrize(
-    "fault", [SkilltrainError("bad"), KeyboardInterrupt("bad"), ValueError("bad")], ids=repr
+    "fault",
+    [SkilltrainError("invalid-row", "bad"), KeyboardInterrupt("bad"), ValueError("bad")],
+    ids=repr,
 )
 def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fault):
     def half(config, out):

@@ -564,7 +564,7 @@ def test_a_failed_flush_leaves_no_folder(tmp_path, monkeypatch):
 
     def fail_at_queries(rows, spec, path):
         if spec is QUERIES:
-            raise SkilltrainError("no space left")
+            raise SkilltrainError("cannot-write", "no space left")
         return write(rows, spec, path)
 
     monkeypatch.setattr(service_module, "write_table", fail_at_queries)

@@ -19,7 +19,7 @@ SHIFTED_SQUARES = [[number * number + 7 for number in block] for block in BLOCKS
 def shift_squares(shift: int, block: range) -> tuple[list[int], int]:
     """Return the shifted squares and the id of this process. Refuses an empty block."""
     if not block:
-        raise SkilltrainError("is odd", where="block 20", fix="leave it out")
+        raise SkilltrainError("invalid-row", "is odd", where="block 20", fix="leave it out")
     return [number * number + shift for number in block], os.getpid()
 
 

@@ -104,7 +104,7 @@ def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
     stage = _stage_of(recipe, settings)
     if not isinstance(stage, TrainingStage):
         raise SkilltrainError(
-            f"is a recipe of stage {stage.stage}, not of a training", fix="call run"
+            "wrong-stage", f"is a recipe of stage {stage.stage}, not of a training", fix="call run"
         )
     run_stage(stage, resume)
     return stage.out
@@ -175,7 +175,7 @@ def plan_task(
     from skilltrain.papers.skillweaver.planner import Planner
 
     if not text.strip():
-        raise SkilltrainError("the task is empty")
+        raise SkilltrainError("empty-text", "the task is empty")
     flags: dict[str | None, tuple[Flag, ...]] = {}
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:

@@ -106,7 +106,9 @@ class _RecipeLoader(yaml.SafeLoader):
                 continue  # PyYAML's own error says it well
             if key in seen:
                 line = key_node.start_mark.line + 1
-                raise SkilltrainError(f"key '{key}' appears twice (again on line {line})")
+                raise SkilltrainError(
+                    "repeated-key", f"key '{key}' appears twice (again on line {line})"
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -128,7 +130,9 @@ def _check_size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
         sizes[node] = 1 + sum(_check_size(part, sizes) for part in parts)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
-        raise SkilltrainError(f"too large, or an alias stands inside its own anchor (line {line})")
+        raise SkilltrainError(
+            "not-yaml", f"too large, or an alias stands inside its own anchor (line {line})"
+        )
     return sizes[node]
 
 
@@ -137,7 +141,7 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
     try:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=where) from error
+        raise SkilltrainError(error.code, error.what, where=where) from error
     except (
         yaml.YAMLError,
         ValueError,
@@ -146,7 +150,7 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         what = f"is not YAML: {getattr(error, 'problem', error)}"
-        raise SkilltrainError(what, where=f"{where}{line}", fix=fix) from error
+        raise SkilltrainError("not-yaml", what, where=f"{where}{line}", fix=fix) from error
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -160,7 +164,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         base = _read_recipe(path.parent / str(name))
         if "based_on" in base:
             raise SkilltrainError(
-                f"is based on a recipe that is based on another, {name}", where=path
+                "invalid-recipe",
+                f"is based on a recipe that is based on another, {name}",
+                where=path,
             )
         values = laid_over(base, values)
     return apply_overrides(values, overrides)
@@ -171,10 +177,12 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SkilltrainError(f"cannot read the recipe: {reason_of(error)}", where=path) from error
+        raise SkilltrainError(
+            "unreadable-file", f"cannot read the recipe: {reason_of(error)}", where=path
+        ) from error
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
-        raise SkilltrainError("a recipe is a map of keys to values", where=path)
+        raise SkilltrainError("invalid-recipe", "a recipe is a map of keys to values", where=path)
     values.pop("recipe", None)
     return values
 
@@ -193,7 +201,9 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise SkilltrainError(
-                "an override has the form key=value or section.key=value", where=override
+                "invalid-override",
+                "an override has the form key=value or section.key=value",
+                where=override,
             )
         fix = f"write text with special characters in quotes: {key}='\"…\"'"
         value = text if text.startswith("*") else parse_yaml(text, override, fix) if text else None
@@ -212,7 +222,9 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
             else node[_position(node, part, where)]
         )
         if not isinstance(node, dict | list):
-            raise SkilltrainError(f"'{part}' is a value, not a section", where=where)
+            raise SkilltrainError(
+                "invalid-override", f"'{part}' is a value, not a section", where=where
+            )
     if isinstance(node, dict):
         node[last] = value
     else:
@@ -222,7 +234,9 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
 def _position(items: list[Any], part: str, where: object) -> int:
     if not (part.isdecimal() and int(part) < len(items)):
         raise SkilltrainError(
-            f"'{part}' is no item of a list of {len(items)}, counted from 0", where=where
+            "invalid-override",
+            f"'{part}' is no item of a list of {len(items)}, counted from 0",
+            where=where,
         )
     return int(part)
 
@@ -235,7 +249,15 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
         faults = error.errors(include_url=False)
         first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
         more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise SkilltrainError(_describe(config_class, first, values) + more, where=where) from error
+        what = _describe(config_class, first, values) + more
+        code = "invalid-setting"
+        if first["type"] == "extra_forbidden":
+            code = "unknown-setting"
+        elif first["type"] in ("missing", "union_tag_not_found"):
+            code = "missing-setting"
+        elif first["type"] in ("literal_error", "union_tag_invalid"):
+            code = "unknown-choice"
+        raise SkilltrainError(code, what, where=where) from error
 
 
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:

@@ -5,18 +5,23 @@ class SkilltrainError(Exception):
     """A fault in the user's input. The command line prints it as one line and exits with code 2.
 
     Attributes:
+        code: Kind of fault, for programs. `docs/errors.md` lists all codes.
         what: What is wrong.
         where: The file, line, setting or address that is wrong. None: unknown.
         fix: What the user can do.
     """
 
-    def __init__(self, what: str, *, where: object = None, fix: str = "") -> None:
+    def __init__(self, code: str, what: str, *, where: object = None, fix: str = "") -> None:
+        super().__init__(code, what)  # pickle calls the class with these
+        self.code = code
         self.what = what
         self.where = where
         self.fix = fix
-        location = f"{where}: " if where is not None else ""
-        advice = f" ({fix})" if fix else ""
-        super().__init__(f"{location}{what}{advice}".replace("\n", " "))
+
+    def __str__(self) -> str:
+        location = f"{self.where}: " if self.where is not None else ""
+        advice = f" ({self.fix})" if self.fix else ""
+        return f"{location}{self.what}{advice}".replace("\n", " ")
 
 
 class StoppedError(SkilltrainError):
@@ -26,8 +31,10 @@ class StoppedError(SkilltrainError):
         number: Number of the signal.
     """
 
-    def __init__(self, what: str, *, where: object = None, fix: str = "", number: int) -> None:
-        super().__init__(what, where=where, fix=fix)
+    def __init__(
+        self, code: str, what: str, *, where: object = None, fix: str = "", number: int
+    ) -> None:
+        super().__init__(code, what, where=where, fix=fix)
         self.number = number
 
 

@@ -46,7 +46,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
-        raise SkilltrainError(f"cannot write: {reason_of(error)}", where=path) from error
+        raise SkilltrainError(
+            "cannot-write", f"cannot write: {reason_of(error)}", where=path
+        ) from error
     finally:
         if temporary:
             temporary.unlink(missing_ok=True)
@@ -68,12 +70,15 @@ def locked(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise SkilltrainError(
+            "folder-in-use",
             "another process is writing this very folder",
             where=folder,
             fix="wait for it, or name another folder",
         ) from error
     except OSError as error:
-        raise SkilltrainError(f"cannot write: {reason_of(error)}", where=folder) from error
+        raise SkilltrainError(
+            "cannot-write", f"cannot write: {reason_of(error)}", where=folder
+        ) from error
     try:
         yield
     finally:
@@ -105,11 +110,16 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         SkilltrainError: `folder` exists and is not empty, or another process writes it.
     """
     if folder.name in ("", ".."):
-        raise SkilltrainError("is no name for an output folder", where=folder)
+        raise SkilltrainError(
+            "invalid-output-name", "is no name for an output folder", where=folder
+        )
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty:
         raise SkilltrainError(
-            "exists, and is no empty folder", where=folder, fix="name another, or delete it"
+            "output-exists",
+            "exists, and is no empty folder",
+            where=folder,
+            fix="name another, or delete it",
         )
     staged = staging_path(folder)
     with locked(folder):
@@ -131,7 +141,9 @@ def path_inside(folder: Path, name: str, where: object) -> Path:
     """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise SkilltrainError(f"the path {name!r} leaves its folder", where=where)
+        raise SkilltrainError(
+            "path-outside-folder", f"the path {name!r} leaves its folder", where=where
+        )
     return path
 
 
@@ -154,7 +166,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def check_regular(path: Path) -> None:
     """Raise SkilltrainError for a pipe, a device or a folder. Reading a pipe might never end."""
     if path.exists() and not path.is_file():
-        raise SkilltrainError("is not a regular file", where=path)
+        raise SkilltrainError("special-file", "is not a regular file", where=path)
 
 
 def read_json(path: Path) -> Any:
@@ -168,11 +180,11 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except SkilltrainError as error:
-        raise SkilltrainError(error.what, where=path) from error
+        raise SkilltrainError(error.code, error.what, where=path) from error
     except FileNotFoundError as error:
-        raise SkilltrainError("no such file", where=path) from error
+        raise SkilltrainError("not-found", "no such file", where=path) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise SkilltrainError(f"is not JSON: {reason_of(error)}", where=path) from error
+        raise SkilltrainError("not-json", f"is not JSON: {reason_of(error)}", where=path) from error
 
 
 def read_local(folder: Path) -> dict[str, Any]:
@@ -186,7 +198,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise SkilltrainError(f"'{key}' appears twice")
+            raise SkilltrainError("repeated-key", f"'{key}' appears twice")
         values[key] = value
     return values
 
@@ -205,10 +217,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in numbered_lines(path):
             yield f"{path}, line {number}", json_object(line)
     except FileNotFoundError as error:
-        raise SkilltrainError("no such file", where=path) from error
+        raise SkilltrainError("not-found", "no such file", where=path) from error
     except BROKEN_LINES as error:
         raise SkilltrainError(
-            f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
+            "not-json", f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
         ) from error
 
 
@@ -289,7 +301,7 @@ def fingerprint(path: Path) -> str:
         SkilltrainError: `path` is missing, or is a file that cannot be read.
     """
     if not path.exists():
-        raise SkilltrainError("no such file or folder", where=path)
+        raise SkilltrainError("not-found", "no such file or folder", where=path)
     digest = hashlib.sha256()
     files = [path]
     if not path.is_file():
@@ -304,7 +316,9 @@ def fingerprint(path: Path) -> str:
                 digest.update(hashlib.file_digest(source, "sha256").digest())
         except OSError as error:
             if file == path:
-                raise SkilltrainError(f"cannot be read: {error.strerror}", where=file) from error
+                raise SkilltrainError(
+                    "unreadable-file", f"cannot be read: {error.strerror}", where=file
+                ) from error
     return digest.hexdigest()
 
 

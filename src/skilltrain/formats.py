@@ -23,10 +23,12 @@ class Format:
         stored = record.get("format", 0) if isinstance(record, dict) else 0
         if not isinstance(stored, int) or stored > self.number:
             what = "was made by a newer skilltrain; upgrade"
-            raise SkilltrainError(what, where=where, fix="pip install --upgrade skilltrain")
+            raise SkilltrainError(
+                "newer-format", what, where=where, fix="pip install --upgrade skilltrain"
+            )
         if stored < self.oldest:
             what = "was made by an older skilltrain, in a format that is no longer read"
-            raise SkilltrainError(what, where=where, fix=fix)
+            raise SkilltrainError("older-format", what, where=where, fix=fix)
 
 
 RUN = Format(number=1, oldest=1)

@@ -111,7 +111,7 @@ def plugin_paths(kind: str) -> dict[str, str]:
             continue
         if paths.get(name, entry.value) != entry.value:
             what = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
-            raise SkilltrainError(what, where=GROUP, fix="uninstall one of them")
+            raise SkilltrainError("repeated-name", what, where=GROUP, fix="uninstall one of them")
         paths[name] = entry.value
     return paths
 
@@ -125,7 +125,9 @@ def load_plugin(kind: str, name: str) -> Any:
     paths = plugin_paths(kind)
     path = name if ":" in name else paths.get(name)
     if path is None:
-        raise SkilltrainError(f"unknown {kind} '{name}'; choose from {', '.join(paths)}")
+        raise SkilltrainError(
+            "unknown-plugin", f"unknown {kind} '{name}'; choose from {', '.join(paths)}"
+        )
     plugin = import_path(path)
     if name not in BUILT_IN[kind]:
         LOADED[name] = path.partition(":")[0]
@@ -138,7 +140,7 @@ def import_path(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SkilltrainError(f"cannot import {path}: {error}") from error
+        raise SkilltrainError("unusable-plugin", f"cannot import {path}: {error}") from error
 
 
 def chosen_plugin(kind: str, name: str) -> Any:

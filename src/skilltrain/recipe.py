@@ -57,7 +57,10 @@ def run_pipeline(
         names = [*pipeline.model_fields]
         if len(words) > len(names):
             raise SkilltrainError(
-                "is a word too many", where=words[len(names)], fix="settings are written key=value"
+                "unexpected-argument",
+                "is a word too many",
+                where=words[len(names)],
+                fix="settings are written key=value",
             )
         others = [
             one

@@ -86,7 +86,9 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):
         raise SkilltrainError(
-            f"the stage {stage.stage} runs in one process", fix="run it without accelerate launch"
+            "one-process",
+            f"the stage {stage.stage} runs in one process",
+            fix="run it without accelerate launch",
         )
     # The main process leaves a finished run as it is, or refuses it.
     record = record_of(stage.out)
@@ -144,7 +146,9 @@ def input_fingerprint(path: Path) -> str:
         parts[RUN_FILE] = repr(record_of(path) | {"provenance": None})
         return sha256(repr(sorted(parts.items())).encode()).hexdigest()
     except OSError as error:
-        raise SkilltrainError(f"cannot be read: {error.strerror}", where=path) from error
+        raise SkilltrainError(
+            "unreadable-file", f"cannot be read: {error.strerror}", where=path
+        ) from error
 
 
 def input_paths(config: BaseModel) -> dict[str, Path]:
@@ -190,32 +194,44 @@ def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
             fix = (
                 f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
             )
-            raise SkilltrainError("no such file or folder", where=path, fix=fix)
+            raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)
 
 
 def _check_place(out: Path, read: Iterable[Path]) -> None:
     """Raise SkilltrainError for an `out` without a name, and for an input that the stage would empty first."""
     if out.name in ("", ".."):
-        raise SkilltrainError("is no name for an output folder", where=out, fix="give out=… a name")
+        raise SkilltrainError(
+            "invalid-output-name",
+            "is no name for an output folder",
+            where=out,
+            fix="give out=… a name",
+        )
     staged = staging_path(out).resolve()
     if emptied := [path for path in read if path.resolve().is_relative_to(staged)]:
         raise SkilltrainError(
-            f"lies where the stage writes before it names the folder {out.name}", where=emptied[0]
+            "overwrites-input",
+            f"lies where the stage writes before it names the folder {out.name}",
+            where=emptied[0],
         )
 
 
 def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
     """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
     if out.exists() and not out.is_dir():
-        raise SkilltrainError("is a file; the output is a folder", where=out)
+        raise SkilltrainError("output-exists", "is a file; the output is a folder", where=out)
     if not out.is_dir() or not any(out.iterdir()):
         if resume:
-            raise SkilltrainError("holds no run to resume", where=out, fix="leave --resume out")
+            raise SkilltrainError(
+                "no-run", "holds no run to resume", where=out, fix="leave --resume out"
+            )
         return None
     found = record_of(out)
     if "finished" not in found:
         raise SkilltrainError(
-            "the output folder is not empty and holds no run", where=out, fix=_ANOTHER_FOLDER
+            "output-exists",
+            "the output folder is not empty and holds no run",
+            where=out,
+            fix=_ANOTHER_FOLDER,
         )
     RUN.check(found, out, "delete the folder, and give the same command again")
     if changed := _first_difference(
@@ -225,13 +241,19 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
         nouns = {"recipe": key, "inputs": f"the content of {key}"}
         what = f"{nouns.get(section, f'the source of the plug-in {key}')} differs"
         raise SkilltrainError(
-            f"the output folder holds another run: {what}", where=out, fix=_ANOTHER_FOLDER
+            "other-run",
+            f"the output folder holds another run: {what}",
+            where=out,
+            fix=_ANOTHER_FOLDER,
         )
     if found["finished"]:
         return found["summary"]
     if not resume:
         raise SkilltrainError(
-            "holds an unfinished run", where=out, fix="add --resume, or delete the folder"
+            "unfinished-run",
+            "holds an unfinished run",
+            where=out,
+            fix="add --resume, or delete the folder",
         )
     return None
 

@@ -183,9 +183,11 @@ def load_stage(name: str) -> type[Stage]:
     """Import the class of a stage, by name or by import path. Raises SkilltrainError if there is none."""
     plugin = load_plugin("stage", name)
     if not (isinstance(plugin, type) and issubclass(plugin, Stage)):
-        raise SkilltrainError(f"{name} is no stage: no class derived from skilltrain.stage.Stage")
+        raise SkilltrainError(
+            "unusable-plugin", f"{name} is no stage: no class derived from skilltrain.stage.Stage"
+        )
     if missing := {"stage", "out"} - plugin.model_fields.keys():
-        raise SkilltrainError(f"the stage {name} has no field '{min(missing)}'")
+        raise SkilltrainError("unusable-plugin", f"the stage {name} has no field '{min(missing)}'")
     return plugin
 
 
@@ -210,11 +212,13 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
     """
     name = values.get("stage")
     if not is_stage(name):
+        code = "missing-setting"
         what = "missing key 'stage'"
         if name is not None:
+            code = "unknown-stage"
             what = f"stage: unknown stage {name!r}{removed_advice(name)}"
         allowed = ", ".join(plugin_paths("stage"))
-        raise SkilltrainError(f"{what}; allowed: {allowed}", where=where)
+        raise SkilltrainError(code, f"{what}; allowed: {allowed}", where=where)
     stage = load_stage(str(name))
     declared = get_args(stage.model_fields["stage"].annotation)
     named = {**values, "stage": declared[0]} if declared else values
@@ -281,5 +285,5 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
     if not recipes:
         what = "holds no recipe" if folder.is_dir() else "no such folder"
         fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
-        raise SkilltrainError(what, where=folder, fix=fix)
+        raise SkilltrainError("not-found", what, where=folder, fix=fix)
     return recipes

@@ -124,7 +124,7 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
             fault = "unknown" if unknown else "missing"
             column = min(unknown or required - row.keys())
             what = f"{fault} column {column!r} in a row for table {spec.name}"
-            raise SkilltrainError(what, where=f"row {position}")
+            raise SkilltrainError("wrong-columns", what, where=f"row {position}")
     columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
@@ -138,7 +138,7 @@ def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
                 _array([value], field.type)
             except _MISFIT as error:
                 what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
-                raise SkilltrainError(what, where=f"row {position}") from error
+                raise SkilltrainError("invalid-value", what, where=f"row {position}") from error
         raise
 
 
@@ -160,19 +160,23 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     for has, needs in zip_longest(table.schema, spec.schema):
         if has is None or needs is None or has != needs:
             difference = f"it has {_describe_field(has)} in the place of {_describe_field(needs)}"
-            raise SkilltrainError(f"is not a {spec.name} table: {difference}", where=where)
+            raise SkilltrainError(
+                "wrong-columns", f"is not a {spec.name} table: {difference}", where=where
+            )
     for field, column in zip(spec.schema, table.columns, strict=True):
         what = f"column '{field.name}' of table {spec.name} holds a null"
         if not field.nullable and column.null_count:
-            raise SkilltrainError(what, where=where)
+            raise SkilltrainError("invalid-value", what, where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
-            raise SkilltrainError(f"a list in {what}", where=where)
+            raise SkilltrainError("invalid-value", f"a list in {what}", where=where)
     if spec.key:
         counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
         if counts.num_rows < table.num_rows:
             repeated = counts.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
             key = ", ".join(repr(repeated[name]) for name in spec.key)
-            raise SkilltrainError(f"table {spec.name} holds {key} more than once", where=where)
+            raise SkilltrainError(
+                "repeated-id", f"table {spec.name} holds {key} more than once", where=where
+            )
     return table
 
 
@@ -203,9 +207,9 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
     try:
         table = pq.read_table(file)
     except FileNotFoundError as error:
-        raise SkilltrainError(f"no {spec.name} table here", where=file) from error
+        raise SkilltrainError("missing-table", f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
-        raise SkilltrainError(f"is not parquet: {error}", where=file) from error
+        raise SkilltrainError("not-parquet", f"is not parquet: {error}", where=file) from error
     for field in spec.schema:
         if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -231,7 +235,10 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
     if not chosen:
         splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
         raise SkilltrainError(
-            f"no query of split '{split}' (splits here: {splits})", where=folder, fix="set split"
+            "empty-split",
+            f"no query of split '{split}' (splits here: {splits})",
+            where=folder,
+            fix="set split",
         )
     return sorted(chosen, key=lambda query: query.query_id)
 
@@ -255,7 +262,9 @@ def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> No
     """Raise SkilltrainError where a ranked skill is not in `pool`, which `where` names."""
     if unknown := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
         what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
-        raise SkilltrainError(what, where=where, fix="give the pool that was ranked")
+        raise SkilltrainError(
+            "unknown-skill", what, where=where, fix="give the pool that was ranked"
+        )
 
 
 def texts_of(column: pa.ChunkedArray) -> list[str]:
@@ -271,7 +280,7 @@ def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
     for row in judgements.select(["query_id", "skill_id", "verdict"]).to_pylist():
         if row["verdict"] not in [*Verdict]:
             what = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
-            raise SkilltrainError(what, where=row["query_id"])
+            raise SkilltrainError("invalid-value", what, where=row["query_id"])
         result.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
     return result
 

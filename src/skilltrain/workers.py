@@ -80,7 +80,9 @@ def _run_in_processes(
         yield from executor.map(function, blocks)
     except BrokenProcessPool as error:
         fix = "if memory ran out, set workers.num to fewer"
-        raise SkilltrainError("a worker process ended before its work was done", fix=fix) from error
+        raise SkilltrainError(
+            "worker-failed", "a worker process ended before its work was done", fix=fix
+        ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
@@ -100,7 +102,7 @@ def _run_on_ray(
         from ray.exceptions import RayError, RayTaskError
     except ImportError as error:
         raise SkilltrainError(
-            "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
+            "missing-package", "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
         ) from error
     if not ray.is_initialized():
         is_cluster = bool(os.environ.get("RAY_ADDRESS"))
@@ -123,4 +125,6 @@ def _run_on_ray(
             raise error.cause from error
         raise
     except RayError as error:
-        raise SkilltrainError(f"Ray gave up: {' '.join(str(error).split())[:300]}") from error
+        raise SkilltrainError(
+            "worker-failed", f"Ray gave up: {' '.join(str(error).split())[:300]}"
+        ) from error

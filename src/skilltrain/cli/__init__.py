@@ -65,7 +65,8 @@ def _in_words(error: BaseException) -> tuple[str, int]:
     if isinstance(error, typer.TyperException):  # a fault in the command line itself
         return f"{_usage_fault(error)} (see skilltrain --help)", _FAULT
     if isinstance(error, SkilltrainError):
-        return str(error), _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT
+        message = f"{error} [{error.code}]"
+        return message, _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT
     if isinstance(error, OSError):
         return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(
             error

@@ -104,12 +104,16 @@ def settings_of(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, 
     files, overrides = split_arguments(arguments or [])
     if len(files) > 1:
         raise SkilltrainError(
-            f"more than one recipe: {' '.join(files)}", fix="settings have the form key=value"
+            "unexpected-argument",
+            f"more than one recipe: {' '.join(files)}",
+            fix="settings have the form key=value",
         )
     values = load_recipe(Path(files[0]), overrides) if files else apply_overrides({}, overrides)
     where = files[0] if files else f"skilltrain {command_of(stage)}"
     if values.get("stage", stage) != stage:
-        raise SkilltrainError(f"is a recipe of stage {values['stage']}, not {stage}", where=where)
+        raise SkilltrainError(
+            "wrong-stage", f"is a recipe of stage {values['stage']}, not {stage}", where=where
+        )
     return {"stage": stage} | values, where
 
 
@@ -118,7 +122,10 @@ def only_settings(arguments: Sequence[str] | None) -> list[str]:
     files, overrides = split_arguments(arguments or [])
     if files:
         raise SkilltrainError(
-            "is no setting", where=files[0], fix="settings have the form key=value"
+            "unexpected-argument",
+            "is no setting",
+            where=files[0],
+            fix="settings have the form key=value",
         )
     return overrides
 
@@ -134,6 +141,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             key = name.replace("-", "_")
             if not equals and (value := next(rest, None)) is None:
                 raise SkilltrainError(
+                    "unknown-option",
                     f"--{name} is no option of this command, or has no value",
                     fix=f"a setting is written {key}=VALUE; see --help",
                 )

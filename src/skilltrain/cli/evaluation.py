@@ -58,11 +58,15 @@ def evaluate(
         values["predictions"] = [str(file) for file in predictions]
         if scores is not None and scores.resolve() in {file.resolve() for file in predictions}:
             raise SkilltrainError(
-                "--json would overwrite the predictions", where=scores, fix="name another file"
+                "overwrites-input",
+                "--json would overwrite the predictions",
+                where=scores,
+                fix="name another file",
             )
     named = encoder or reranker
     if named and "systems" in values:
         raise SkilltrainError(
+            "conflicting-settings",
             "the recipe lists systems already",
             where=where,
             fix="leave --encoder and --reranker out",
@@ -73,7 +77,9 @@ def evaluate(
         _score_predictions(values, scores, is_dry_run)
     elif scores is not None:
         raise SkilltrainError(
-            "--json is for predictions alone", fix="leave out=… and systems out, or --json"
+            "conflicting-settings",
+            "--json is for predictions alone",
+            fix="leave out=… and systems out, or --json",
         )
     else:
         execute(parse_recipe(values, where), is_dry_run)
@@ -115,11 +121,16 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: 
     )
     if len(config.predictions) > 1:
         raise SkilltrainError(
-            "several predictions files are compared in a report", fix="add out=… for its folder"
+            "conflicting-settings",
+            "several predictions files are compared in a report",
+            fix="add out=… for its folder",
         )
     if "analysis" in values:
         raise SkilltrainError(
-            "analyses are part of a report", where="analysis", fix="add out=… for its folder"
+            "conflicting-settings",
+            "analyses are part of a report",
+            where="analysis",
+            fix="add out=… for its folder",
         )
     if is_dry_run:
         show({"dry_run": config.dry_run()})

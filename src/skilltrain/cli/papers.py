@@ -43,7 +43,9 @@ def gradients(
 
     config: Any = training_of(file, overrides)
     if config.out.exists():
-        raise SkilltrainError("exists already", where=config.out, fix="name another folder: out=…")
+        raise SkilltrainError(
+            "output-exists", "exists already", where=config.out, fix="name another folder: out=…"
+        )
     found = quietly(measure_gradients, config, num_batches)
     write_gradients(found, config, num_batches)
     lost = ", ".join(

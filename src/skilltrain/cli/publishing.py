@@ -54,7 +54,9 @@ def export(
 
     if adapter and any((form, reports, repo, license_id)):
         what = "an adapter is written as it is, without a card"
-        raise SkilltrainError(what, where="--adapter", fix="give only --checkpoint and --out")
+        raise SkilltrainError(
+            "conflicting-settings", what, where="--adapter", fix="give only --checkpoint and --out"
+        )
     published = Published(repo, license_id, reports or ())
     summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
     conclude(summary, [f"{out}: {summary['checkpoint'] or 'the model'} of {run}"], as_json)

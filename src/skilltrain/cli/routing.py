@@ -150,7 +150,7 @@ def open_routing(
     if router is not None and pool is None:
         return Router.load(router, allow_server or ())
     if pool is None or router is not None:
-        raise SkilltrainError("give either --router or --pool", where=where)
+        raise SkilltrainError("conflicting-settings", "give either --router or --pool", where=where)
     return open_router(pool, rankers)
 
 
@@ -203,7 +203,9 @@ def serve(
         from skilltrain.serving.service import RouteLog, Service, watched_contents
     except ModuleNotFoundError as error:
         raise SkilltrainError(
-            f"{error.name} is not installed", fix="pip install 'skilltrain[serve]'"
+            "missing-package",
+            f"{error.name} is not installed",
+            fix="pip install 'skilltrain[serve]'",
         ) from error
     watch = watch or []
     opened = Router.load(router, allow_server or ())

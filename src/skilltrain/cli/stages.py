@@ -118,7 +118,7 @@ def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
     if isinstance(stage, TrainingStage):
         return stage
     fix = f"run: skilltrain {command_of(stage.stage)} {file}"
-    raise SkilltrainError(f"is a recipe of stage {stage.stage}", where=file, fix=fix)
+    raise SkilltrainError("wrong-stage", f"is a recipe of stage {stage.stage}", where=file, fix=fix)
 
 
 @app.command(rich_help_panel="Start here")
@@ -138,7 +138,7 @@ def recipes(
     stages = plugin_paths("stage")
     if stage is not None and not is_stage(stage):
         what = f"unknown stage {stage!r}; allowed: {', '.join(stages)}"
-        raise SkilltrainError(what, where="skilltrain recipes")
+        raise SkilltrainError("unknown-stage", what, where="skilltrain recipes")
     if schema:
         show(schema_of([stage] if stage else stages))
         return
@@ -200,17 +200,17 @@ def show_table(
             if file.is_dir()
             else ""
         )
-        raise SkilltrainError("no such file", where=file, fix=fix)
+        raise SkilltrainError("not-found", "no such file", where=file, fix=fix)
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
         raise SkilltrainError(
-            f"cannot be read as parquet: {reason_of(error)}", where=file
+            "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=file
         ) from error
     wanted = dict(item.split("=", 1) for item in only_settings(where))
     if unknown := wanted.keys() - set(table.column_names):
         fix = f"its columns: {', '.join(table.column_names)}"
-        raise SkilltrainError(f"no column '{min(unknown)}'", where=file, fix=fix)
+        raise SkilltrainError("missing-column", f"no column '{min(unknown)}'", where=file, fix=fix)
     matching = [row for batch in table.to_batches() for row in batch.to_pylist()]
     for name, value in wanted.items():
         is_list = pa.types.is_list(table.schema.field(name).type)

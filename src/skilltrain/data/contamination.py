@@ -94,7 +94,9 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
     tasks = tuple(task for task in benchmark.tasks if task.query.split != TRAIN)
     if not tasks:
         what = f"all {len(benchmark.tasks)} queries are of split '{TRAIN}': this is training data, not a benchmark"
-        raise SkilltrainError(what, where=path, fix="give a folder with queries of another split")
+        raise SkilltrainError(
+            "empty-split", what, where=path, fix="give a folder with queries of another split"
+        )
     if not need_golds:
         return HeldOut(name, tasks, ())
 
@@ -107,7 +109,12 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
     if missing := [skill_id for skill_id in task_ids if skill_id not in skills]:
         what = f"gold skill '{missing[0]}' of task {task_ids[missing[0]]} has no text in the benchmark or the pool"
-        raise SkilltrainError(what, where=path, fix="give a pool that holds the benchmark's skills")
+        raise SkilltrainError(
+            "missing-gold-skill",
+            what,
+            where=path,
+            fix="give a pool that holds the benchmark's skills",
+        )
     return HeldOut(name, tasks, tuple(skills[skill_id] for skill_id in task_ids))
 
 
@@ -259,7 +266,7 @@ class Decontaminate(Stage):
         if len(dropped) == len(positives):
             what = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
             fix = "hold out other benchmarks, or set limits"
-            raise SkilltrainError(what, where=self.queries, fix=fix)
+            raise SkilltrainError("nothing-left", what, where=self.queries, fix=fix)
         counts = _write_clean(self.queries, dropped, out)
         write_table(rows, DROPPED, out)
         by_ground = Counter(ground for _, ground in {(row.query_id, row.filter) for row in rows})
@@ -279,7 +286,7 @@ def _known_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
     known = [skill for skill in read_skills(pool) if skill.skill_id in positives]
     if positives and not known:
         fix = "give the pool that the queries were made for"
-        raise SkilltrainError("holds no positive of the queries", where=pool, fix=fix)
+        raise SkilltrainError("wrong-pool", "holds no positive of the queries", where=pool, fix=fix)
     num_missing = len(positives) - len(known)
     if num_missing:
         say(

@@ -128,7 +128,7 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
             f"rank {rank} has other weights, another number format or other {kind} than the first"
         )
         fix = "give all machines the same files and set precision"
-        raise SkilltrainError(what, where=encoder.source, fix=fix)
+        raise SkilltrainError("ranks-differ", what, where=encoder.source, fix=fix)
     distinct, firsts = np.unique(keys, return_index=True)
     cache.make()
     # The first rank decides what is missing: the others may see an older state of the folder.

@@ -105,7 +105,7 @@ class Filter(Stage):
         if missing := [query_id for query_id in query_ids if query_id not in texts]:
             what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
             fix = "give the queries that were mined for"
-            raise SkilltrainError(what, where=self.queries, fix=fix)
+            raise SkilltrainError("unknown-query", what, where=self.queries, fix=fix)
         pool = FilterPool(
             skills,
             pairs,

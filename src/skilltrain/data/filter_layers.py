@@ -270,7 +270,7 @@ class RankWindowLayer(FilterLayer):
                 f"no candidate is of source '{unknown[0]}'",
                 f"sources: {', '.join(sorted({*pool.sources}))}",
             )
-            raise SkilltrainError(what, where="layers.rank_window.ranks", fix=fix)
+            raise SkilltrainError("unknown-source", what, where="layers.rank_window.ranks", fix=fix)
         sources, outside = (
             np.array(pool.sources, dtype=object)[pairs["row"]],
             np.zeros(len(pairs), dtype=bool),

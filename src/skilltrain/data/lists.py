@@ -133,7 +133,7 @@ class Lists(Stage):
         if not lists:
             what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
             fix = "check that rankings, queries and pool belong together"
-            raise SkilltrainError(what, where=self.rankings, fix=fix)
+            raise SkilltrainError("nothing-left", what, where=self.rankings, fix=fix)
 
         write_table(lists.values(), LISTS, out)
         judged = [row for row in judgements.to_pylist() if row["query_id"] in lists]
@@ -176,11 +176,13 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
     if config.list_size is not None and len(sources) > 1:
         what = f"'list_size' takes the top of one ranking; {present}"
-        raise SkilltrainError(what, where=config.rankings, fix="set quotas instead")
+        raise SkilltrainError(
+            "conflicting-settings", what, where=config.rankings, fix="set quotas instead"
+        )
     known = {*sources, *plugin_paths("source"), JUDGED}
     if unknown := [source for source in config.quotas or {} if source not in known]:
         what = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
-        raise SkilltrainError(what, where=config.rankings)
+        raise SkilltrainError("unknown-source", what, where=config.rankings)
 
 
 def _judged_in_pool(

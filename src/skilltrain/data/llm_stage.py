@@ -46,7 +46,7 @@ def load_prompt(name: str | Path) -> Mapping[str, Any]:
     """Return a prompt with the keys `system` and `user`: that of a plug-in, or that of a YAML file."""
     texts = load_recipe(name) if isinstance(name, Path) else load_plugin("prompt", name)
     if not {"system", "user"} <= texts.keys():
-        raise SkilltrainError("a prompt has the keys system and user", where=name)
+        raise SkilltrainError("invalid-recipe", "a prompt has the keys system and user", where=name)
     return texts
 
 

@@ -88,7 +88,7 @@ class Mine(Stage):
         """
         skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
         if not skills:
-            raise SkilltrainError("the pool holds no skill to mine", where=self.pool)
+            raise SkilltrainError("empty-pool", "the pool holds no skill to mine", where=self.pool)
         position = {skill.skill_id: place for place, skill in enumerate(skills)}
         asked, lost = list[tuple[Query, Positions]](), list[Dropped]()
         for query, judged in select_judged(self.queries, self.split):
@@ -104,7 +104,7 @@ class Mine(Stage):
             lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", why))
         if not asked:
             what = f"no query of {self.queries} has a positive in the pool"
-            raise SkilltrainError(what, where=self.pool, fix="give the queries' pool")
+            raise SkilltrainError("wrong-pool", what, where=self.pool, fix="give the queries' pool")
         ranked = mine(self, skills, asked)
         write_table(
             _table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out

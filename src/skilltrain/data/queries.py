@@ -101,7 +101,9 @@ class Queries(Stage):
             more = f" (and {len(missing_ids) - 1} more)" if len(missing_ids) > 1 else ""
             what = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {self.pool}{more}"
             fix = "add its source to the pool, or set missing_gold: drop"
-            raise SkilltrainError(what, where=reader.queries[first.query_id].where, fix=fix)
+            raise SkilltrainError(
+                "unknown-skill", what, where=reader.queries[first.query_id].where, fix=fix
+            )
         judgements = [
             judgement for judgement in judgements if judgement.query_id not in missing_ids
         ]
@@ -114,7 +116,7 @@ class Queries(Stage):
             what = (
                 f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows{first}"
             )
-            raise SkilltrainError(what, fix=f"all reasons are in {file}")
+            raise SkilltrainError("nothing-left", what, fix=f"all reasons are in {file}")
         write_queries(queries, judgements, dropped, out)
         return {
             "num_queries": len(queries),
@@ -200,7 +202,7 @@ class _QueryReader:
         if VERDICT_KEYS.keys().isdisjoint(values):
             keys = ", ".join(map(str, list(values)[:8]))
             what = f"is no query: no key skill_ids or required among {keys}"
-            raise SkilltrainError(what, where=where)
+            raise SkilltrainError("invalid-row", what, where=where)
         own_id = values.get("query_id")
         row = validate(QueryRow, values, f"{where}, query {own_id}" if own_id else where)
         text = clean_text(row.text or "").strip()
@@ -209,7 +211,7 @@ class _QueryReader:
         split = self._config.split or row.split or (stem if stem in get_args(Split) else None)
         if split is None:
             what = "neither its rows nor its file name give a split"
-            raise SkilltrainError(what, where=path, fix="set split: train")
+            raise SkilltrainError("choose-split", what, where=path, fix="set split: train")
         # An id that we make up comes from the content, so it stays when rows are added or moved.
         digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
         row_id = _optional_line(row.query_id)
@@ -219,7 +221,7 @@ class _QueryReader:
         item = JudgedQuery(query, self._judge(row, query, where), where)
         if "group_id" in values and len(item.judgements) < 2:
             what = f"group '{row_id}' holds {len(item.judgements)} skill(s): a group is judged against one another"
-            raise SkilltrainError(what, where=where)
+            raise SkilltrainError("invalid-row", what, where=where)
         if not text:
             self._drop(item.query, "", "empty_query", f"{where} has no query text")
         elif not required:
@@ -228,7 +230,9 @@ class _QueryReader:
             self.queries[query_id] = item
         elif row_id:
             earlier = self.queries[query_id].where
-            raise SkilltrainError(f"query_id '{query_id}' stands in {earlier} too", where=where)
+            raise SkilltrainError(
+                "repeated-id", f"query_id '{query_id}' stands in {earlier} too", where=where
+            )
         else:
             reason = f"{where} repeats {self.queries[query_id].where}"
             self._drop(item.query, "", "duplicate_query", reason)
@@ -296,10 +300,12 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = pq.read_table(path).to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise SkilltrainError(
-                f"cannot be read as parquet: {reason_of(error)}", where=path
+                "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=path
             ) from error
         for number, row in enumerate(rows, 1):
             yield f"{path}, row {number}", row
     else:
         fix = "give a .jsonl, .jsonl.gz or .parquet file"
-        raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
+        raise SkilltrainError(
+            "unknown-format", "cannot tell what this file is", where=path, fix=fix
+        )

@@ -153,7 +153,9 @@ class Synthesize(Stage):
                 else ""
             )
             raise SkilltrainError(
-                f"made no query for {num_skills} skills; the first reason: {first}", fix=fix
+                "nothing-generated",
+                f"made no query for {num_skills} skills; the first reason: {first}",
+                fix=fix,
             )
 
         origin, cluster_of, dropped = (
@@ -216,7 +218,7 @@ def _wanted(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]:
         else (read_skills(config.pool), [])
     )
     if not usable and not flagged:
-        raise SkilltrainError("the pool holds no skill", where=config.pool)
+        raise SkilltrainError("empty-pool", "the pool holds no skill", where=config.pool)
     # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
     parts = config.origin, config.seed, config.num_words, config.terse_share, config.body_chars
     parts += (

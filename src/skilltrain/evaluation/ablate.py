@@ -134,7 +134,12 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
         where = f"step '{name}' of variant '{variant}'"
         if name not in recipes and name not in values:
             fix = f"steps: {', '.join(recipes)}; plain braces are written {{{{ }}}}"
-            raise SkilltrainError(f"'{{{name}}}' is no step", where=f"variant '{variant}'", fix=fix)
+            raise SkilltrainError(
+                "invalid-ablation",
+                f"'{{{name}}}' is no step",
+                where=f"variant '{variant}'",
+                fix=fix,
+            )
         if name not in values:
             values[name] = None  # until the steps that it reads are resolved
             recipe = _fill(recipes[name], resolve)
@@ -146,7 +151,9 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
             values[name] = runs_folder / f"{name}-{digest[:12]}"
             runs[name] = config.model_copy(update={"out": values[name]})
         elif values[name] is None:
-            raise SkilltrainError("needs a step that needs this one", where=where)
+            raise SkilltrainError(
+                "invalid-ablation", "needs a step that needs this one", where=where
+            )
         return values[name]
 
     for name, recipe in recipes.items():
@@ -154,7 +161,7 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
             resolve(name)
     if not runs:
         what = f"has no step of stage {' or '.join(EVALUATIONS)}"
-        raise SkilltrainError(what, where=f"variant '{variant}'")
+        raise SkilltrainError("invalid-ablation", what, where=f"variant '{variant}'")
     return runs
 
 
@@ -167,7 +174,9 @@ def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
         if not isinstance(recipe, dict) or "stage" not in recipe or "out" in recipe:
             what = "must be a recipe with the key stage and without the key out"
             where = f"step '{name}' of variant '{variant}'"
-            raise SkilltrainError(what, where=where, fix=f"steps: {', '.join(grid.steps)}")
+            raise SkilltrainError(
+                "invalid-recipe", what, where=where, fix=f"steps: {', '.join(grid.steps)}"
+            )
     return recipes
 
 
@@ -192,15 +201,17 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             measures = [str(measure) for measure in config.scored]
             if config.num_systems != 1:
                 what = f"an evaluation of an ablation has one system, found {config.num_systems}"
-                raise SkilltrainError(what, where=where, fix="make a step, or a variant, of each")
+                raise SkilltrainError(
+                    "invalid-ablation", what, where=where, fix="make a step, or a variant, of each"
+                )
             if missing := [measure for measure in grid.compare if measure not in measures]:
                 what = f"measures: {missing[0]}, which `compare` names, is missing"
-                raise SkilltrainError(what, where=where)
+                raise SkilltrainError("invalid-ablation", what, where=where)
             task = (config.benchmark, config.split, measures)
             if task != tasks.setdefault(step, task):
                 what = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
-                raise SkilltrainError(what, where=where, fix=fix)
+                raise SkilltrainError("invalid-ablation", what, where=where, fix=fix)
 
 
 def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -226,7 +237,7 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """
     if launched_ranks() > 1:
         fix = "leave accelerate launch out"
-        raise SkilltrainError("an ablation runs in one process", where=file, fix=fix)
+        raise SkilltrainError("one-process", "an ablation runs in one process", where=file, fix=fix)
     grid, cells = read_grid(file, overrides)
     errors = _run_cells(cells)
     results = make_results(grid, cells, errors)
@@ -237,7 +248,9 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if errors:
         cell, error = next(iter(errors.items()))
         what = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
-        raise SkilltrainError(what, where=file, fix="the same command tries them again")
+        raise SkilltrainError(
+            "failed-cells", what, where=file, fix="the same command tries them again"
+        )
     return {"out": str(grid.out), "num_cells": len(cells)}
 
 
@@ -270,7 +283,9 @@ def _run_step(step: str, config: Any) -> str:
         run_stage(config, resume=None)
     except StoppedError as error:
         fix = "run the same command to go on"
-        raise StoppedError(error.what, where=config.out, fix=fix, number=error.number) from error
+        raise StoppedError(
+            error.code, error.what, where=config.out, fix=fix, number=error.number
+        ) from error
     except SkilltrainError as error:
         return f"step {step}: {error}"
     except Exception as error:

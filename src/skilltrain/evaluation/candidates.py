@@ -142,7 +142,7 @@ class Teacher(Stage):
             part.check()
         lists = read_table(self.lists, LISTS).to_pylist()
         if not lists:
-            raise SkilltrainError("holds no list to score", where=self.lists)
+            raise SkilltrainError("no-list", "holds no list to score", where=self.lists)
         queries = {query.query_id: query for query in read_queries(self.lists)}
         skills = read_pool(self.pool)
         pool = {skill.skill_id for skill in skills}
@@ -150,14 +150,14 @@ class Teacher(Stage):
         for row in lists:
             if row["query_id"] not in queries:
                 what = f"the list of query {row['query_id']!r} has no query text"
-                raise SkilltrainError(what, where=self.lists)
+                raise SkilltrainError("unknown-query", what, where=self.lists)
             lost |= {*row["skill_ids"]} - pool
         if lost:
             what = (
                 f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
             )
             fix = "give the pool that the lists were made from"
-            raise SkilltrainError(what, where=self.pool, fix=fix)
+            raise SkilltrainError("unknown-skill", what, where=self.pool, fix=fix)
         members = {row["query_id"]: row["skill_ids"] for row in lists}
         asked = [queries[query_id] for query_id in members]
         scores = member_scores(self.rankers, asked, members, skills)
@@ -199,6 +199,6 @@ def member_scores(
             if isinstance(score, str) or not math.isfinite(score):
                 what = f"gave skill {skill_id!r} {score}, and a teacher must give a number"
                 where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
-                raise SkilltrainError(what, where=where)
+                raise SkilltrainError("not-a-number", what, where=where)
         scores[query_id] = [by_skill[skill_id] for skill_id in row]
     return scores

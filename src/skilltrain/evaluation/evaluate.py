@@ -181,9 +181,11 @@ def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predic
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     if not config.systems and not config.predictions:
-        raise SkilltrainError("there is nothing to evaluate: give systems or predictions")
+        raise SkilltrainError(
+            "nothing-to-score", "there is nothing to evaluate: give systems or predictions"
+        )
     if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
-        raise SkilltrainError("systems need a pool to rank", fix="give pool=…")
+        raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
     if config.pool is None:
         pools = [{skill.skill_id: skill for skill in part.pool} for part in benchmark.parts]
     else:
@@ -196,13 +198,19 @@ def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predic
     for file in config.predictions:
         if file.stem in [*predicted, *(system.name for system in config.systems)]:
             raise SkilltrainError(
-                f"another system is called '{file.stem}' as well", where=file, fix="rename it"
+                "repeated-name",
+                f"another system is called '{file.stem}' as well",
+                where=file,
+                fix="rename it",
             )
         predicted[file.stem] = _predictions(file, benchmark, by_id)
     if config.clusters is not None:
         if not by_id:
             raise SkilltrainError(
-                "copies are found by the skills' texts", where="clusters", fix="give pool=…"
+                "missing-pool",
+                "copies are found by the skills' texts",
+                where="clusters",
+                fix="give pool=…",
             )
         relevances = [task.relevance for task in benchmark.tasks]
         wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
@@ -248,32 +256,45 @@ def _predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> dict
     values = read_json(file)
     if not isinstance(values, dict) or not values:
         raise SkilltrainError(
-            "predictions are an object {query_id: [skill_id, …]}, with a query at least", where=file
+            "invalid-predictions",
+            "predictions are an object {query_id: [skill_id, …]}, with a query at least",
+            where=file,
         )
     for query_id, ranking in values.items():
         where = f"{file}, query {query_id}"
         if not isinstance(ranking, list) or not all(
             isinstance(skill_id, str) and skill_id for skill_id in ranking
         ):
-            raise SkilltrainError("a prediction is a list of skill ids", where=where)
+            raise SkilltrainError(
+                "invalid-predictions", "a prediction is a list of skill ids", where=where
+            )
         if len(set(ranking)) < len(ranking):
             raise SkilltrainError(
-                f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice", where=where
+                "repeated-id",
+                f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice",
+                where=where,
             )
         if pool and (strange := [skill_id for skill_id in ranking if skill_id not in pool]):
             what = f"{len(strange)} of {len(ranking)} predicted skills are not in the pool, first '{strange[0]}'"
             raise SkilltrainError(
-                what, where=where, fix="predict ids of this pool, or score without pool=…"
+                "unknown-skill",
+                what,
+                where=where,
+                fix="predict ids of this pool, or score without pool=…",
             )
     known = [*benchmark.relevances]
     if unknown := [
         query_id for query_id in values if query_id not in benchmark.unscored.union(known)
     ]:
         what = f"{len(unknown)} of {len(values)} predicted queries are not in the benchmark, first '{unknown[0]}'"
-        raise SkilltrainError(what, where=file, fix=f"its query ids look like '{known[0]}'")
+        raise SkilltrainError(
+            "unknown-query", what, where=file, fix=f"its query ids look like '{known[0]}'"
+        )
     if not (scored := {query_id: values[query_id] for query_id in known if query_id in values}):
         raise SkilltrainError(
-            "all its predictions are for queries that are not scored here", where=file
+            "nothing-to-score",
+            "all its predictions are for queries that are not scored here",
+            where=file,
         )
     if missing := [query_id for query_id in known if query_id not in scored]:
         count = f"{len(missing)} of {len(known)}"

@@ -103,7 +103,7 @@ def inspect_lists(
         _check_table(pool, SKILLS)
     if folder in file.resolve().parents:
         fault = "is in the folder of the lists, which a page would change"
-        raise SkilltrainError(fault, where=file, fix="set --out")
+        raise SkilltrainError("overwrites-input", fault, where=file, fix="set --out")
 
     trail = follow_runs(folder)
     values = page_values(_read_rows([lists], LISTS), trail, pool, max_lists)
@@ -121,7 +121,7 @@ def inspect_lists(
 def _check_table(path: Path, spec: TableSpec) -> None:
     if not table_path(path, spec).is_file():
         fix = f"give a folder with {spec.name}.parquet"
-        raise SkilltrainError(f"holds no {spec.name}", where=path, fix=fix)
+        raise SkilltrainError("missing-table", f"holds no {spec.name}", where=path, fix=fix)
 
 
 def follow_runs(folder: Path) -> Trail:

@@ -65,7 +65,9 @@ class Published:
             validate_repo_id(self.repo)
         except HFValidationError as error:
             fault = f"is no name of a model on the Hub: {error}"
-            raise SkilltrainError(fault, where=self.repo, fix="write OWNER/NAME") from error
+            raise SkilltrainError(
+                "invalid-repository", fault, where=self.repo, fix="write OWNER/NAME"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _report_results(report: Path, run: Path) -> Iterator[Result]:
             systems_with_model.add(record["recipe"]["systems"][number]["name"])
     if not systems_with_model:
         fault = f"no system of this report uses {run}"
-        raise SkilltrainError(fault, where=report, fix="evaluate it first")
+        raise SkilltrainError("other-run", fault, where=report, fix="evaluate it first")
 
     for system in metrics["systems"]:
         uses_model = system["name"] in systems_with_model

@@ -53,7 +53,9 @@ def write_form(folder: Path, form: Form) -> None:
 
     if form == "multi_vector":
         if not isinstance(model, Encoder):
-            raise SkilltrainError("only an encoder has this form", where=f"--form {form}")
+            raise SkilltrainError(
+                "unsupported-form", "only an encoder has this form", where=f"--form {form}"
+            )
         for module_folder in folder.glob("[0-9]_*"):
             shutil.rmtree(module_folder)
         write_modules(model, folder, per_token=True)
@@ -63,7 +65,7 @@ def write_form(folder: Path, form: Form) -> None:
         fault = "only a reranker with template.form=yes_no has this form"
         if isinstance(model, Reranker):
             fault += "; one of form pair is a classifier already"
-        raise SkilltrainError(fault, where=f"--form {form}")
+        raise SkilltrainError("unsupported-form", fault, where=f"--form {form}")
 
     if form == "onnx":
         _add_onnx(folder)
@@ -110,7 +112,7 @@ def _add_onnx(folder: Path) -> None:
     except ImportError as error:
         fault = f"this form needs the package {error.name}"
         fix = "pip install 'skilltrain[onnx]'"
-        raise SkilltrainError(fault, where="--form onnx", fix=fix) from error
+        raise SkilltrainError("missing-package", fault, where="--form onnx", fix=fix) from error
 
     network = open_model(folder).network
     network.set_attn_implementation("sdpa")  # a graph cannot hold our attention for packed texts

@@ -71,7 +71,9 @@ def check_round_trip(folder: Path) -> None:
         difference = (torch.cat(outputs) - plain_outputs.float()).abs().max().item()
     except Exception as error:  # sentence-transformers may raise anything
         fault = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
-        raise SkilltrainError(fault, where=folder.name, fix="nothing was sent") from error
+        raise SkilltrainError(
+            "not-portable", fault, where=folder.name, fix="nothing was sent"
+        ) from error
 
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
     limit = _MAX_DIFFERENCE_BFLOAT16 if is_half else _MAX_DIFFERENCE
@@ -80,7 +82,7 @@ def check_round_trip(folder: Path) -> None:
             f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
         )
         fix = "nothing was sent; please report this"
-        raise SkilltrainError(fault, where=folder.name, fix=fix)
+        raise SkilltrainError("not-portable", fault, where=folder.name, fix=fix)
 
 
 def _plain_outputs(
@@ -111,7 +113,7 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
         for start, end in spans:
             fault = f"holds what looks like a secret: {mask_secret(text[start:end])}"
             fix = "remove it from the recipe, and revoke it; nothing was sent"
-            raise SkilltrainError(fault, where=name, fix=fix)
+            raise SkilltrainError("secret-found", fault, where=name, fix=fix)
 
 
 def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bool) -> str:
@@ -153,7 +155,9 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
         fix = (
             "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
         )
-        raise SkilltrainError(fault, where=repo, fix=fix) from None  # --debug would show the token
+        raise SkilltrainError(
+            "upload-failed", fault, where=repo, fix=fix
+        ) from None  # --debug would show the token
     return url
 
 
@@ -187,14 +191,20 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
     if names == {"README.md"} and not into_existing:
         fix = "add --into-existing to replace it, or choose another --repo"
-        raise SkilltrainError("the repository exists and holds a README.md", where=repo, fix=fix)
+        raise SkilltrainError(
+            "repository-taken", "the repository exists and holds a README.md", where=repo, fix=fix
+        )
     if names - {"README.md"} and CHECKPOINT_FILE not in names:
         fault = "the repository is taken: it holds something else than a model of skilltrain"
-        raise SkilltrainError(fault, where=repo, fix="choose another --repo")
+        raise SkilltrainError("repository-taken", fault, where=repo, fix="choose another --repo")
     if public and info.private:
         fix = "make it public on its page, or push without --public"
-        raise SkilltrainError("the repository is private, and stays so", where=repo, fix=fix)
+        raise SkilltrainError(
+            "repository-visibility", "the repository is private, and stays so", where=repo, fix=fix
+        )
     if not public and not info.private:
         fix = "add --public, or choose another --repo"
-        raise SkilltrainError("the repository is public", where=repo, fix=fix)
+        raise SkilltrainError(
+            "repository-visibility", "the repository is public", where=repo, fix=fix
+        )
     return names

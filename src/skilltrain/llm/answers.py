@@ -193,6 +193,7 @@ class AnswerCache:
                 return self._database.execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:
             raise SkilltrainError(
+                "cannot-write",
                 f"cannot use the cache of answers: {error}",
                 where=self._folder,
                 fix="free the disk, or name another llm.cache",

@@ -35,6 +35,7 @@ class Budget:
             self._prices = Prices(prompt=prompt, completion=completion)
         if self._prices is None and self._limits.max_dollars is not None:
             raise SkilltrainError(
+                "missing-setting",
                 f"{config.section}.budget.max_dollars needs the price of a token",
                 fix=f"set {config.section}.prices, dollars per million tokens",
             )

@@ -49,8 +49,9 @@ class Server:
         self._key = os.environ.get(config.api_key_env, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
             raise SkilltrainError(
+                "invalid-key",
                 f"the environment variable {config.api_key_env} holds no key: "
-                "a key has no line breaks, and ASCII letters only"
+                "a key has no line breaks, and ASCII letters only",
             )
 
     @cached_property
@@ -64,6 +65,7 @@ class Server:
 
         if self.config.is_openai and not self._key:
             raise SkilltrainError(
+                "missing-key",
                 f"no key for {self.config.base_url}",
                 fix=f"set {self.config.api_key_env}, or name another base_url",
             )
@@ -102,20 +104,24 @@ class Server:
         status = getattr(error, "status_code", None)
         section = self.config.section
         if status in (401, 403):
+            code = "key-refused"
             fault = f"the key was refused: {reason}"
             fix = f"set {self.config.api_key_env} to a valid key"
         elif status == 404:
+            code = "unknown-model"
             fault = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
         elif status == 429 and getattr(error, "code", None) == "insufficient_quota":
+            code = "no-credit"
             fault = "the account has no credit left"
             fix = "top it up, then run again"
         elif type(error.__cause__).__name__ in _CONNECTION_ERRORS:
+            code = "server-unreachable"
             fault = f"no server answers: {reason}"
             fix = f"start it, or correct {section}.base_url"
         else:
             return ServerError(reason, status)
-        return SkilltrainError(fault, where=self.config.base_url, fix=fix)
+        return SkilltrainError(code, fault, where=self.config.base_url, fix=fix)
 
 
 class LLM:
@@ -147,6 +153,7 @@ class LLM:
             if self._num_failures < _MAX_FAILURES:
                 raise
             raise SkilltrainError(
+                "server-failing",
                 f"{self._num_failures} requests in a row failed, the last with: {error.reason}",
                 where=self.config.base_url,
                 fix="answers so far are cached; run again later",

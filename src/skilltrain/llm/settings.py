@@ -73,7 +73,9 @@ class ServerConfig(Config):
         if not value.replace("_", "a").isalnum() or value[0].isdigit() or value.startswith("sk"):
             # Not a ValueError: pydantic would print the value, which may be the key itself.
             raise SkilltrainError(
-                "api_key_env must name an environment variable", fix="never write a key in a recipe"
+                "invalid-setting",
+                "api_key_env must name an environment variable",
+                fix="never write a key in a recipe",
             )
         return value
 
@@ -87,7 +89,9 @@ class ServerConfig(Config):
             raise ValueError(_URL_HINT) from error
         if parts.username or parts.password or parts.query:
             raise SkilltrainError(
-                "base_url must hold no user, password or query", fix="use api_key_env for the key"
+                "invalid-setting",
+                "base_url must hold no user, password or query",
+                fix="use api_key_env for the key",
             )
         if not is_url or " " in value:
             raise ValueError(_URL_HINT)

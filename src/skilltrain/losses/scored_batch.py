@@ -122,7 +122,9 @@ class ScoredBatch:
 
 def _undeclared(part: str) -> SkilltrainError:
     fix = f"return Needs({part}=True) from the loss's property `needs`"
-    return SkilltrainError(f"this batch has no {part}: its loss does not declare them", fix=fix)
+    return SkilltrainError(
+        "undeclared-need", f"this batch has no {part}: its loss does not declare them", fix=fix
+    )
 
 
 class Loss(Config):

@@ -58,7 +58,7 @@ def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
     from scipy.stats import binomtest
 
     if not len(values):
-        raise SkilltrainError("there is no query to take a share of")
+        raise SkilltrainError("nothing-to-score", "there is no query to take a share of")
     test = binomtest(int(sum(values)), len(values))
     low, high = test.proportion_ci(LEVEL, "wilson")
     return Interval(float(test.statistic), float(low), float(high), len(values))
@@ -128,11 +128,11 @@ def resampled_means(
         SkilltrainError: There are no values, or a value is not finite.
     """
     if not len(values):
-        raise SkilltrainError("no values: the mean of nothing is not defined")
+        raise SkilltrainError("nothing-to-score", "no values: the mean of nothing is not defined")
     bad_positions = np.argwhere(~np.isfinite(values))
     if len(bad_positions):
         where = f"value {bad_positions[0][0]}"
-        raise SkilltrainError("a value is not a finite number", where=where)
+        raise SkilltrainError("not-a-number", "a value is not a finite number", where=where)
 
     sums, sizes = cluster_sums(values, clusters)
     num_clusters = len(sums)
@@ -192,7 +192,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     """
     pairs = [*chain.from_iterable(groups)]
     if not pairs:
-        raise SkilltrainError("no skill was judged twice")
+        raise SkilltrainError("nothing-to-score", "no skill was judged twice")
     labels = sorted(set(chain.from_iterable(pairs)))
     tables = np.zeros((len(groups), len(labels), len(labels)))  # [group, label, label]
     for number, group in enumerate(groups):

@@ -48,7 +48,9 @@ def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
         where = f"system {system.name}"
         if system.name in names:
             fix = "give each system a name of its own"
-            raise SkilltrainError("another system has the same name", where=where, fix=fix)
+            raise SkilltrainError(
+                "repeated-name", "another system has the same name", where=where, fix=fix
+            )
         names.add(system.name)
         different_ids = sorted(system.per_query.keys() ^ first.per_query.keys())
         if different_ids:
@@ -56,7 +58,9 @@ def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
                 f"holds other queries ({len(system.per_query)}) than system {first.name} "
                 f"({len(first.per_query)}), first '{different_ids[0]}'"
             )
-            raise SkilltrainError(fault, where=where, fix="score all systems on the same queries")
+            raise SkilltrainError(
+                "not-comparable", fault, where=where, fix="score all systems on the same queries"
+            )
     return tuple(first.per_query)
 
 
@@ -79,7 +83,7 @@ def values_of(
             f"{len(bad_positions)} values are missing or not finite, first {measures[column]} of "
             f"query '{query_ids[row]}'"
         )
-        raise SkilltrainError(fault, where=f"system {system.name}")
+        raise SkilltrainError("not-a-number", fault, where=f"system {system.name}")
     return values
 
 

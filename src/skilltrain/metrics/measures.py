@@ -186,7 +186,7 @@ def parse_measure(text: str) -> Measure:
         f", did you mean '{forms[known[word]].replace('@k', f'@{cutoff or 10}')}'?" for word in near
     )
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
-    raise SkilltrainError(f"unknown measure '{text}'{hint}", fix=fix)
+    raise SkilltrainError("unknown-measure", f"unknown measure '{text}'{hint}", fix=fix)
 
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
@@ -222,13 +222,15 @@ def per_query(
     """query_id → measure name → value, for every query of `relevances`, ranked or not, and in their order."""
     if unknown := [query_id for query_id in rankings if query_id not in relevances]:
         what = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
-        raise SkilltrainError(what, where=f"query {unknown[0]}")
+        raise SkilltrainError("unknown-query", what, where=f"query {unknown[0]}")
     values: dict[str, dict[str, float]] = {}
     for query_id, relevance in relevances.items():
         try:
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
         except SkilltrainError as error:
-            raise SkilltrainError(error.what, where=f"query {query_id}", fix=error.fix) from error
+            raise SkilltrainError(
+                error.code, error.what, where=f"query {query_id}", fix=error.fix
+            ) from error
     return values
 
 
@@ -240,7 +242,8 @@ def evaluate_query(
     if len(set(ranking)) < len(ranking):
         at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
         raise SkilltrainError(
-            f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}"
+            "repeated-id",
+            f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}",
         )
     found = {
         copies: as_found(ranking, relevance, copies)
@@ -259,17 +262,22 @@ def check_relevance(relevance: Relevance) -> None:
         skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN
     ]:  # NaN too
         what = f"the gain of skill '{bad[0]}' is {gains[bad[0]]}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
-        raise SkilltrainError(what)
+        raise SkilltrainError("invalid-relevance", what)
     if not gold:
-        raise SkilltrainError("no skill is gold, so no ranking can score")
+        raise SkilltrainError("no-gold-skill", "no skill is gold, so no ranking can score")
     if without := sorted(skill_id for skill_id in gold if not gains.get(skill_id)):
-        raise SkilltrainError(f"gold skill '{without[0]}' has no positive gain")
+        raise SkilltrainError(
+            "invalid-relevance", f"gold skill '{without[0]}' has no positive gain"
+        )
     for skill_id, need in (*relevance.alternatives.items(), *relevance.copies.items()):
         if need not in gold:
-            raise SkilltrainError(f"skill '{skill_id}' stands for '{need}', which is not gold")
+            raise SkilltrainError(
+                "invalid-relevance", f"skill '{skill_id}' stands for '{need}', which is not gold"
+            )
         if skill_id in gains:
             raise SkilltrainError(
-                f"skill '{skill_id}' stands for '{need}' and has a gain of its own"
+                "invalid-relevance",
+                f"skill '{skill_id}' stands for '{need}' and has a gain of its own",
             )
 
 

@@ -84,7 +84,9 @@ def means_by_slice(
         SkilltrainError: The systems have different queries, or only some have a value for a query.
     """
     if not results or not labels or not measures:
-        raise SkilltrainError("a report needs at least one system, one query and one measure")
+        raise SkilltrainError(
+            "nothing-to-score", "a report needs at least one system, one query and one measure"
+        )
     same_queries(results)
 
     # Means of each set of queries. Slices of several labels often have the same queries.

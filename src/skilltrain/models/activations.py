@@ -23,7 +23,9 @@ def checkpoint_layers(network: Any) -> None:
     except ValueError as error:
         fault = f"transformers' {type(network).__name__} cannot recompute its layers"
         fix = "set it to false, and lower batch_size"
-        raise SkilltrainError(fault, where="training.recompute", fix=fix) from error
+        raise SkilltrainError(
+            "unsupported-model", fault, where="training.recompute", fix=fix
+        ) from error
 
 
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:

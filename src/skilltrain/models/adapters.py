@@ -60,7 +60,7 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         fault = "adapter.quantize=nf4 needs bitsandbytes, which is not installed"
-        raise SkilltrainError(fault, fix="pip install 'skilltrain[qlora]'")
+        raise SkilltrainError("missing-package", fault, fix="pip install 'skilltrain[qlora]'")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
@@ -90,7 +90,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     max_rank = max(min(layer.in_features, layer.out_features) for layer in layers)
     if adapter.rank > max_rank:
         fault = f"{adapter.rank} exceeds the width of every layer, at most {max_rank}"
-        raise SkilltrainError(fault, where="adapter.rank")
+        raise SkilltrainError("exceeds-model", fault, where="adapter.rank")
 
     config = LoraConfig(
         r=adapter.rank,
@@ -173,7 +173,9 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
             f"adapter.quantize=nf4 on a CPU needs layers whose width is a multiple of {_NF4_BLOCK}"
             f"; {name} is {linear.in_features} wide"
         )
-        raise SkilltrainError(fault, fix="train it on a GPU, or with quantize=none")
+        raise SkilltrainError(
+            "unsupported-model", fault, fix="train it on a GPU, or with quantize=none"
+        )
     linear.support_avx512bf16_for_cpu = False
     linear.state_dict()  # unpacks weights that were already repacked
 
@@ -195,7 +197,7 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             fault = f"no linear layer's name ends with '{target}'; this model's end with {endings}"
-            raise SkilltrainError(fault, where="adapter.targets")
+            raise SkilltrainError("unknown-choice", fault, where="adapter.targets")
     dotted_targets = tuple(f".{target}" for target in adapter.targets)
     return [name for name in names if f".{name}".endswith(dotted_targets)]
 

@@ -144,7 +144,7 @@ class Encoder(nn.Module):
                 "varlen needs a causal encoder with last_token pooling whose layers all see the "
                 "whole text"
             )
-            raise SkilltrainError(fault, where="training.varlen")
+            raise SkilltrainError("unsupported-model", fault, where="training.varlen")
         shared_prompt.enable(self.backbone)
         self.is_packed = True
 
@@ -222,7 +222,9 @@ def load_encoder(
     settings = _settings(folder, config, model_config)
     tokenizer = loading.load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
-        raise SkilltrainError("the tokenizer has no pad token", where=config.source)
+        raise SkilltrainError(
+            "unsupported-model", "the tokenizer has no pad token", where=config.source
+        )
     all_options = {**loading.loading_options(config, model_config, device), **options}
     backbone = loading.load_network(AutoModel, folder, tokenizer, all_options)
     backbone.config.use_cache = False  # texts are never continued
@@ -258,7 +260,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         if max_positions and getattr(settings, name) > max_positions:
             if name in stored or name in chosen:
                 fault = f"max_tokens exceeds the model's {max_positions} positions"
-                raise SkilltrainError(fault, where=config.source)
+                raise SkilltrainError("exceeds-model", fault, where=config.source)
             updates[name] = max_positions
 
     template = with_fields(settings.template, config.fields)
@@ -279,7 +281,7 @@ def _check_windows(settings: EncoderSettings, source: str) -> None:
             f"chunks.overlap {settings.chunks.overlap} is not below the window, "
             f"template.skill.body_chars {skill.body_chars}"
         )
-        raise SkilltrainError(fault, where=source)
+        raise SkilltrainError("conflicting-settings", fault, where=source)
 
     max_tokens = settings.max_tokens
     if skill.description_chars + skill.body_chars > _MAX_CHARS_PER_TOKEN * max_tokens:
@@ -289,4 +291,4 @@ def _check_windows(settings: EncoderSettings, source: str) -> None:
         )
         body_chars = max(1, _TYPICAL_CHARS_PER_TOKEN * max_tokens - skill.description_chars)
         fix = f"template.skill.body_chars: about {body_chars}, or a larger max_tokens"
-        raise SkilltrainError(fault, where=source, fix=fix)
+        raise SkilltrainError("conflicting-settings", fault, where=source, fix=fix)

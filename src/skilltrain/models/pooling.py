@@ -145,7 +145,9 @@ def foreign_settings(
                 "its pooling leaves the prompt out (include_prompt: false), which an encoder here "
                 "does not compute"
             )
-            raise SkilltrainError(fault, where=folder, fix="choose another model")
+            raise SkilltrainError(
+                "unsupported-model", fault, where=folder, fix="choose another model"
+            )
 
     transformer_folder = module_folders.get("Transformer", folder)
     settings |= _token_limits(folder, transformer_folder, model_config, min_query_tokens)
@@ -162,7 +164,7 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
                 f"its modules.json asks for {module.type}, which an encoder here does not compute"
             )
             fix = f"choose a model of {', '.join(_SUPPORTED_MODULES)} alone"
-            raise SkilltrainError(fault, where=folder, fix=fix)
+            raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
         folders[names[-1]] = path_inside(folder, module.path, folder / "modules.json")
     return folders
 
@@ -171,7 +173,7 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
     """Return the pooling in the settings of a Pooling module, of any release."""
     if not config:
         fault = f"it has no {pooling_folder.name}/config.json, which its modules.json names"
-        raise SkilltrainError(fault, where=folder, fix="give pooling")
+        raise SkilltrainError("incomplete-model", fault, where=folder, fix="give pooling")
 
     modes = config.get("pooling_mode")
     if not modes:
@@ -186,7 +188,7 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         names = " + ".join(map(str, modes))
         fault = f"its pooling is {names}, which an encoder here does not compute"
         fix = f"give pooling: {', '.join(_POOLING_BY_MODE.values())}"
-        raise SkilltrainError(fault, where=folder, fix=fix)
+        raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
     return _POOLING_BY_MODE[modes[0]]
 
 

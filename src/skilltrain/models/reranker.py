@@ -186,7 +186,7 @@ def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
     no_ids = tokenizer.encode("no", add_special_tokens=False)
     if len(yes_ids) != 1 or len(no_ids) != 1:
         fault = "the tokenizer has no single tokens 'yes' and 'no'"
-        raise SkilltrainError(fault, fix="use template.form=pair")
+        raise SkilltrainError("unsupported-model", fault, fix="use template.form=pair")
     return yes_ids[0], no_ids[0]
 
 
@@ -258,7 +258,7 @@ def _settings(
     was_causal = stored.get("template", {}).get("form") == "yes_no"
     if settings.template.form == "yes_no" and not (is_causal or was_causal):
         fault = "template.form=yes_no needs a causal language model"
-        raise SkilltrainError(fault, where=config.source)
+        raise SkilltrainError("unsupported-model", fault, where=config.source)
     return settings
 
 
@@ -274,7 +274,9 @@ def _within_limits(
     limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
         if "max_tokens" in chosen:
-            raise SkilltrainError(f"max_tokens exceeds the model's {limit} positions", where=where)
+            raise SkilltrainError(
+                "exceeds-model", f"max_tokens exceeds the model's {limit} positions", where=where
+            )
         settings = RerankerSettings.model_validate(chosen | {"max_tokens": limit})
 
     room = PairTokenizer(tokenizer, settings).query_room()
@@ -285,5 +287,5 @@ def _within_limits(
             f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in "
             f"max_tokens ({settings.max_tokens})"
         )
-        raise SkilltrainError(fault, where=where)
+        raise SkilltrainError("conflicting-settings", fault, where=where)
     return settings.model_copy(update={"query_max_tokens": room})

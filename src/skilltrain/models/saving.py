@@ -74,14 +74,14 @@ def copy_model(source: Path, target: Path) -> None:
     files = [path_inside(source, str(name), record) for name in read_json(record)["files"]]
     for file in files:
         if not file.is_file():
-            raise SkilltrainError("a file of the model is missing", where=file)
+            raise SkilltrainError("incomplete-model", "a file of the model is missing", where=file)
         destination = target / file.relative_to(source)
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, destination)
         except OSError as error:
             fault = f"cannot save the model: {reason_of(error)}"
-            raise SkilltrainError(fault, where=target) from error
+            raise SkilltrainError("cannot-write", fault, where=target) from error
 
 
 @contextmanager
@@ -107,7 +107,9 @@ def _staging_folder(folder: Path, model: Encoder | Reranker, base: str) -> Itera
                 shutil.rmtree(folder / path.name, ignore_errors=True)
             path.replace(folder / path.name)
     except (OSError, SafetensorError) as error:  # a full disk can cause either
-        raise SkilltrainError(f"cannot save the model: {reason_of(error)}", where=folder) from error
+        raise SkilltrainError(
+            "cannot-write", f"cannot save the model: {reason_of(error)}", where=folder
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -125,10 +127,12 @@ def write_weights(network: Any, staging: Path, folder: Path) -> None:
     """
     for name, value in network.state_dict().items():
         if "lora_" in name or "base_layer" in name:
-            raise SkilltrainError(f"the adapter is not merged: {name}", where=folder)
+            raise SkilltrainError(
+                "unmerged-adapter", f"the adapter is not merged: {name}", where=folder
+            )
         if value.is_floating_point() and not value.isfinite().all():
             fault = f"the weight {name} holds values that are no numbers"
-            raise SkilltrainError(fault, where=folder)
+            raise SkilltrainError("not-a-number", fault, where=folder)
     network.save_pretrained(str(staging), safe_serialization=True)
 
     config = read_json(staging / "config.json")

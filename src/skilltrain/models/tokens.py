@@ -50,7 +50,9 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast:
-            raise SkilltrainError("the tokenizer has no fast implementation (tokenizer.json)")
+            raise SkilltrainError(
+                "unsupported-model", "the tokenizer has no fast implementation (tokenizer.json)"
+            )
         self.backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)
         self.backend.no_padding()
         self.backend.no_truncation()

@@ -133,7 +133,7 @@ class ApiEncoder:
         texts = [text.encode(errors="replace").decode() for text in texts]
         name_of = dict(zip(texts, names, strict=True))
         if "" in name_of:
-            raise SkilltrainError("has no text to embed", where=name_of[""])
+            raise SkilltrainError("empty-text", "has no text to embed", where=name_of[""])
 
         def send(batch: tuple[int, list[str]]) -> tuple[Positions, Vectors]:
             start, batch_texts = batch
@@ -164,25 +164,28 @@ class ApiEncoder:
             if [row.index for row in rows] != [*range(len(texts))] or vectors.ndim != 2:
                 raise ValueError("wrong number of vectors")
         except AnswerError as error:
+            code = "server-failing"
             what = f"gave no vectors: {error.reason}"
             if error.kind == "budget":
+                code = "budget-exceeded"
                 again = f"raise {section}.budget; vectors so far are kept"
             if isinstance(error, ServerError) and error.status in _TOO_LONG:
+                code = "text-too-long"
                 what = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
                 what = f"{where} refused {what}: {error.reason}"
                 where = name_of[texts[0]]
                 again = f"lower skill.body_chars, query_chars or batch_size of {section}"
-            raise SkilltrainError(what, where=where, fix=again) from None
+            raise SkilltrainError(code, what, where=where, fix=again) from None
         except (ValueError, TypeError, AttributeError):
             what = f"the server's reply does not hold one vector for each of {len(texts)} texts"
-            raise SkilltrainError(what, where=where, fix=again) from None
+            raise SkilltrainError("invalid-reply", what, where=where, fix=again) from None
         reported = getattr(reply.usage, "prompt_tokens", None)
         self.server.budget.count(Usage(reported_tokens(reported, _num_tokens(texts))))
         lengths = np.linalg.norm(vectors, axis=1)
         for text, length in zip(texts, lengths.tolist(), strict=True):
             if not 0 < length < math.inf:
                 what = f"{where} gave it a vector that is zero or holds no number"
-                raise SkilltrainError(what, where=name_of[text])
+                raise SkilltrainError("invalid-reply", what, where=name_of[text])
         return (vectors / lengths[:, None]).astype(np.float32)
 
 

@@ -91,7 +91,7 @@ class Cascade:
 
     def __init__(self, queries: Sequence[Query], skills: Sequence[Skill], depth: int) -> None:
         if not queries:
-            raise SkilltrainError("there is no query to rank for")
+            raise SkilltrainError("nothing-to-score", "there is no query to rank for")
         self.queries = queries
         self.depth = depth
         self.pool = OpenRankers(skills)
@@ -172,7 +172,7 @@ def _check_finite(run: RankerRun, where: str, number: int) -> None:
     for ranking in run.rankings.values():
         if not all(math.isfinite(score) for _, score in ranking):
             what = f"ranker {number}, {run.config.kind}, gave scores that are no numbers"
-            raise SkilltrainError(what, where=where)
+            raise SkilltrainError("not-a-number", what, where=where)
 
 
 def run_systems(
@@ -188,7 +188,7 @@ def run_systems(
     """
     check_systems(systems)
     if systems and not skills:
-        raise SkilltrainError("the pool is empty")
+        raise SkilltrainError("empty-pool", "the pool is empty")
     cascade = Cascade(queries, skills, depth)
     stages: dict[str, tuple[RankedStage, ...]] = {}
     for number, system in enumerate(systems, 1):
@@ -205,11 +205,11 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
     """
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
-        raise SkilltrainError("two systems have the same name", where="systems")
+        raise SkilltrainError("repeated-name", "two systems have the same name", where="systems")
     for system in systems:
         for part in parts_of(system.rankers):
             if not part.is_own:
                 part.check()
             elif not has_own:
                 what = f"source {OWN} is the model in training, and nothing is trained here"
-                raise SkilltrainError(what, where=f"system {system.name}")
+                raise SkilltrainError("conflicting-settings", what, where=f"system {system.name}")

@@ -168,7 +168,9 @@ class SkillEncoder:
                     rows = torch.cat(vectors).float().cpu().numpy()
                     if not np.isfinite(rows).all():
                         what = "the encoder gave vectors that are no numbers"
-                        raise SkilltrainError(what, where=model.backbone.config.name_or_path)
+                        raise SkilltrainError(
+                            "not-a-number", what, where=model.backbone.config.name_or_path
+                        )
                     yield np.array(positions), rows
                     positions = []
                     vectors = []

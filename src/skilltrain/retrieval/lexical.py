@@ -116,7 +116,8 @@ class BM25Index:
         counts = self._counted(texts, before)
         if not counts.nnz:
             raise SkilltrainError(
-                f"none of the {len(texts)} texts holds a word to index for lexical search"
+                "empty-text",
+                f"none of the {len(texts)} texts holds a word to index for lexical search",
             )
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
         by_term = counts.T.tocsr()

@@ -34,7 +34,7 @@ class SavedConfig(RankerConfig):
     def check(self) -> None:
         for path in self.rankings:
             if not table_path(path, RANKINGS).is_file():
-                raise SkilltrainError("no rankings table here", where=path)
+                raise SkilltrainError("missing-table", "no rankings table here", where=path)
 
     def open(self, opened: dict[str, Any]) -> "Saved":
         """Read the rankings. Raises SkilltrainError for a query that two tables rank."""
@@ -44,7 +44,7 @@ class SavedConfig(RankerConfig):
             repeated = rankings.keys() & table.keys()
             if repeated:
                 what = f"query '{min(repeated)}' is ranked in an earlier table as well"
-                raise SkilltrainError(what, where=path)
+                raise SkilltrainError("repeated-id", what, where=path)
             rankings |= table
         return Saved(self.rankings[0], rankings, ())
 
@@ -79,7 +79,7 @@ class Saved:
             if lost:
                 what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool"
                 where = f"{self.path}, query {query_id}"
-                raise SkilltrainError(f"{what}, first '{lost[0]}'", where=where)
+                raise SkilltrainError("unknown-skill", f"{what}, first '{lost[0]}'", where=where)
             allowed = self.pool if candidates is None else dict(candidates[query_id])
             rankings[query_id] = [pair for pair in ranking if pair[0] in allowed][:keep]
         if missing:
@@ -103,7 +103,7 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
         if stage is not None:
             what = f"holds no rankings of stage '{stage}'"
         fix = f"give stage=… as one of {', '.join(stages[:8])}"
-        raise SkilltrainError(what, where=path, fix=fix)
+        raise SkilltrainError("ranking-stage", what, where=path, fix=fix)
     rankings: Rankings = {}
     for row in sorted(rows, key=lambda row: row["rank"]):
         if row["stage"] == stage:

@@ -42,7 +42,7 @@ class VectorCache:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             what = f"cannot make the vector cache: {error.strerror}"
-            raise SkilltrainError(what, where=self.folder) from error
+            raise SkilltrainError("cannot-write", what, where=self.folder) from error
 
     def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Vectors]:
         """Return which of the distinct `keys` are here, and vectors [key, dim], of those alone."""
@@ -100,7 +100,9 @@ class VectorCache:
                 np.savez(file, keys=keys, vectors=vectors, dim=vectors.shape[1])
         except SkilltrainError as error:
             fix = "what was written before is kept, and is not encoded again"
-            raise SkilltrainError(f"vectors: {error.what}", where=self.folder, fix=fix) from error
+            raise SkilltrainError(
+                error.code, f"vectors: {error.what}", where=self.folder, fix=fix
+            ) from error
 
 
 def cached_vectors(
@@ -136,7 +138,7 @@ def cached_vectors(
         if dim != vectors.shape[1]:
             what = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
             fix = "it has changed: name another cache folder"
-            raise SkilltrainError(what, where=cache and cache.folder, fix=fix)
+            raise SkilltrainError("changed-model", what, where=cache and cache.folder, fix=fix)
         if cache:
             cache.add(distinct[missing[part]], encoded)
         vectors[missing[part]] = encoded

@@ -87,11 +87,15 @@ def read_access(
     for name in allowed_hosts:
         if host_name(name) is None:
             fix = "give a name such as router.example.com, or an address"
-            raise SkilltrainError("is no host name", where=f"--allowed-host {name}", fix=fix)
+            raise SkilltrainError(
+                "invalid-host", "is no host name", where=f"--allowed-host {name}", fix=fix
+            )
     for origin in allowed_origins:
         if host_name(origin.partition("://")[2]) is None:
             fix = "give scheme and host, such as https://app.example.com"
-            raise SkilltrainError("is no origin", where=f"--allowed-origin {origin}", fix=fix)
+            raise SkilltrainError(
+                "invalid-host", "is no origin", where=f"--allowed-origin {origin}", fix=fix
+            )
 
     names = [*allowed_hosts]
     if is_loopback(host):
@@ -99,12 +103,12 @@ def read_access(
     if not names:
         fault = "other machines can reach this address, but no host name is allowed"
         fix = "name the hosts that clients use: --allowed-host NAME, once for each"
-        raise SkilltrainError(fault, where=f"--host {host}", fix=fix)
+        raise SkilltrainError("invalid-host", fault, where=f"--host {host}", fix=fix)
 
     token = os.environ.get(token_variable, "").strip()
     if token_variable and not token:
         fault = "this environment variable holds no token"
-        raise SkilltrainError(fault, where=f"--token-env {token_variable}")
+        raise SkilltrainError("missing-key", fault, where=f"--token-env {token_variable}")
 
     hosts = frozenset(str(host_name(name)) for name in names)
     origins = frozenset(origin.lower() for origin in allowed_origins)

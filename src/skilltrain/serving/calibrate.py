@@ -134,7 +134,8 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
     """
     if not any(case.right[:1] == (True,) for case in cases):
         raise SkilltrainError(
-            "the router's first skill is never right, so there is nothing to calibrate"
+            "cannot-calibrate",
+            "the router's first skill is never right, so there is nothing to calibrate",
         )
     rankers = tuple(cases[0].traced.rankings_by_ranker)
     rows = np.concatenate([case.traced.features(rankers)[:_FITTED] for case in cases])
@@ -251,7 +252,7 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> Int64[np.n
             f"{len(tasks)} queries for {len(sizes)} unrelated gold skills cannot be cut into "
             f"{num_folds} folds"
         )
-        raise SkilltrainError(what, fix="give fewer folds, or more queries")
+        raise SkilltrainError("cannot-calibrate", what, fix="give fewer folds, or more queries")
     names = [*sizes]
     num_queries = np.zeros(num_folds, dtype=np.int64)
     folds: dict[str, int] = {}

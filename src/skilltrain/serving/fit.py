@@ -75,7 +75,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
     """The steps with their recipes, and which of them are done (`--dry-run`). Raises SkilltrainError for a fault."""
     if not config.skills.exists():
-        raise SkilltrainError("no such file or folder", where=config.skills)
+        raise SkilltrainError("not-found", "no such file or folder", where=config.skills)
     steps = recipes_of(config)
     for step, values in steps.items():
         parse_recipe(values, f"fit, step {step}")

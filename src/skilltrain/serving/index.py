@@ -160,11 +160,12 @@ class Index(Held):
             except (SkilltrainError, OSError, ValueError, pa.ArrowException) as error:
                 if generation(router) != folder:
                     continue  # a writer has removed it meanwhile
+                code = "damaged-router"
                 what, where = f"is half-written or damaged: {reason_of(error)}", folder
                 if isinstance(error, SkilltrainError):
-                    what, where = error.what, error.where
+                    code, what, where = error.code, error.what, error.where
                 fix = getattr(error, "fix", "") or _AGAIN
-                raise SkilltrainError(what, where=where, fix=fix) from error
+                raise SkilltrainError(code, what, where=where, fix=fix) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
         """Return skills by the sources that the index has for their ids; new ones are of the first source."""
@@ -188,7 +189,10 @@ class Index(Held):
             source = _placed(self.folder.parent, name)
             if model_fingerprint(source) != known:
                 raise SkilltrainError(
-                    f"is of another model: {source} has changed", where=self.folder, fix=_AGAIN
+                    "changed-model",
+                    f"is of another model: {source} has changed",
+                    where=self.folder,
+                    fix=_AGAIN,
                 )
 
 
@@ -205,22 +209,34 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
         url, variable = server.base_url, server.api_key_env
         if allowed is not None and not {url, f"{url}/"} & {*allowed}:
             fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
-            raise SkilltrainError(f"this router sends texts to {url}", where=where, fix=fix)
+            raise SkilltrainError(
+                "untrusted-server", f"this router sends texts to {url}", where=where, fix=fix
+            )
         if not variable.endswith("_API_KEY"):
             what = f"this router reads the environment variable {variable}"
-            raise SkilltrainError(what, where=where, fix="only names that end in _API_KEY are read")
+            raise SkilltrainError(
+                "untrusted-server",
+                what,
+                where=where,
+                fix="only names that end in _API_KEY are read",
+            )
 
 
 def generation(router: Path) -> Path:
     """The folder of the generation that is in use. Raises SkilltrainError where there is no router."""
     if not (router / POINTER).is_file():
         raise SkilltrainError(
-            "holds no router", where=router, fix="make one with skilltrain fit or skilltrain index"
+            "no-router",
+            "holds no router",
+            where=router,
+            fix="make one with skilltrain fit or skilltrain index",
         )
     pointer = read_json(router / POINTER)
     name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
     if not _NAME.fullmatch(name):
-        raise SkilltrainError("names no index", where=router / POINTER, fix=_AGAIN)
+        raise SkilltrainError(
+            "damaged-router", "names no index", where=router / POINTER, fix=_AGAIN
+        )
     return router / name
 
 

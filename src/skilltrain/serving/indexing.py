@@ -99,7 +99,7 @@ def _wanted(config: BuildIndex) -> tuple[SystemConfig, Contents]:
     except SkilltrainError as error:
         if pool is None or rankers is None:
             fix = "give pool=… and rankers=…"
-            raise SkilltrainError(error.what, where=error.where, fix=fix) from error
+            raise SkilltrainError(error.code, error.what, where=error.where, fix=fix) from error
     system = SystemConfig(name="router", rankers=rankers)
     check_servers(system, None if config.rankers else config.allow_servers, config.out)
     check_rankers(system)
@@ -136,7 +136,7 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
         if folder not in contents.skills and (unwatched := shared - {*folders}):
             what = f"has skills of {min(unwatched)}, which is not watched"
             fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
-            raise SkilltrainError(what, where=folder, fix=fix)
+            raise SkilltrainError("unwatched-folder", what, where=folder, fix=fix)
         skills[folder] = group
     if len(skills) > 1:
         merged, _ = merge_sources([*skills.values()], drop_duplicates=False)
@@ -156,7 +156,9 @@ def check_rankers(system: SystemConfig) -> None:
     """Raise SkilltrainError for rankers that cannot answer a new task, and as `check_systems` does."""
     if not all(part.answers_new_queries for part in parts_of(system.rankers)):
         raise SkilltrainError(
-            "rankings that were made before answer no new task", where="rankers, kind saved"
+            "conflicting-settings",
+            "rankings that were made before answer no new task",
+            where="rankers, kind saved",
         )
     check_systems([system])
 
@@ -181,7 +183,9 @@ def write_index(
         if before is None:
             before = _before(router)
         elif not before.is_current():
-            raise SkilltrainError("another process has written meanwhile", where=router)
+            raise SkilltrainError(
+                "folder-in-use", "another process has written meanwhile", where=router
+            )
         folder = sweep(router)
         skills = [*chain(*contents.skills.values())]
         counts, keys = _changes(before, skills)
@@ -190,7 +194,9 @@ def write_index(
         record = IndexRecord.of(router, paths, system, contents, known)
         if calibration and record.calibration is None:
             what = "the calibration is of other rankers or models"
-            raise SkilltrainError(what, where=router, fix="run skilltrain calibrate on this router")
+            raise SkilltrainError(
+                "changed-model", what, where=router, fix="run skilltrain calibrate on this router"
+            )
         if paths != read_local(router):
             write_json(router / LOCAL_FILE, paths)
         if (
@@ -225,12 +231,14 @@ def write_index(
 def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, int], np.ndarray]:
     """(how many skills are new, changed and gone, a key of each skill's content)."""
     if not skills:
-        raise SkilltrainError("the pool is empty")
+        raise SkilltrainError("empty-pool", "the pool is empty")
     keys = text_keys([repr(skill) for skill in skills], 0)
     old = dict(zip(before.skills, before.keys.tolist(), strict=True)) if before else {}
     new = dict(zip((skill.skill_id for skill in skills), keys.tolist(), strict=True))
     if len(new) < len(skills):
-        raise SkilltrainError(f"{len(skills)} skills have {len(new)} different ids", where="pool")
+        raise SkilltrainError(
+            "repeated-id", f"{len(skills)} skills have {len(new)} different ids", where="pool"
+        )
     changed = [skill_id for skill_id in old.keys() & new.keys() if old[skill_id] != new[skill_id]]
     gone = {"num_changed": len(changed), "num_gone": len(old.keys() - new.keys())}
     return {"num_skills": len(new), "num_new": len(new.keys() - old.keys()), **gone}, keys

@@ -109,7 +109,7 @@ class Router:
         Raises SkilltrainError for an empty pool and for a model that is missing.
         """
         if not skills:
-            raise SkilltrainError("the pool is empty")
+            raise SkilltrainError("empty-pool", "the pool is empty")
         folders = skill_folders(pool) if pool else []
         self._now = _open(Held(system, {skill.skill_id: skill for skill in skills}, folders), {})
 
@@ -182,7 +182,7 @@ class Router:
         now = self._now
         if now.index is None:
             raise SkilltrainError(
-                "this router is in no folder", fix="make one with skilltrain index"
+                "no-router", "this router is in no folder", fix="make one with skilltrain index"
             )
         index = now.index
         contents = skills if isinstance(skills, Contents) else index.contents(skills)
@@ -241,7 +241,7 @@ def _remembering(ranker: Any) -> Ranker:
 def _query(task: str) -> Query:
     text = clean_text(task[:_MAX_CHARS])
     if not any(letter.isprintable() and not letter.isspace() for letter in text):
-        raise SkilltrainError("the request is empty")
+        raise SkilltrainError("empty-text", "the request is empty")
     return Query("request", text, kind="", origin="", split="")
 
 

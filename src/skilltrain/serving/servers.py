@@ -375,7 +375,7 @@ def _answer(service: Service, name: str, request_type: type[_PostRequest], body:
     try:
         values = json_object(body, unique_keys=True)
     except ValueError as error:
-        raise SkilltrainError("the body is not a JSON object") from error
+        raise SkilltrainError("not-json", "the body is not a JSON object") from error
     return validate(request_type, values, f"/{name}").answer(service)
 
 
@@ -402,7 +402,9 @@ def serve_http(
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         fault = f"cannot listen here: {reason_of(error)}"
-        raise SkilltrainError(fault, where=f"{host}:{port}", fix="give another --port") from error
+        raise SkilltrainError(
+            "cannot-listen", fault, where=f"{host}:{port}", fix="give another --port"
+        ) from error
     if not (access.token or is_loopback(host)):
         say(f"warning: everyone who reaches {host}:{port} can ask this router (see --token-env)")
     server = new_http_server(new_http_app(service, access))

@@ -96,7 +96,7 @@ class RouteLog:
         except OSError as error:
             fault = f"cannot hold the log: {reason_of(error)}"
             fix = "name a folder that may be written"
-            raise SkilltrainError(fault, where=folder, fix=fix) from error
+            raise SkilltrainError("cannot-write", fault, where=folder, fix=fix) from error
 
     def add(self, query: str, ranking: Ranking) -> None:
         """Add an answer. The next `flush` writes it."""
@@ -222,7 +222,9 @@ class Service:
         """
         skill = find_skill(uri, self.router.skills)
         if skill is None or self._is_withheld(skill):
-            raise SkilltrainError("no skill is served here", where=untrusted_line(uri))
+            raise SkilltrainError(
+                "unknown-skill", "no skill is served here", where=untrusted_line(uri)
+            )
         return skill
 
     def text(self, uri: str) -> str:

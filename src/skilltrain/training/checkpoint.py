@@ -125,7 +125,7 @@ def save_checkpoint(
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:  # a full disk can cause either
         fault = f"cannot save a checkpoint: {reason_of(error)}"
-        raise SkilltrainError(fault, where=partial) from error
+        raise SkilltrainError("cannot-write", fault, where=partial) from error
     accelerator.wait_for_everyone()
 
     if accelerator.is_main_process:
@@ -179,7 +179,9 @@ def load_checkpoint(
     launch = launch_of(accelerator)
     if state.written_by != launch:
         fault = f"was written by {state.written_by}, not by {launch}"
-        raise SkilltrainError(fault, where=newest, fix="resume with that launcher")
+        raise SkilltrainError(
+            "other-launcher", fault, where=newest, fix="resume with that launcher"
+        )
 
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
@@ -188,10 +190,14 @@ def load_checkpoint(
     except pickle.UnpicklingError as error:
         # The message of the error explains at length how to switch off the protection.
         fault = "the checkpoint is damaged, or holds code"
-        raise SkilltrainError(fault, where=newest, fix=_DAMAGED_FIX) from error
+        raise SkilltrainError(
+            "damaged-checkpoint", fault, where=newest, fix=_DAMAGED_FIX
+        ) from error
     except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         fault = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
-        raise SkilltrainError(fault, where=newest, fix=_DAMAGED_FIX) from error
+        raise SkilltrainError(
+            "damaged-checkpoint", fault, where=newest, fix=_DAMAGED_FIX
+        ) from error
     return state.position
 
 
@@ -211,7 +217,7 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
         stored = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
-        raise SkilltrainError(fault, where=file) from error
+        raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
 
     current = module.state_dict(keep_vars=True)
     frozen = set()
@@ -235,7 +241,7 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
         mismatches = [str(error).splitlines()[-1].strip()]
     if mismatches:
         fault = f"the checkpoint does not fit the recipe's model: {mismatches[0]}"
-        raise SkilltrainError(fault, where=checkpoint)
+        raise SkilltrainError("changed-model", fault, where=checkpoint)
 
 
 def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
@@ -308,7 +314,7 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
                 str(folder), _DEEPSPEED_FOLDER, load_module_strict=False
             )
         if path is None:
-            raise SkilltrainError("no such folder", where=folder / _DEEPSPEED_FOLDER)
+            raise SkilltrainError("not-found", "no such folder", where=folder / _DEEPSPEED_FOLDER)
     else:
         _restore_moments(optimizer, load_file(folder / _optimizer_file(accelerator)))
 

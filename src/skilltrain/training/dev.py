@@ -94,7 +94,9 @@ def reranker_opener(reranker: Reranker, skills: Mapping[str, Skill]) -> OpenOwn:
 def _finite(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Vectors [text, dim] or scores [pair]. Raises SkilltrainError where one is no number."""
     if not torch.isfinite(output).all():
-        raise SkilltrainError("the model's output on the dev benchmark is no number", where="dev")
+        raise SkilltrainError(
+            "not-a-number", "the model's output on the dev benchmark is no number", where="dev"
+        )
     return output.float()
 
 
@@ -186,7 +188,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
             f"no gold skill of the {len(tasks)} dev queries is {place}",
             "choose others, of this benchmark",
         )
-        raise SkilltrainError(what, where="dev.rankers", fix=fix)
+        raise SkilltrainError("missing-gold-skill", what, where="dev.rankers", fix=fix)
     if missed:
         what = f"dev: {len(missed):,} of {len(golds):,} gold skills ({len(set(missed)):,} queries) are not {place}"
         say(f"{what} and count as missed")

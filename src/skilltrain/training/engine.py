@@ -85,10 +85,10 @@ def _check_backends(deepspeed: bool) -> None:
     """Check that the launcher requests an installed DeepSpeed and version 2 of FSDP."""
     if _is_requested("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         fix = "set fsdp_version: 2, as launch/fsdp2.yaml does"
-        raise SkilltrainError("FSDP version 1 is not supported", fix=fix)
+        raise SkilltrainError("unsupported-launcher", "FSDP version 1 is not supported", fix=fix)
     if deepspeed and importlib.util.find_spec("deepspeed") is None:
         fix = "pip install 'skilltrain[deepspeed]'"
-        raise SkilltrainError("DeepSpeed is not installed", fix=fix)
+        raise SkilltrainError("missing-package", "DeepSpeed is not installed", fix=fix)
 
 
 def shards_weights(accelerator: Accelerator) -> bool:
@@ -140,7 +140,7 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
     if blind_ranks:
         fault = f"process {blind_ranks[0]} does not see what process 0 writes here"
         fix = "out must be a folder that all machines share"
-        raise SkilltrainError(fault, where=folder, fix=fix)
+        raise SkilltrainError("folder-not-shared", fault, where=folder, fix=fix)
 
 
 def shares_state() -> bool:
@@ -168,13 +168,17 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
     world = accelerator.num_processes
     if kind.value not in _SUPPORTED_TYPES:
         fault = f"the launcher asks for {kind.value}, which is not supported"
-        raise SkilltrainError(fault, fix="use a file of launch/")
+        raise SkilltrainError("unsupported-launcher", fault, fix="use a file of launch/")
     if _is_requested("FSDP") and kind != DistributedType.FSDP:
         fault = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
-        raise SkilltrainError(fault, fix="use launch/ddp.yaml or launch/cpu.yaml there")
+        raise SkilltrainError(
+            "unsupported-launcher", fault, fix="use launch/ddp.yaml or launch/cpu.yaml there"
+        )
     if kind == DistributedType.DEEPSPEED and not _zero_stage(accelerator):
         fault = "DeepSpeed's ZeRO stage 0 shares nothing"
-        raise SkilltrainError(fault, fix="use launch/ddp.yaml, or zero_stage: 2")
+        raise SkilltrainError(
+            "unsupported-launcher", fault, fix="use launch/ddp.yaml, or zero_stage: 2"
+        )
     if config.batch_size % world:
         # Suggest the next larger batch, and about as many queries per update.
         batch = world * math.ceil(config.batch_size / world)
@@ -186,10 +190,12 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
             f"give training.batch_size={batch} training.accumulation={accumulation}, "
             f"{batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
         )
-        raise SkilltrainError(fault, fix=fix)
+        raise SkilltrainError("uneven-batch", fault, fix=fix)
     if quantized and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         fault = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
-        raise SkilltrainError(fault, fix="use launch/ddp.yaml, or adapter.quantize=none")
+        raise SkilltrainError(
+            "unsupported-launcher", fault, fix="use launch/ddp.yaml, or adapter.quantize=none"
+        )
 
 
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:

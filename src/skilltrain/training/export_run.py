@@ -49,10 +49,17 @@ def export_run(
     config, summary = _read_run(run)
     if published.reports and (checkpoint is not None or not summary):
         fault = "a report is about the final model of a finished run"
-        raise SkilltrainError(fault, where="--report", fix="leave out --report or --checkpoint")
+        raise SkilltrainError(
+            "conflicting-settings",
+            fault,
+            where="--report",
+            fix="leave out --report or --checkpoint",
+        )
     if adapter_only and config.adapter is None:
         fault = "trained all weights, no adapter"
-        raise SkilltrainError(fault, where=run, fix="export without --adapter")
+        raise SkilltrainError(
+            "conflicting-settings", fault, where=run, fix="export without --adapter"
+        )
 
     final_name = summary.get("checkpoint")
     name = final_name
@@ -81,13 +88,15 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
-        raise SkilltrainError(f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+        raise SkilltrainError("no-run", f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
     RUN.check(record, run, f"train again: skilltrain train {run / RECIPE_FILE} out=…")
     recipe = load_recipe(run / RECIPE_FILE)
     name = str(recipe.get("stage"))
     stage = load_stage(name)
     if not issubclass(stage, Train):
-        raise SkilltrainError(f"is a run of stage {name}, which trains no model", where=run)
+        raise SkilltrainError(
+            "wrong-stage", f"is a run of stage {name}, which trains no model", where=run
+        )
     config = validate(stage, recipe, run / RECIPE_FILE)
     return config, record["summary"] if record["finished"] else {}
 
@@ -103,14 +112,14 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     paths = {path.name: path for path in checkpoints(folder)}
     if not paths:
         fix = "train for longer, or lower training.save_every"
-        raise SkilltrainError("holds no checkpoint", where=folder, fix=fix)
+        raise SkilltrainError("no-checkpoint", "holds no checkpoint", where=folder, fix=fix)
 
     if name is None:
         name = [*paths][-1]
     path = best_checkpoint(folder) if name == "best" else paths.get(name)
     if path is None:
         fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
-        raise SkilltrainError(fault, where=folder)
+        raise SkilltrainError("no-checkpoint", fault, where=folder)
     return path
 
 
@@ -161,11 +170,20 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_facts: bool) -> No
     """Check that a folder is a finished run, or an export to which no more facts are given."""
     if record and not record.get("finished"):
         fix = "continue it with --resume, or export a checkpoint and push that"
-        raise SkilltrainError("this training has not finished", where=run, fix=fix)
+        raise SkilltrainError(
+            "unfinished-run", "this training has not finished", where=run, fix=fix
+        )
     if not record and has_facts:
         fix = "give --form, --license and --report to `skilltrain export`"
-        raise SkilltrainError("is no training's folder, and is pushed as it is", where=run, fix=fix)
+        raise SkilltrainError(
+            "conflicting-settings",
+            "is no training's folder, and is pushed as it is",
+            where=run,
+            fix=fix,
+        )
     for name in (CHECKPOINT_FILE, "config.json", "README.md"):
         if not (run / name).is_file():
             fix = "give a finished training run, or an export of one (without --adapter)"
-            raise SkilltrainError(f"holds no model to push: no {name}", where=run, fix=fix)
+            raise SkilltrainError(
+                "not-a-model", f"holds no model to push: no {name}", where=run, fix=fix
+            )

@@ -89,7 +89,9 @@ class TrainingLog:
         try:
             self.file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         except OSError as error:
-            raise SkilltrainError(f"cannot write: {reason_of(error)}", where=self.path) from error
+            raise SkilltrainError(
+                "cannot-write", f"cannot write: {reason_of(error)}", where=self.path
+            ) from error
         for tracker in self.trackers:
             tracker.log(tracked, step=step)
 
@@ -113,7 +115,7 @@ def open_trackers(
         # A folder `wandb` that runs have written counts as a package without an origin.
         if spec is None or spec.origin is None:
             fix = "pip install 'skilltrain[trackers]'"
-            raise SkilltrainError(f"{name} is not installed", fix=fix)
+            raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)
 
     trackers: list[GeneralTracker] = []
     if not is_main_process():

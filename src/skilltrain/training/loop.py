@@ -129,7 +129,9 @@ class Training:
         check_shared(accelerator, run.checkpoints)
         if not run.resume and (found := checkpoints(run.checkpoints)):
             what = "checkpoints of an earlier run lie here"
-            raise SkilltrainError(what, where=found[-1], fix="--resume, or another out")
+            raise SkilltrainError(
+                "unfinished-run", what, where=found[-1], fix="--resume, or another out"
+            )
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
         self.accelerator, self.step, self.config, self.run = accelerator, step, config, run
@@ -189,7 +191,11 @@ class Training:
                     )
                     fix = "run the same command with --resume to go on"
                     raise StoppedError(
-                        what, where=run.folder, fix=fix, number=stop.asked or signal.SIGTERM
+                        "interrupted",
+                        what,
+                        where=run.folder,
+                        fix=fix,
+                        number=stop.asked or signal.SIGTERM,
                     )
 
     def _update(self, batches: list[list[TrainingList]]) -> dict[str, float]:
@@ -289,7 +295,9 @@ def _check_step(
     more = f", … ({len(queries)} in all)" if len(queries) > 8 else ""
     what = f"{what} in a step with queries {', '.join(queries[:8])}{more}"
     raise SkilltrainError(
-        what, fix="look at these lists; a lower learning_rate or precision=float32 may help"
+        "diverged",
+        what,
+        fix="look at these lists; a lower learning_rate or precision=float32 may help",
     )
 
 
@@ -328,7 +336,9 @@ def out_of_memory_in_one_line(config: TrainingConfig, step: StepModule) -> Itera
             fix.append(f"a training.batch_size below {config.batch_size} (with more accumulation)")
         if all(parameter.requires_grad for parameter in step.parameters()):
             fix.append("an adapter (LoRA)")
-        raise SkilltrainError("the GPU's memory has run out", fix=" or ".join(fix)) from error
+        raise SkilltrainError(
+            "out-of-memory", "the GPU's memory has run out", fix=" or ".join(fix)
+        ) from error
 
 
 class Stop:

@@ -73,7 +73,9 @@ def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
     if without:
         what = f"loss {loss.name} needs teacher scores, and {len(without)} of {len(data.lists)} lists have none"
         fix = "fill teacher_scores, or choose another loss"
-        raise SkilltrainError(f"{what} (query {without[0]!r})", where="data.lists", fix=fix)
+        raise SkilltrainError(
+            "no-teacher-scores", f"{what} (query {without[0]!r})", where="data.lists", fix=fix
+        )
 
 
 class _ListTable:

@@ -213,7 +213,7 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         model = load_encoder(source, device, options)
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
             what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
-            raise SkilltrainError(what, where="loss.dims")
+            raise SkilltrainError("exceeds-model", what, where="loss.dims")
     else:
         model = load_reranker(source, device, options, new_head=True)
     if config.adapter is not None:
@@ -341,7 +341,9 @@ def _num_contaminated(
     what += f"; the first, {where}: {first.reason}"
     if source.contamination == "refuse":
         folders = ", ".join(map(str, source.folders))
-        raise SkilltrainError(what, where=folders, fix=f"{fix}, or set data.contamination=allow")
+        raise SkilltrainError(
+            "contaminated", what, where=folders, fix=f"{fix}, or set data.contamination=allow"
+        )
     say(f"warning: {what}; figures on that benchmark will be too high (data.contamination: allow)")
     return num_lists
 
@@ -363,5 +365,8 @@ def check_fits(config: Train) -> None:
         )
         fix = f"{lighter}, or share it by launch/fsdp2.yaml"
         raise SkilltrainError(
-            f"{what}, which has {total / GIB:.1f}", where=config.model.source, fix=fix
+            "out-of-memory",
+            f"{what}, which has {total / GIB:.1f}",
+            where=config.model.source,
+            fix=fix,
         )

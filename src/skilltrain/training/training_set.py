@@ -172,7 +172,7 @@ def _check_rejections(lists: Sequence[TrainingList]) -> None:
             if verdict is Verdict.REJECTED and skill_id in answers:
                 fault = f"rejects skill {skill_id!r}, which answers the same text in another list"
                 where = f"the list of query {training_list.query_id!r}"
-                raise SkilltrainError(fault, where=where, fix="judge the text once")
+                raise SkilltrainError("invalid-list", fault, where=where, fix="judge the text once")
 
 
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
@@ -241,7 +241,9 @@ def _read_lists(
         query_id = row["query_id"]
         fault = next(_faults(row, texts, gains), None)
         if fault:
-            raise SkilltrainError(f"the list of query {query_id!r} {fault}", where=folder)
+            raise SkilltrainError(
+                "invalid-list", f"the list of query {query_id!r} {fault}", where=folder
+            )
 
         skill_ids = tuple(row["skill_ids"])
         verdicts = tuple(map(Verdict, row["verdicts"]))
@@ -269,12 +271,12 @@ def _read_lists(
         )
 
     if not lists:
-        raise SkilltrainError("holds no list to train on", where=folder)
+        raise SkilltrainError("no-list", "holds no list to train on", where=folder)
     missing = sorted(_candidate_ids(lists) - pool.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fault = f"skill {missing[0]!r}{more} of {folder} is not in the pool"
-        raise SkilltrainError(fault, where=source.pool)
+        raise SkilltrainError("unknown-skill", fault, where=source.pool)
     return lists
 
 

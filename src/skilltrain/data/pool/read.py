@@ -105,10 +105,10 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
     for number, row in enumerate(rows):
         skill = skill_from_row(row, f"row {number}", "")
         if isinstance(skill, Dropped):
-            raise SkilltrainError(skill.reason, where="pool")
+            raise SkilltrainError("invalid-row", skill.reason, where="pool")
         skills.append(_with_language(skill))
     if not skills:
-        raise SkilltrainError("there is no skill", where="pool")
+        raise SkilltrainError("empty-pool", "there is no skill", where="pool")
     (merged,), _ = merge_sources([skills], drop_duplicates=False)
     return merged
 
@@ -140,7 +140,9 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
             say(f"warning: the source {source} gives no skill ({reason})")
     if not any(skills_by_source):
         what = f"no skill is left of {len(sources)} source(s)"
-        raise SkilltrainError(what, where=sources[0], fix=_first_reason(all_dropped))
+        raise SkilltrainError(
+            "nothing-left", what, where=sources[0], fix=_first_reason(all_dropped)
+        )
     return skills_by_source, all_dropped
 
 
@@ -211,17 +213,17 @@ def read_source(source: Path | str) -> Items:
     path = Path(source)
     name = path.name.lower()
     if not path.exists():
-        raise SkilltrainError("no such file or folder", where=path)
+        raise SkilltrainError("not-found", "no such file or folder", where=path)
     if path.is_dir():
         return _read_folder(path.resolve())
     if not path.is_file():
-        raise SkilltrainError("is a pipe or a device, not a file", where=path)
+        raise SkilltrainError("special-file", "is a pipe or a device, not a file", where=path)
     if name == "skill.md":
         return iter([_read_skill_file(path.resolve(), path.resolve().parent)])
     if name.endswith(_SHARDS):
         return _read_parquet(path) if name.endswith(".parquet") else _read_jsonl(path)
     fix = f"give a SKILL.md, {' or '.join(_SHARDS)} file"
-    raise SkilltrainError("cannot tell what this file is", where=path, fix=fix)
+    raise SkilltrainError("unknown-format", "cannot tell what this file is", where=path, fix=fix)
 
 
 def _read_folder(root: Path) -> Items:
@@ -246,7 +248,9 @@ def _read_folder(root: Path) -> Items:
             yield from _read_shard(path)
         unread = []
     else:
-        raise SkilltrainError("holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file", where=root)
+        raise SkilltrainError(
+            "no-skill-file", "holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file", where=root
+        )
     if unread:
         first = _place(unread[0], root)
         say(
@@ -332,7 +336,9 @@ def _read_jsonl(path: Path) -> Items:
                 yield skill_from_row(row, place, name)
     except BROKEN_LINES as error:
         if not number:
-            raise SkilltrainError(f"cannot be read: {reason_of(error)}", where=path) from error
+            raise SkilltrainError(
+                "unreadable-file", f"cannot be read: {reason_of(error)}", where=path
+            ) from error
         reason = f"{name} breaks off after line {number}: {reason_of(error)}"
         yield Dropped("", "", "unreadable", reason)
 
@@ -348,7 +354,7 @@ def _read_parquet(path: Path) -> Items:
             for number, row in enumerate(rows, 1):
                 yield skill_from_row(row, f"{name}, row {number}", source)
     except (pa.ArrowException, OSError) as error:
-        raise SkilltrainError(f"is not parquet: {error}", where=path) from error
+        raise SkilltrainError("not-parquet", f"is not parquet: {error}", where=path) from error
 
 
 def _known_columns(names: list[str], where: object) -> list[str]:
@@ -356,7 +362,7 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     if {*ID_COLUMNS, "name"}.isdisjoint(names) or {*BODY_COLUMNS, "description"}.isdisjoint(names):
         need = "skill_id or name, and body, content or skill_md (or description alone: tools)"
         what = f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}"
-        raise SkilltrainError(what, where=where)
+        raise SkilltrainError("missing-column", what, where=where)
     return [name for name in COLUMNS if name in names]
 
 
@@ -376,7 +382,9 @@ def _read_dataset(reference: str) -> Items:
     if chosen not in splits:
         fault = f"has no split '{split}'" if split else "has several splits"
         what = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"
-        raise SkilltrainError(what, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT")
+        raise SkilltrainError(
+            "choose-split", what, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
+        )
     rows = splits[chosen].select_columns(_known_columns(splits[chosen].column_names, where))
     source = Path(name).name if Path(name).exists() else name
     for number, row in enumerate(rows, 1):

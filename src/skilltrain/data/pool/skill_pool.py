@@ -158,7 +158,9 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
         return skills
     members = [skill for skill in skills if skill.category is not None]
     if config.categories == "from_pool" and not members:
-        raise SkilltrainError("no skill of the pool has a category", fix="set categories: taxonomy")
+        raise SkilltrainError(
+            "wrong-pool", "no skill of the pool has a category", fix="set categories: taxonomy"
+        )
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
@@ -202,7 +204,7 @@ def load_taxonomy(path: Path) -> list[Category]:
     ).entries
     names = [category.name for category in taxonomy]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise SkilltrainError(f"category '{repeated}' appears twice", where=path)
+        raise SkilltrainError("repeated-name", f"category '{repeated}' appears twice", where=path)
     return taxonomy
 
 

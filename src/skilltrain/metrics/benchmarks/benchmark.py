@@ -130,21 +130,28 @@ def make_benchmark(
     """
     splits = Counter(task.query.split for task in tasks)
     if not tasks:
-        raise SkilltrainError("holds no query to score", where=folder)
+        raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
     if split not in (None, *splits):
         fix = f"its splits are {', '.join(f'{name} ({count})' for name, count in sorted(splits.items()))}"
-        raise SkilltrainError(f"holds no query of split '{split}'", where=folder, fix=fix)
+        raise SkilltrainError(
+            "empty-split", f"holds no query of split '{split}'", where=folder, fix=fix
+        )
     scored: dict[str, Task] = {}
     for task in (task for task in tasks if split in (None, task.query.split)):
         query_id = task.query.query_id
         if scored.setdefault(query_id, task) is not task:
             raise SkilltrainError(
-                f"query '{query_id}' has two splits", where=folder, fix="give the split to score"
+                "choose-split",
+                f"query '{query_id}' has two splits",
+                where=folder,
+                fix="give the split to score",
             )
         try:
             check_relevance(task.relevance)
         except SkilltrainError as error:
-            raise SkilltrainError(f"query '{query_id}': {error.what}", where=task.where) from error
+            raise SkilltrainError(
+                error.code, f"query '{query_id}': {error.what}", where=task.where
+            ) from error
     if gold_skills is None:
         wanted = {
             one
@@ -195,7 +202,9 @@ def joined(tiers: Sequence[Benchmark]) -> Benchmark:
     (twice, count), *_ = Counter(tier.name for tier in tiers).most_common()
     if count > 1:
         fix = "give each folder a name of its own"
-        raise SkilltrainError(f"two tiers are named '{twice}'", where="benchmark", fix=fix)
+        raise SkilltrainError(
+            "repeated-name", f"two tiers are named '{twice}'", where="benchmark", fix=fix
+        )
     return Benchmark(
         name=" + ".join(tier.name for tier in tiers),
         tasks=tuple(task for tier in tiers for task in tier.tasks),
@@ -237,7 +246,9 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     if missing:
         what = f"{missing[0]} is not among the {len(pool)} skills of the pool; missing in all: {len(missing)}"
         fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
-        raise SkilltrainError(what, where=f"benchmark {benchmark.name}", fix=fix)
+        raise SkilltrainError(
+            "missing-gold-skill", what, where=f"benchmark {benchmark.name}", fix=fix
+        )
     return replace(benchmark, tasks=tuple(tasks))
 
 

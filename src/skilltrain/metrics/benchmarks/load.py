@@ -48,7 +48,7 @@ def read_unserved(file: Path) -> list[Query]:
         Query(f"{UNSERVED}{number}", row.query, "single", "", "") for number, (_, row) in rows
     ]
     if not queries:
-        raise SkilltrainError("holds no query", where=file)
+        raise SkilltrainError("empty-benchmark", "holds no query", where=file)
     return queries
 
 
@@ -70,7 +70,7 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     steps_of = _by_query(read_table(folder, PLANS)) if table_path(folder, PLANS).exists() else {}
     if unknown := sorted({*verdicts, *steps_of} - {query.query_id for query in queries}):
         what = f"{len(unknown)} judged or planned queries are not in queries.parquet, first '{unknown[0]}'"
-        raise SkilltrainError(what, where=folder)
+        raise SkilltrainError("unknown-query", what, where=folder)
     tasks: list[Task] = []
     for query in queries:
         judged, rows = verdicts.get(query.query_id, {}), rows_of.get(query.query_id, [])
@@ -130,11 +130,11 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
 
 def _load(path: Path, split: str | None) -> Benchmark:
     if not path.is_dir():
-        raise SkilltrainError("no such folder; a benchmark is a folder", where=path)
+        raise SkilltrainError("not-found", "no such folder; a benchmark is a folder", where=path)
     readers = [load_plugin("benchmark", name) for name in plugin_paths("benchmark")]
     for reader in readers:
         if (path / reader.marker).exists():
             return reader.read(path, split)
     forms = ", or ".join(reader.form for reader in readers)
     fix = f"one holds {forms}; `skilltrain queries` makes one of files of your own"
-    raise SkilltrainError("is not a benchmark", where=path, fix=fix)
+    raise SkilltrainError("not-a-benchmark", "is not a benchmark", where=path, fix=fix)

@@ -123,7 +123,10 @@ def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
     files = {file.stem: file for file in sorted(folder.glob(f"*{suffix}"))}
     if split not in (None, *files):
         raise SkilltrainError(
-            f"holds no split '{split}'", where=folder, fix=f"its splits are {', '.join(files)}"
+            "empty-split",
+            f"holds no split '{split}'",
+            where=folder,
+            fix=f"its splits are {', '.join(files)}",
         )
     return [file for name, file in files.items() if split in (None, name)]
 
@@ -135,10 +138,12 @@ def _tasks(
     scores: dict[str, dict[str, float]] = {}
     for where, row in qrels:
         if row.query_id not in queries:
-            raise SkilltrainError(f"query '{row.query_id}' is not among the queries", where=where)
+            raise SkilltrainError(
+                "unknown-query", f"query '{row.query_id}' is not among the queries", where=where
+            )
         if row.skill_id in scores.setdefault(row.query_id, {}):
             fault = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
-            raise SkilltrainError(fault, where=where)
+            raise SkilltrainError("repeated-id", fault, where=where)
         scores[row.query_id][row.skill_id] = row.score
     for query_id in (query_id for query_id in queries if query_id in scores):
         # NaN is kept here, and refused with the task

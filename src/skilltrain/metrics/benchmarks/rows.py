@@ -40,7 +40,7 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
         raise SkilltrainError(
-            f"{key}: {fault['msg']}" if key else fault["msg"], where=where
+            "invalid-row", f"{key}: {fault['msg']}" if key else fault["msg"], where=where
         ) from error
 
 
@@ -56,5 +56,7 @@ def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedR
     found: dict[str, NamedRowT] = {}
     for where, row in rows:
         if found.setdefault(row.row_id, row) is not row:
-            raise SkilltrainError(f"{what} '{row.row_id}' appears twice", where=where)
+            raise SkilltrainError(
+                "repeated-id", f"{what} '{row.row_id}' appears twice", where=where
+            )
     return found

@@ -65,12 +65,14 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     file = folder / "relevance.json"
     entries = read_json(file)
     if not isinstance(entries, dict):
-        raise SkilltrainError("expected a map of task_id to relevance", where=file)
+        raise SkilltrainError("invalid-row", "expected a map of task_id to relevance", where=file)
     rows = unique("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
     if without := sorted(entries.keys() ^ rows.keys()):
         lacking = "relevance.json" if without[0] in rows else "tasks.jsonl"
         raise SkilltrainError(
-            f"{lacking} lacks task '{without[0]}' ({len(without)} on one side only)", where=folder
+            "unknown-query",
+            f"{lacking} lacks task '{without[0]}' ({len(without)} on one side only)",
+            where=folder,
         )
     tasks: list[Task] = []
     for task_id, row in rows.items():
@@ -103,7 +105,9 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
     if not files:
         raise SkilltrainError(
-            "holds no .jsonl or .jsonl.gz file with the skills of this tier", where=folder
+            "no-skill-file",
+            "holds no .jsonl or .jsonl.gz file with the skills of this tier",
+            where=folder,
         )
     above = read_skillrouter(folder.resolve().parent, split)
     return replace(above, name=folder.resolve().name, pool=_read_skills(*files))

@@ -72,12 +72,18 @@ def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
     is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
     if is_late or not config.loss.fits_reranker:
         raise SkilltrainError(
-            "gradients are taken apart for a plain loss alone", where="loss", fix="name one"
+            "conflicting-settings",
+            "gradients are taken apart for a plain loss alone",
+            where="loss",
+            fix="name one",
         )
     data = load_data(config)
     if not any(Verdict.REJECTED in row.verdicts for row in data.lists):
         raise SkilltrainError(
-            "no list holds a rejected skill", where="data.lists", fix="give a quota judged"
+            "no-list",
+            "no list holds a rejected skill",
+            where="data.lists",
+            fix="give a quota judged",
         )
     step = open_step(config, data, default_device()).eval()
     lists = chain.from_iterable(step_batches(step.data.lists, config.training))

@@ -114,7 +114,8 @@ class Rejections(Stage):
         dropped += outcome.dropped
         if not outcome.values:
             raise SkilltrainError(
-                f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}"
+                "nothing-generated",
+                f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}",
             )
         judge = f"llm:{self.llm.model}"
         skill_ids = {
@@ -338,6 +339,7 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     for lang, positions in sorted(by_lang.items()):
         if not positions:
             raise SkilltrainError(
+                "wrong-pool",
                 f"the pool holds no skill of language {lang}",
                 where=config.pool,
                 fix="name the pool's languages in languages",
@@ -364,7 +366,10 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
             dropped.append(Dropped(group_id, skills[anchor].skill_id, "group_of_one", reason))
     if not groups:
         raise SkilltrainError(
-            "every group would hold one skill alone", where=config.pool, fix="give a larger pool"
+            "wrong-pool",
+            "every group would hold one skill alone",
+            where=config.pool,
+            fix="give a larger pool",
         )
     return groups, dropped
 

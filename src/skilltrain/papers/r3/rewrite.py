@@ -58,6 +58,7 @@ class Rewrite(Stage):
         outcome = ask(_questions(self))
         if not outcome.values:
             raise SkilltrainError(
+                "nothing-generated",
                 f"rewrote no query; the first reason: {outcome.dropped[0].reason}",
                 where=self.queries,
             )

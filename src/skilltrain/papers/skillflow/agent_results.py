@@ -44,10 +44,12 @@ def read_trials(path: Path) -> list[Trial]:
         trial = validate(Trial, row, where)
         if trials.setdefault((trial.condition, trial.task, trial.trial), trial) is not trial:
             raise SkilltrainError(
-                f"trial {trial.trial} of task '{trial.task}' stands there twice", where=where
+                "repeated-id",
+                f"trial {trial.trial} of task '{trial.task}' stands there twice",
+                where=where,
             )
     if not trials:
-        raise SkilltrainError("holds no trial", where=path)
+        raise SkilltrainError("nothing-to-score", "holds no trial", where=path)
     return [*trials.values()]
 
 
@@ -74,7 +76,9 @@ def agent_results(
         rows.setdefault(trial.condition, {}).setdefault(trial.task, []).append(trial)
     if ceiling is not None and ceiling not in rows:
         raise SkilltrainError(
-            f"there is no condition '{ceiling}'", fix=f"give one of {', '.join(rows)}"
+            "unknown-choice",
+            f"there is no condition '{ceiling}'",
+            fix=f"give one of {', '.join(rows)}",
         )
     least = min(len(row) for tasks in rows.values() for row in tasks.values())
     results: list[SystemResult] = []

@@ -56,7 +56,7 @@ def provision(
         for skill_id in skill_ids:
             if skill_id not in skills:
                 fault = f"skill '{skill_id}' is not in the pool"
-                raise SkilltrainError(fault, where=f"query {query_id}")
+                raise SkilltrainError("unknown-skill", fault, where=f"query {query_id}")
     distinct = dict.fromkeys(chain.from_iterable(chosen.values()))
     folders = skill_folders(pool)
     files = {skill_id: _files_of(skills[skill_id], folders, flagged) for skill_id in distinct}

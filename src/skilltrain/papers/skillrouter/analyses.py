@@ -55,7 +55,7 @@ class Attention(Analysis):
         rerankers = [model for model in inputs.models() if isinstance(model, RerankConfig)]
         if not rerankers:
             what = "is measured in rerankers, and no system has one"
-            raise SkilltrainError(what, where="analysis.more.attention")
+            raise SkilltrainError("nothing-to-analyse", what, where="analysis.more.attention")
         pairs = [
             (task.query, inputs.skills[wanted_skills(task.relevance, inputs.skills)[0]])
             for task in inputs.benchmark.tasks[: self.num_queries]
@@ -129,7 +129,7 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     for side, features in rows.items():
         if not features:
             what = f"no {side} skills, whose structure could be compared"
-            raise SkilltrainError(what, where="analysis.more.structure")
+            raise SkilltrainError("nothing-to-analyse", what, where="analysis.more.structure")
     gold, others = (np.array([[*row.values()] for row in side]) for side in rows.values())
     test = mannwhitneyu(gold, others, alternative="two-sided")
     effects = test.statistic / (len(gold) * len(others))

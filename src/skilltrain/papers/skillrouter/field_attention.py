@@ -43,9 +43,13 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
             single scoring position.
     """
     if (pooling := getattr(reranker.network.config, "classifier_pooling", "cls")) != "cls":
-        raise SkilltrainError(f"a classifier with {pooling} pooling has no scoring position")
+        raise SkilltrainError(
+            "unsupported-model", f"a classifier with {pooling} pooling has no scoring position"
+        )
     if not pairs:
-        raise SkilltrainError("no (query, skill) pairs to read the attention of", where=model)
+        raise SkilltrainError(
+            "nothing-to-analyse", "no (query, skill) pairs to read the attention of", where=model
+        )
     shares: list[Float[np.ndarray, "layer field"]] = []
     tokens: list[Float[np.ndarray, " field"]] = []
     rows: list[Row] = []
@@ -56,13 +60,15 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
             fields = fields[: len(fields) - pair.num_cut]
             if not fields.any():
                 fault = "the reranker sees no token of this skill's name, description or body"
-                raise SkilltrainError(fault, where=f"skill {skill.skill_id}")
+                raise SkilltrainError("nothing-to-analyse", fault, where=f"skill {skill.skill_id}")
             attention = attention_rows(reranker, pair)[:, pair.second_start :]  # [layer, token]
             weights = attention[:, : len(fields)] @ fields  # [layer, field]
             silent = np.flatnonzero(~(weights.sum(1) > 0))  # nothing, or no number
             if silent.size:
                 fault = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
-                raise SkilltrainError(fault, where=f"{model}, skill {skill.skill_id}")
+                raise SkilltrainError(
+                    "nothing-to-analyse", fault, where=f"{model}, skill {skill.skill_id}"
+                )
             shares.append(weights / weights.sum(1, keepdims=True))
             tokens.append(fields.sum(0) / fields.sum())
             rows.append(
@@ -139,7 +145,8 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     if len(rows) != num_layers:
         name = type(network).__name__
         raise SkilltrainError(
-            f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only"
+            "unsupported-model",
+            f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only",
         )
     return np.stack(rows)
 

@@ -197,10 +197,15 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = list(benchmark.pool) if config.pool is None else read_pool(config.pool)
     if not pool:
-        raise SkilltrainError("plans need a pool to find skills in", fix="give pool=…")
+        raise SkilltrainError(
+            "missing-pool", "plans need a pool to find skills in", fix="give pool=…"
+        )
     if not any(task.steps for task in benchmark.tasks):
         raise SkilltrainError(
-            "its tasks have no steps", where=config.benchmark, fix="it needs plans.parquet"
+            "missing-table",
+            "its tasks have no steps",
+            where=config.benchmark,
+            fix="it needs plans.parquet",
         )
     held_out = read_pool(config.held_out) if config.held_out else []
     skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
