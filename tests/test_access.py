@@ -5,11 +5,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from faults import raises
+
 pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
 from starlette.testclient import TestClient
 
-from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.lexical import LexicalConfig
@@ -144,19 +145,19 @@ def test_mcp_refuses_get_requests(start):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code"),
     [
-        (("0.0.0.0", [], [], ""), "--host 0.0.0.0: other machines .* no host name is allowed"),
-        (("::", [], [], ""), "--host ::: other machines"),
-        (("127.0.0.1", ["*"], [], ""), r"--allowed-host \*: is no host name"),
-        (("127.0.0.1", ["https://a.example"], [], ""), "--allowed-host https://a.example: is no"),
-        (("127.0.0.1", [], ["*"], ""), r"--allowed-origin \*: is no origin"),
-        (("127.0.0.1", [], ["null"], ""), "--allowed-origin null: is no origin"),
-        (("127.0.0.1", [], ["a.example"], ""), "--allowed-origin a.example: is no origin"),
-        (("127.0.0.1", [], ["https://a.example/"], ""), "is no origin"),
-        (("127.0.0.1", [], [], "UNSET_TOKEN"), "UNSET_TOKEN: .* holds no token"),
+        (("0.0.0.0", [], [], ""), "invalid-host"),
+        (("::", [], [], ""), "invalid-host"),
+        (("127.0.0.1", ["*"], [], ""), "invalid-host"),
+        (("127.0.0.1", ["https://a.example"], [], ""), "invalid-host"),
+        (("127.0.0.1", [], ["*"], ""), "invalid-host"),
+        (("127.0.0.1", [], ["null"], ""), "invalid-host"),
+        (("127.0.0.1", [], ["a.example"], ""), "invalid-host"),
+        (("127.0.0.1", [], ["https://a.example/"], ""), "invalid-host"),
+        (("127.0.0.1", [], [], "UNSET_TOKEN"), "missing-key"),
     ],
 )
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(SkilltrainError, match=message):
+def test_bad_options_are_refused(options, code):
+    with raises(code):
         read_access(*options)

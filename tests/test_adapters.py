@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 import training_runs
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from skilltrain.losses import InfoNCE
 from skilltrain.models.adapters import AdapterConfig, add_adapter, merge_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -90,7 +90,7 @@ def test_trained_merged_saved_and_read_again(
         torch.equal(p, frozen[name]) for name, p in network.named_parameters() if name in frozen
     )
     if kind == "bert":
-        with pytest.raises(SkilltrainError, match="not merged"):
+        with raises("unmerged-adapter"):
             save_model(model, tmp_path, "base")
     with torch.no_grad():
         trained = outputs(model)
@@ -126,18 +126,18 @@ def test_only_the_targets_are_trained(open_encoder_of):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code"),
     [
-        ({"targets": ("q_proj", "query")}, r"ends with 'query'.*q_proj, k_proj, .*down_proj"),
-        ({"targets": ("proj",)}, "ends with 'proj'"),  # only a part of a name
-        ({"targets": ("embed_tokens",)}, "ends with 'embed_tokens'"),
-        ({"rank": 99}, "99 exceeds the width of every layer"),
+        ({"targets": ("q_proj", "query")}, "unknown-choice"),
+        ({"targets": ("proj",)}, "unknown-choice"),  # only a part of a name
+        ({"targets": ("embed_tokens",)}, "unknown-choice"),
+        ({"rank": 99}, "exceeds-model"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(open_encoder_of, settings, message):
+def test_an_adapter_that_does_not_fit_is_refused(open_encoder_of, settings, code):
     backbone = open_encoder_of("qwen3").backbone
 
-    with pytest.raises(SkilltrainError, match=message):
+    with raises(code):
         add_adapter(backbone, AdapterConfig(**settings))
 
 
@@ -149,7 +149,7 @@ def test_only_nf4_needs_options(adapter):
 def test_missing_bitsandbytes_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(SkilltrainError, match=r"pip install 'skilltrain\[qlora\]'"):
+    with raises("missing-package"):
         quantizing_options(NF4)
 
 
@@ -209,7 +209,7 @@ def whole(base, tmp_path_factory):
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_a_stopped_run_resumes_bit_identically(base, whole, tmp_path):
     config = config_of(base, tmp_path)
-    with pytest.raises(SkilltrainError, match="interrupted after step 5 of 6"):
+    with raises("interrupted"):
         training_runs.run(
             training_runs.signal_in(new_step(config), 5, signal.SIGINT), tmp_path, resume=False
         )
@@ -243,7 +243,7 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
         {name: value for name, value in saved.items() if name != lost},
         tmp_path / "model.safetensors",
     )
-    with pytest.raises(SkilltrainError, match=lost.removeprefix("model.").replace(".", r"\.")):
+    with raises("changed-model"):
         load_weights(load_model(config, CPU), "model", tmp_path)
 
 
@@ -265,5 +265,5 @@ def test_merging_makes_all_layers_plain(open_quantized):
 
 
 def test_a_width_without_whole_blocks_is_refused(open_quantized):
-    with pytest.raises(SkilltrainError, match=r"layers.0.self_attn.q_proj is 96 wide"):
+    with raises("unsupported-model"):
         add_adapter(open_quantized(96), NF4)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmark_folders import jsonl, write_ours
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from skilltrain.metrics.measures import Relevance
 from skilltrain.papers.skillflow.agent_results import Trial, agent_results, read_trials, task_values
 from small_library import skilltrain, succeeds
@@ -106,7 +106,7 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
         "top-1 - none: Pass@1 +.500" in shown.out and "top-1: 50.0% of gold's Pass@1" in shown.out
     )
     assert '"Pass^2"' in succeeds("skillflow", "agents", file, "--json").out
-    with pytest.raises(SkilltrainError, match="no condition 'oracle'"):
+    with raises("unknown-choice"):
         agent_results(read_trials(file), {}, "oracle")
 
 

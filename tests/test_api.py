@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import skilltrain
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from small_library import QUERIES, contents, forget_ranks, succeeds
 from small_library import skilltrain as skilltrain_command
 
@@ -62,7 +62,7 @@ def test_a_pool_is_read_from_whatever_holds_skills(library, tmp_path):
     (tmp_path / "skills.jsonl").write_text(json.dumps(SKILL))
     assert skilltrain.read_pool(tmp_path / "skills.jsonl")[0].body == SKILL["body"]
     assert len(skilltrain.read_pool(library / "skills")) == 20
-    with pytest.raises(SkilltrainError, match="pool: row 0 has no body"):
+    with raises("invalid-row"):
         skilltrain.read_pool([{"name": "x"}])
 
 
@@ -98,7 +98,7 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
     assert found["systems"][0]["metrics"]["Hit@1"]["n"] == len(rows)
     skilltrain.export_model(trained, tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
-    with pytest.raises(SkilltrainError, match="is a recipe of stage pool, not of a training"):
+    with raises("wrong-stage"):
         skilltrain.train({"stage": "pool", "sources": "x"}, "out=y")
 
 
@@ -145,7 +145,7 @@ def test_fit_removes_leftovers_of_a_killed_run(tmp_path):
     leftover.parent.mkdir(parents=True)
     leftover.write_text("half a recipe")
 
-    with pytest.raises(SkilltrainError):
+    with raises("not-found"):
         skilltrain.fit(tmp_path / "no_skills", tmp_path / "router")
 
     assert not leftover.exists()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmark_folders import Files, jsonl, skillrouter, write, write_ours
+from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, joined
 from skilltrain.metrics.benchmarks.load import load_benchmark
@@ -170,9 +171,7 @@ def test_beir_scores_are_gains_and_the_corpus_is_the_pool(tmp_path: Path):
     ) == ["q3"]
     (folder / "corpus.jsonl").unlink()
     assert load_benchmark(folder).pool == ()
-    with pytest.raises(
-        SkilltrainError, match="gold skill 'd3' of query 'q2' is not among the 2 skills"
-    ):
+    with raises("missing-gold-skill"):
         check_pool(load_benchmark(folder), ["d1", "d2"])
 
 
@@ -238,9 +237,7 @@ def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
     # A pool with one of the candidates is enough.
     (checked, _) = check_pool(found, ["cloud/write", "web/fetch"]).tasks
     assert as_found(["cloud/write"], checked.relevance).gold == {"cloud/write", "web/fetch"}
-    with pytest.raises(
-        SkilltrainError, match="gold skill 'disk/write' of query 't1' is not among the 1 skills"
-    ):
+    with raises("missing-gold-skill"):
         check_pool(found, ["web/fetch"])
 
 
@@ -322,9 +319,7 @@ def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
         "multi",
         {"g/a", "g/b"},
     )
-    with pytest.raises(
-        SkilltrainError, match=r"gold skill 'g/b' of query 'b' is not among the 2 .* in all: 1"
-    ):
+    with raises("missing-gold-skill"):
         check_pool(benchmark, ["g/a", "x"])
 
 
@@ -361,7 +356,7 @@ def test_a_tier_is_a_pool_of_the_tasks_beside_it(tiers: Path):
     assert gains == {"easy": {"gt/a": 3.0}, "hard": {"gt/a": 3.0, "deg/a": 1.0}}
     assert load_benchmark([tiers / "easy"]) == load_benchmark(tiers / "easy")
     (tiers / "none").mkdir()
-    with pytest.raises(SkilltrainError, match=r"none: holds no \.jsonl or \.jsonl\.gz file with"):
+    with raises("no-skill-file"):
         load_benchmark(tiers / "none")
 
 
@@ -381,7 +376,7 @@ def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
         [check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers]
     )
     assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]
-    with pytest.raises(SkilltrainError, match="two tiers are named 'easy'"):
+    with raises("repeated-name"):
         load_benchmark([tiers / "easy", tiers / "easy"])
 
 
@@ -447,39 +442,27 @@ def test_faults_are_named_in_one_line(tmp_path: Path, files: Files, message: str
 
 
 @pytest.mark.parametrize(
-    ("judged", "split", "message"),
+    ("judged", "split", "code"),
     [
-        ({"q1": {"a": "required"}}, None, r"judgements\.parquet: query 'q2': no skill is gold"),
-        ({"q1": {"a": "useful"}}, "test", "query 'q1': no skill is gold"),
-        (
-            {"q9": {"a": "required"}},
-            "test",
-            r"1 judged or planned queries are not in queries\.parquet, first 'q9'",
-        ),
-        ({"q1": {"a": "perhaps"}}, "test", "'perhaps' is no verdict"),
-        (
-            {"q1": {"a": "required"}},
-            "tset",
-            r"no query of split 'tset' \(its splits are dev \(1\), test \(1\)\)",
-        ),
+        ({"q1": {"a": "required"}}, None, "no-gold-skill"),
+        ({"q1": {"a": "useful"}}, "test", "no-gold-skill"),
+        ({"q9": {"a": "required"}}, "test", "unknown-query"),
+        ({"q1": {"a": "perhaps"}}, "test", "invalid-value"),
+        ({"q1": {"a": "required"}}, "tset", "empty-split"),
     ],
 )
-def test_faults_in_our_tables_are_named(
-    tmp_path: Path, judged: Any, split: str | None, message: str
-):
+def test_faults_in_our_tables_are_named(tmp_path: Path, judged: Any, split: str | None, code: str):
     folder = write_ours(
         tmp_path / "ours", [("q1", "do q1", "test"), ("q2", "do q2", "dev")], judged
     )
-    with pytest.raises(SkilltrainError, match=message):
+    with raises(code):
         load_benchmark(folder, split)
 
 
 def test_a_split_or_a_folder_that_is_not_there(tmp_path: Path):
-    with pytest.raises(
-        SkilltrainError, match=r"qrels: holds no split 'dev' \(its splits are test\)"
-    ):
+    with raises("empty-split"):
         load_benchmark(write(tmp_path, BEIR), "dev")
-    with pytest.raises(SkilltrainError, match="nowhere: no such folder"):
+    with raises("not-found"):
         load_benchmark(tmp_path / "nowhere")
 
 
@@ -490,5 +473,5 @@ def test_pipes_and_devices_in_place_of_files_are_refused(tiers: Path, tmp_path: 
     folder = tmp_path if name.endswith("parquet") else tiers
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(SkilltrainError, match=rf"{name}: is not a regular file"):
+    with raises("special-file"):
         load_benchmark(folder)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
 from skilltrain.metrics.bootstrap import share
@@ -96,7 +97,7 @@ def test_calibration_error_risk_and_shares_by_hand():
     assert (none.mean, none.low, none.n) == (0, 0, 30) and none.high == pytest.approx(
         0.1135, abs=1e-3
     )
-    with pytest.raises(SkilltrainError, match="no query to take a share of"):
+    with raises("nothing-to-score"):
         share([])
 
 

@@ -10,7 +10,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from skilltrain.metrics.bootstrap import (
     Interval,
     compact,
@@ -112,17 +112,17 @@ def test_clusters_of_unequal_size_are_drawn_whole():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "code"),
     [
-        ([], "no values"),
-        ([0.1, float("nan")], "value 1: .*not a finite number"),
-        ([float("inf")], "value 0"),
+        ([], "nothing-to-score"),
+        ([0.1, float("nan")], "not-a-number"),
+        ([float("inf")], "not-a-number"),
     ],
 )
-def test_bad_values_are_refused(values: list[float], message: str):
-    with pytest.raises(SkilltrainError, match=message):
+def test_bad_values_are_refused(values: list[float], code: str):
+    with raises(code):
         interval(values)
-    with pytest.raises(SkilltrainError, match=message):
+    with raises(code):
         paired_difference(values, [0.0] * len(values))
 
 
@@ -339,9 +339,8 @@ def test_queries_without_a_value_are_left_out():
 def test_other_queries_are_refused():
     rows = {query_id: TRAINED.per_query[query_id] for query_id in IDS[2:]}
     fewer = replace(TRAINED, per_query=rows)
-    message = r"system trained: holds other queries \(28\) than system bm25 \(30\), first 'q0'"
 
-    with pytest.raises(SkilltrainError, match=message):
+    with raises("not-comparable"):
         compare([BM25, BASE, fewer], PAIRS, MEASURES)
 
 
@@ -349,7 +348,5 @@ def test_other_queries_are_refused():
 def test_a_missing_value_is_refused(row: dict[str, float]):
     odd = replace(BASE, per_query={**BASE.per_query, "q4": row})
 
-    with pytest.raises(
-        SkilltrainError, match=r"system base: 1 values are missing or .*, first Hit@1 of query 'q4'"
-    ):
+    with raises("not-a-number"):
         compare([BM25, odd, TRAINED], PAIRS, MEASURES)

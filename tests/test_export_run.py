@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from faults import raises
 from hub_server import TOKEN, Repository, hub_server
 from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
@@ -239,8 +240,8 @@ def test_an_adapter_folder_is_no_model(tmp_path, adapter_run):
 
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["target_modules"] == sorted(settings["target_modules"])
-    message = "holds an adapter, not a model of its own"
-    refuses(message, resolve_model, str(tmp_path / "adapter"))
+    with raises("not-a-model"):
+        resolve_model(str(tmp_path / "adapter"))
 
 
 def write_report(folder, source):
@@ -309,11 +310,10 @@ def test_an_impossible_export_is_refused(tmp_path, finished, arguments, message)
 
 
 def test_other_folders_are_no_runs(tmp_path, model_folders):
-    message = r"holds no training run: no run\.json"
-    advice = r" \(give the folder that a training wrote to"
-
-    refuses(f"nowhere: {message}{advice}", export_run, tmp_path / "nowhere", tmp_path / "out")
-    refuses(message, export_run, model_folders["bert"], tmp_path / "out")
+    with raises("no-run"):
+        export_run(tmp_path / "nowhere", tmp_path / "out")
+    with raises("no-run"):
+        export_run(model_folders["bert"], tmp_path / "out")
 
     assert not (tmp_path / "out").exists()
 
@@ -322,7 +322,8 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
 
-    refuses("checkpoints: holds no checkpoint", export_run, config.out, tmp_path / "out")
+    with raises("no-checkpoint"):
+        export_run(config.out, tmp_path / "out")
 
     assert not (tmp_path / "out").exists()
 
@@ -331,8 +332,8 @@ def test_a_run_without_an_adapter_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
 
-    message = "trained all weights, no adapter .export without --adapter"
-    refuses(message, export_run, config.out, tmp_path / "out", adapter_only=True)
+    with raises("conflicting-settings"):
+        export_run(config.out, tmp_path / "out", adapter_only=True)
 
     assert not (tmp_path / "out").exists()
 
@@ -342,8 +343,8 @@ def test_a_run_of_another_stage_is_refused(tmp_path, model_folders):
     write_run(config, finished=False)
     (config.out / "recipe.yaml").write_text("stage: mine\n")
 
-    message = "is a run of stage mine, which trains no model"
-    refuses(message, export_run, config.out, tmp_path / "out")
+    with raises("wrong-stage"):
+        export_run(config.out, tmp_path / "out")
 
     assert not (tmp_path / "out").exists()
 
@@ -353,8 +354,8 @@ def test_weights_of_another_model_are_refused(tmp_path, model_folders):
     add_checkpoint(config, 3)
     write_run(config_of(tmp_path, model_folders["qwen3"]), finished=False)
 
-    message = "step-3: the checkpoint does not fit the recipe's model"
-    refuses(message, export_run, config.out, tmp_path / "out")
+    with raises("changed-model"):
+        export_run(config.out, tmp_path / "out")
 
     assert not (tmp_path / "out").exists()
 
@@ -374,8 +375,8 @@ def test_existing_files_are_not_overwritten(tmp_path, unfinished, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("kept")
 
-    message = f"{name}: exists, and is no empty folder"
-    refuses(message, export_run, unfinished[0].out, tmp_path / name)
+    with raises("output-exists"):
+        export_run(unfinished[0].out, tmp_path / name)
 
     assert files_in(tmp_path / "out") == {"mine.txt"}
     assert not (tmp_path / ".out.partial").exists()
@@ -441,7 +442,8 @@ def test_a_push_deletes_older_files(hub, finished, tmp_path):
 def test_an_export_has_its_form_already(hub, finished, tmp_path):
     export_run(finished[0].out, tmp_path / "exported")
 
-    refuses("is pushed as it is", push_model, tmp_path / "exported", Published(REPO), form="onnx")
+    with raises("conflicting-settings"):
+        push_model(tmp_path / "exported", Published(REPO), form="onnx")
 
 
 def test_a_refused_commit_changes_nothing(hub, tmp_path):
@@ -453,7 +455,8 @@ def test_a_refused_commit_changes_nothing(hub, tmp_path):
     hub.repositories[REPO] = Repository(files=dict(old_files))
     hub.status_of_commit = 400
 
-    refuses("nothing is half-written", upload, paths, REPO, False, False)
+    with raises("upload-failed"):
+        upload(paths, REPO, False, False)
 
     assert hub.repositories[REPO].files == old_files
     assert sum("/commit/" in line for line in hub.log) == 1
@@ -462,8 +465,8 @@ def test_a_refused_commit_changes_nothing(hub, tmp_path):
 def test_a_public_repository_needs_a_flag(hub, finished):
     hub.repositories[REPO] = Repository(private=False)
 
-    message = r"our-team/sr-emb: the repository is public \(add --public"
-    refuses(message, push_model, finished[0].out, Published(REPO))
+    with raises("repository-visibility"):
+        push_model(finished[0].out, Published(REPO))
 
     assert hub.repositories[REPO].commits == 0
 
@@ -477,10 +480,8 @@ def test_a_flag_creates_a_public_repository(hub, finished):
 def test_a_private_repository_is_not_published(hub, finished):
     hub.repositories[REPO] = Repository(private=True)
 
-    message = (
-        r"our-team/sr-emb: the repository is private, and stays so \(make it public on its page"
-    )
-    refuses(message, push_model, finished[0].out, Published(REPO), public=True)
+    with raises("repository-visibility"):
+        push_model(finished[0].out, Published(REPO), public=True)
 
     assert hub.repositories[REPO].commits == 0
 
@@ -491,8 +492,8 @@ README_ONLY = {"README.md": b"mine", ".gitattributes": b"*.bin"}
 def test_a_repository_with_a_readme_is_kept(hub, finished):
     hub.repositories[REPO] = Repository(files=dict(README_ONLY))
 
-    message = r"exists and holds a README\.md \(add --into-existing"
-    refuses(message, push_model, finished[0].out, Published(REPO))
+    with raises("repository-taken"):
+        push_model(finished[0].out, Published(REPO))
 
     assert hub.repositories[REPO].files["README.md"] == b"mine"
 
@@ -532,7 +533,8 @@ def test_a_silent_hub_ends_the_push(hub, finished, monkeypatch, path):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.path_without_answer = path
 
-    refuses(r"cannot upload: .*timed out", push_model, finished[0].out, Published(REPO))
+    with raises("upload-failed"):
+        push_model(finished[0].out, Published(REPO))
 
 
 @pytest.mark.parametrize("status", [400, 401, 403])
@@ -641,7 +643,8 @@ def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_
 
     pooling.write_text(text.replace('"pooling_mode": "mean"', '"pooling_mode": "cls"'))
 
-    refuses(r"gives other scores in .*: they differ by \d", check_round_trip, folder)
+    with raises("not-portable"):
+        check_round_trip(folder)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path, fingerprint, read_json, read_jsonl, write_json, write_text
 
@@ -69,7 +70,7 @@ def test_write_below_a_file_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.txt"
     write_text(file, "old")
 
-    with pytest.raises(SkilltrainError, match="cannot write") as failure:
+    with raises("cannot-write") as failure:
         write_text(file / name, "new")
 
     assert failure.value.where == file / name
@@ -97,13 +98,13 @@ def test_nan_is_refused_and_old_json_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is not JSON"), ('{"a": 1, "a": 2}', "'a' appears twice")]
+    ("text", "code"), [("{", "not-json"), ('{"a": 1, "a": 2}', "repeated-key")]
 )
-def test_broken_json_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_broken_json_is_refused(tmp_path: Path, text: str, code: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(text)
 
-    with pytest.raises(SkilltrainError, match=message):
+    with raises(code):
         read_json(file)
 
 
@@ -111,7 +112,7 @@ def test_broken_json_is_refused(tmp_path: Path, text: str, message: str) -> None
     ("read", "name"), [(read_json, "a.json"), (lambda path: list(read_jsonl(path)), "a.jsonl")]
 )
 def test_missing_file_is_named(tmp_path: Path, read: Callable[[Path], Any], name: str) -> None:
-    with pytest.raises(SkilltrainError, match="no such file") as failure:
+    with raises("not-found") as failure:
         read(tmp_path / name)
 
     assert failure.value.where == tmp_path / name
@@ -141,13 +142,13 @@ def test_json_lines_have_line_numbers(tmp_path: Path, suffix: str, pack: Pack) -
 
 @GZIP_OR_PLAIN
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        (b'{"a": ', "is not JSON Lines"),
-        (b"[1]", "expected an object, found list"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"a": "\xff"}', "is not JSON Lines"),
-        (b'{"a": "' + b"x" * 10**6, "a line has more than 64 MiB"),
+        b'{"a": ',
+        b"[1]",
+        b"[" * 100_000,
+        b'{"a": "\xff"}',
+        b'{"a": "' + b"x" * 10**6,
     ],
     ids=["cut", "list", "nested", "not_utf8", "long"],
 )
@@ -157,13 +158,12 @@ def test_broken_line_is_named(
     suffix: str,
     pack: Pack,
     line: bytes,
-    message: str,
 ) -> None:
     monkeypatch.setattr("skilltrain.files._MAX_LINE_BYTES", 200_000)
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(pack(b'{"a": 1}\n' + line + b"\n"))
 
-    with pytest.raises(SkilltrainError, match=message) as failure:
+    with raises("not-json") as failure:
         list(read_jsonl(path))
 
     assert str(failure.value).startswith(f"{path}, line ")
@@ -187,7 +187,7 @@ def test_broken_gzip_is_refused(tmp_path: Path, suffix: str, content: bytes) -> 
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(content)
 
-    with pytest.raises(SkilltrainError, match="is not JSON Lines"):
+    with raises("not-json"):
         list(read_jsonl(path))
 
 
@@ -209,7 +209,7 @@ def test_fingerprint_of_folder_by_hand(tmp_path: Path) -> None:
 
 
 def test_fingerprint_needs_existing_path(tmp_path: Path) -> None:
-    with pytest.raises(SkilltrainError, match="no such file or folder"):
+    with raises("not-found"):
         fingerprint(tmp_path / "none")
 
 
@@ -243,7 +243,7 @@ def test_unreadable_file_in_folder_counts_by_name(unreadable_file: Path) -> None
 
 
 def test_fingerprint_of_unreadable_file_is_refused(unreadable_file: Path) -> None:
-    with pytest.raises(SkilltrainError, match="cannot be read: Permission denied") as failure:
+    with raises("unreadable-file") as failure:
         fingerprint(unreadable_file)
 
     assert failure.value.where == unreadable_file

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ir_measures import RR, P, R, Success, nDCG
 
+from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.measures import (
     DEFAULT_MEASURES,
@@ -227,37 +228,27 @@ def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
 
 
 @pytest.mark.parametrize(
-    ("relevance", "message"),
+    ("relevance", "code"),
     [
-        (Relevance(frozenset(), {}), "no skill is gold"),
-        (Relevance(frozenset("a"), {"a": 0.0}), "gold skill 'a' has no positive gain"),
-        (Relevance(frozenset("ab"), {"a": 1.0}), "gold skill 'b' has no positive gain"),
-        (Relevance(frozenset("a"), {"a": math.nan}), "gain of skill 'a' is nan"),
-        (Relevance(frozenset("a"), {"a": 1.0, "b": -1.0}), "gain of skill 'b' is -1.0"),
-        (Relevance(frozenset("a"), {"a": 2e3}), "gain of skill 'a' is 2000.0"),
-        (
-            Relevance(frozenset("a"), {"a": 1.0}, {"A": "b"}),
-            "skill 'A' stands for 'b', which is not gold",
-        ),
-        (
-            Relevance(frozenset("a"), {"a": 1.0, "A": 1.0}, {"A": "a"}),
-            "stands for 'a' and has a gain of its own",
-        ),
+        (Relevance(frozenset(), {}), "no-gold-skill"),
+        (Relevance(frozenset("a"), {"a": 0.0}), "invalid-relevance"),
+        (Relevance(frozenset("ab"), {"a": 1.0}), "invalid-relevance"),
+        (Relevance(frozenset("a"), {"a": math.nan}), "invalid-relevance"),
+        (Relevance(frozenset("a"), {"a": 1.0, "b": -1.0}), "invalid-relevance"),
+        (Relevance(frozenset("a"), {"a": 2e3}), "invalid-relevance"),
+        (Relevance(frozenset("a"), {"a": 1.0}, {"A": "b"}), "invalid-relevance"),
+        (Relevance(frozenset("a"), {"a": 1.0, "A": 1.0}, {"A": "a"}), "invalid-relevance"),
     ],
 )
 def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(
-    relevance: Relevance, message: str
+    relevance: Relevance, code: str
 ):
-    with pytest.raises(SkilltrainError, match=f"query q7: .*{message}"):
+    with raises(code):
         per_query({}, {"q7": relevance}, parse_measures(["Hit@1"]))
 
 
 def test_rankings_of_other_queries_and_skills_that_stand_twice_are_refused():
-    with pytest.raises(
-        SkilltrainError, match=r"query q9: 1 of 2 ranked queries are not in the benchmark"
-    ):
+    with raises("unknown-query"):
         per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))
-    with pytest.raises(
-        SkilltrainError, match="query q: skill 'a' appears twice in the ranking, again at rank 3"
-    ):
+    with raises("repeated-id"):
         per_query({"q": ["a", "b", "a"]}, {"q": BINARY}, parse_measures(["Hit@1"]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from skilltrain.export.card import Published, RunRecord, model_card, rename_model
 from skilltrain.files import shareable
 from skilltrain.models.encoder import EncoderSettings
@@ -200,19 +200,19 @@ def test_a_rewritten_card_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name",
     [
-        ("sr-emb", "it has no owner"),
-        ("owner/x..y", "Cannot have -- or .."),
-        ("owner/x--y", "Cannot have -- or .."),
-        (f"owner/{'x' * 120}", "maximum length is 96"),
-        ("owner/x.git", "cannot end by '.git'"),
-        ("a/b/c", "must be in the form"),
-        ("owner/name\n", "alphanumeric chars"),
+        "sr-emb",
+        "owner/x..y",
+        "owner/x--y",
+        f"owner/{'x' * 120}",
+        "owner/x.git",
+        "a/b/c",
+        "owner/name\n",
     ],
 )
-def test_name_that_the_hub_refuses(name, reason):
-    with pytest.raises(SkilltrainError, match=reason) as caught:
+def test_name_that_the_hub_refuses(name):
+    with raises("invalid-repository") as caught:
         Published(name)
 
     assert "(write OWNER/NAME)" in str(caught.value)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+from faults import raises
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.models import loading
@@ -107,30 +108,24 @@ def test_a_model_of_which_the_cache_holds_a_part_is_one_clear_line(model_folders
     (weights,) = Path(constants.HF_HUB_CACHE).glob("*/snapshots/*/model.safetensors")
     weights.unlink()
     assert resolve_model("me/bert", weights=False).is_dir()
-    with pytest.raises(
-        SkilltrainError,
-        match="me/bert: cannot load the model, neither from the cache nor from the Hub",
-    ):
+    with raises("download-failed"):
         load_reranker(RerankerConfig(source="me/bert"), CPU)
 
 
-NOWHERE = "no such model"
-
-
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "code"),
     [
-        ("no/such/folder", NOWHERE),
-        ("./nothing", NOWHERE),
-        ("one_word", NOWHERE),
-        ("me/no--thing", "cannot load the model: this is no Hub id"),
-        ("package:no_such_package_here", "no installed package holds this model"),
-        ("package:not a name", "no installed package holds this model"),
-        (str(Path(__file__).parent), r"is no model folder: it has no config\.json"),
+        ("no/such/folder", "model-not-found"),
+        ("./nothing", "model-not-found"),
+        ("one_word", "model-not-found"),
+        ("me/no--thing", "model-not-found"),
+        ("package:no_such_package_here", "missing-package"),
+        ("package:not a name", "missing-package"),
+        (str(Path(__file__).parent), "not-a-model"),
     ],
 )
-def test_a_model_that_is_not_there_is_one_clear_line(source, message):
-    with pytest.raises(SkilltrainError, match=message) as error:
+def test_a_model_that_is_not_there_is_one_clear_line(source, code):
+    with raises(code) as error:
         load_encoder(EncoderConfig(source=source), CPU)
     assert error.value.where == source
 
@@ -186,9 +181,6 @@ def opened(folder):
     return load_encoder(EncoderConfig(source=str(folder)), CPU)
 
 
-NO_LETTER = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
-
-
 def renamed(weights):
     return {f"other.{name}": value for name, value in weights.items()}
 
@@ -215,58 +207,30 @@ ONE_LAYER, UNTIED = (
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "code"),
     [
-        ("bert", without("tokenizer.json", "tokenizer_config.json"), NO_LETTER),
-        (
-            "bert",
-            foreign_tokenizer,
-            r"its tokenizer has \d+ tokens, but its weights have rows for \d+",
-        ),
-        (
-            "bert",
-            with_weights(renamed),
-            r"not fit its config\.json: \d+ are missing, such as embeddings\.Layer",
-        ),
-        (
-            "bert",
-            with_weights(shorter),
-            r"1 are of another shape, such as embeddings\.word_embeddings\.weight",
-        ),
-        ("bert", ONE_LAYER, r"16 are unknown, such as encoder\.layer\.1\."),
-        (
-            "bert",
-            without("model.safetensors"),
-            r"cannot load the weights: .*no file named model\.safetensors",
-        ),
-        (
-            "bert",
-            written("adapter_config.json", {"base_model_name_or_path": ".."}),
-            "holds an adapter, not a",
-        ),
-        (
-            "bert_reranker",
-            lambda folder: None,
-            "its model is of kind reranker, but encoder is needed here",
-        ),
-        (
-            "reranker bert",
-            lambda folder: None,
-            r"lack the head that gives the score: classifier\.bias is missing",
-        ),
-        ("reranker bert_reranker", ONE_LAYER, r"16 are unknown, such as bert\.enc"),
-        ("reranker qwen3_reranker", UNTIED, r"score: lm_head\.weight is missing"),
+        ("bert", without("tokenizer.json", "tokenizer_config.json"), "incomplete-model"),
+        ("bert", foreign_tokenizer, "incomplete-model"),
+        ("bert", with_weights(renamed), "incomplete-model"),
+        ("bert", with_weights(shorter), "incomplete-model"),
+        ("bert", ONE_LAYER, "incomplete-model"),
+        ("bert", without("model.safetensors"), "incomplete-model"),
+        ("bert", written("adapter_config.json", {"base_model_name_or_path": ".."}), "not-a-model"),
+        ("bert_reranker", lambda folder: None, "wrong-model-kind"),
+        ("reranker bert", lambda folder: None, "missing-head"),
+        ("reranker bert_reranker", ONE_LAYER, "incomplete-model"),
+        ("reranker qwen3_reranker", UNTIED, "missing-head"),
         (
             "reranker bert",
             written("modules.json", [{"type": POOLING, "path": "1"}]),
-            "of kind encoder, but rer",
+            "wrong-model-kind",
         ),
     ],
 )
-def test_a_broken_model_is_refused_by_name(broken, name, change, message):
+def test_a_broken_model_is_refused_by_name(broken, name, change, code):
     kind, _, name = name.rpartition(" ")
     folder = broken(name, change)
-    with pytest.raises(SkilltrainError, match=f"^{folder}.*{message}"):
+    with raises(code):
         if kind:
             load_reranker(RerankerConfig(source=str(folder)), CPU)
         else:
@@ -340,7 +304,7 @@ def test_a_missing_shard_is_named(broken):
     folder = broken("bert", in_shards)
     next(folder.glob("model-00002*")).unlink()
 
-    with pytest.raises(SkilltrainError, match="there is no file named model-00002-of-"):
+    with raises("incomplete-model"):
         opened(folder)
 
 
@@ -389,9 +353,7 @@ def test_what_may_be_absent_or_too_much(broken, model_folders, told):
 
 def test_an_encoder_becomes_a_reranker_where_the_form_is_chosen(plain):
     folder = plain(pooling={"pooling_mode": "mean"})
-    with pytest.raises(
-        SkilltrainError, match=r"of kind encoder, but reranker is needed here \(set template\.form"
-    ):
+    with raises("wrong-model-kind"):
         load_reranker(RerankerConfig(source=folder), CPU, new_head=True)
     config = RerankerConfig(source=folder, template=RerankerTemplate(form="pair"))
     assert load_reranker(config, CPU, new_head=True).settings.template.form == "pair"
@@ -432,7 +394,7 @@ def run_with_files(folder):
 )
 def test_no_path_that_is_read_leaves_its_folder(broken, change, read):
     folder = broken("bert", change)
-    with pytest.raises(SkilltrainError, match=r"^\S+json: the path '[./a-z]+' leaves its folder$"):
+    with raises("path-outside-folder"):
         read(folder)
     assert not (folder / "copy").exists()
 
@@ -678,15 +640,15 @@ def test_prompts_go_with_a_trained_model_and_into_what_it_exports(tmp_path, fore
 
 
 @pytest.mark.parametrize(
-    ("prompts", "pooling", "message"),
+    ("prompts", "pooling", "code"),
     [
-        (["query: "], {}, "prompts: must be a valid dictionary"),
-        ({"query": 3}, {}, "prompts.query: must be a valid string"),
-        (E5, {"include_prompt": False}, "its pooling leaves the prompt out"),
+        (["query: "], {}, "invalid-setting"),
+        ({"query": 3}, {}, "invalid-setting"),
+        (E5, {"include_prompt": False}, "unsupported-model"),
     ],
 )
-def test_prompts_that_cannot_be_followed_are_one_line(foreign, prompts, pooling, message):
-    with pytest.raises(SkilltrainError, match=message):
+def test_prompts_that_cannot_be_followed_are_one_line(foreign, prompts, pooling, code):
+    with raises(code):
         settings_of(foreign(prompts, **pooling))
     assert (
         settings_of(foreign({}, include_prompt=False)).pooling == "mean"

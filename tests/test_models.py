@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, num_positions
 from skilltrain.models.reranker import RerankerConfig, RerankerSettings, load_reranker
@@ -191,24 +191,17 @@ def test_an_encoder_reads_control_names_as_letters(open_encoder_of):
     assert [i for i in ids if i in control] == [ids[-1]]
 
 
-ROOM = r"query_max_tokens \(126\) leaves no room for a skill in max_tokens"
-
-
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("name", "settings", "code"),
     [
-        (
-            "bert_reranker",
-            {"template": RerankerTemplate(form="yes_no")},
-            r"form=yes_no needs a causal language model",
-        ),
-        ("bert_reranker", {"max_tokens": 600}, "max_tokens exceeds the model's 512 positions"),
-        ("bert_reranker", {"max_tokens": 128, "query_max_tokens": 126}, ROOM),
-        ("qwen3_reranker", {"max_tokens": 128, "query_max_tokens": 126}, ROOM),
+        ("bert_reranker", {"template": RerankerTemplate(form="yes_no")}, "unsupported-model"),
+        ("bert_reranker", {"max_tokens": 600}, "exceeds-model"),
+        ("bert_reranker", {"max_tokens": 128, "query_max_tokens": 126}, "conflicting-settings"),
+        ("qwen3_reranker", {"max_tokens": 128, "query_max_tokens": 126}, "conflicting-settings"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(open_reranker_of, name, settings, message):
-    with pytest.raises(SkilltrainError, match=message):
+def test_settings_that_do_not_fit_are_refused(open_reranker_of, name, settings, code):
+    with raises(code):
         open_reranker_of(name, **settings)
 
 
@@ -325,7 +318,7 @@ def test_limits_above_the_positions_are_refused(relative, key):
     folder, num_tokens = relative
     config = EncoderConfig(source=folder, **{key: num_tokens + 1})
 
-    with pytest.raises(SkilltrainError, match=f"exceeds the model's {num_tokens} positions"):
+    with raises("exceeds-model"):
         load_encoder(config, CPU)
 
 

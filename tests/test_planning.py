@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmark_folders import jsonl, write, write_ours, write_pool
+from faults import raises
 from llm_server import LLMServer, Reply, chat, llm_server
 from skilltrain.config import validate
 from skilltrain.data.pool.read import read_pool
-from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError
 from skilltrain.llm.query_prompts import Ask
 from skilltrain.metrics.benchmarks.benchmark import GoldStep, Task
@@ -245,7 +245,7 @@ def test_without_a_usable_answer_rules_plan_and_a_note_says_so() -> None:
 
 
 def test_a_model_that_is_down_ends_an_evaluation_and_not_a_users_plan() -> None:
-    with pytest.raises(SkilltrainError, match="no server answers"):
+    with raises("server-unreachable"):
         _plan()
     plan, _ = _plan(lenient=True)
     assert len(plan.steps) == 2 and "usable: no server answers" in plan.notes[0]
@@ -672,7 +672,5 @@ def test_compskillbench_is_rebuilt_from_a_list(
         "Serves rows.",
         "Databases",
     )
-    with pytest.raises(
-        SkilltrainError, match="neither a JSON Lines file nor a folder of Markdown lists"
-    ):
+    with raises("unknown-format"):
         list(pipeline.rows_of_source(tmp_path))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmark_folders import write_ours, write_pool
+from faults import raises
 from skilltrain.data.filter_layers import (
     PAIR,
     FilterLayer,
@@ -16,7 +17,6 @@ from skilltrain.data.filter_layers import (
     RankWindowLayer,
 )
 from skilltrain.data.sources import Mining, NegativeSource
-from skilltrain.errors import SkilltrainError
 from skilltrain.losses import KL, InfoNCE, ListNet, ListwiseCE, MarginMSE, PointwiseBCE, RankNet
 from skilltrain.metrics.benchmarks.load import TABLES
 from skilltrain.metrics.measures import has_cutoff
@@ -104,7 +104,7 @@ def test_entry_point_adds_a_name(tmp_path, monkeypatch):
 def test_name_of_two_packages_is_refused(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "acme", "measure.Hit = acme:hit")
 
-    with pytest.raises(SkilltrainError, match="two packages have a measure 'Hit'"):
+    with raises("repeated-name"):
         plugin_paths("measure")
 
 

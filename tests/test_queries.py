@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from faults import raises
 from skilltrain.data.queries import Queries
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_jsonl
@@ -159,9 +160,7 @@ def test_what_asks_or_requires_nothing_or_a_skill_outside_the_pool(tmp_path: Pat
     rows: list[dict[str, Any]] = [
         {"query_id": f"q{i}", "query": "x", "skill_ids": ["a", f"gone{i}"]} for i in range(4)
     ]
-    with pytest.raises(
-        SkilltrainError, match=r"train.jsonl, line 1: query 'q0' requires skill 'gone0'.*and 3 more"
-    ):
+    with raises("unknown-skill"):
         make(tmp_path, [*rows, ok])
     queries, judgements, dropped, _ = make(tmp_path, [*rows, ok], missing_gold="drop")
     assert [query["query_id"] for query in queries] == [j["query_id"] for j in judgements] == ["ok"]
@@ -173,9 +172,7 @@ def test_what_asks_or_requires_nothing_or_a_skill_outside_the_pool(tmp_path: Pat
     rows.append({"query_id": "g", "query": "x", "skill_ids": []})
     expected = [("e", "", "empty_query"), ("n", "", "empty_query"), ("g", "", "no_gold")]
     assert what_was_dropped(make(tmp_path, [*rows, ok])[2]) == expected
-    with pytest.raises(
-        SkilltrainError, match=r"left of 1 file\(s\), 3 dropped rows; the first: empty_query"
-    ):
+    with raises("nothing-left"):
         make(tmp_path, rows)
     assert (
         what_was_dropped(read_table(tmp_path / "out3.dropped.parquet", DROPPED).to_pylist())
@@ -197,29 +194,21 @@ def test_parquet_gives_the_same_queries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "code"),
     [
-        ("train.json", "[]", "cannot tell what this file is .give a .jsonl, .jsonl.gz or .parquet"),
-        ("train.parquet", "x", "cannot be read as parquet"),
-        ("train.csv", "x", "cannot tell what this file is .give a .jsonl, .jsonl.gz or .parquet"),
-        (
-            "train.jsonl",
-            '{"query": "x", "skill_ids": "a"}\n{oops',
-            r"train.jsonl, line 2: is not JSON Lines",
-        ),
-        (
-            "a.jsonl",
-            '{"query": "x", "skill_ids": "a"}',
-            "neither its rows nor its file name give a split",
-        ),
-        ("train.jsonl", None, "is not a regular file"),
+        ("train.json", "[]", "unknown-format"),
+        ("train.parquet", "x", "not-parquet"),
+        ("train.csv", "x", "unknown-format"),
+        ("train.jsonl", '{"query": "x", "skill_ids": "a"}\n{oops', "not-json"),
+        ("a.jsonl", '{"query": "x", "skill_ids": "a"}', "choose-split"),
+        ("train.jsonl", None, "special-file"),
     ],
 )
 def test_files_that_are_not_what_they_say(
-    tmp_path: Path, name: str, content: str | None, message: str
+    tmp_path: Path, name: str, content: str | None, code: str
 ) -> None:
     (tmp_path / name).write_text(content) if content is not None else os.mkfifo(tmp_path / name)
-    with pytest.raises(SkilltrainError, match=message):
+    with raises(code):
         make(tmp_path, tmp_path / name)
 
 
@@ -283,7 +272,7 @@ def test_patterns_name_files_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
         write_jsonl(tmp_path / f"{name}.jsonl", [{"query": name, "skill_ids": "a"}])
     queries, _, _, _ = make(tmp_path, str(tmp_path / "*.jsonl"), split="train")
     assert [query["text"] for query in queries] == ["a", "b"]
-    with pytest.raises(SkilltrainError, match=r"x\*.jsonl: no such file"):
+    with raises("not-found"):
         make(tmp_path, str(tmp_path / "x*.jsonl"), split="train")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

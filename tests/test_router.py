@@ -9,9 +9,9 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from faults import raises
 from skilltrain.config import validate
 from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
-from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, locked
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -77,7 +77,7 @@ def test_whatever_is_asked_gets_an_answer_or_is_empty(library):
     for request in ("zzz qqq", "部署", "?!", "💥", "merge\x00\x1b[2J\ud800 pdf", "pdf " * 250_000):
         assert len(router.route(request, k=2).skills) == 2
     for request in ("", "  \n\t", "\x00", "\x1b\u202e\ud800"):
-        with pytest.raises(SkilltrainError, match="the request is empty"):
+        with raises("empty-text"):
             router.route(request)
 
 
@@ -264,37 +264,31 @@ def leave_folder(folder):
 
 
 @pytest.mark.parametrize(
-    ("harm", "complaint"),
+    ("harm", "code"),
     [
-        (
-            lambda folder: (folder / "index-1/part-1/weights.npy").unlink(),
-            "damaged: part-1/weights.npy is not there",
-        ),
-        (cut, "is half-written or damaged: skills.arrow is not there, or not of"),
-        (mix_pools, "its parts are of different pools"),
-        (leave_folder, "the path '../elsewhere' leaves its folder"),
+        (lambda folder: (folder / "index-1/part-1/weights.npy").unlink(), "damaged-router"),
+        (cut, "damaged-router"),
+        (mix_pools, "damaged-router"),
+        (leave_folder, "path-outside-folder"),
         (
             lambda folder: record_other(folder, num_skills=6),  # as before there were sources
-            "skilltrain, sources, watched (run skilltrain index again)",
+            "unknown-setting",
         ),
-        (lambda folder: (folder / "router.json").write_text('{"index": "../x"}'), "names no index"),
-        (lambda folder: (folder / "router.json").write_text('{"ind'), "is not JSON"),
+        (lambda folder: (folder / "router.json").write_text('{"index": "../x"}'), "damaged-router"),
+        (lambda folder: (folder / "router.json").write_text('{"ind'), "not-json"),
         (
             lambda folder: (folder / "router.json").write_text('{"index": "index-7"}'),
-            "it lacks index.json (run skil",
+            "damaged-router",
         ),
-        (
-            lambda folder: (folder / "router.json").unlink(),
-            "holds no router (make one with skilltrain fit or",
-        ),
+        (lambda folder: (folder / "router.json").unlink(), "no-router"),
     ],
 )
-def test_what_is_not_whole_is_refused_and_made_again(tmp_path, harm, complaint):
+def test_what_is_not_whole_is_refused_and_made_again(tmp_path, harm, code):
     folder = made(tmp_path / "router")
     harm(folder)
-    with pytest.raises(SkilltrainError) as raised:
+    with raises(code):
         Router.load(folder)
-    assert complaint in str(raised.value)
+
     assert ids(Router.load(made(folder)), "join tables", 1) == ["s1"]
 
 
@@ -304,7 +298,7 @@ def test_an_index_of_another_model_is_refused(model, tmp_path):
     reader = Router.load(folder)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.1}))
-    with pytest.raises(SkilltrainError, match=r"is of another model: .*model has changed"):
+    with raises("changed-model"):
         Router.load(folder)
     anew, before = (
         Router.load(made(folder, rankers=hybrid(model))),
@@ -334,7 +328,7 @@ def test_a_writer_that_is_stopped_or_not_alone_changes_nothing_and_leaves_nothin
             made(folder, POOL[:3])
     with (
         locked(folder),
-        pytest.raises(SkilltrainError, match="another process is writing this very folder"),
+        raises("folder-in-use"),
     ):
         Router.load(folder).update(POOL[:2])
     assert len(Router.load(folder).skills) == 6
@@ -384,7 +378,7 @@ def test_only_the_local_file_holds_absolute_paths(model, tmp_path):
     assert holds_path == [LOCAL_FILE]
     assert ids(Router.load(moved), "join two tables") == answer
     (moved / LOCAL_FILE).unlink()
-    with pytest.raises(SkilltrainError, match="moved/local:model-"):
+    with raises("model-not-found"):
         Router.load(moved)
 
 
@@ -462,7 +456,7 @@ def test_a_server_that_is_allowed_is_opened(foreign):
     router = Router.load(foreign, allow_servers=[f"{URL}/"])
 
     assert len(router.skills) == 6
-    with pytest.raises(SkilltrainError, match="sends texts to"):
+    with raises("untrusted-server"):
         Router.load(foreign, allow_servers=["http://127.0.0.1:99/v1"])
 
 
@@ -480,7 +474,7 @@ def test_a_foreign_router_is_not_taken_up(foreign, tmp_path):
     reader = Router.load(folder)
     shutil.copytree(foreign, folder, dirs_exist_ok=True)
 
-    with pytest.raises(SkilltrainError, match="sends texts to"):
+    with raises("untrusted-server"):
         reader.refresh()
 
     assert ids(reader, "join tables", 1) == ["s1"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skilltrain.errors import SkilltrainError
+from faults import raises
 from skilltrain.metrics.benchmarks.benchmark import task_of
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.metrics.comparison import SystemResult
@@ -188,23 +188,19 @@ def test_queries_of_a_cluster_are_drawn_together():
 
 
 @pytest.mark.parametrize(
-    ("results", "measures", "message"),
+    ("results", "measures", "code"),
     [
-        ([], ["Hit@1"], "needs at least one system, one query and one measure"),
-        ([ONE], [], "needs at least one system, one query and one measure"),
-        ([ONE, ONE], ["Hit@1"], "system one: another system has the same name"),
-        ([ONE, system("b", [1, 1])], ["Hit@1"], "system b: .*first 'q3'"),
-        (
-            [ONE, system("b", [1, 1, 1])],
-            ["Set-Compat"],
-            "system b: 1 values are missing or .*Set-Compat of query 'q2'",
-        ),
+        ([], ["Hit@1"], "nothing-to-score"),
+        ([ONE], [], "nothing-to-score"),
+        ([ONE, ONE], ["Hit@1"], "repeated-name"),
+        ([ONE, system("b", [1, 1])], ["Hit@1"], "not-comparable"),
+        ([ONE, system("b", [1, 1, 1])], ["Set-Compat"], "not-a-number"),
     ],
 )
 def test_incompatible_systems_are_refused(
-    results: list[SystemResult], measures: list[str], message: str
+    results: list[SystemResult], measures: list[str], code: str
 ):
-    with pytest.raises(SkilltrainError, match=message):
+    with raises(code):
         means_by_slice(results, LABELS, measures)
 
 

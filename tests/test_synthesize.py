@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmark_folders import write_pool
+from faults import raises
 from llm_server import KEY, LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
 from skilltrain.data.sampling import largest_remainder, sample_skills
@@ -184,13 +185,12 @@ def test_bad_answers_are_asked_for_again_with_the_reason_and_dropped_with_it_whe
 def test_a_run_that_made_no_query_is_an_error(server: LLMServer, tmp_path: Path) -> None:
     write_pool(tmp_path / "pool", [skill(1, description="", body="")])
     server.otherwise = lambda _: Reply(raw="<html>")
-    why = r"made no query for 1 skills; the first reason: .*no chat completion.*seed"
-    with pytest.raises(SkilltrainError, match=why):
+    with raises("nothing-generated"):
         run(tmp_path, "out", llm=chat(server, tmp_path / "cache"))
     with pytest.raises(SkilltrainError, match="holds no further passage"):
         run(tmp_path, "own")
     write_pool(tmp_path / "pool", [])
-    with pytest.raises(SkilltrainError, match=r"pool: the pool holds no skill"):
+    with raises("empty-pool"):
         run(tmp_path, "empty")
 
 
@@ -238,10 +238,7 @@ def test_flagged_skills_have_no_queries_unless_told_otherwise(tmp_path: Path) ->
     assert dropped == [("", "s1"), ("", "s3")]
     assert run(tmp_path, "all", flagged="use")[0]["num_queries"] == 5
     flag(*(f"s{i}" for i in range(5)))
-    with pytest.raises(
-        SkilltrainError,
-        match="made no query for 0 skills; the first reason: every skill is flagged",
-    ):
+    with raises("nothing-generated"):
         run(tmp_path, "none")
 
 

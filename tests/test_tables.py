@@ -2,6 +2,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Judgement, Query, Skill, Verdict
 from skilltrain.tables import (
@@ -85,49 +86,34 @@ def test_keys_of_several_columns_may_repeat_in_part_and_dropped_rows_as_a_whole(
 
 
 def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
-    with pytest.raises(SkilltrainError, match=r"queries\.parquet: no queries table here"):
+    with raises("missing-table"):
         read_table(tmp_path, QUERIES)
     file = write_table([QUERY], QUERIES, tmp_path)
-    with pytest.raises(
-        SkilltrainError,
-        match=r"not a skills table: it has 'query_id: .*' in the place of 'skill_id",
-    ):
+    with raises("wrong-columns"):
         read_table(file, SKILLS)
     whole, table = file.read_bytes(), pq.read_table(file)
     number = pa.field("text", pa.int64(), nullable=False)
-    for other, fault in (
-        *((whole[:length], "is not parquet") for length in (0, 10, len(whole) - 5)),
-        (
-            table.append_column("extra", pa.array(["x"])),
-            "it has 'extra: string' in the place of nothing",
-        ),
-        (
-            table.set_column(1, number, pa.array([5])),
-            "'text: int64 not null' in the place of 'text: string not",
-        ),
-        (
-            table.select(["text", "query_id", "kind", "origin", "split"]),
-            "'text: .*' in the place of 'query_id",
-        ),
-        (
-            pa.Table.from_pylist([QUERY]),
-            "it has 'query_id: string' in the place of 'query_id: string not null'",
-        ),
-        (pa.concat_tables([table, table]), "holds 'q1' more than once"),
+    for other, code in (
+        *((whole[:length], "not-parquet") for length in (0, 10, len(whole) - 5)),
+        (table.append_column("extra", pa.array(["x"])), "wrong-columns"),
+        (table.set_column(1, number, pa.array([5])), "wrong-columns"),
+        (table.select(["text", "query_id", "kind", "origin", "split"]), "wrong-columns"),
+        (pa.Table.from_pylist([QUERY]), "wrong-columns"),
+        (pa.concat_tables([table, table]), "repeated-id"),
     ):
         file.write_bytes(other) if isinstance(other, bytes) else pq.write_table(other, file)
-        with pytest.raises(SkilltrainError, match=rf"queries\.parquet: .*{fault}"):
+        with raises(code):
             read_table(tmp_path, QUERIES)
 
 
 def test_writing_an_arrow_table_checks_it_too(tmp_path):
     checked = table_from_rows([QUERY], QUERIES)
     assert read_table(write_table(checked, QUERIES, tmp_path), QUERIES).to_pylist() == [QUERY]
-    with pytest.raises(SkilltrainError, match="'query_id: string' in the place of"):
+    with raises("wrong-columns"):
         write_table(pa.Table.from_pylist([QUERY]), QUERIES, tmp_path)
-    with pytest.raises(SkilltrainError, match="it has nothing in the place of 'split"):
+    with raises("wrong-columns"):
         write_table(read_table(tmp_path, QUERIES).drop_columns(["split"]), QUERIES, tmp_path)
-    with pytest.raises(SkilltrainError, match="null"):
+    with raises("invalid-value"):
         write_table(
             pa.Table.from_pylist([QUERY | {"text": None}], schema=QUERIES.schema), QUERIES, tmp_path
         )
@@ -167,8 +153,5 @@ def test_verdicts_are_read_by_query():
         "q1": {"a": Verdict.REQUIRED, "b": Verdict.USEFUL},
         "q2": {"a": Verdict.REJECTED},
     }
-    with pytest.raises(
-        SkilltrainError,
-        match=r"^q3: 'good' is no verdict; choose from required, useful, irrelevant",
-    ):
+    with raises("invalid-value"):
         verdicts_by_query(table_from_rows(rows, JUDGEMENTS))

@@ -6,6 +6,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from benchmark_folders import write_ours, write_pool, write_rankings
+from faults import raises
 from skilltrain.config import validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation import candidates
@@ -124,9 +125,7 @@ def test_a_reranker_scores_every_member_whatever_its_keep_says(
 def test_a_member_that_saved_rankings_lack_is_named(folder):
     ranked = {"q1": [("s3", 0.5), ("s0", 0.5), ("s11", 0.5)], "q2": [("s4", 0.5), ("s2", 0.5)]}
     write_rankings(folder / "saved", {"x": ranked})
-    with pytest.raises(
-        SkilltrainError, match=r"ranker 1, saved, query q1: gave skill 's1' no score, and a teacher"
-    ):
+    with raises("not-a-number"):
         run(folder, {"kind": "saved", "rankings": str(folder / "saved")})
     assert not any((folder / "out").iterdir())
 
@@ -149,21 +148,18 @@ def test_a_score_that_is_no_number_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("members", "complaint"),
+    ("members", "code"),
     [
-        ({}, "lists: holds no list to score"),
-        ({"q3": ["s0", "s1"]}, "lists: the list of query 'q3' has no query text"),
-        (
-            {"q1": ["s0", "gone"]},
-            r"pool: 1 skill\(s\) of the lists are not in this pool, 'gone' among them",
-        ),
+        ({}, "no-list"),
+        ({"q3": ["s0", "s1"]}, "unknown-query"),
+        ({"q1": ["s0", "gone"]}, "unknown-skill"),
     ],
 )
-def test_lists_that_cannot_be_scored_are_refused(folder, members, complaint):
+def test_lists_that_cannot_be_scored_are_refused(folder, members, code):
     with pytest.raises(
         SkilltrainError, match="recipe: rankers: select chooses skills and gives no scores"
     ):
         run(folder, {"kind": "select", "llm": {"kind": "openai"}})
     write_table(rows(members), LISTS, folder / "lists")
-    with pytest.raises(SkilltrainError, match=complaint):
+    with raises(code):
         run(folder, LEXICAL)

@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from benchmark_folders import write_ours, write_pool
+from faults import raises
 from skilltrain.config import to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Skill, Verdict
@@ -81,9 +82,7 @@ def test_a_rejected_skill_that_another_list_of_the_same_text_calls_an_answer(bui
     source = build(lists=lists, judgements={"q1": {"a": "required"}, "q2#1": {"b": "required"}})
     assert len(load_training_set(source).lists) == 2  # of two texts
     write_table(twice, QUERIES, tmp_path)
-    with pytest.raises(
-        SkilltrainError, match=r"the list of query 'q1': rejects skill 'b', which answers the same"
-    ):
+    with raises("invalid-list"):
         load_training_set(source)
 
 
@@ -99,32 +98,22 @@ def test_several_folders_of_lists_with_weights(build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lists", "message"),
+    ("lists", "code"),
     [
-        ([], "holds no list to train on"),
-        ([a_list("q1", a="irrelevant", b="rejected")], "the list of query 'q1' holds no positive"),
-        ([a_list("q1")], "the list of query 'q1' holds no positive"),
-        ([a_list("q1", a="required", b="required")], "the list of query 'q1' holds no negative"),
-        ([a_list("q9", a="required", b="rejected")], "the list of query 'q9' has no query text"),
-        (
-            [a_list("q1", a="required", b="good")],
-            "holds 'good', which is no verdict; choose from required, useful",
-        ),
-        (
-            [a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}],
-            "holds 2 skills, but 1 verdicts",
-        ),
-        (
-            [a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}],
-            "holds skill 'b' twice",
-        ),
-        ([a_list("q1", a="required", x="rejected", y="rejected")], "skill 'x' and 1 more of "),
+        ([], "no-list"),
+        ([a_list("q1", a="irrelevant", b="rejected")], "invalid-list"),
+        ([a_list("q1")], "invalid-list"),
+        ([a_list("q1", a="required", b="required")], "invalid-list"),
+        ([a_list("q9", a="required", b="rejected")], "invalid-list"),
+        ([a_list("q1", a="required", b="good")], "invalid-list"),
+        ([a_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}], "invalid-list"),
+        ([a_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}], "invalid-list"),
+        ([a_list("q1", a="required", x="rejected", y="rejected")], "unknown-skill"),
     ],
 )
-def test_a_list_that_cannot_be_trained_on_is_named(build, lists, message):
-    with pytest.raises(SkilltrainError) as error:
+def test_a_list_that_cannot_be_trained_on_is_named(build, lists, code):
+    with raises(code):
         load_training_set(build(lists=lists))
-    assert message in str(error.value)
 
 
 SENSIBLE = {"required": 1, "useful": 0.5, "irrelevant": 0, "rejected": 0}

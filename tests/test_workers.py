@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from faults import raises
 from skilltrain.data.near_duplicates import TrigramSets, link_near_duplicates
 from skilltrain.errors import SkilltrainError
 from skilltrain.workers import WorkersConfig, map_blocks
@@ -44,6 +45,7 @@ def check_fault(workers: WorkersConfig) -> None:
             map_blocks(partial(shift_squares, 7), [*BLOCKS, range(0)], workers, "squares")
         )
 
+    assert failure.value.code == "invalid-row"
     assert failure.value.fix == "leave it out"
     assert [squares for squares, _ in results] == SHIFTED_SQUARES
 
@@ -71,7 +73,7 @@ def test_no_blocks_give_no_results(num: int) -> None:
 
 
 def test_dead_worker_ends_work_with_advice() -> None:
-    with pytest.raises(SkilltrainError, match=r"worker process ended.*workers\.num to fewer"):
+    with raises("worker-failed"):
         list(map_blocks(die, [0, 1], WorkersConfig(num=2), "x"))
 
 
