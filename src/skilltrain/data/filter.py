@@ -1,7 +1,10 @@
-"""Stage `filter`: takes false negatives out of mined candidates, and says of each why. Its layers: filter_layers.py."""
+"""Stage `filter`: drops false negatives from mined candidates and gives the reason for each.
+
+The layers that find them are in filter_layers.py.
+"""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +22,10 @@ from skilltrain.data.filter_layers import (
     NameLayer,
     Pairs,
 )
+from skilltrain.data.near_duplicates import Positions
 from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import plugin_paths
-from skilltrain.records import POSITIVE, Dropped, Skill, Verdict, counted
+from skilltrain.records import Dropped, Skill, Verdict, counted, positives_of
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
@@ -70,16 +74,17 @@ class Filter(Stage):
     )
     judged_positives: Literal["drop", "keep"] = Field(
         default="drop",
-        description="a query's own positives: keep them for a reranker's lists, which hold their ranks",
+        description="drop or keep a query's own positives; a reranker's lists need them for their ranks",
     )
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: RANKINGS kept, DROPPED")
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Filter":
+    def _check_layers(self) -> "Filter":
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
+
         remedies = {
             "encoder": "the section 'encoder' (or leave the layer out of 'layers')",
             "clusters": "'clusters', the output of the stage clusters",
@@ -93,102 +98,131 @@ class Filter(Stage):
     def run(self, out: Path) -> Summary:
         """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
 
-        A candidate judged irrelevant or rejected is kept, because a judgement outranks a likeness.
-        Every other one is dropped by the first layer that objects.
+        A candidate judged irrelevant or rejected is kept, because a judgement counts more than a
+        similarity. Each unjudged candidate is dropped by the first layer that objects.
         """
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
-        pairs, positives = open_pairs(rankings, skills, read_verdicts(self.queries))
-        texts = {query.query_id: query.text for query in read_queries(self.queries)}
-        query_ids = sorted(set(texts_of(rankings.column("query_id"))))
-        if missing := [query_id for query_id in query_ids if query_id not in texts]:
-            what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
-            fix = "give the queries that were mined for"
-            raise SkilltrainError("unknown-query", what, where=self.queries, fix=fix)
+
+        rows = rows_by_query(rankings)
+        pairs, judged_positives = pair_with_golds(
+            rankings, rows, skills, read_verdicts(self.queries)
+        )
         pool = FilterPool(
             skills,
             pairs,
             sources=texts_of(rankings.column("stage")),
-            query_texts=[texts[query_id] for query_id in query_ids],
+            query_texts=self._query_texts(rows),
             encoder_source=self.encoder,
             clusters_path=self.clusters,
             workers=self.workers,
         )
-        dropped = find_false_negatives(pool, query_ids, self.layers)
+        dropped_by_row = find_false_negatives(pool, list(rows), self.layers)
         if self.judged_positives == "drop":
-            dropped |= positives
+            dropped_by_row |= judged_positives
+
         is_kept = np.ones(rankings.num_rows, dtype=bool)
-        is_kept[list(dropped)] = False
-        kept = rankings.filter(pa.array(is_kept))
-        write_table(kept, RANKINGS, out)
-        write_table((dropped[row] for row in sorted(dropped)), DROPPED, out)
-        by_layer = Counter(drop.filter for drop in dropped.values())
+        is_kept[list(dropped_by_row)] = False
+        kept_rankings = rankings.filter(pa.array(is_kept))
+        write_table(kept_rankings, RANKINGS, out)
+        write_table((dropped_by_row[row] for row in sorted(dropped_by_row)), DROPPED, out)
+
+        num_dropped_by_layer = Counter(dropped.filter for dropped in dropped_by_row.values())
         layers = ("judged", *(layer.name for layer in self.layers))
         return {
             "num_candidates": rankings.num_rows,
-            "num_kept": kept.num_rows,
-            "num_dropped": len(dropped),
-            "dropped_by_layer": {name: by_layer[name] for name in layers},
-            "kept_by_source": counted(kept.column("stage").to_pylist()),
+            "num_kept": kept_rankings.num_rows,
+            "num_dropped": len(dropped_by_row),
+            "dropped_by_layer": {name: num_dropped_by_layer[name] for name in layers},
+            "kept_by_source": counted(kept_rankings.column("stage").to_pylist()),
         }
 
+    def _query_texts(self, query_ids: Collection[str]) -> list[str]:
+        """Return the texts of the ranked queries. Raises SkilltrainError if one is missing."""
+        texts = {query.query_id: query.text for query in read_queries(self.queries)}
+        if missing := [query_id for query_id in query_ids if query_id not in texts]:
+            what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
+            fix = "give the queries that were mined for"
+            raise SkilltrainError("unknown-query", what, where=self.queries, fix=fix)
+        return [texts[query_id] for query_id in query_ids]
 
-def open_pairs(
-    rankings: pa.Table, skills: Sequence[Skill], verdicts: Mapping[str, Mapping[str, Verdict]]
+
+def pair_with_golds(
+    rankings: pa.Table,
+    rows: Mapping[str, Positions],
+    skills: Sequence[Skill],
+    verdicts: Mapping[str, Mapping[str, Verdict]],
 ) -> tuple[Pairs, dict[int, Dropped]]:
-    """Pair candidates with gold skills.
+    """Pair each unjudged candidate with each gold skill of its query.
+
+    Args:
+        rankings: The candidates.
+        rows: Rows of the rankings by query id.
+        skills: The pool.
+        verdicts: Verdicts by query id and skill id.
 
     Returns:
-        Each unjudged candidate with each gold skill of its query in order of id (-1 without one);
-        and, by row of the rankings, the candidates that are judged positives.
+        The pairs, the gold skills of a query in order of id (-1 if it has none). The field `query`
+        is the position of the query in `rows`.
+        And the candidates that are judged positives, by row of the rankings.
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
     sources = texts_of(rankings.column("stage"))
-    candidates = np.zeros(rankings.num_rows, dtype=PAIR)
+    candidates = np.zeros(rankings.num_rows, dtype=PAIR)  # query and gold are filled in below
     candidates["row"] = np.arange(len(candidates))
     candidates["skill"] = [positions[skill_id] for skill_id in skill_ids]
     candidates["rank"] = rankings.column("rank").to_numpy()
-    positives: dict[int, Dropped] = {}
-    rows = [np.empty(0, np.int64)]
-    golds = [np.empty(0, np.int64)]
-    for number, (query_id, query_rows) in enumerate(rows_by_query(rankings).items()):
+
+    judged_positives: dict[int, Dropped] = {}
+    # The empty arrays are for rankings without queries: an empty list cannot be concatenated.
+    pair_rows = [np.empty(0, np.int64)]
+    pair_golds = [np.empty(0, np.int64)]
+    for number, (query_id, query_rows) in enumerate(rows.items()):
         candidates["query"][query_rows] = number
-        judged: dict[int, Verdict] = {}
-        for skill_id, verdict in sorted(verdicts.get(query_id, {}).items()):
-            if skill_id in positions:
-                judged[positions[skill_id]] = verdict
-        query_golds = [position for position, verdict in judged.items() if verdict in POSITIVE]
+        verdict_of = verdicts.get(query_id, {})
+        judged = [positions[skill_id] for skill_id in verdict_of if skill_id in positions]
+        golds = [
+            positions[skill_id] for skill_id in positives_of(verdict_of) if skill_id in positions
+        ]
+
+        # Put each unjudged candidate beside each gold skill.
         query_skills = candidates["skill"][query_rows]
-        unjudged = query_rows[~np.isin(query_skills, list(judged))]
-        rows.append(np.repeat(unjudged, max(1, len(query_golds))))
-        golds.append(np.tile(query_golds or [-1], len(unjudged)))
-        for row in query_rows[np.isin(query_skills, query_golds)].tolist():
-            reason = f"judged {judged[positions[skill_ids[row]]]} for this query"
-            positives[row] = Dropped(
+        unjudged_rows = query_rows[~np.isin(query_skills, judged)]
+        pair_rows.append(np.repeat(unjudged_rows, max(1, len(golds))))
+        pair_golds.append(np.tile(golds or [-1], len(unjudged_rows)))
+
+        for row in query_rows[np.isin(query_skills, golds)].tolist():
+            reason = f"judged {verdict_of[skill_ids[row]]} for this query"
+            judged_positives[row] = Dropped(
                 query_id, skill_ids[row], "judged", reason, source=sources[row]
             )
-    pairs = candidates[np.concatenate(rows)]
-    pairs["gold"] = np.concatenate(golds)
-    return pairs, positives
+    pairs = candidates[np.concatenate(pair_rows)]
+    pairs["gold"] = np.concatenate(pair_golds)
+    return pairs, judged_positives
 
 
 def find_false_negatives(
     pool: FilterPool, query_ids: Sequence[str], layers: Sequence[Layer]
 ) -> dict[int, Dropped]:
-    """Return the false negatives by row of the rankings; a layer sees what earlier layers kept."""
-    dropped: dict[int, Dropped] = {}
+    """Return the false negatives by row of the rankings.
+
+    Each layer checks only the candidates that the layers before it kept.
+    """
+    dropped_by_row: dict[int, Dropped] = {}
     remaining = pool.pairs
     for layer in layers:
         pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
         values = layer.check(pool, pairs)
+
+        # A candidate that resembles several gold skills is reported with the first.
         hits = np.flatnonzero(~np.isnan(values))
-        # The first gold skill that a candidate resembles counts.
-        hits = hits[np.unique(pairs["row"][hits], return_index=True)[1]]
+        rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
+        hits = hits[first_hits]
         for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
             row = int(pair["row"])
-            dropped[row] = Dropped(
+            dropped_by_row[row] = Dropped(
                 query_ids[int(pair["query"])],
                 pool.skills[pair["skill"]].skill_id,
                 layer.name,
@@ -197,5 +231,5 @@ def find_false_negatives(
                 pool.sources[row],
                 pool.skills[pair["gold"]].skill_id if layer.needs_gold else None,
             )
-        remaining = remaining[~np.isin(remaining["row"], pairs["row"][hits])]
-    return dropped
+        remaining = remaining[~np.isin(remaining["row"], rows)]
+    return dropped_by_row

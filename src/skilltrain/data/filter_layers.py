@@ -1,4 +1,4 @@
-"""Layers of the stage `filter`: each is a class that finds false negatives among mined candidates.
+"""Layers of the stage `filter`: each is a class that finds false negatives among candidates.
 
 A layer is a plug-in of the kind `filter` (CONTRIBUTING.md).
 """
@@ -34,17 +34,23 @@ from skilltrain.texts import name_key
 from skilltrain.workers import WorkersConfig
 
 PAIR = np.dtype([(name, "i4") for name in ("row", "query", "skill", "gold", "rank")])
-"""A candidate (its row in the RANKINGS, the places of query and skill, its rank) and a gold skill's place, or -1."""
+"""A candidate beside one gold skill of its query.
+
+`row` is the candidate's row in RANKINGS, `rank` its rank there. `query`, `skill` and `gold` are the
+positions of its query, its skill and the gold skill; `gold` is -1 for a query without gold skill.
+"""
 Pairs = Shaped[np.ndarray, " pair"]
 Values = Float64[np.ndarray, " pair"]
-_BLOCK = 4096  # pairs whose vectors are multiplied at once
+_PAIRS_AT_ONCE = 4096  # pairs whose vectors are multiplied at once
 
 
 @dataclass
 class FilterPool:
-    """What layers may ask of skills and queries; each fact is computed when a layer first asks for it.
+    """The data that layers may use; derived data are computed when a layer first needs them.
 
-    `sources` are those of all rows of the RANKINGS.
+    Attributes:
+        sources: Source of each row of RANKINGS.
+        query_texts: Text of each query, by the position that pairs have in `query`.
     """
 
     skills: Sequence[Skill]
@@ -56,36 +62,41 @@ class FilterPool:
     workers: WorkersConfig
 
     @cached_property
-    def in_use(self) -> Positions:
-        """The skills that are candidates or golds, in the order of the pool: only these are encoded."""
+    def used_skills(self) -> Positions:
+        """Positions of the candidates and gold skills, ascending. Only these skills are encoded."""
         used = np.unique(np.concatenate([self.pairs["skill"], self.pairs["gold"]]))
         return used[used >= 0].astype(np.int64)
 
     @cached_property
-    def names(self) -> Positions:
-        """Equal numbers for names that `name_key` takes for one; -1 for a name of separators only."""
+    def name_numbers(self) -> Positions:
+        """A number per skill, equal for equal `name_key`; -1 for a name without letter or digit."""
         return numbered(name_key(skill.name) for skill in self.skills)
 
     @cached_property
     def chunks(self) -> ChunkVectors:
-        """Unit vectors of the skills' chunks; skills that no query is concerned with have none."""
-        found = self._encoder.encode_chunks([self.skills[place] for place in self.in_use])
-        counts = np.zeros(len(self.skills), dtype=np.int64)
-        counts[self.in_use] = np.diff(found.starts)
-        return replace(found, starts=starts_of(counts))
+        """Unit vectors of the skills' chunks. Skills outside `used_skills` have no chunks."""
+        chunks = self._encoder.encode_chunks([self.skills[i] for i in self.used_skills])
+        # The starts must count all skills of the pool.
+        num_chunks = np.zeros(len(self.skills), dtype=np.int64)
+        num_chunks[self.used_skills] = np.diff(chunks.starts)
+        return replace(chunks, starts=starts_of(num_chunks))
 
-    def answers(self, queries: Positions, skills: Positions) -> Values:
-        """The score of each skill for the query beside it, as retrieval has it."""
+    def query_scores(self, queries: Positions, skills: Positions) -> Values:
+        """Return the retrieval score of each skill for the query at the same index of `queries`."""
         return self.chunks.scores(self._query_vectors, queries, skills).astype(np.float64)
 
     @cached_property
     def clusters(self) -> Positions:
-        """Near-duplicate clusters. Raises SkilltrainError for a skill in use that is in none."""
-        assert self.clusters_path is not None  # the settings see to it
-        of = read_clusters(
-            self.clusters_path, (self.skills[place].skill_id for place in self.in_use)
-        )
-        return np.array([of.get(skill.skill_id, -1) for skill in self.skills], dtype=np.int64)
+        """The near-duplicate cluster of each skill; -1 for an unused skill without one.
+
+        Raises:
+            SkilltrainError: A used skill is in no cluster.
+        """
+        assert self.clusters_path is not None, "checked by Filter"
+        used_ids = [self.skills[i].skill_id for i in self.used_skills]
+        cluster_of = read_clusters(self.clusters_path, used_ids)
+        clusters = [cluster_of.get(skill.skill_id, -1) for skill in self.skills]
+        return np.array(clusters, dtype=np.int64)
 
     @cached_property
     def _query_vectors(self) -> Float32[np.ndarray, "query dim"]:
@@ -93,18 +104,18 @@ class FilterPool:
 
     @cached_property
     def _encoder(self) -> SkillEncoder:
-        assert self.encoder_source is not None  # the settings see to it
+        assert self.encoder_source is not None, "checked by Filter"
         return open_encoder(self.encoder_source)
 
 
 class FilterLayer(Config):
-    """Base of a layer: settings, and the check of pairs of a candidate and a gold skill of its query.
+    """Base of a layer: its settings, and a check of candidates against gold skills.
 
     Attributes:
         reason: Meaning of a value in a DROPPED row; may use `{value}` and `{layer.SETTING}`.
-        needs: Settings of the stage that the layer cannot do without, `encoder` or `clusters`.
+        needs: Settings of the stage that the layer requires: `encoder`, `clusters` or both.
         needs_gold: Whether the layer compares with gold skills. If not, it also gets candidates of
-            queries without one, whose `gold` is -1.
+            queries without gold skill; their `gold` is -1.
     """
 
     name: Any  # a Literal in each layer
@@ -114,7 +125,7 @@ class FilterLayer(Config):
 
     @abstractmethod
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Return NaN for each pair to keep, else the value that speaks against the candidate.
+        """Return one value per pair: NaN to keep the candidate, else the reason's value.
 
         A value depends only on its own pair, never on the other pairs of the call.
         """
@@ -125,22 +136,27 @@ Layer = Annotated[SerializeAsAny[FilterLayer], OneOf("filter", tag="name")]
 
 
 class NameLayer(FilterLayer):
-    """Drops a candidate that bears a gold skill's name (SkillRouter, section 4.2, layer 1); the value is 1."""
+    """Drops a candidate with the name of a gold skill (SkillRouter, section 4.2, layer 1).
+
+    The value is 1.
+    """
 
     name: Literal["name"] = "name"
     reason = "same name as a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        names = pool.names[pairs["skill"]]
-        return np.where((names == pool.names[pairs["gold"]]) & (names >= 0), 1.0, np.nan)
+        names = pool.name_numbers[pairs["skill"]]
+        has_gold_name = (names == pool.name_numbers[pairs["gold"]]) & (names >= 0)
+        return np.where(has_gold_name, 1.0, np.nan)
 
 
 class JaccardLayer(FilterLayer):
     """Drops a candidate whose body shares most word trigrams with a gold skill's (layer 2).
 
-    On 26,377 real skills and 1,146 queries plain trigrams (the paper's) dropped 1,020 pairs, most of them siblings of
-    a template with another function: of 50 read by eye, 2 had the gold skill's function. Without templates 31 pairs
-    are dropped (those of a trained encoder's candidates included), and 23 of them had it.
+    Measured on 26,377 real skills and 1,146 queries: plain trigrams, as in the paper, dropped 1,020
+    pairs. Most were skills of one template with different functions: of 50 pairs read by a person,
+    2 had the same function. Without the trigrams of templates, 31 pairs were dropped, candidates
+    of a trained encoder included, and 23 of these had the same function.
     """
 
     name: Literal["jaccard"] = "jaccard"
@@ -151,20 +167,25 @@ class JaccardLayer(FilterLayer):
     reason = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Exact; sets whose sizes alone keep them below the threshold are not intersected."""
+        """Compute exact values. Pairs whose set sizes rule out the threshold are skipped."""
         trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
-        own, of_gold = trigrams.sizes[pairs["skill"]], trigrams.sizes[pairs["gold"]]
-        close = np.flatnonzero(np.minimum(own, of_gold) > self.above * np.maximum(own, of_gold))
+        num_own = trigrams.sizes[pairs["skill"]]
+        num_gold = trigrams.sizes[pairs["gold"]]
+        is_possible = np.minimum(num_own, num_gold) > self.above * np.maximum(num_own, num_gold)
+        possible = np.flatnonzero(is_possible)
         values = np.full(len(pairs), np.nan)
-        for place in track(close.tolist(), "comparing bodies", len(close)):
-            value = jaccard(trigrams[pairs["gold"][place]], trigrams[pairs["skill"][place]])
+        for i in track(possible.tolist(), "comparing bodies", len(possible)):
+            value = jaccard(trigrams[pairs["gold"][i]], trigrams[pairs["skill"][i]])
             if value > self.above:
-                values[place] = value
+                values[i] = value
         return values
 
 
 class CosineLayer(FilterLayer):
-    """Drops a candidate whose vector is all but a gold skill's (layer 3); the encoder is the stage's `encoder`."""
+    """Drops a candidate whose vector is nearly that of a gold skill (layer 3).
+
+    The vectors are those of the stage's `encoder`.
+    """
 
     name: Literal["cosine"] = "cosine"
     above: float = Field(
@@ -174,20 +195,23 @@ class CosineLayer(FilterLayer):
     reason = "cosine {value:.3f} > {layer.above:g} to a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """By the vectors of first windows."""
-        vectors, first, values = pool.chunks.vectors, pool.chunks.starts, np.empty(len(pairs))
-        for start in range(0, len(pairs), _BLOCK):
-            part = pairs[start : start + _BLOCK]
-            skills, golds = (vectors[first[part[name]]] for name in ("skill", "gold"))
+        """Compare the first chunk of each skill."""
+        vectors = pool.chunks.vectors
+        starts = pool.chunks.starts
+        values = np.empty(len(pairs))
+        for begin in range(0, len(pairs), _PAIRS_AT_ONCE):
+            block = slice(begin, begin + _PAIRS_AT_ONCE)
+            skills = vectors[starts[pairs["skill"][block]]]  # [pair, dim]
+            golds = vectors[starts[pairs["gold"][block]]]
             # No matrix product: its last bits depend on what else is multiplied.
-            values[start : start + _BLOCK] = np.einsum("pd,pd->p", skills, golds, optimize=False)
+            values[block] = np.einsum("pd,pd->p", skills, golds, optimize=False)
         return np.where(values > self.above, values, np.nan)
 
 
 class ClusterLayer(FilterLayer):
-    """Drops a candidate of a gold skill's near-duplicate cluster, a copy of a copy too; the value is 1.
+    """Drops a candidate in the near-duplicate cluster of a gold skill, so also a copy of a copy.
 
-    The clusters are the stage's `clusters`.
+    The clusters are the stage's `clusters`. The value is 1.
     """
 
     name: Literal["cluster"] = "cluster"
@@ -195,17 +219,21 @@ class ClusterLayer(FilterLayer):
     reason = "in one near-duplicate cluster with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        return np.where(pool.clusters[pairs["skill"]] == pool.clusters[pairs["gold"]], 1.0, np.nan)
+        is_same_cluster = pool.clusters[pairs["skill"]] == pool.clusters[pairs["gold"]]
+        return np.where(is_same_cluster, 1.0, np.nan)
 
 
 class CeilingLayer(FilterLayer):
-    """Drops a candidate that the encoder finds about as near to the query as a gold skill; the value is its score.
+    """Drops a candidate that scores about as high for the query as a gold skill.
 
-    NV-Retriever (Moreira et al. 2024) calls the relative margin TopK-PercPos (its 95% is a `relative_margin` of .05)
-    and the absolute one TopK-MarginPos. Both margins mean what they do in sentence-transformers' mine_hard_negatives:
-    of several golds the one with the lowest score counts, for a list takes every gold for a positive. It is as good as
-    its scores: read by eye, 1 of 50 pairs dropped by an untrained MiniLM would have answered the query, and 7 of 50
-    dropped by the same model after training; the others were hard negatives.
+    The value is the candidate's score. NV-Retriever (Moreira et al. 2024) calls the relative margin
+    TopK-PercPos (its 95% is a `relative_margin` of .05) and the absolute one TopK-MarginPos. Both
+    margins work as in `mine_hard_negatives` of sentence-transformers. Of several gold skills the one
+    with the lowest score is compared, because every gold skill of a list is a positive.
+
+    The layer is as good as the scores. Of 50 dropped pairs read by a person, 1 candidate answered
+    the query with an untrained MiniLM and 7 with the same model after training. The others were
+    hard negatives.
     """
 
     name: Literal["ceiling"] = "ceiling"
@@ -223,29 +251,39 @@ class CeilingLayer(FilterLayer):
     reason = "score {value:.3f} for the query too close to that of a gold skill"
 
     @model_validator(mode="after")
-    def _limits_something(self) -> "CeilingLayer":
+    def _check_margins(self) -> "CeilingLayer":
         if self.relative_margin is None and self.absolute_margin is None:
             raise ValueError("the layer 'ceiling' needs relative_margin or absolute_margin")
         return self
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        num_skills = len(pool.skills)
         queries = pairs["query"].astype(np.int64)
-        golds, which = np.unique(queries * len(pool.skills) + pairs["gold"], return_inverse=True)
-        of_golds = pool.answers(*np.divmod(golds, len(pool.skills)))[which]
-        least = np.full(len(pool.query_texts), np.inf)
-        np.minimum.at(least, queries, of_golds)
-        least, scores = least[queries], pool.answers(queries, pairs["skill"].astype(np.int64))
-        margin = np.maximum(
-            self.absolute_margin or 0.0, (self.relative_margin or 0.0) * np.abs(least)
-        )
-        return np.where((of_golds == least) & (scores > least - margin), scores, np.nan)
+
+        # Score each pair of query and gold skill once; many candidates share it.
+        keys, key_of_pair = np.unique(queries * num_skills + pairs["gold"], return_inverse=True)
+        gold_scores = pool.query_scores(keys // num_skills, keys % num_skills)[key_of_pair]
+        lowest_by_query = np.full(len(pool.query_texts), np.inf)
+        np.minimum.at(lowest_by_query, queries, gold_scores)
+        lowest = lowest_by_query[queries]  # [pair]
+
+        scores = pool.query_scores(queries, pairs["skill"].astype(np.int64))
+        relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)
+        margins = np.maximum(self.absolute_margin or 0.0, relative_margins)
+        # Only the pair with the lowest gold skill drops the candidate, so that it is reported.
+        is_dropped = (gold_scores == lowest) & (scores > lowest - margins)
+        return np.where(is_dropped, scores, np.nan)
+
+
+RankWindows = dict[str, tuple[int, int | None]]
+"""First and last rank by source. A last rank of None means no limit."""
 
 
 class RankWindowLayer(FilterLayer):
-    """Keeps, of each source named, only the candidates of a window of ranks; the value is the rank."""
+    """Drops the candidates of a source outside a window of ranks; the value is the rank."""
 
     name: Literal["rank_window"] = "rank_window"
-    ranks: dict[str, tuple[int, int | None]] = Field(
+    ranks: RankWindows = Field(
         description="source: [first, last] rank to keep, counted from 1; last null: to the end"
     )
     needs_gold = False
@@ -253,9 +291,7 @@ class RankWindowLayer(FilterLayer):
 
     @field_validator("ranks")
     @classmethod
-    def _in_order(
-        cls, ranks: dict[str, tuple[int, int | None]]
-    ) -> dict[str, tuple[int, int | None]]:
+    def _check_ranks(cls, ranks: RankWindows) -> RankWindows:
         for source, (first, last) in ranks.items():
             if first < 1 or (last is not None and last < first):
                 raise ValueError(
@@ -264,18 +300,21 @@ class RankWindowLayer(FilterLayer):
         return ranks
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Ranks are the source's own, before any layer. Raises SkilltrainError for a source that ranks nothing here."""
-        if unknown := sorted(self.ranks.keys() - {*pool.sources}):
-            what, fix = (
-                f"no candidate is of source '{unknown[0]}'",
-                f"sources: {', '.join(sorted({*pool.sources}))}",
-            )
+        """Check the ranks that the sources gave, as they were before any layer.
+
+        Raises:
+            SkilltrainError: A source of `ranks` has no candidate.
+        """
+        present = set(pool.sources)
+        if unknown := sorted(self.ranks.keys() - present):
+            what = f"no candidate is of source '{unknown[0]}'"
+            fix = f"sources: {', '.join(sorted(present))}"
             raise SkilltrainError("unknown-source", what, where="layers.rank_window.ranks", fix=fix)
-        sources, outside = (
-            np.array(pool.sources, dtype=object)[pairs["row"]],
-            np.zeros(len(pairs), dtype=bool),
-        )
+
+        sources = np.array(pool.sources, dtype=object)[pairs["row"]]
+        ranks = pairs["rank"]
+        is_outside = np.zeros(len(pairs), dtype=bool)
         for source, (first, last) in self.ranks.items():
-            beyond = (pairs["rank"] < first) | (pairs["rank"] > (np.inf if last is None else last))
-            outside |= beyond & (sources == source)
-        return np.where(outside, pairs["rank"], np.nan)
+            is_beyond = (ranks < first) | (ranks > (np.inf if last is None else last))
+            is_outside |= is_beyond & (sources == source)
+        return np.where(is_outside, ranks, np.nan)

@@ -55,28 +55,29 @@ class Lists(Stage):
     )
     quotas: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
-        description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, taxonomy: 2, random: 1}. "
-        "Where a source has too few, the others fill up in this order. The source judged holds what a judge turned "
-        "down, rejected skills first, and is drawn before the others",
+        description="negatives by source, sampled; SkillRouter: {semantic: 4, lexical: 3, "
+        "taxonomy: 2, random: 1}. Negatives that a source lacks are taken from the others, in this "
+        "order. The source judged is drawn first: skills judged rejected, then irrelevant ones",
     )
     list_size: int | None = Field(
         default=None,
         ge=2,
         description="skills per list, from the top of one ranking, positives included; SkillRouter "
-        "20. With quotas={judged: 4}, so many of the skills that a judge turned down are among them",
+        "20. With quotas={judged: 4}, 4 of them are skills judged rejected or irrelevant",
     )
     best_of: tuple[str, ...] = Field(
         default=(),
-        description="sources of quotas whose best are taken instead of drawn; SkillRouter: [lexical]",
+        description="sources of quotas that give their best candidates instead of a sample; "
+        "SkillRouter: [lexical]",
     )
     absent_gold: Literal["add", "drop"] = Field(
         default="add",
-        description="gold outside the top list_size: add puts it at the list's end; drop leaves it out, "
-        "and the whole list where no required skill is left, as SkillRouter",
+        description="gold outside the top list_size: add appends it to the list; drop leaves it "
+        "out, and the whole list if no required skill is left (SkillRouter)",
     )
     flagged: Literal["leave_out", "use"] = Field(
         default="leave_out",
-        description="may skills with a flag of the safety screening be positives (use), or not",
+        description="whether skills that the safety screening flagged can be positives",
     )
     min_negatives: int = Field(
         default=1, ge=0, description="a list with fewer negatives is dropped"
@@ -85,9 +86,12 @@ class Lists(Stage):
     out: Path = Field(description="folder to write: LISTS, their QUERIES and JUDGEMENTS, DROPPED")
 
     @model_validator(mode="after")
-    def _one_way(self) -> "Lists":
-        of_judged = self.quotas is not None and self.quotas.keys() == {JUDGED}
-        if (self.quotas is None) == (self.list_size is None) and not (of_judged and self.list_size):
+    def _check_combination(self) -> "Lists":
+        if self.list_size is None:
+            is_valid = self.quotas is not None
+        else:
+            is_valid = self.quotas is None or self.quotas.keys() == {JUDGED}
+        if not is_valid:
             raise ValueError(
                 "set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)"
             )
@@ -121,24 +125,26 @@ class Lists(Stage):
         dropped: list[Dropped] = []
         lists: dict[str, dict[str, Any]] = {}
         for query_id in track(queries, "building lists", len(queries)):
-            skills = _judged_in_pool(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
-            if skills is None:
+            judged = _judged_in_pool(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
+            if judged is None:
                 continue
             candidates = [
                 Candidate(skill_ids[row], sources[row], ranks[row])
                 for row in rows.get(query_id, ())
             ]
-            if row := _list_row(skills, build_list(skills, candidates, self), self, dropped):
-                lists[query_id] = row
+            candidates = build_list(judged, candidates, self)
+            list_row = _list_row(judged, candidates, self, dropped)
+            if list_row is not None:
+                lists[query_id] = list_row
         if not lists:
             what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
             fix = "check that rankings, queries and pool belong together"
             raise SkilltrainError("nothing-left", what, where=self.rankings, fix=fix)
 
         write_table(lists.values(), LISTS, out)
-        judged = [row for row in judgements.to_pylist() if row["query_id"] in lists]
-        judged.sort(key=lambda row: row["query_id"])
-        write_queries((queries[query_id] for query_id in lists), judged, dropped, out)
+        list_judgements = [row for row in judgements.to_pylist() if row["query_id"] in lists]
+        list_judgements.sort(key=lambda row: row["query_id"])
+        write_queries((queries[query_id] for query_id in lists), list_judgements, dropped, out)
         lengths = [len(row["skill_ids"]) for row in lists.values()]
         return {
             "num_lists": len(lists),
@@ -149,7 +155,7 @@ class Lists(Stage):
                 "mean": round(sum(lengths) / len(lengths), 2),
                 "max": max(lengths),
             },
-            "dropped": counted(drop.filter for drop in dropped),
+            "dropped": counted(row.filter for row in dropped),
         }
 
 
@@ -162,10 +168,16 @@ class Candidate(NamedTuple):
 
 
 class JudgedSkills(NamedTuple):
-    """The judgements of a query, and those of its skills that are in the pool."""
+    """The judged skills of a query.
+
+    Attributes:
+        verdicts: All verdicts by skill id.
+        positives: Skills of the pool that can be positives of the list.
+        negatives: Skills of the pool judged irrelevant or rejected.
+    """
 
     query_id: str
-    judged: Mapping[str, Verdict]
+    verdicts: Mapping[str, Verdict]
     positives: tuple[str, ...]
     negatives: tuple[str, ...] = ()
 
@@ -187,19 +199,22 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
 
 def _judged_in_pool(
     query_id: str,
-    judged: Mapping[str, Verdict],
+    verdicts: Mapping[str, Verdict],
     pool: Collection[str],
     flags: Mapping[str, Sequence[Flag]],
     dropped: list[Dropped],
 ) -> JudgedSkills | None:
-    """Return the judged skills that a list may hold, or None without a required one; add to `dropped`."""
+    """Return the judged skills that a list may hold, or None if no required skill is among them.
+
+    Adds the skills and queries that are left out to `dropped`.
+    """
     positives: list[str] = []
     negatives: list[str] = []
 
     def drop(skill_id: str, filter: str, reason: str) -> None:
         dropped.append(Dropped(query_id, skill_id, filter, reason))
 
-    for skill_id, verdict in sorted(judged.items()):
+    for skill_id, verdict in sorted(verdicts.items()):
         if skill_id not in pool:
             drop(skill_id, "not_in_pool", f"judged {verdict}, not in the pool")
         elif verdict not in POSITIVE:
@@ -209,33 +224,41 @@ def _judged_in_pool(
             drop(skill_id, "flagged", f"a positive with the flag {rules}")
         else:
             positives.append(skill_id)
-    if any(judged[skill_id] is Verdict.REQUIRED for skill_id in positives):
-        return JudgedSkills(query_id, judged, tuple(positives), tuple(negatives))
+
+    if any(verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
+        return JudgedSkills(query_id, verdicts, tuple(positives), tuple(negatives))
     drop("", "no_positive", "no required skill of this query can be a positive")
     return None
 
 
 def _list_row(
-    skills: JudgedSkills, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
+    judged: JudgedSkills, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
 ) -> dict[str, Any] | None:
-    """Return the row of LISTS, or None without a required skill or enough negatives."""
+    """Return the row of LISTS, or None if a required skill or enough negatives are missing.
+
+    Adds the positives and lists that are left out to `dropped`.
+    """
+    query_id = judged.query_id
     skill_ids = [candidate.skill_id for candidate in candidates]
-    listed = [skill_id for skill_id in skills.positives if skill_id in skill_ids]
-    for skill_id in skills.positives:
-        if skill_id not in listed:
+    positives = [skill_id for skill_id in judged.positives if skill_id in skill_ids]
+    # Positives are missing from the candidates only with `absent_gold: drop`.
+    for skill_id in judged.positives:
+        if skill_id not in positives:
             reason = f"a positive outside the top {config.list_size}"
-            dropped.append(Dropped(skills.query_id, skill_id, "outside_top", reason))
-    if not any(skills.judged[skill_id] is Verdict.REQUIRED for skill_id in listed):
+            dropped.append(Dropped(query_id, skill_id, "outside_top", reason))
+    if not any(judged.verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return None
-    num_negatives = len(candidates) - len(listed)
+
+    num_negatives = len(candidates) - len(positives)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(Dropped(skills.query_id, "", "min_negatives", reason, float(num_negatives)))
+        dropped.append(Dropped(query_id, "", "min_negatives", reason, float(num_negatives)))
         return None
+
     # Mining assumes that a candidate which nobody judged is irrelevant.
-    verdicts = [str(skills.judged.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
+    verdicts = [str(judged.verdicts.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
     return {
-        "query_id": skills.query_id,
+        "query_id": query_id,
         "skill_ids": skill_ids,
         "verdicts": verdicts,
         "sources": [candidate.source for candidate in candidates],
@@ -244,7 +267,7 @@ def _list_row(
 
 
 def build_list(
-    skills: JudgedSkills, candidates: Sequence[Candidate], config: Lists
+    judged: JudgedSkills, candidates: Sequence[Candidate], config: Lists
 ) -> list[Candidate]:
     """Return the positives and negatives of one list, fewer if there are too few candidates.
 
@@ -252,33 +275,37 @@ def build_list(
     candidates and the seed.
     """
     quotas = config.quotas or {}
-    unjudged = [c for c in candidates if skills.judged.get(c.skill_id) not in POSITIVE]
-    judged = _judged_negatives(skills, config.seed)
-    golds = [Candidate(skill_id, GOLD, 0) for skill_id in skills.positives]
+    golds = [Candidate(skill_id, GOLD, 0) for skill_id in judged.positives]
+    judged_negatives = _judged_negatives(judged, config.seed)
+    mined_negatives = [c for c in candidates if judged.verdicts.get(c.skill_id) not in POSITIVE]
     if config.list_size is None:
-        seed = f"{config.seed}/{skills.query_id}"
-        return golds + sample_negatives([*judged, *unjudged], quotas, seed, config.best_of)
+        seed = f"{config.seed}/{judged.query_id}"
+        negatives = [*judged_negatives, *mined_negatives]
+        return golds + sample_negatives(negatives, quotas, seed, config.best_of)
     if config.absent_gold == "drop":
-        ranked_golds = [c for c in candidates if c.skill_id in skills.positives]
-        return sorted([*ranked_golds, *unjudged], key=_rank_key)[: config.list_size]
+        ranked_golds = [c for c in candidates if c.skill_id in judged.positives]
+        return sorted([*ranked_golds, *mined_negatives], key=_rank_key)[: config.list_size]
 
-    # Golds and judged negatives are always in the list, at their ranks where they have one.
-    fixed = {c.skill_id: c for c in (*golds, *judged[: quotas.get(JUDGED, 0)])}
+    # Golds and judged negatives are always in the list. If the ranking holds them, they have its
+    # rank and source; otherwise they follow at the end.
+    fixed = {c.skill_id: c for c in (*golds, *judged_negatives[: quotas.get(JUDGED, 0)])}
     ranked = {c.skill_id: c for c in candidates if c.skill_id in fixed}
     unranked = [c for skill_id, c in fixed.items() if skill_id not in ranked]
+
+    # Fill the list from the top of the ranking.
     num_others = max(0, config.list_size - len(fixed))
-    others = sorted((c for c in unjudged if c.skill_id not in fixed), key=_rank_key)
+    others = sorted((c for c in mined_negatives if c.skill_id not in fixed), key=_rank_key)
     return sorted([*ranked.values(), *others[:num_others]], key=_rank_key) + unranked
 
 
-def _judged_negatives(skills: JudgedSkills, seed: int) -> list[Candidate]:
-    """Return the skills judged irrelevant or rejected: rejected first, otherwise at random."""
+def _judged_negatives(judged: JudgedSkills, seed: int) -> list[Candidate]:
+    """Return the judged negatives: rejected skills, then irrelevant ones, both in random order."""
 
     def order(skill_id: str) -> tuple[bool, int]:
-        is_irrelevant = skills.judged[skill_id] is not Verdict.REJECTED
-        return is_irrelevant, stable_number(seed, JUDGED, skills.query_id, skill_id)
+        is_irrelevant = judged.verdicts[skill_id] is not Verdict.REJECTED
+        return is_irrelevant, stable_number(seed, JUDGED, judged.query_id, skill_id)
 
-    skill_ids = sorted(skills.negatives, key=order)
+    skill_ids = sorted(judged.negatives, key=order)
     return [Candidate(skill_id, JUDGED, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
 
@@ -286,7 +313,7 @@ def sample_negatives(
     candidates: Sequence[Candidate],
     quotas: Mapping[str, int],
     seed: str,
-    top_sources: Collection[str] = (),
+    best_of: Collection[str] = (),
 ) -> list[Candidate]:
     """Sample hard negatives for one query according to per-source quotas.
 
@@ -295,7 +322,7 @@ def sample_negatives(
         quotas: Number of negatives to take from each source.
         seed: Seed of this query. Every source has its own random stream, so changing one quota
             does not change the order in which the other sources are sampled.
-        top_sources: Sources whose best-ranked candidates are taken instead of a random sample.
+        best_of: Sources whose best-ranked candidates are taken instead of a random sample.
             Judged negatives are always taken in rank order.
 
     Returns:
@@ -305,13 +332,14 @@ def sample_negatives(
     remaining: dict[str, list[Candidate]] = {}
     for source in quotas:
         matching = sorted((c for c in candidates if c.source == source), key=_rank_key)
-        if source != JUDGED and source not in top_sources:
+        if source != JUDGED and source not in best_of:
             random.Random(f"{seed}/{source}").shuffle(matching)
         remaining[source] = matching
 
     # Judged negatives come first: they are the most reliable.
+    judged_first = sorted(quotas, key=lambda source: source != JUDGED)
     selected: dict[str, Candidate] = {}
-    for source in sorted(quotas, key=lambda source: source != JUDGED):
+    for source in judged_first:
         _select(remaining[source], selected, limit=quotas[source])
 
     # Fill the slots that a source could not fill.
