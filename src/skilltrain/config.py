@@ -1,4 +1,4 @@
-"""Strict settings: a recipe either means what it says or is refused in one line."""
+"""Strict settings: the base class of all sections, and the reading of recipes."""
 
 import copy
 import difflib
@@ -6,6 +6,7 @@ import sys
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,8 +21,8 @@ from skilltrain.texts import shorten
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-"""What every random generator takes."""
-_MAX_NODES = 100_000  # of a YAML text, its aliases written out
+"""Seed of random generators."""
+_MAX_NODES = 100_000  # nodes of a YAML text, with its aliases expanded
 
 REMOVED: dict[str, str] = {
     "chain": "write `based_on: chain.yaml`, and the chain's steps under its key `steps`",
@@ -48,7 +49,8 @@ REMOVED: dict[str, str] = {
     "margin": "use ranknet",
     "analysis.num_attention": "use analysis.more=[{kind: attention, num_queries: NUM}]",
     "analysis.structure": "use analysis.more=[{kind: structure}]",
-    "requests_per_minute": "lower concurrency; requests that a server refuses as too many are repeated",
+    "requests_per_minute": "lower concurrency; requests that a server refuses as too many are "
+    "repeated",
     "rejections": "use skilltrain r3 rejections",
     "rewrite": "use skilltrain r3 rewrite",
     "equivalents": "use skilltrain r3 equivalents",
@@ -59,10 +61,10 @@ REMOVED: dict[str, str] = {
     "plan": "use skilltrain skillweaver plan",
     "plans": "use skilltrain skillweaver plans",
 }
-"""Removed settings, choices, stages and commands: name to use instead. An error about such a name quotes the advice.
+"""Advice by name of a removed setting, choice, stage or command. Errors about such a name quote it.
 
-Keys are names as a user writes them (`cosine_pair`, `lexical_weight`). Where the name is still used elsewhere, a key is
-`section.setting` or `stage.setting`. Values complete the sentence "removed: ...".
+A name is written as in a recipe (`cosine_pair`). If something else still has the name, the key is
+`section.setting` or `stage.setting`. Advice completes the sentence "removed: ...".
 """
 
 
@@ -88,28 +90,31 @@ class Config(BaseModel):
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Refuses equal keys, of which PyYAML silently keeps the last, and aliases without end; a date stays text."""
+    """YAML loader that refuses repeated keys and endless aliases, and reads dates as text.
+
+    PyYAML's own loader silently keeps the last of equal keys.
+    """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:
-            _check_size(node, {})
+            _count_nodes(node, {})
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # PyYAML's own error says it well
-            if key in seen:
+                continue  # PyYAML raises an error below
+            if key in keys:
                 line = key_node.start_mark.line + 1
                 raise SkilltrainError(
                     "repeated-key", f"key '{key}' appears twice (again on line {line})"
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -119,15 +124,25 @@ _RecipeLoader.yaml_implicit_resolvers = {
 }
 
 
-def _check_size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
-    """How many nodes are in `node`, each alias counted whole. Raises SkilltrainError for too many."""
+def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    """Return the number of nodes in `node`, with all aliases expanded.
+
+    Args:
+        node: Root of the tree.
+        sizes: Number of nodes by node counted so far; is filled.
+
+    Raises:
+        SkilltrainError: There are more than _MAX_NODES.
+    """
     if node not in sizes:
-        sizes[node] = _MAX_NODES  # what an alias to a node around it comes to
-        values = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = (
-            part for value in values for part in (value if isinstance(value, tuple) else (value,))
-        )
-        sizes[node] = 1 + sum(_check_size(part, sizes) for part in parts)
+        # An alias to a node that contains it would count without end.
+        sizes[node] = _MAX_NODES
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children += chain.from_iterable(node.value)  # (key, value) pairs
+        elif isinstance(node, yaml.SequenceNode):
+            children += node.value
+        sizes[node] = 1 + sum(_count_nodes(child, sizes) for child in children)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
         raise SkilltrainError(
@@ -137,16 +152,22 @@ def _check_size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 def parse_yaml(text: str, where: object, fix: str = "") -> Any:
-    """The value in a YAML text. Raises SkilltrainError for syntax errors, duplicate keys and endless aliases."""
+    """Parse a YAML text.
+
+    Args:
+        text: The text.
+        where: Name of the text in errors.
+        fix: Advice for a syntax error.
+
+    Raises:
+        SkilltrainError: There is a syntax error, a repeated key or an endless alias.
+    """
     try:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
         raise SkilltrainError(error.code, error.what, where=where) from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # PyYAML lets an impossible date's ValueError out
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: PyYAML does not catch errors of its constructors.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         what = f"is not YAML: {getattr(error, 'problem', error)}"
@@ -154,13 +175,18 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A recipe file as nested maps, with `key=value` overrides applied.
+    """Read a recipe file as nested maps, and apply overrides.
 
-    The key `recipe` (the line that makes a YAML file valid Python) is dropped. A file with `based_on` says, key by key,
-    what differs from that recipe, whose place is relative to its own; one base, not a chain of them.
+    The key `recipe` (the line that makes a YAML file valid Python) is dropped.
+
+    Args:
+        path: Recipe file. With `based_on: FILE` it only holds what differs from that recipe. The
+            path of the base is relative to the recipe, and a base has no base of its own.
+        overrides: Settings of the form `key=value`.
     """
     values = _read_recipe(path)
-    if (name := values.pop("based_on", None)) is not None:
+    name = values.pop("based_on", None)
+    if name is not None:
         base = _read_recipe(path.parent / str(name))
         if "based_on" in base:
             raise SkilltrainError(
@@ -168,7 +194,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
                 f"is based on a recipe that is based on another, {name}",
                 where=path,
             )
-        values = laid_over(base, values)
+        values = _merge(base, values)
     return apply_overrides(values, overrides)
 
 
@@ -187,15 +213,19 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-def laid_over(under: Any, over: Any) -> Any:
-    """`over`, and what only `under` says; where not both are maps, `over`."""
-    if not (isinstance(under, dict) and isinstance(over, dict)):
-        return over
-    return under | {key: laid_over(under.get(key), value) for key, value in over.items()}
+def _merge(base: Any, changes: Any) -> Any:
+    """Merge two maps and the maps in them. Any other value of `changes` replaces that of `base`."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return base | {key: _merge(base.get(key), value) for key, value in changes.items()}
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`values` with each `a.b=value` set; the value is read as YAML, a lone word or a pattern (*.jsonl) stays text."""
+    """Return a copy of `values` with each override `section.key=value` set.
+
+    The value is parsed as YAML. A value that starts with `*` stays text, so that it can be a file
+    pattern. No value means null.
+    """
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -206,21 +236,24 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
                 where=override,
             )
         fix = f"write text with special characters in quotes: {key}='\"…\"'"
-        value = text if text.startswith("*") else parse_yaml(text, override, fix) if text else None
+        value = None
+        if text.startswith("*"):
+            value = text
+        elif text:
+            value = parse_yaml(text, override, fix)
         set_value(result, key, value, override)
     return result
 
 
 def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> None:
-    """Set what stands at `a.b` in `values`, in place; missing sections are made, items of lists are counted from 0."""
+    """Set a key such as `section.key` or `list.0` in place, and create missing sections."""
     *parents, last = key.split(".")
     node: Any = values
     for part in parents:
-        node = (
-            node.setdefault(part, {})
-            if isinstance(node, dict)
-            else node[_position(node, part, where)]
-        )
+        if isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            node = node[_position(node, part, where)]
         if not isinstance(node, dict | list):
             raise SkilltrainError(
                 "invalid-override", f"'{part}' is a value, not a section", where=where
@@ -241,8 +274,23 @@ def _position(items: list[Any], part: str, where: object) -> int:
     return int(part)
 
 
+# pydantic's type of a fault → the code of our error
+_CODES = {
+    "extra_forbidden": "unknown-setting",
+    "missing": "missing-setting",
+    "union_tag_not_found": "missing-setting",
+    "literal_error": "unknown-choice",
+    "union_tag_invalid": "unknown-choice",
+}
+
+
 def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:
-    """`values` as a config. Raises SkilltrainError with the first fault's key path and the allowed choices."""
+    """Validate settings.
+
+    Raises:
+        SkilltrainError: A setting is wrong. The error describes the first fault (unknown keys come
+            first) with its key and the allowed choices.
+    """
     try:
         return config_class.model_validate(values)
     except ValidationError as error:
@@ -250,67 +298,72 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
         first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
         more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
         what = _describe(config_class, first, values) + more
-        code = "invalid-setting"
-        if first["type"] == "extra_forbidden":
-            code = "unknown-setting"
-        elif first["type"] in ("missing", "union_tag_not_found"):
-            code = "missing-setting"
-        elif first["type"] in ("literal_error", "union_tag_invalid"):
-            code = "unknown-choice"
+        code = _CODES.get(first["type"], "invalid-setting")
         raise SkilltrainError(code, what, where=where) from error
 
 
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
-    path, sections = _followed(config_class, fault["loc"], values)
-    key, kind, found = ".".join(path), fault["type"], _short(fault["input"])
-    place, keys = (
-        f"{key}: " if key else "",
-        sorted({name for c in sections for name in c.model_fields}),
-    )
+    """Describe a fault that pydantic found in `values`, in one sentence with its key."""
+    path, sections = _follow(config_class, fault["loc"], values)
+    key = ".".join(path)
+    keys = sorted(set[str]().union(*(section.model_fields for section in sections)))
+    kind = fault["type"]
     if kind == "extra_forbidden":
-        names = path[-1], ".".join(path[-2:]), f"{values.get('stage')}.{key}"
+        # A removed setting is listed by its name, by `section.name` or by `stage.key`.
+        names = (path[-1], ".".join(path[-2:]), f"{values.get('stage')}.{key}")
         advice = next(filter(None, map(removed_advice, names)), "")
         allowed = f"{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
         return f"unknown key '{key}'{advice or allowed}"
     if kind == "missing":
         return f"missing key '{'.'.join([*path, str(fault['loc'][-1])])}'"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tag = fault["ctx"]["discriminator"].strip("'")
-        key = ".".join([*path, tag])
-        choices = sorted({tags_of(c)[tag] for c in sections if tag in tags_of(c)})
-        if kind == "union_tag_not_found":
-            return f"missing key '{key}': choose from {', '.join(choices)}"
-        found = str(fault["ctx"]["tag"])
-        if found in REMOVED:
-            return f"{key}: unknown choice '{found}'{removed_advice(found)}"
-        return f"{key}: unknown choice '{found}'{_nearest(found, choices)} choose from {', '.join(choices)}"
+        return _describe_tag(path, sections, fault)
+
+    subject = f"{key}: " if key else ""
+    value = _short(fault["input"])
     if kind in ("model_type", "model_attributes_type"):
-        return f"{place}must be a section of keys ({', '.join(keys)}), found {found}"
+        return f"{subject}must be a section of keys ({', '.join(keys)}), found {value}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if kind == "value_error":
+        value = ""  # the messages of our own validators name the value
+    else:
+        value = f", found {value}"
     if kind == "path_type":
         message = "must be a path"
-        found += " (write it in quotes)" if isinstance(fault["input"], int | float) else ""
+        if isinstance(fault["input"], int | float):
+            value += " (write it in quotes)"
     elif kind == "too_short":
         message = f"must hold at least {fault['ctx']['min_length']}"
-    found = (
-        f", found {found}" if kind != "value_error" else ""
-    )  # a validator of ours says itself what it found
-    if kind == "literal_error":
-        found += removed_advice(fault["input"])
-    return f"{place}{message[:1].lower()}{message[1:]}{found}"
+    elif kind == "literal_error":
+        value += removed_advice(fault["input"])
+    return f"{subject}{message[:1].lower()}{message[1:]}{value}"
 
 
-def _followed(
+def _describe_tag(path: Sequence[str], sections: Sequence[type[BaseModel]], fault: Any) -> str:
+    """Describe a missing or unknown tag, the setting that chooses between kinds of a section."""
+    tag = fault["ctx"]["discriminator"].strip("'")
+    key = ".".join([*path, tag])
+    choices = sorted({tags[tag] for tags in map(tags_of, sections) if tag in tags})
+    if fault["type"] == "union_tag_not_found":
+        return f"missing key '{key}': choose from {', '.join(choices)}"
+    value = str(fault["ctx"]["tag"])
+    advice = removed_advice(value)
+    if not advice:
+        advice = f"{_nearest(value, choices)} choose from {', '.join(choices)}"
+    return f"{key}: unknown choice '{value}'{advice}"
+
+
+def _follow(
     config_class: type[BaseModel], location: Sequence[Any], values: Any
 ) -> tuple[list[str], list[type[BaseModel]]]:
     """Follow pydantic's location of a fault through the settings.
 
     Returns:
-        The keys that lead to the fault; the classes that the section at its place may have.
+        The keys that lead to the fault, and the classes that its section may have.
     """
     path: list[str] = []
     sections: list[type[BaseModel]] = [config_class]
-    tag = ""  # pydantic also names the chosen member of a union by its tag
+    tag = ""  # a location also holds the tag that chose a member of a union
     for part in location:
         is_tag = tag == part
         tag = ""
@@ -318,7 +371,7 @@ def _followed(
             continue
         is_item = isinstance(values, Sequence) and isinstance(part, int)
         if not is_item and not (isinstance(values, Mapping) and part in values):
-            continue  # a key that is missing
+            continue  # the key is missing
         path.append(str(part))
         values = values[part]
         inner: list[type[BaseModel]] = []
@@ -328,7 +381,10 @@ def _followed(
         sections = inner or sections
         if len(sections) > 1 and isinstance(values, Mapping):
             imported = _imported_sections(values)
-            sections = imported or [c for c in sections if _has_tags(c, values)] or sections
+            if imported:
+                sections = imported
+            else:
+                sections = [c for c in sections if _has_tags(c, values)] or sections
             tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
@@ -338,7 +394,7 @@ def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
 
 
 def _imported_sections(values: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """Return the plug-in that a section names by its import path, `package.module:Class`."""
+    """Return the class that a section names by import path, `package.module:Class`, if any."""
     for tag in ("name", "kind"):
         module, _, attribute = str(values.get(tag)).partition(":")
         plugin = getattr(sys.modules.get(module), attribute, None)
@@ -353,7 +409,7 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """Return the settings classes that a field may hold; of lists and maps, those of their items."""
+    """Return the settings classes that a field may hold, also as items of lists and maps."""
     return _sections((field.annotation, *field.metadata))
 
 
@@ -377,13 +433,14 @@ def _sections(parts: Sequence[Any]) -> list[type[BaseModel]]:
 
 
 def tags_of(section: type[BaseModel]) -> dict[str, str]:
-    """The settings of which a section allows one value: they tell it from others that may stand in its place."""
-    literals = {
-        name: typing.get_args(field.annotation)
-        for name, field in section.model_fields.items()
-        if typing.get_origin(field.annotation) is typing.Literal
-    }
-    return {name: str(values[0]) for name, values in literals.items() if len(values) == 1}
+    """Return the settings that allow one value only, with this value: they choose the section."""
+    tags: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        if typing.get_origin(field.annotation) is typing.Literal:
+            choices = typing.get_args(field.annotation)
+            if len(choices) == 1:
+                tags[name] = str(choices[0])
+    return tags
 
 
 def _short(value: Any) -> str:
@@ -391,26 +448,27 @@ def _short(value: Any) -> str:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """The resolved settings as YAML, defaults written out, so that a run can be repeated from it alone."""
+    """Return the resolved settings as YAML, with all defaults, so that it can repeat the run."""
     values = config.model_dump(mode="json")
-    # PyYAML folds Unicode's own line breaks away unless it escapes them.
-    readable = not any(mark in repr(values) for mark in (r"\x85", r"\u2028", r"\u2029"))
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=readable)
+    # PyYAML loses the line breaks of Unicode unless it escapes all characters beyond ASCII.
+    has_breaks = any(escape in repr(values) for escape in (r"\x85", r"\u2028", r"\u2029"))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=not has_breaks)
 
 
 class InputMark:
-    """Marks what a stage reads, so that its fingerprint can be kept beside the output."""
+    """Marks a setting as an input, whose fingerprint is written beside the output."""
 
 
 InputPath = typing.Annotated[Path, InputMark()]
 
 
-def _several(value: Any) -> Any:
-    """A single path as a list of one."""
+def _as_list(value: Any) -> Any:
+    """Return a single path as a tuple of one."""
     return value if isinstance(value, list | tuple) else (value,)
 
 
-InputPaths = typing.Annotated[tuple[InputPath, ...], BeforeValidator(_several)]
+InputPaths = typing.Annotated[tuple[InputPath, ...], BeforeValidator(_as_list)]
 """A path, or a list of them."""
 ModelSource = typing.Annotated[str, InputMark()]
-"""A model's folder, Hub id or package; the last two keep to one content by their names."""
+"""Folder, Hub id or package of a model. Only a folder gets a fingerprint: the names of the others
+identify their content."""

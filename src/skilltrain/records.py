@@ -1,4 +1,4 @@
-"""What moves between stages when it is one thing and not a table."""
+"""Records that stages exchange: skills, queries, judgements and rankings."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import Protocol
 Ranking = list[tuple[str, float]]
 """(skill_id, score), best first."""
 Rankings = dict[str, Ranking]
-"""query_id → its ranking."""
+"""Ranking by query id."""
 
 
 class Verdict(StrEnum):
-    """What a judge said of a skill for a query; a fact, to which a recipe gives a gain."""
+    """Judgement of a skill for a query. The gain of a verdict is a setting of each recipe."""
 
     REQUIRED = "required"
     USEFUL = "useful"
@@ -22,7 +22,10 @@ class Verdict(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a judge rejected a skill for a query. R3 has eight classes; its public texts do not name them."""
+    """Reason for which a judge rejected a skill.
+
+    R3 has eight classes. Its public texts do not name them; these names are ours.
+    """
 
     FUNCTIONAL_OVERLAP = "functional_overlap"
     PLATFORM_CONFLICT = "platform_conflict"
@@ -35,30 +38,30 @@ class Reason(StrEnum):
 
 
 POSITIVE = frozenset({Verdict.REQUIRED, Verdict.USEFUL})
-"""The verdicts of skills that a model is to find."""
+"""Verdicts of skills that a model should retrieve."""
 
 
-def positives_of(judged: Mapping[str, Verdict]) -> list[str]:
-    """The skills that a model is to find, in order of id."""
-    return sorted(skill_id for skill_id, verdict in judged.items() if verdict in POSITIVE)
+def positives_of(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Return the ids of skills with a positive verdict, in order."""
+    return sorted(skill_id for skill_id, verdict in verdicts.items() if verdict in POSITIVE)
 
 
 OWN_TEXT = "own_text"
-"""The origin of queries that are passages of the skills' own texts."""
+"""Origin of queries that are passages from the texts of skills."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
     """One entry of the pool. All texts are untrusted.
 
-    The fields from `author` on are facts that no model sees. None: not known.
+    The fields from `author` on are facts that no model sees. None means unknown.
 
     Attributes:
-        url: Page of the skill, http or https.
-        stars: Stars of its repository.
+        url: Web page of the skill, http or https.
+        stars: Number of stars of its repository.
         updated_at: ISO date, or date and time, of its last change.
-        when_to_use: The header's field of that name, which some agents read beside the description.
-        files: Files beside its SKILL.md, relative to their folder. Empty: it has none.
+        when_to_use: Field of the SKILL.md header. Some agents read it with the description.
+        files: Files beside SKILL.md, relative to its folder. Empty: there are none.
     """
 
     skill_id: str
@@ -77,7 +80,7 @@ class Skill:
     files: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.files is not None:  # tables hold lists, which cannot be hashed
+        if self.files is not None:  # a list, if it comes from a table; lists cannot be hashed
             object.__setattr__(self, "files", tuple(self.files))
 
 
@@ -87,7 +90,13 @@ SKILL_FACTS = ("author", "url", "stars", "updated_at", "when_to_use", "files")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One request. `kind` is single or multi, `origin` who wrote it, `split` train, dev or test."""
+    """A request for skills.
+
+    Attributes:
+        kind: `single` or `multi`: whether it needs one skill or several.
+        origin: Who wrote the query.
+        split: `train`, `dev` or `test`.
+    """
 
     query_id: str
     text: str
@@ -98,9 +107,12 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a judge said of a skill for a query: one row of JUDGEMENTS.
+    """Verdict of a judge on a skill for a query: one row of JUDGEMENTS.
 
-    `group` names what was judged together, or the gold skill that this one can stand for; `why` is in words.
+    Attributes:
+        why: Explanation in words.
+        group: Name of the group of skills that were judged together, or id of the gold skill that
+            this skill can replace.
     """
 
     query_id: str
@@ -114,10 +126,16 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Why something was left out: one row of DROPPED.
+    """A skill or query that a stage left out, with the reason: one row of DROPPED.
 
-    `skill_id` or `query_id` is empty where the fault concerns only the other. `other_id` is the skill that it
-    resembles or repeats, `source` the mining source or the file that it came from.
+    Attributes:
+        query_id: Empty if the reason concerns only the skill.
+        skill_id: Empty if the reason concerns only the query.
+        filter: Code of the reason.
+        reason: The reason in words.
+        value: Measured value that decided, such as a similarity.
+        source: Mining source, or the file that it came from.
+        other_id: The skill that it resembles or repeats.
     """
 
     query_id: str
@@ -130,19 +148,24 @@ class Dropped:
 
 
 def counted(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, in their order: so stages count what they wrote and dropped."""
+    """Count how often each value occurs, in sorted order."""
     return dict(sorted(Counter(map(str, values)).items()))
 
 
 class Ranker(Protocol):
-    """Whatever puts skills in an order for a query."""
+    """A model or an index that ranks skills for queries."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """query_id → the skills that it ranks, best first.
+        """Rank skills for each query.
 
-        Without `candidates` these are the `keep` best of the whole pool; with them, the candidates in a new order.
-        `rerank` and `select` order the first `keep` candidates and leave the others behind them, `admit` drops those
-        that it does not choose, all other kinds return the `keep` best. Equal scores keep the order of the candidates,
-        or of the pool.
+        Args:
+            queries: Queries with distinct ids.
+            candidates: Skills to rank for each query; None for the whole pool.
+            keep: Number of skills. Kinds `rerank` and `select` order the first `keep` candidates
+                and leave the others behind them. Kind `admit` drops the candidates that it does
+                not choose. All other kinds return the `keep` best.
+
+        Returns:
+            Ranking by query id. Equal scores keep the order of the candidates or of the pool.
         """
         ...

@@ -1,4 +1,7 @@
-"""What a run is: its folder, its record, and how a stage is run so that a folder never holds half of one."""
+"""Runs of stages: the output folder, its record, and the checks before a stage writes.
+
+Only training runs can be unfinished. The output of any other stage appears whole or not at all.
+"""
 
 import shutil
 from collections.abc import Collection, Iterable
@@ -27,9 +30,12 @@ from skilltrain.provenance import checkout_commit, plugin_fingerprints, provenan
 from skilltrain.stage import Stage, Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
 
-RUN_FILE, RECIPE_FILE, CHECKPOINTS = "run.json", "recipe.yaml", "checkpoints"
-# What may change between a training and its resumption, because no update of a weight depends on it.
+RUN_FILE = "run.json"
+RECIPE_FILE = "recipe.yaml"
+CHECKPOINTS = "checkpoints"
+# Settings of a training run that may change when it is resumed: no weight depends on them.
 FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers")
+# Setting → the command that makes its value; in the text of an error, between back quotes.
 _MADE_BY = {
     "pool": "pool",
     "queries": "queries` or `skilltrain synthesize",
@@ -43,11 +49,16 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe and the fingerprints of the inputs are kept beside the output. A folder that already holds this
-    very run is left as it is; one that holds another is refused.
+    The resolved recipe is written beside the output, with a record: format, recipe, fingerprints of
+    inputs and plug-ins, `finished` and `summary`. If the folder already holds the same run,
+    finished, nothing is run.
 
     Args:
-        resume: Whether an unfinished training run goes on. None: if there is one.
+        stage: The stage.
+        resume: Whether to resume an unfinished training run. None: resume if there is one.
+
+    Raises:
+        SkilltrainError: An input is missing, or the folder holds something else.
     """
     out = stage.out
     if resume is None:
@@ -57,21 +68,26 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     check_inputs(stage)
     if stage.in_place:
         return stage.run(out)
-    read = input_paths(stage)
-    _check_place(out, read.values())
-    inputs = {key: input_fingerprint(path) for key, path in read.items()}
-    identity = {"recipe": stage.model_dump(mode="json", exclude={"out"}), "inputs": inputs}
-    identity["plugins"] = plugin_fingerprints(stage)
-    trains = isinstance(stage, TrainingStage)
-    if trains:
+
+    # Compare this run with the one in the folder.
+    paths = input_paths(stage)
+    _check_output_path(out, paths.values())
+    identity = {
+        "recipe": stage.model_dump(mode="json", exclude={"out"}),
+        "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
+        "plugins": plugin_fingerprints(stage),
+    }
+    is_training = isinstance(stage, TrainingStage)
+    if is_training:
         remove_leftovers(out)
-    summary = _finished_run(out, what_matters(identity), resume and trains)
+    summary = _finished_run(out, what_matters(identity), resume and is_training)
     if summary is not None:
         if stage.on_ranks:
             return stage.run(out)
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
-    checkout_commit()  # of the code that runs; it may change until the record is written
+
+    checkout_commit()  # cached now, because the checkout may change before the record is written
     record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
@@ -82,6 +98,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
 
 
 def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
+    """Run a stage on a rank that is not the main process, without writing a record."""
     if stage.on_ranks:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):
@@ -90,13 +107,13 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
             f"the stage {stage.stage} runs in one process",
             fix="run it without accelerate launch",
         )
-    # The main process leaves a finished run as it is, or refuses it.
+    # The main process checks whether a finished run is the same run.
     record = record_of(stage.out)
     return record["summary"] if record.get("finished") else stage.run(stage.out, resume)
 
 
 def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summary:
-    """Train, and keep the checkpoints. A run that fails before its first checkpoint leaves nothing behind."""
+    """Train in the output folder; delete it if the run fails before its first checkpoint."""
     out = stage.out
     with locked(out):
         is_new = not (out / RUN_FILE).is_file()
@@ -113,7 +130,7 @@ def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summar
 
 
 def dry_run(stage: Stage) -> Summary:
-    """Print the resolved recipe, and return what the stage would do with it. One process does so and writes nothing."""
+    """Print the resolved recipe and return what the stage would do, in the main process only."""
     if not is_main_process():
         return {}
     say(to_yaml(stage))
@@ -122,29 +139,32 @@ def dry_run(stage: Stage) -> Summary:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """What the run in `folder` says of itself (recipe, inputs, finished, summary); empty where none has left a word."""
-    found = read_json(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
-    return found if isinstance(found, dict) else {}
+    """Return the record of the run in `folder` (see `run_stage`); empty if it holds no run."""
+    file = folder / RUN_FILE
+    record = read_json(file) if file.is_file() else {}
+    return record if isinstance(record, dict) else {}
 
 
 def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
-    """How far the run in `folder` is; `begun` only for a training: other runs appear whole or not at all."""
+    """Return the state of the run in `folder`. Only a training run can be `begun`."""
     record = record_of(folder)
-    return "to run" if not record else "done" if record.get("finished") else "begun"
+    if not record:
+        return "to run"
+    return "done" if record.get("finished") else "begun"
 
 
 def input_fingerprint(path: Path) -> str:
-    """A SHA-256; a run's checkpoints and where it was computed do not count: its results stay what they are."""
+    """Return the SHA-256 of an input. Checkpoints and provenance of a run do not change it."""
     try:
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
-        parts = {
-            part.name: fingerprint(part)
-            for part in path.iterdir()
-            if part.name not in (CHECKPOINTS, LOCAL_FILE, RUN_FILE)
+        fingerprints = {
+            entry.name: fingerprint(entry)
+            for entry in path.iterdir()
+            if entry.name not in (CHECKPOINTS, LOCAL_FILE, RUN_FILE)
         }
-        parts[RUN_FILE] = repr(record_of(path) | {"provenance": None})
-        return sha256(repr(sorted(parts.items())).encode()).hexdigest()
+        fingerprints[RUN_FILE] = repr(record_of(path) | {"provenance": None})
+        return sha256(repr(sorted(fingerprints.items())).encode()).hexdigest()
     except OSError as error:
         raise SkilltrainError(
             "unreadable-file", f"cannot be read: {error.strerror}", where=path
@@ -152,53 +172,62 @@ def input_fingerprint(path: Path) -> str:
 
 
 def input_paths(config: BaseModel) -> dict[str, Path]:
-    """Key → path of every set field annotated `InputPath`, or a list or map of them, and of each model's folder.
+    """Return the files and folders that a stage reads, by the key of their setting.
 
-    Sections and lists are included.
+    Settings of type `InputPath` are included, and models that are local folders. Keys lead into
+    sections (`encoder.source`) and lists (`sources.0`).
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
         reads = is_input(field)
         value = getattr(config, name)
-        is_several = isinstance(value, list | tuple) or (reads and isinstance(value, dict))
-        items = enumerate(value) if is_several else [(None, value)]
-        for number, item in items:
-            place = name if number is None else f"{name}.{number}"
+        items = {name: value}
+        # A map is numbered like a list, and its keys are the inputs.
+        if isinstance(value, list | tuple) or (reads and isinstance(value, dict)):
+            items = {f"{name}.{number}": item for number, item in enumerate(value)}
+        for key, item in items.items():
             if isinstance(item, BaseModel):
-                found |= {f"{place}.{key}": path for key, path in input_paths(item).items()}
+                for inner_key, path in input_paths(item).items():
+                    paths[f"{key}.{inner_key}"] = path
             elif reads and isinstance(item, Path):
-                found[place] = item
-            elif reads and isinstance(item, str) and (folder := Path(item).expanduser()).is_dir():
-                found[place] = folder
-    return found
+                paths[key] = item
+            elif reads and isinstance(item, str):
+                # A model is named by a folder, a Hub id or a package.
+                folder = Path(item).expanduser()
+                if folder.is_dir():
+                    paths[key] = folder
+    return paths
 
 
 def is_input(field: FieldInfo) -> bool:
     """Return whether a setting names something that the stage reads."""
-    return any(map(_is_marked, (field.annotation, *field.metadata)))
+    return any(map(_holds_input_mark, (field.annotation, *field.metadata)))
 
 
-def _is_marked(part: Any) -> bool:
-    """Whether a part of a setting's type, or one within it, is an InputMark."""
-    return isinstance(part, InputMark) or any(map(_is_marked, get_args(part)))
+def _holds_input_mark(annotation: Any) -> bool:
+    """Return whether an annotation is an InputMark or has one among its arguments."""
+    return isinstance(annotation, InputMark) or any(map(_holds_input_mark, get_args(annotation)))
 
 
 def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
-    """Raise SkilltrainError for the first input path that is not there, with the command that makes such a thing.
+    """Raise SkilltrainError for the first missing input, with the command that makes it.
 
-    Paths inside the folders of `pending` runs need not be there yet.
+    Args:
+        config: Settings of a stage.
+        pending: Folders of runs that have not run yet. Inputs inside them may be missing.
     """
     for key, path in input_paths(config).items():
-        if not path.exists() and not any(map(path.is_relative_to, pending)):
-            maker = _MADE_BY.get(key.rpartition(".")[2])
-            fix = (
-                f"made by `skilltrain {maker}`, or as the recipe's first lines say" if maker else ""
-            )
-            raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)
+        if path.exists() or any(map(path.is_relative_to, pending)):
+            continue
+        command = _MADE_BY.get(key.rpartition(".")[2])
+        fix = ""
+        if command:
+            fix = f"made by `skilltrain {command}`, or as the recipe's first lines say"
+        raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)
 
 
-def _check_place(out: Path, read: Iterable[Path]) -> None:
-    """Raise SkilltrainError for an `out` without a name, and for an input that the stage would empty first."""
+def _check_output_path(out: Path, inputs: Iterable[Path]) -> None:
+    """Raise SkilltrainError if `out` has no name, or if an input lies in its staging folder."""
     if out.name in ("", ".."):
         raise SkilltrainError(
             "invalid-output-name",
@@ -206,17 +235,23 @@ def _check_place(out: Path, read: Iterable[Path]) -> None:
             where=out,
             fix="give out=… a name",
         )
-    staged = staging_path(out).resolve()
-    if emptied := [path for path in read if path.resolve().is_relative_to(staged)]:
-        raise SkilltrainError(
-            "overwrites-input",
-            f"lies where the stage writes before it names the folder {out.name}",
-            where=emptied[0],
-        )
+    staging = staging_path(out).resolve()
+    for path in inputs:
+        if path.resolve().is_relative_to(staging):
+            raise SkilltrainError(
+                "overwrites-input",
+                f"lies where the stage writes before it names the folder {out.name}",
+                where=path,
+            )
 
 
 def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
-    """The summary of the same run, if `out` holds it, finished. Raises SkilltrainError if `out` is not free."""
+    """Return the summary of the run in `out` if it is the same run and finished, else None.
+
+    Raises:
+        SkilltrainError: The stage may not write to `out`: it is a file or holds something else, or
+            `resume` does not fit the run in it.
+    """
     if out.exists() and not out.is_dir():
         raise SkilltrainError("output-exists", "is a file; the output is a folder", where=out)
     if not out.is_dir() or not any(out.iterdir()):
@@ -225,29 +260,34 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
                 "no-run", "holds no run to resume", where=out, fix="leave --resume out"
             )
         return None
-    found = record_of(out)
-    if "finished" not in found:
+
+    record = record_of(out)
+    if "finished" not in record:
         raise SkilltrainError(
             "output-exists",
             "the output folder is not empty and holds no run",
             where=out,
             fix=_ANOTHER_FOLDER,
         )
-    RUN.check(found, out, "delete the folder, and give the same command again")
-    if changed := _first_difference(
-        what_matters({key: found.get(key) for key in identity}), identity
-    ):
-        section, _, key = changed.partition(".")
-        nouns = {"recipe": key, "inputs": f"the content of {key}"}
-        what = f"{nouns.get(section, f'the source of the plug-in {key}')} differs"
+    RUN.check(record, out, "delete the folder, and give the same command again")
+    old_identity = what_matters({key: record.get(key) for key in identity})
+    difference = _first_difference(old_identity, identity)
+    if difference:
+        section, _, key = difference.partition(".")
+        subject = f"the source of the plug-in {key}"
+        if section == "recipe":
+            subject = key
+        elif section == "inputs":
+            subject = f"the content of {key}"
         raise SkilltrainError(
             "other-run",
-            f"the output folder holds another run: {what}",
+            f"the output folder holds another run: {subject} differs",
             where=out,
             fix=_ANOTHER_FOLDER,
         )
-    if found["finished"]:
-        return found["summary"]
+
+    if record["finished"]:
+        return record["summary"]
     if not resume:
         raise SkilltrainError(
             "unfinished-run",
@@ -259,11 +299,15 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
 
 
 def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run without who computes it and without the settings of a training that are free to change."""
+    """Return the identity of a run without settings that its results do not depend on.
+
+    These are `workers`, and the settings of `training` in FREE_TO_CHANGE.
+    """
     if not isinstance(identity["recipe"], dict):
         return identity
     recipe = {key: value for key, value in identity["recipe"].items() if key != "workers"}
-    if isinstance(training := recipe.get("training"), dict):
+    training = recipe.get("training")
+    if isinstance(training, dict):
         recipe["training"] = {
             key: value for key, value in training.items() if key not in FREE_TO_CHANGE
         }
@@ -271,18 +315,19 @@ def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:
-    """The key path of the first value that differs; empty if none does."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*new, *(key for key in old if key not in new)]
-        found = (
-            _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-            for key in keys
-        )
-        return next(filter(None, found), "")
-    return "" if old == new else path
+    """Return the key path of the first value that differs, below `path`; "" if none does."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return "" if old == new else path
+    for key in new | old:
+        key_path = f"{path}.{key}" if path else str(key)
+        difference = _first_difference(old.get(key), new.get(key), key_path)
+        if difference:
+            return difference
+    return ""
 
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
-    """Write run.json first: a folder that a kill leaves without it would be taken for somebody else's."""
+    """Write the record and the recipe of a run."""
+    # First, because a folder without the record counts as one that holds no run.
     write_json(folder / RUN_FILE, record | {"provenance": provenance_of(config)})
     write_text(folder / RECIPE_FILE, to_yaml(config))

@@ -1,4 +1,8 @@
-"""The declared tables between stages; a row that does not fit is refused, for pyarrow alone would bend or drop it."""
+"""Declared tables that stages exchange, with strict reading and writing.
+
+Rows that do not fit a table are errors. Without the checks here, pyarrow would silently change or
+drop values.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,9 +23,9 @@ from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table's file name, columns and unique key.
+    """File name, columns and unique key of a table.
 
-    Tables of earlier versions may lack last columns that may be null; they are read as null.
+    Files of earlier versions may lack the last columns that may be null. They are read as null.
     """
 
     name: str
@@ -30,8 +34,8 @@ class TableSpec:
 
 
 Rows = Iterable[Mapping[str, Any] | Skill | Query | Judgement | Dropped]
-"""What a table is made of: mappings, or records."""
-_MISFIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
+"""Rows of a table: mappings, or records."""
+_CONVERSION_ERRORS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _TYPES = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
 _TYPES |= {
     f"{kind}s": pa.list_(pa.field("item", type_, nullable=False)) for kind, type_ in _TYPES.items()
@@ -41,7 +45,7 @@ _KINDS |= {int | None: "int?", tuple[str, ...] | None: "texts?"}
 
 
 def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
-    """Return a table of `columns`: name → type, with `?` where a value may be null."""
+    """Declare a table from the types of its columns; `?` after a type: may be null."""
     fields = [
         pa.field(column, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?"))
         for column, kind in columns.items()
@@ -50,7 +54,7 @@ def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
 
 
 def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
-    """Return a table of the fields of `record`, in another `order` where one is given."""
+    """Declare a table of the fields of `record`, in `order` if it is not empty."""
     types = get_type_hints(record)
     columns = {column: _KINDS[types[column]] for column in order.split() or types}
     return _spec(name, key, **columns)
@@ -110,12 +114,14 @@ FLAGS = _spec(
 
 
 def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
-    """Return `rows` as a checked table.
+    """Make a checked table from rows.
 
     Raises:
         SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
     """
     rows = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
+
+    # Check the names of the columns in every row.
     names = {*spec.schema.names}
     required = {field.name for field in spec.schema if not field.nullable}
     for position, row in enumerate(rows):
@@ -125,50 +131,57 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
             column = min(unknown or required - row.keys())
             what = f"{fault} column {column!r} in a row for table {spec.name}"
             raise SkilltrainError("wrong-columns", what, where=f"row {position}")
-    columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
+
+    columns: list[pa.Array] = []
+    for field in spec.schema:
+        values = [row.get(field.name) for row in rows]
+        columns.append(_column(values, field, spec))
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
     try:
         return _array(values, field.type)
-    except _MISFIT:
+    except _CONVERSION_ERRORS:
+        # Find the first row with a wrong value.
         for position, value in enumerate(values):
             try:
                 _array([value], field.type)
-            except _MISFIT as error:
+            except _CONVERSION_ERRORS as error:
                 what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
                 raise SkilltrainError("invalid-value", what, where=f"row {position}") from error
         raise
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if any(_bends(value, kind) for value in values):
+    if any(_would_change(value, kind) for value in values):
         raise ValueError(f"{kind} would change it")
     return pa.array(values, kind)
 
 
-def _bends(value: Any, kind: pa.DataType) -> bool:
-    """Whether Arrow would silently change `value`: cut off a fraction, or spell a text out as a list of letters."""
+def _would_change(value: Any, kind: pa.DataType) -> bool:
+    """Return whether Arrow would truncate a float to an int, or split a text into letters."""
     if pa.types.is_list(kind) and value is not None:
-        return isinstance(value, str) or any(_bends(item, kind.value_type) for item in value)
+        return isinstance(value, str) or any(_would_change(v, kind.value_type) for v in value)
     return pa.types.is_integer(kind) and isinstance(value, float)
 
 
 def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """Return `table` if its columns are those of `spec`, without forbidden nulls and repeated keys."""
-    for has, needs in zip_longest(table.schema, spec.schema):
-        if has is None or needs is None or has != needs:
-            difference = f"it has {_describe_field(has)} in the place of {_describe_field(needs)}"
+    """Return `table` if it has the columns of `spec`, no forbidden null and no repeated key."""
+    for field, expected in zip_longest(table.schema, spec.schema):
+        if field is None or expected is None or field != expected:
+            names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
             raise SkilltrainError(
-                "wrong-columns", f"is not a {spec.name} table: {difference}", where=where
+                "wrong-columns", f"is not a {spec.name} table: it has {names}", where=where
             )
+
     for field, column in zip(spec.schema, table.columns, strict=True):
         what = f"column '{field.name}' of table {spec.name} holds a null"
         if not field.nullable and column.null_count:
             raise SkilltrainError("invalid-value", what, where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
             raise SkilltrainError("invalid-value", f"a list in {what}", where=where)
+
     if spec.key:
         counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
         if counts.num_rows < table.num_rows:
@@ -185,14 +198,19 @@ def _describe_field(field: pa.Field | None) -> str:
 
 
 def table_path(path: Path, spec: TableSpec) -> Path:
-    """The file of a table: `path` itself, or the table's file in the folder `path`."""
-    return path / f"{spec.name}.parquet" if path.is_dir() or not path.suffix else path
+    """Return the file of a table: `path` itself, or the table's file in the folder `path`.
+
+    A path without a suffix is a folder, even if it does not exist yet.
+    """
+    is_folder = path.is_dir() or not path.suffix
+    return path / f"{spec.name}.parquet" if is_folder else path
 
 
 def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
-    """Write `rows` as a checked parquet table, atomically; returns the file's path."""
+    """Write a checked parquet table atomically and return the path of its file."""
     if isinstance(rows, pa.Table):
-        table = _check_table(rows, spec, path).cast(spec.schema)  # parquet renames the list items
+        # The cast restores the names of list items, which parquet changes.
+        table = _check_table(rows, spec, path).cast(spec.schema)
     else:
         table = table_from_rows(rows, spec)
     file = table_path(path, spec)
@@ -202,7 +220,11 @@ def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
 
 
 def read_table(path: Path, spec: TableSpec) -> pa.Table:
-    """Read and check a table. Raises SkilltrainError if the file is missing or is not this table."""
+    """Read and check a table.
+
+    Raises:
+        SkilltrainError: The file is missing or is not this table.
+    """
     file = table_path(path, spec)
     try:
         table = pq.read_table(file)
@@ -210,6 +232,8 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
         raise SkilltrainError("missing-table", f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError("not-parquet", f"is not parquet: {error}", where=file) from error
+
+    # Tables of earlier versions lack columns that may be null.
     for field in spec.schema:
         if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -217,22 +241,27 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
 
 
 def read_skills(path: Path) -> list[Skill]:
-    """The skills of a SKILLS table, in order."""
+    """Read the skills of a SKILLS table, in order."""
     skills = [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
-    pa.default_memory_pool().release_unused()  # as much as the texts take; Arrow would keep it
+    # Arrow would keep as much memory as the texts take.
+    pa.default_memory_pool().release_unused()
     return skills
 
 
 def read_queries(path: Path) -> list[Query]:
-    """The queries of a QUERIES table, in order."""
+    """Read the queries of a QUERIES table, in order."""
     return [Query(**row) for row in read_table(path, QUERIES).to_pylist()]
 
 
 def select_queries(folder: Path, split: str | None) -> list[Query]:
-    """The queries of `split` (all for None) in order of id. Raises SkilltrainError where there are none."""
+    """Read the queries of a split (None: of all splits), in order of id.
+
+    Raises:
+        SkilltrainError: There is no such query.
+    """
     queries = read_queries(folder)
-    chosen = [query for query in queries if split in (None, query.split)]
-    if not chosen:
+    selected = [query for query in queries if split in (None, query.split)]
+    if not selected:
         splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
         raise SkilltrainError(
             "empty-split",
@@ -240,27 +269,40 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
             where=folder,
             fix="set split",
         )
-    return sorted(chosen, key=lambda query: query.query_id)
+    return sorted(selected, key=lambda query: query.query_id)
 
 
 def select_judged(folder: Path, split: str | None) -> list[tuple[Query, dict[str, Verdict]]]:
-    """The same, each with what is judged for it: skill_id → verdict."""
-    queries, verdicts = select_queries(folder, split), read_verdicts(folder)
+    """Read the queries like `select_queries`, each with its verdicts by skill id."""
+    queries = select_queries(folder, split)
+    verdicts = read_verdicts(folder)
     return [(query, verdicts.get(query.query_id, {})) for query in queries]
 
 
 def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
-    """query_id → the positions of its rows in `rankings`, in order; the queries in order of id."""
+    """Return the positions of each query's rows in `rankings`.
+
+    Queries are in order of id, the rows of a query in the order of the table.
+    """
     encoded = rankings.column("query_id").combine_chunks().dictionary_encode()
     numbers = encoded.indices.to_numpy(zero_copy_only=False)
+
+    # A stable sort puts the rows of each query side by side.
     ends = np.cumsum(np.bincount(numbers, minlength=len(encoded.dictionary)))
     rows = np.split(np.argsort(numbers, kind="stable"), ends[:-1])
     return dict(sorted(zip(encoded.dictionary.to_pylist(), rows, strict=False)))
 
 
 def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> None:
-    """Raise SkilltrainError where a ranked skill is not in `pool`, which `where` names."""
-    if unknown := set(rankings.column("skill_id").unique().to_pylist()).difference(pool):
+    """Raise SkilltrainError if a ranked skill is not in `pool`.
+
+    Args:
+        rankings: RANKINGS table.
+        pool: Ids of the pool's skills.
+        where: Name of the pool in the error.
+    """
+    unknown = set(rankings.column("skill_id").unique().to_pylist()).difference(pool)
+    if unknown:
         what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
         raise SkilltrainError(
             "unknown-skill", what, where=where, fix="give the pool that was ranked"
@@ -268,32 +310,36 @@ def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> No
 
 
 def texts_of(column: pa.ChunkedArray) -> list[str]:
-    """A text column as a list in which equal texts are one object, so that millions of rows stay small."""
+    """Return a text column as a list in which equal texts are one object, to save memory."""
     encoded = column.combine_chunks().dictionary_encode()
     texts = encoded.dictionary.to_pylist()
     return [texts[number] for number in encoded.indices.to_numpy(zero_copy_only=False).tolist()]
 
 
 def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
-    """query_id → skill_id → verdict. Raises SkilltrainError for a word that is no verdict."""
-    result: dict[str, dict[str, Verdict]] = {}
+    """Return the verdict by query id and skill id.
+
+    Raises:
+        SkilltrainError: A value of the column `verdict` is no verdict.
+    """
+    verdicts: dict[str, dict[str, Verdict]] = {}
     for row in judgements.select(["query_id", "skill_id", "verdict"]).to_pylist():
         if row["verdict"] not in [*Verdict]:
             what = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
             raise SkilltrainError("invalid-value", what, where=row["query_id"])
-        result.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
-    return result
+        verdicts.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
+    return verdicts
 
 
 def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
-    """As `verdicts_by_query`, of the JUDGEMENTS table in a folder."""
+    """Read the verdict by query id and skill id from the JUDGEMENTS table in a folder."""
     return verdicts_by_query(read_table(folder, JUDGEMENTS))
 
 
 def write_queries(
     queries: Iterable[Query], judgements: Rows, dropped: Iterable[Dropped], out: Path
 ) -> None:
-    """Write the three tables of a stage that makes queries."""
+    """Write the QUERIES, JUDGEMENTS and DROPPED tables of a stage that makes queries."""
     write_table(queries, QUERIES, out)
     write_table(judgements, JUDGEMENTS, out)
     write_table(dropped, DROPPED, out)

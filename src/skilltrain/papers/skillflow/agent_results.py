@@ -1,12 +1,13 @@
-"""What agents did with skills: pass rates by condition, use, steps and cost (SkillFlow, sections 4.2 and A.3).
+"""Results of agents with skills: pass rates, skill use, steps and cost by condition.
 
-A file has one JSON object a line: condition (`none`, `gold`, `top-1` …), task, trial, passed, and where it is known
-used (true, or the skills' names), retrieved (skill ids), steps and cost (dollars). First there is a value for each
-task, then means over tasks, with the bootstrap and the tests that rankings have.
+Source: SkillFlow, sections 4.2 and A.3. An input file holds one JSON object per line, with the keys
+of `Trial`. Values are computed for each task first, then averaged over the tasks, with the
+bootstrap and the tests that rankings have.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import comb
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,15 @@ CHIEF = "Pass@1"  # the measure by which conditions are compared
 
 
 class Trial(Config, extra="ignore"):
-    """One run of an agent."""
+    """One run of an agent on one task.
+
+    Attributes:
+        condition: Skills that the agent had: `none`, `gold`, `top-1`, ...
+        used: Whether the agent used a skill, or the names of the skills that it used.
+        retrieved: Ids of the skills that the agent got.
+        steps: Number of the agent's steps.
+        cost: Cost in dollars.
+    """
 
     condition: str = Field(min_length=1)
     task: str = Field(min_length=1)
@@ -38,16 +47,22 @@ class Trial(Config, extra="ignore"):
 
 
 def read_trials(path: Path) -> list[Trial]:
-    """The trials of a file; other keys are ignored. Raises SkilltrainError for a row that is none, or stands twice."""
+    """Read the trials of a JSON Lines file. Unknown keys are ignored.
+
+    Raises:
+        SkilltrainError: A row is no trial, a trial appears twice, or there is no trial.
+    """
     trials: dict[tuple[str, str, int], Trial] = {}
     for where, row in read_jsonl(path):
         trial = validate(Trial, row, where)
-        if trials.setdefault((trial.condition, trial.task, trial.trial), trial) is not trial:
+        key = (trial.condition, trial.task, trial.trial)
+        if key in trials:
             raise SkilltrainError(
                 "repeated-id",
                 f"trial {trial.trial} of task '{trial.task}' stands there twice",
                 where=where,
             )
+        trials[key] = trial
     if not trials:
         raise SkilltrainError("nothing-to-score", "holds no trial", where=path)
     return [*trials.values()]
@@ -55,8 +70,13 @@ def read_trials(path: Path) -> list[Trial]:
 
 @dataclass(frozen=True)
 class AgentResults:
-    """Condition → measure → mean over the tasks; Pass@1 of each condition against the first; condition → its Pass@1 as
-    a share of the ceiling's, empty without one.
+    """Results of all conditions.
+
+    Attributes:
+        means: Mean over the tasks, by condition and measure.
+        comparisons: Pass@1 of each condition against the first condition.
+        of_ceiling: Pass@1 of each condition as a share of the ceiling's Pass@1. Empty without a
+            ceiling, or if the ceiling's Pass@1 is 0.
     """
 
     means: Mapping[str, Mapping[str, Interval]]
@@ -67,52 +87,96 @@ class AgentResults:
 def agent_results(
     trials: Sequence[Trial], gold: Mapping[str, Relevance], ceiling: str | None
 ) -> AgentResults:
-    """What trials come to; `gold` is what tasks ask for, `ceiling` the condition with gold skills, if known.
+    """Compute the results of all conditions.
 
-    Raises SkilltrainError where conditions hold different tasks, and for a ceiling that is none of them.
+    Args:
+        trials: Trials of all conditions.
+        gold: Skills that each task needs, by task.
+        ceiling: Condition with the gold skills, if there is one.
+
+    Raises:
+        SkilltrainError: Conditions have different tasks, or `ceiling` is no condition.
     """
-    rows: dict[str, dict[str, list[Trial]]] = {}
+    trials_by_condition: dict[str, dict[str, list[Trial]]] = {}
     for trial in trials:
-        rows.setdefault(trial.condition, {}).setdefault(trial.task, []).append(trial)
-    if ceiling is not None and ceiling not in rows:
+        trials_by_task = trials_by_condition.setdefault(trial.condition, {})
+        trials_by_task.setdefault(trial.task, []).append(trial)
+    if ceiling is not None and ceiling not in trials_by_condition:
         raise SkilltrainError(
             "unknown-choice",
             f"there is no condition '{ceiling}'",
-            fix=f"give one of {', '.join(rows)}",
+            fix=f"give one of {', '.join(trials_by_condition)}",
         )
-    least = min(len(row) for tasks in rows.values() for row in tasks.values())
+
+    # Pass@k needs k trials of every task.
+    max_k = min(
+        len(task_trials)
+        for trials_by_task in trials_by_condition.values()
+        for task_trials in trials_by_task.values()
+    )
     results: list[SystemResult] = []
-    for name, of_task in rows.items():
-        values = {task: task_values(row, least, gold.get(task)) for task, row in of_task.items()}
-        results.append(SystemResult(name, values, {}))
-    tasks, means = same_queries(results), dict[str, Mapping[str, Interval]]()
-    for result in results:  # each by itself: a condition without skills has no use rate
-        measures = [*dict.fromkeys(measure for row in result.per_query.values() for measure in row)]
-        means |= means_of([result], tasks, measures)
+    for condition, trials_by_task in trials_by_condition.items():
+        values = {
+            task: task_values(task_trials, max_k, gold.get(task))
+            for task, task_trials in trials_by_task.items()
+        }
+        results.append(SystemResult(condition, values, {}))
+
+    # Conditions have different measures: a condition without skills has no use rate.
+    tasks = same_queries(results)
+    means: dict[str, Mapping[str, Interval]] = {}
+    for result in results:
+        measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
+        means |= means_of([result], tasks, [*measures])
+
     pairs = [(results[0].name, result.name) for result in results[1:]]
-    best = means[ceiling][CHIEF].mean if ceiling else 0.0
-    shares = {name: row[CHIEF].mean / best for name, row in means.items()} if best else {}
-    return AgentResults(means, compare(results, pairs, [CHIEF]), shares)
+    comparisons = compare(results, pairs, [CHIEF])
+    ceiling_rate = means[ceiling][CHIEF].mean if ceiling else 0.0
+    shares: dict[str, float] = {}
+    if ceiling_rate:
+        shares = {name: row[CHIEF].mean / ceiling_rate for name, row in means.items()}
+    return AgentResults(means, comparisons, shares)
 
 
-def task_values(trials: Sequence[Trial], most: int, gold: Relevance | None) -> dict[str, float]:
-    """Measure → value of one task's trials, as far as they tell.
+def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> dict[str, float]:
+    """Compute the measures of one task from its trials.
 
-    Pass@k and Pass^k, up to `most`, are the chances that one of k trials passes, and that all do, drawn from those that
-    there are (Chen et al., 2021): 1 - C(n - c, k) / C(n, k) and C(c, k) / C(n, k) for c of n that passed.
+    With n trials, c of them passed (Chen et al., 2021):
+
+    - Pass@k = 1 - C(n - c, k) / C(n, k): probability that one of k trials passes.
+    - Pass^k = C(c, k) / C(n, k): probability that all of k trials pass.
+
+    Args:
+        trials: Trials of the task.
+        max_k: Largest k.
+        gold: Skills that the task needs, if known.
+
+    Returns:
+        Value by measure. A measure that no trial has data for is absent.
     """
-    num, passed = len(trials), sum(trial.passed for trial in trials)
-    values = {f"Pass@{k}": 1 - comb(num - passed, k) / comb(num, k) for k in range(1, most + 1)}
-    values |= {f"Pass^{k}": comb(passed, k) / comb(num, k) for k in range(2, most + 1)}
+    num = len(trials)
+    num_passed = sum(trial.passed for trial in trials)
+    values: dict[str, float] = {}
+    for k in range(1, max_k + 1):
+        values[f"Pass@{k}"] = 1 - comb(num - num_passed, k) / comb(num, k)
+    for k in range(2, max_k + 1):
+        values[f"Pass^{k}"] = comb(num_passed, k) / comb(num, k)
+
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
-    known = {
+    gold_shares: list[float] = []
+    if gold:
+        for skill_ids in retrieved:
+            needed_ids = as_found(skill_ids, gold).gold
+            gold_shares.append(len(needed_ids & {*skill_ids}) / len(gold.gold))
+    trial_values: dict[str, Sequence[float]] = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],
         "skills": [len(skill_ids) for skill_ids in retrieved],
-        "gold retrieved": [
-            len(as_found(ids, gold).gold & {*ids}) / len(gold.gold) for ids in retrieved if gold
-        ],
+        "gold retrieved": gold_shares,
         "steps": [trial.steps for trial in trials if trial.steps is not None],
         "cost": [trial.cost for trial in trials if trial.cost is not None],
     }
-    return values | {measure: fmean(row) for measure, row in known.items() if row}
+    for measure, row in trial_values.items():
+        if row:
+            values[measure] = fmean(row)
+    return values

@@ -1,12 +1,11 @@
-"""What a plan is worth, task by task (SkillWeaver, section 5.3).
+"""Measures of a plan, task by task (SkillWeaver, section 5.3).
 
-Predicted and gold steps are compared place by place: the i-th predicted step answers for the i-th gold step, and a gold
-step without one is missed. Where a benchmark does not say which skill does which step, measures by place are not
-defined, and their keys are absent. Everything is a share of one task's steps or skills first, then a mean over tasks.
+The i-th planned step is compared with the i-th gold step. A gold step without a planned step counts
+as missed. Where a benchmark does not say which skill does which step, these measures are absent.
+Every measure is a share of the steps or skills of one task; means over tasks are taken elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from statistics import fmean
 
 from skilltrain.metrics.benchmarks.benchmark import Task
@@ -17,119 +16,141 @@ MEANINGS = {
     "DA": "1 if as many steps are planned as the gold plan has",
     "DA±1": "1 if the numbers differ by one at most",
     "steps": "how many steps are planned",
-    "R@k": "share of the gold steps whose skill is among the first k found for the planned step at their place",
-    "CatR@k": "the same for any skill of the gold skill's category",
+    "R@k": "share of the gold steps whose skill is among the first k skills retrieved for the "
+    "planned step at the same position",
+    "CatR@k": "R@k with any skill of the gold skill's category as a hit",
     "Chain exact": "1 if the chosen skills are the gold skills, step by step",
-    "Chain category (share)": "share of the gold steps with a chosen skill of their category (the paper's section 5.3)",
+    "Chain category (share)": "share of the gold steps whose chosen skill has their skill's "
+    "category (the paper's section 5.3)",
     "Chain category (all)": "1 if that share is 1 and DA is 1 (the caption of the paper's table 2)",
-    "Skill R@k": "share of the gold skills among the first k found for any planned step",
+    "Skill R@k": "share of the gold skills among the first k skills retrieved for any planned step",
     "Chosen": "share of the gold skills that are chosen for some step",
-    "Step R@k": "share of the gold steps whose own first hit is among the first k found for some planned step",
+    "Step R@k": "share of the gold steps whose own first hit is among the first k skills "
+    "retrieved for any planned step",
     "Oracle R@1": "R@1 with the gold steps' own words as the plan",
     "Oracle CatR@1": "CatR@1 with the gold steps' own words as the plan",
     "Oracle Skill R@10": "Skill R@10 with the gold steps' own words as the plan",
-    "Lost in composition": "share of the gold skills that were found for a planned step, and not chosen",
-    "Lost in decomposition": "share found for no planned step, yet for a gold step's own words",
-    "Lost in retrieval": "share found for neither, to the same depth",
+    "Lost in composition": "share of the gold skills that were retrieved for a planned step, "
+    "but not chosen",
+    "Lost in decomposition": "share retrieved for no planned step, but for a gold step's own words",
+    "Lost in retrieval": "share retrieved for neither, to the same depth",
     "Context saved": "1 - tokens of the chosen skills / tokens of all skills",
 }
-Found = Sequence[Sequence[str]]
-"""The ids found for each step, best first."""
+SkillsByStep = Sequence[Sequence[str]]
+"""Ids of the skills retrieved for each step, best first."""
 
 
 def measure_names() -> tuple[str, ...]:
-    """All measures in order, with their cutoffs."""
-    cut = [
-        [f"{name[:-1]}{k}" for k in CUTOFFS] if name.endswith("@k") else [name] for name in MEANINGS
-    ]
-    return tuple(chain.from_iterable(cut))
+    """Return the names of all measures in order, with their cutoffs."""
+    names: list[str] = []
+    for name in MEANINGS:
+        if name.endswith("@k"):
+            names += [f"{name[:-1]}{k}" for k in CUTOFFS]
+        else:
+            names.append(name)
+    return tuple(names)
 
 
 def plan_values(
     task: Task,
-    found: Found,
+    retrieved: SkillsByStep,
     chosen: Sequence[str | None],
-    oracle: Found,
+    oracle: SkillsByStep,
     skills: Mapping[str, Skill],
     tokens: Mapping[str, int],
 ) -> dict[str, float]:
-    """Measure → value of one task, where it is defined.
+    """Measure the plan of one task.
 
-    `found` and `chosen` (None for no skill) are of each planned step, `oracle` is found for the gold steps' own words;
-    `tokens` are of all `skills`.
+    Args:
+        task: The task with its gold steps and gold skills.
+        retrieved: Skills retrieved for each planned step.
+        chosen: Id of the skill chosen for each planned step; None for no skill.
+        oracle: Skills retrieved for the gold steps' own words.
+        skills: All skills by id.
+        tokens: Number of tokens by skill id.
+
+    Returns:
+        Value by measure, for the measures that are defined for the task.
     """
-    num, num_gold = len(found), len(task.steps)
-    used = sum(tokens[one] for one in {*chosen} if one)
-    values = {"steps": float(num), "Context saved": 1 - used / max(1, sum(tokens.values()))}
-    values |= _of_needs(task, found, chosen, oracle)
+    num_steps = len(retrieved)
+    num_gold = len(task.steps)
+    chosen_ids = {skill_id for skill_id in chosen if skill_id}
+    num_tokens = sum(tokens[skill_id] for skill_id in chosen_ids)
+    values = {
+        "steps": float(num_steps),
+        "Context saved": 1 - num_tokens / max(1, sum(tokens.values())),
+    }
+    values |= _measure_needs(task, retrieved, chosen_ids, oracle)
     if task.steps:
-        values |= {"DA": float(num == num_gold), "DA±1": float(abs(num - num_gold) <= 1)}
-        values |= {
-            f"Step R@{k}": fmean(bool({*own[:1]} & _seen(found, k)) for own in oracle)
-            for k in CUTOFFS
-        }
+        values["DA"] = float(num_steps == num_gold)
+        values["DA±1"] = float(abs(num_steps - num_gold) <= 1)
+        for k in CUTOFFS:
+            top_ids = _top_ids(retrieved, k)
+            values[f"Step R@{k}"] = fmean(bool({*ids[:1]} & top_ids) for ids in oracle)
+
     gold = [step.skill_id for step in task.steps]
     if not gold or not all(gold):
         return values
-    kinds = {one: skill.category for one, skill in skills.items()}
-    picked = [[one] if one else [] for one in chosen]
+
+    # Each gold step has a skill: compare step by step.
+    categories = {skill_id: skill.category for skill_id, skill in skills.items()}
     for k in CUTOFFS:
-        values |= {
-            f"R@{k}": _by_place(gold, found, k),
-            f"CatR@{k}": _by_place(gold, found, k, kinds),
-        }
-    share = _by_place(gold, picked, 1, kinds)
+        values[f"R@{k}"] = _recall(gold, retrieved, k)
+        values[f"CatR@{k}"] = _category_recall(gold, retrieved, k, categories)
+    chosen_by_step = [[skill_id] if skill_id else [] for skill_id in chosen]
+    share = _category_recall(gold, chosen_by_step, 1, categories)
     return values | {
         "Chain exact": float([*chosen] == gold),
         "Chain category (share)": share,
-        "Chain category (all)": float(share == 1 and num == num_gold),
-        "Oracle R@1": _by_place(gold, oracle, 1),
-        "Oracle CatR@1": _by_place(gold, oracle, 1, kinds),
+        "Chain category (all)": float(share == 1 and num_steps == num_gold),
+        "Oracle R@1": _recall(gold, oracle, 1),
+        "Oracle CatR@1": _category_recall(gold, oracle, 1, categories),
     }
 
 
-def _of_needs(
-    task: Task, found: Found, chosen: Sequence[str | None], oracle: Found
+def _measure_needs(
+    task: Task, retrieved: SkillsByStep, chosen_ids: set[str], oracle: SkillsByStep
 ) -> dict[str, float]:
-    """What became of each gold skill, or of any of its alternatives."""
+    """Measure where each gold skill, or an alternative of it, is met or lost."""
     needs = {skill_id: {skill_id} for skill_id in sorted(task.relevance.gold)}
-    for skill_id, need in task.relevance.alternatives.items():
-        needs[need].add(skill_id)
+    for skill_id, gold_id in task.relevance.alternatives.items():
+        needs[gold_id].add(skill_id)
 
-    def share(ids: set[str], *without: set[str]) -> float:
-        """Of the needs, those that `ids` meet and nothing of `without` does."""
-        return fmean(
-            bool(need & ids) and not any(need & other for other in without)
-            for need in needs.values()
-        )
+    def share(ids: set[str], *excluded: set[str]) -> float:
+        """Return the share of needs that `ids` meet and the `excluded` ids do not."""
+        excluded_ids = set().union(*excluded)
+        return fmean(bool(need & ids) and not need & excluded_ids for need in needs.values())
 
-    picked, seen, by_oracle = (
-        {one for one in chosen if one},
-        _seen(found, None),
-        _seen(oracle, None),
-    )
-    values = {f"Skill R@{k}": share(_seen(found, k)) for k in CUTOFFS}
-    values |= {"Chosen": share(picked), "Lost in composition": share(seen, picked)}
+    retrieved_ids = _top_ids(retrieved, None)
+    oracle_ids = _top_ids(oracle, None)
+    values = {f"Skill R@{k}": share(_top_ids(retrieved, k)) for k in CUTOFFS}
+    values["Chosen"] = share(chosen_ids)
+    values["Lost in composition"] = share(retrieved_ids, chosen_ids)
     if task.steps:
-        values["Oracle Skill R@10"] = share(_seen(oracle, 10))
-        values["Lost in decomposition"] = share(by_oracle, picked, seen)
-        values["Lost in retrieval"] = share({*chain(*needs.values())}, picked, seen, by_oracle)
+        all_ids = set().union(*needs.values())
+        values["Oracle Skill R@10"] = share(_top_ids(oracle, 10))
+        values["Lost in decomposition"] = share(oracle_ids, chosen_ids, retrieved_ids)
+        values["Lost in retrieval"] = share(all_ids, chosen_ids, retrieved_ids, oracle_ids)
     return values
 
 
-def _seen(found: Found, k: int | None) -> set[str]:
-    return {skill_id for own in found for skill_id in own[:k]}
+def _top_ids(skills_by_step: SkillsByStep, k: int | None) -> set[str]:
+    """Return the first `k` skills (None: all) of all steps together."""
+    return set().union(*(skill_ids[:k] for skill_ids in skills_by_step))
 
 
-def _by_place(
-    gold: Sequence[str], found: Found, k: int, kinds: Mapping[str, str | None] | None = None
+def _recall(gold: Sequence[str], skills_by_step: SkillsByStep, k: int) -> float:
+    """Return the share of gold skills among the first `k` skills of the step at their position."""
+    pairs = zip(gold, skills_by_step, strict=False)
+    return sum(gold_id in skill_ids[:k] for gold_id, skill_ids in pairs) / len(gold)
+
+
+def _category_recall(
+    gold: Sequence[str], skills_by_step: SkillsByStep, k: int, categories: Mapping[str, str | None]
 ) -> float:
-    """The share of `gold` among the first `k` found at their place; with `kinds`, of their categories."""
-    hits = 0
-    for one, own in zip(gold, found, strict=False):
-        hits += (
-            one in own[:k]
-            if kinds is None
-            else kinds[one] in {kinds[other] for other in own[:k]} - {None}
-        )
-    return hits / len(gold)
+    """Return `_recall` with any skill of the gold skill's category as a hit."""
+    num_hits = 0
+    for gold_id, skill_ids in zip(gold, skills_by_step, strict=False):
+        step_categories = {categories[skill_id] for skill_id in skill_ids[:k]}
+        num_hits += categories[gold_id] in step_categories - {None}
+    return num_hits / len(gold)
