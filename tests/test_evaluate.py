@@ -11,7 +11,7 @@ from benchmark_folders import skillrouter, write, write_ours, write_pool
 from faults import raises
 from llm_server import LLMServer, Reply, chat, embeddings, llm_server
 from skilltrain.config import validate
-from skilltrain.evaluation.analyse import AnalysisConfig, Inputs, analyse_inputs
+from skilltrain.evaluation.analyse import AnalysisConfig, Inputs, run_input_analyses
 from skilltrain.evaluation.candidates import Candidates
 from skilltrain.evaluation.evaluate import Evaluate
 from skilltrain.llm.answers import estimate_tokens
@@ -368,7 +368,7 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     config = AnalysisConfig.model_validate({"more": [STRUCTURE]})
-    rows = analyse_inputs(config, Inputs([], benchmark, skills))["structure"]
+    rows = run_input_analyses(config, Inputs([], benchmark, skills))["structure"]
     assert {(row["num_gold"], row["num_others"]) for row in rows} == {(2, 8)}
 
 

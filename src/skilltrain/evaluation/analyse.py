@@ -1,4 +1,7 @@
-"""The analyses of an evaluation, each a list of rows in metrics.json, of its models and skills and of their answers."""
+"""Analyses of an evaluation: of its models and skills, and of the systems' answers.
+
+Each analysis is a list of rows in metrics.json.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,12 +15,7 @@ from skilltrain.config import Config, InputPath
 from skilltrain.evaluation.report import Report
 from skilltrain.metrics.benchmarks.benchmark import Benchmark
 from skilltrain.metrics.bootstrap import Interval, cluster_sums, separation
-from skilltrain.metrics.comparison import (
-    SystemResult,
-    same_queries,
-    sign_test,
-    values_of,
-)
+from skilltrain.metrics.comparison import SystemResult, same_queries, sign_test, values_of
 from skilltrain.metrics.measures import Measure, per_query
 from skilltrain.metrics.slices import Row, means_of
 from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -31,12 +29,12 @@ from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 
 STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
-_DECIDES = "Hit@1"  # what is right and what is wrong in the analyses that need a yes or no
-_WHOLE = 10**9  # characters
+_RIGHT_OR_WRONG = "Hit@1"  # measure that says whether a system got a query right
+_NO_LIMIT = 10**9  # characters
 
 
 class Inputs(NamedTuple):
-    """What an evaluation is made of. `skills` are those of all pools by id."""
+    """Systems and benchmark of an evaluation, and the skills of all pools by id."""
 
     systems: Sequence[SystemConfig]
     benchmark: Benchmark
@@ -49,15 +47,15 @@ class Inputs(NamedTuple):
 
 
 class Analysis(Config):
-    """Base of an analysis: settings, and rows of metrics.json under its kind, which a report shows as a table.
+    """Base of an analysis. Its rows are in metrics.json under its kind, and in the report's tables.
 
-    A subclass has one of the two methods.
+    A subclass overrides one of the two methods.
     """
 
     kind: Any  # a Literal in each analysis
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
-        """Analyse models or skills before anything is ranked. Raises SkilltrainError if it cannot."""
+        """Analyse models or skills before anything is ranked. May raise SkilltrainError."""
         return []
 
     def analyse_results(self, report: Report) -> list[Row]:
@@ -66,163 +64,196 @@ class Analysis(Config):
 
 
 class AnalysisConfig(Config):
-    """What an evaluation looks at beside its measures; all of it costs little but what asks models again."""
+    """Analyses beside the measures. All are cheap, except those that run models again."""
 
     num_timed: int = Field(
-        default=0, ge=0, description="queries asked once more, alone, to time what asks no server"
+        default=0, ge=0, description="queries to rank again one at a time, to time local rankers"
     )
     unserved: InputPath | None = Field(
         default=None,
-        description="JSON Lines of queries (key `query`) that no skill serves: does the best score tell?",
+        description="JSON Lines of queries (key `query`) that no skill serves: do scores show it?",
     )
     truncation: bool = Field(
-        default=False, description="how many skills each model sees whole; reads the whole pool"
+        default=False, description="count the skills that each model sees whole; reads all skills"
     )
     more: tuple[Annotated[SerializeAsAny[Analysis], OneOf("analysis")], ...] = Field(
         default=cast(Any, ({"kind": "pass_rates"},)), description="further analyses"
     )
 
 
-def analyse_inputs(config: AnalysisConfig, inputs: Inputs) -> dict[str, list[Row]]:
-    """The analyses that need no ranking, made first, so that what fails, fails early.
+def run_input_analyses(config: AnalysisConfig, inputs: Inputs) -> dict[str, list[Row]]:
+    """Run the analyses that need no ranking. They come first, so that faults show early.
 
-    Raises SkilltrainError where an analysis was asked for and cannot be made.
+    Raises:
+        SkilltrainError: An analysis is impossible.
     """
-    rows = {one.kind: one.analyse_inputs(inputs) for one in config.more}
+    rows = {analysis.kind: analysis.analyse_inputs(inputs) for analysis in config.more}
     if config.truncation:
         skills = [*inputs.skills.values()]
         rows["truncation"] = [truncation(model, skills) for model in inputs.models()]
     return rows
 
 
-def analyse_results(
+def run_result_analyses(
     config: AnalysisConfig, report: Report, stages: Mapping[str, Sequence[RankedStage]]
 ) -> dict[str, list[Row]]:
-    """Analyse the results. `report` has the rows of `analyse_inputs`.
+    """Run the analyses of rankings.
 
-    Outcomes compare each system with the one before it: a pair that the recipe puts side by side.
+    Args:
+        config: Settings.
+        report: Report with the rows of `run_input_analyses`.
+        stages: Answers of each ranker by system.
     """
-    results = report.results
-    decides = all(_DECIDES in values for result in results for values in result.per_query.values())
-    pairs = pairwise(results) if decides else ()
-    return {
-        "outcomes": [outcomes(before, after, _DECIDES) for before, after in pairs],
-        "stages": stage_recalls(stages, report.benchmark),
-        "latencies": latencies(stages),
-        **{
-            one.kind: [*report.analysis[one.kind], *one.analyse_results(report)]
-            for one in config.more
-        },
-    }
+    measures = [values for result in report.results for values in result.per_query.values()]
+    rows: dict[str, list[Row]] = {"outcomes": []}
+    if all(_RIGHT_OR_WRONG in values for values in measures):
+        # Systems that are next to each other in the recipe are compared.
+        for baseline, system in pairwise(report.results):
+            rows["outcomes"].append(outcomes(baseline, system, _RIGHT_OR_WRONG))
+    rows["stages"] = stage_recalls(stages, report.benchmark)
+    rows["latencies"] = latencies(stages)
+    for analysis in config.more:
+        input_rows = report.analysis[analysis.kind]
+        rows[analysis.kind] = [*input_rows, *analysis.analyse_results(report)]
+    return rows
 
 
 def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
-    """Return which queries `system` changed, by a measure that is 0 or 1 (SkillRouter, section 5.5.1).
+    """Return the queries that `system` changed (SkillRouter, section 5.5.1).
 
-    Queries are right in both systems, in `system` alone (fixed), in `baseline` alone (broken) or in neither. `p` is
-    exact (`sign_test`).
+    Args:
+        baseline: System to compare with.
+        system: System that is compared.
+        measure: Measure that is 0 (wrong) or 1 (right).
+
+    Returns:
+        The exact p (`sign_test`), and the ids of the queries that are right in both systems, only
+        in `system` (fixed), only in `baseline` (broken) or in neither.
     """
     query_ids = same_queries([baseline, system])
-    before, after = (values_of(result, query_ids, [measure]) for result in (baseline, system))
-    net, _ = cluster_sums(after - before, baseline.clusters_of(query_ids))
-    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure}
-    row["p"] = sign_test(net[:, 0])
+    before = values_of(baseline, query_ids, [measure])
+    after = values_of(system, query_ids, [measure])
+    differences, _ = cluster_sums(after - before, baseline.clusters_of(query_ids))
+    row: Row = {
+        "baseline": baseline.name,
+        "system": system.name,
+        "measure": measure,
+        "p": sign_test(differences[:, 0]),
+    }
     cells = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
     for cell, (was_right, is_right) in cells.items():
-        chosen = (before == was_right) & (after == is_right)
-        row[cell] = np.array(query_ids)[chosen[:, 0]].tolist()
+        is_in_cell = (before == was_right) & (after == is_right)
+        row[cell] = np.array(query_ids)[is_in_cell[:, 0]].tolist()
     return row
 
 
-def tell_unserved(
-    ranked: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query]
+def unserved_separation(
+    rankings_by_system: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query]
 ) -> dict[str, Interval]:
-    """System → the chance that its best score for a query is above that for one of the `unserved`; -inf for no skill.
+    """Return how well each system's best score separates served queries from unserved ones.
 
-    A fused score is made of z-scores over a query's own candidates, and so says how far the best one stands out.
+    It is the probability that the best score of one of `query_ids` is above that of one of
+    `unserved`. The score of an empty ranking is -inf. A fused score is comparable between queries:
+    it consists of z-scores, which say how far the best skill stands out among the candidates.
     """
 
-    def tops(rankings: Rankings, ids: Iterable[str]) -> list[float]:
+    def best_scores(rankings: Rankings, ids: Iterable[str]) -> list[float]:
         return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
 
-    others = [query.query_id for query in unserved]
-    return {
-        name: separation(tops(row, query_ids), tops(row, others)) for name, row in ranked.items()
-    }
+    unserved_ids = [query.query_id for query in unserved]
+    separations: dict[str, Interval] = {}
+    for system, rankings in rankings_by_system.items():
+        served_scores = best_scores(rankings, query_ids)
+        separations[system] = separation(served_scores, best_scores(rankings, unserved_ids))
+    return separations
 
 
 def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark) -> list[Row]:
-    """What each ranker of the systems of several finds (SkillFlow, table 3): the means of measures with cutoffs up to
-    its longest ranking, and how many skills it passes on (`num_passed`).
+    """Score each ranker of the systems that have several (SkillFlow, table 3).
 
-    Recall at this cutoff is what later rankers cannot exceed, Hit at it the Hit@1 of a perfect next ranker.
+    A row has the means of measures at several cutoffs, and `num_passed`, the number of skills that
+    the ranker passes on. Recall at `num_passed` is the most that later rankers can reach. Hit at
+    `num_passed` is the Hit@1 of a perfect next ranker.
     """
     relevances = benchmark.relevances
-    found: list[Row] = []
+    rows: list[Row] = []
     for system, ranked in stages.items():
-        for number, stage in enumerate(ranked if len(ranked) > 1 else (), 1):
+        if len(ranked) == 1:
+            continue
+        for number, stage in enumerate(ranked, 1):
             longest = max(1, *map(len, stage.rankings.values()))
-            passed = min(stage.num_passed or longest, longest)
-            cutoffs = sorted({passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
-            measures = [Measure(name, k) for name in ("Recall", "Precision") for k in cutoffs]
-            measures += [Measure("MRR", longest), Measure("Hit", passed)]
+            num_passed = min(stage.num_passed or longest, longest)
+            cutoffs = sorted({num_passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
+            measures = [
+                *(Measure("Recall", k) for k in cutoffs),
+                *(Measure("Precision", k) for k in cutoffs),
+                Measure("MRR", longest),
+                Measure("Hit", num_passed),
+            ]
             scores = per_query(stage.skill_ids(), relevances, measures)
             result = SystemResult(system, scores, {}, benchmark.clusters)
             means = means_of([result], list(relevances), list(map(str, measures)))[system]
             row: Row = {"system": system, "stage": f"{number} {stage.kind}"}
-            found.append(row | {"num_passed": passed, "means": means})
-    return found
+            rows.append(row | {"num_passed": num_passed, "means": means})
+    return rows
 
 
 def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
-    """Seconds that a query asked alone waits for each ranker of the systems that were timed, and for all (`total`).
+    """Return the latency of each ranker that was timed and, if all were, of the system (`total`).
 
-    `gpu_gib` is the most memory in use on the GPU, `gpu_seconds` are those of 1,000 queries for which a ranker holds
-    it; both are None for rankers that use none. With few queries p95 says little.
+    Latencies are seconds of queries that were ranked one at a time. With few queries p95 says
+    little. `gpu_gib` is the peak GPU memory, and `gpu_seconds` the time for which 1,000 queries
+    occupy the GPU. Both are None for rankers that use none.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for system, ranked in stages.items():
-        rows = {
-            f"{number} {stage.kind}": [stage]
-            for number, stage in enumerate(ranked, 1)
-            if stage.alone
-        }
-        if len(rows) == len(ranked):
-            rows["total"] = [*ranked]
-        for name, own in rows.items():
-            seconds = np.sum([stage.alone for stage in own], axis=0)
-            mean, (p50, p95) = float(seconds.mean()), np.quantile(seconds, (0.5, 0.95)).tolist()
-            num_bytes = max(stage.gpu_bytes for stage in own)
-            held = sum(float(np.mean(stage.alone)) for stage in own if stage.gpu_bytes)
-            gpu = {"gpu_gib": num_bytes / 2**30 or None, "gpu_seconds": 1000 * held or None}
-            times = {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
-            found.append({"system": system, "stage": name, **times, **gpu, "num": len(seconds)})
-    return found
+        groups: dict[str, Sequence[RankedStage]] = {}
+        for number, stage in enumerate(ranked, 1):
+            if stage.alone:
+                groups[f"{number} {stage.kind}"] = [stage]
+        if len(groups) == len(ranked):
+            groups["total"] = ranked
+        for name, group in groups.items():
+            seconds = np.sum([stage.alone for stage in group], axis=0)
+            mean = float(seconds.mean())
+            p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
+            gpu_gib = max(stage.gpu_bytes for stage in group) / 2**30
+            gpu_seconds = sum(float(np.mean(stage.alone)) for stage in group if stage.gpu_bytes)
+            row: Row = {"system": system, "stage": name}
+            row |= {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
+            row |= {"gpu_gib": gpu_gib or None, "gpu_seconds": 1000 * gpu_seconds or None}
+            rows.append(row | {"num": len(seconds)})
+    return rows
 
 
 def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Row:
-    """The share of `skills` that a model sees whole (SkillFlow, figure 6): of the fields that it is shown, neither the
-    template's characters nor its tokens cut anything. Nothing is taken off a reranker's tokens for the query.
+    """Return the share of skills that a model sees whole (SkillFlow, figure 6).
+
+    Of such a skill neither the template's limits of characters nor `max_tokens` cuts any field that
+    the template shows. A reranker's tokens are counted as if the query had none.
     """
     if isinstance(config, RerankConfig):
         pairs = load_reranker(config, default_device()).pairs
-        template, text, room = (
-            pairs.template.skill,
-            pairs.text,
-            pairs.settings.max_tokens - pairs.num_fixed,
-        )
+        template = pairs.template.skill
+        tokenizer = pairs.text
+        max_skill_tokens = pairs.settings.max_tokens - pairs.num_fixed
     else:
         encoder = load_encoder(config, default_device())
-        template, text = encoder.settings.template.skill, encoder.text_tokenizer
-        room = encoder.settings.max_tokens - len(encoder.tokenize([""], 8)[0])
-    uncapped = template.model_copy(update={"description_chars": _WHOLE, "body_chars": _WHOLE})
-    num = 0
+        template = encoder.settings.template.skill
+        tokenizer = encoder.text_tokenizer
+        num_special = len(encoder.tokenize([""], 8)[0])
+        max_skill_tokens = encoder.settings.max_tokens - num_special
+    whole_template = template.model_copy(
+        update={"description_chars": _NO_LIMIT, "body_chars": _NO_LIMIT}
+    )
+    num_whole = 0
     for skill in track(skills, f"lengths for {config.source}", len(skills)):
-        shown = template.render(skill)
-        num += shown == uncapped.render(skill) and len(text.ids([shown])[0]) <= room
+        text = template.render(skill)
+        if text == whole_template.render(skill):
+            num_whole += len(tokenizer.ids([text])[0]) <= max_skill_tokens
     return {
         "model": config.source,
-        "max_tokens": room,
-        "whole": num / len(skills),
+        "max_tokens": max_skill_tokens,
+        "whole": num_whole / len(skills),
         "num_skills": len(skills),
     }

@@ -1,11 +1,12 @@
-"""Stage `evaluate`: systems side by side on a benchmark, with intervals; and predictions of others, scored alone."""
+"""Stage `evaluate`: compare systems, and predictions of other software, on a benchmark."""
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -16,9 +17,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import (
     AnalysisConfig,
     Inputs,
-    analyse_inputs,
-    analyse_results,
-    tell_unserved,
+    run_input_analyses,
+    run_result_analyses,
+    unserved_separation,
 )
 from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
@@ -46,8 +47,8 @@ from skilltrain.terminal import console, say
 from skilltrain.version import __version__
 
 PREDICTION_MEASURES = (*DEFAULT_MEASURES, "COMP@10", "Set-Compat")
-Predicted = dict[str, dict[str, list[str]]]
-"""File's name → query_id → ranked skill ids."""
+Predictions = dict[str, list[str]]
+"""Ranked skill ids by query id."""
 
 
 class Evaluate(Stage):
@@ -59,11 +60,11 @@ class Evaluate(Stage):
     stage: Literal["evaluate"]
     pool: InputPath | None = Field(
         default=None,
-        description="SKILLS table, or whatever the stage pool reads; null: the benchmark's own, if any",
+        description="SKILLS table, or whatever the stage pool reads; null: the benchmark's",
     )
     benchmark: InputPaths = Field(
         min_length=1,
-        description="folder of a benchmark, published or ours; several are tiers: [data/easy, data/hard]",
+        description="folder of a benchmark; several are its tiers: [data/easy, data/hard]",
     )
     split: str | None = Field(
         default=None, description="score the queries of this split only; null for all"
@@ -74,116 +75,148 @@ class Evaluate(Stage):
     )
     clusters: InputPath | None = Field(
         default=None,
-        description="CLUSTERS of the pool: adds `Hit@1 (copies)` …, where near-duplicates count as gold",
+        description="CLUSTERS of the pool: adds `Hit@1 (copies)` …: near-duplicates count as gold",
     )
     measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
     depth: int = Field(
-        default=50, ge=1, description="length of the rankings, unless a measure looks further"
+        default=50,
+        ge=1,
+        description="length of the rankings, at least the largest cutoff of a measure",
     )
     analysis: AnalysisConfig = Field(
-        default=AnalysisConfig(), description="what to look at beside the measures"
+        default=AnalysisConfig(), description="further analyses of systems and rankings"
     )
     out: Path = Field(
-        description="folder to write: metrics.json, report.html, report.md, per-query values, RANKINGS"
+        description="folder to write: metrics.json, the report, per_query.jsonl and RANKINGS"
     )
 
     @model_validator(mode="after")
-    def _knows_copies(self) -> "Evaluate":
-        if self.clusters is None and (
-            asked := [name for name in self.measures if name.endswith(COPIES)]
-        ):
-            raise ValueError(
-                f"measures: {asked[0]} counts near-duplicates of gold skills: give clusters=…"
-            )
+    def _check_copies(self) -> "Evaluate":
+        copy_measures = [name for name in self.measures if name.endswith(COPIES)]
+        if copy_measures and self.clusters is None:
+            name = copy_measures[0]
+            what = f"{name} counts near-duplicates of gold skills"
+            raise ValueError(f"measures: {what}: give clusters=…")
         return self
 
     @property
     def scored(self) -> tuple[Measure, ...]:
-        """What every query is scored by: `measures`, with copies too where there are `clusters`."""
+        """All measures: `measures` and, if there are `clusters`, the same with copies."""
         measures = parse_measures(self.measures)
         return measures if self.clusters is None else with_copies(measures)
 
     @property
     def num_systems(self) -> int:
-        """How many systems and files of predictions are compared."""
+        """Number of systems and files of predictions."""
         return len(self.systems) + len(self.predictions)
 
     def run(self, out: Path) -> Summary:
-        """Write the report and the rankings. The table goes to the terminal; the summary has the means."""
-        benchmark, pools, predicted = _opened(self)
-        check_systems(self.systems)  # before what an analysis takes
-        by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
-        inputs = Inputs(self.systems, benchmark, by_id)
-        analysis: dict[str, Any] = {**analyse_inputs(self.analysis, inputs)}
+        """Write the report and the rankings, print a table, and return the means."""
+        data = _load(self)
+        check_systems(self.systems)  # before the analyses, which may take long
+        inputs = Inputs(self.systems, data.benchmark, data.skills)
+        analysis: dict[str, Any] = {**run_input_analyses(self.analysis, inputs)}
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
-        stages, asked = _ranked(self, benchmark, pools, unserved)
-        notes = [*benchmark.notes, *_select_notes(asked)]
-        query_ids = [*benchmark.relevances]
+        stages, chat_counts = _rank(self, data, unserved)
+
+        query_ids = [*data.benchmark.relevances]
+        notes = [*data.benchmark.notes, *_chat_notes(chat_counts)]
         if unserved:
-            last = {name: ranked[-1].rankings for name, ranked in stages.items()}
-            analysis["unserved"] = told = tell_unserved(last, query_ids, unserved)
-            notes += [
-                f"{name}: its best score for a query is above that for one that no skill serves with a chance of {value} "
-                f"(n = {len(query_ids)} and {len(unserved)})."
-                for name, value in told.items()
-            ]
+            rankings_by_system = {name: ranked[-1].rankings for name, ranked in stages.items()}
+            separations = unserved_separation(rankings_by_system, query_ids, unserved)
+            analysis["unserved"] = separations
+            for name, value in separations.items():
+                notes.append(
+                    f"{name}: its best score for a query is above that for one that no skill "
+                    f"serves with a chance of {value} (n = {len(query_ids)} and {len(unserved)})."
+                )
+
+        # The unserved queries are in none of the results below.
         stages = {
             name: [stage.only(query_ids) for stage in ranked] for name, ranked in stages.items()
         }
-        if stages:
-            found = {stage.name: stage.rankings for ranked in stages.values() for stage in ranked}
-            write_table(rankings_table(found), RANKINGS, out)
-        rankings = {name: ranked[-1].skill_ids() for name, ranked in stages.items()} | predicted
-        report = _report(self, benchmark, rankings, by_id, notes, _provenance(self, len(by_id)))
+        all_stages = [*chain.from_iterable(stages.values())]
+        if all_stages:
+            rankings = {stage.name: stage.rankings for stage in all_stages}
+            write_table(rankings_table(rankings), RANKINGS, out)
+        ranked_ids = {name: ranked[-1].skill_ids() for name, ranked in stages.items()}
+        ranked_ids |= data.predictions
+        provenance = _provenance(self, len(data.skills))
+        report = _report(self, data.benchmark, ranked_ids, data.skills, notes, provenance)
+
+        # The later analyses read the report with the earlier ones.
         report = replace(report, analysis=analysis)
-        results = analyse_results(self.analysis, report, stages)
+        results = run_result_analyses(self.analysis, report, stages)
         report = replace(report, analysis=analysis | results)
         write_report(report, out)
         console.print(terminal_table(report, console.width))
-        means = report.every.means.items()
+
+        means: dict[str, dict[str, float]] = {}
+        for name, intervals in report.every.means.items():
+            means[name] = {measure: round(value.mean, 4) for measure, value in intervals.items()}
         return {
-            "num_queries": len(benchmark.tasks),
-            "systems": {
-                name: {measure: round(one.mean, 4) for measure, one in row.items()}
-                for name, row in means
-            },
-            "seconds_a_query": {
-                stage.name: round(stage.seconds, 6)
-                for ranked in stages.values()
-                for stage in ranked
-            },
-            "asked": asked,
+            "num_queries": len(query_ids),
+            "systems": means,
+            "seconds_a_query": {stage.name: round(stage.seconds, 6) for stage in all_stages},
+            "asked": chat_counts,
         }
 
     def dry_run(self) -> Summary:
-        """Count what would be ranked, and estimate the cost of chat models and embeddings servers."""
-        benchmark, pools, _ = _opened(self)
-        skills = [skill for pool in pools for skill in pool.values()]
-        return estimate_ranking(self.systems, benchmark.queries, skills)
+        """Count what would be ranked, and estimate the cost of chat models and servers."""
+        data = _load(self)
+        skills = [*chain.from_iterable(pool.values() for pool in data.pools)]
+        return estimate_ranking(self.systems, data.benchmark.queries, skills)
 
 
 def score_predictions(config: Evaluate) -> Report:
-    """The report of predictions, without models; with a pool their ids are checked against it.
+    """Make the report of predictions, without models.
 
-    Raises SkilltrainError for predictions and benchmarks that do not fit together.
+    Raises:
+        SkilltrainError: Predictions do not fit the benchmark or, if there is one, the pool.
     """
-    benchmark, _, predicted = _opened(config)
-    return _report(config, benchmark, predicted, {}, benchmark.notes, {})
+    data = _load(config)
+    return _report(config, data.benchmark, data.predictions, {}, data.benchmark.notes, {})
 
 
-def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predicted]:
-    """(the benchmark as each of its parts can be scored over its pool, these pools, predictions by their file's name).
+class _Data(NamedTuple):
+    """Inputs of an evaluation.
 
-    An empty pool limits nothing. Raises SkilltrainError for whatever can be known to be wrong before anything is
-    ranked: nothing to score, no pool to rank, a gold skill that the pool lacks, predictions that do not fit.
+    Attributes:
+        benchmark: Tasks that can be scored.
+        pools: Skills by id for each part of the benchmark. An empty pool allows all skill ids.
+        predictions: Predictions by the name of their file.
+    """
+
+    benchmark: Benchmark
+    pools: Sequence[Mapping[str, Skill]]
+    predictions: Mapping[str, Predictions]
+
+    @property
+    def skills(self) -> dict[str, Skill]:
+        """Skills of all pools by id."""
+        return _merge(self.pools)
+
+
+def _merge(pools: Sequence[Mapping[str, Skill]]) -> dict[str, Skill]:
+    skills: dict[str, Skill] = {}
+    for pool in pools:
+        skills |= pool
+    return skills
+
+
+def _load(config: Evaluate) -> _Data:
+    """Load the inputs, and find their faults before anything is ranked.
+
+    Raises:
+        SkilltrainError: There is nothing to score or no pool to rank, the pool lacks a gold skill,
+            or predictions do not fit the benchmark.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     if not config.systems and not config.predictions:
-        raise SkilltrainError(
-            "nothing-to-score", "there is nothing to evaluate: give systems or predictions"
-        )
+        what = "there is nothing to evaluate: give systems or predictions"
+        raise SkilltrainError("nothing-to-score", what)
     if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
     if config.pool is None:
@@ -191,170 +224,181 @@ def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predic
     else:
         skills = read_pool(config.pool)
         pools = [part.with_gold(skills) for part in benchmark.parts]
-    parts = zip(benchmark.parts, pools, strict=True)
-    benchmark = joined([check_pool(part, pool.keys()) if pool else part for part, pool in parts])
-    by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
-    predicted: Predicted = {}
-    for file in config.predictions:
-        if file.stem in [*predicted, *(system.name for system in config.systems)]:
-            raise SkilltrainError(
-                "repeated-name",
-                f"another system is called '{file.stem}' as well",
-                where=file,
-                fix="rename it",
-            )
-        predicted[file.stem] = _predictions(file, benchmark, by_id)
-    if config.clusters is not None:
-        if not by_id:
-            raise SkilltrainError(
-                "missing-pool",
-                "copies are found by the skills' texts",
-                where="clusters",
-                fix="give pool=…",
-            )
-        relevances = [task.relevance for task in benchmark.tasks]
-        wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
-        benchmark = knowing_copies(benchmark, copies_of(wanted, by_id, config.clusters))
-    return benchmark, pools, predicted
-
-
-def _ranked(
-    config: Evaluate,
-    benchmark: Benchmark,
-    pools: Sequence[Mapping[str, Skill]],
-    unserved: Sequence[Query],
-) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
-    """(system → what each of its rankers answers, the queries of each part over its pool; ranker → what it asked).
-
-    The `unserved` queries are asked over the first pool. No Recall@100 is counted over rankings of 50.
-    """
-    found: dict[str, list[RankedStage]] = {}
-    asked: dict[str, Mapping[str, Any]] = {}
-    depth = max(config.depth, *(measure.cutoff for measure in config.scored))
+    parts: list[Benchmark] = []
     for part, pool in zip(benchmark.parts, pools, strict=True):
-        queries = part.queries if found else [*part.queries, *unserved]
-        ranked = run_systems(
-            config.systems, queries, [*pool.values()], depth, config.analysis.num_timed
-        )
+        parts.append(check_pool(part, pool.keys()) if pool else part)
+    benchmark = joined(parts)
+
+    skills_by_id = _merge(pools)
+    names = {system.name for system in config.systems}
+    predictions: dict[str, Predictions] = {}
+    for file in config.predictions:
+        if file.stem in names:
+            what = f"another system is called '{file.stem}' as well"
+            raise SkilltrainError("repeated-name", what, where=file, fix="rename it")
+        names.add(file.stem)
+        predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
+
+    if config.clusters is not None:
+        if not skills_by_id:
+            what = "copies are found by the skills' texts"
+            raise SkilltrainError("missing-pool", what, where="clusters", fix="give pool=…")
+        needed_ids: list[str] = []
+        for task in benchmark.tasks:
+            needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
+        copies = copies_of(needed_ids, skills_by_id, config.clusters)
+        benchmark = knowing_copies(benchmark, copies)
+    return _Data(benchmark, pools, predictions)
+
+
+def _rank(
+    config: Evaluate, data: _Data, unserved: Sequence[Query]
+) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
+    """Run all systems. The queries of each part of the benchmark are ranked over its pool.
+
+    Args:
+        config: Settings. Rankings are at least as long as the largest cutoff of a measure.
+        data: Benchmark and pools.
+        unserved: Further queries, which are ranked over the first pool.
+
+    Returns:
+        The answers of each ranker by system, and the counts of each ranker that asks a chat model.
+    """
+    stages_by_system: dict[str, list[RankedStage]] = {}
+    chat_counts: dict[str, Mapping[str, Any]] = {}
+    depth = max(config.depth, *(measure.cutoff for measure in config.scored))
+    for part, pool in zip(data.benchmark.parts, data.pools, strict=True):
+        queries = part.queries
+        if not stages_by_system:  # this is the first part
+            queries += unserved
+        tier = f", {part.name}" if data.benchmark.tiers else ""
+        num_timed = config.analysis.num_timed
+        ranked = run_systems(config.systems, queries, [*pool.values()], depth, num_timed)
         for system, stages in ranked.items():
-            tier = f", {part.name}" if benchmark.tiers else ""
-            asked |= {f"{stage.name}{tier}": stage.counts for stage in stages if stage.counts}
-            before = found.get(system)
-            found[system] = (
-                [*stages] if before is None else [*map(RankedStage.joined, before, stages)]
-            )
-    return found, asked
+            for stage in stages:
+                if stage.counts:
+                    chat_counts[f"{stage.name}{tier}"] = stage.counts
+            if system in stages_by_system:
+                pairs = zip(stages_by_system[system], stages, strict=True)
+                stages_by_system[system] = [earlier.joined(later) for earlier, later in pairs]
+            else:
+                stages_by_system[system] = [*stages]
+    return stages_by_system, chat_counts
 
 
-def _predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> dict[str, list[str]]:
-    """query_id → ranked skill ids, of the tasks that are scored, from a JSON object.
+def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> Predictions:
+    """Read the predictions for the tasks that are scored.
 
-    Raises SkilltrainError, naming the query, for any other shape, an id that appears twice, a task that the benchmark
-    does not hold and, where the pool is known, for a skill that it lacks; and where no task is scored. A task without a
-    prediction gets a warning: it scores 0, for a system that fails to answer is not excused.
+    A task without a prediction scores 0 and gets a warning, because a system that fails to answer
+    is not excused.
+
+    Raises:
+        SkilltrainError: The file has another form, a skill id repeats, a query is not in the
+            benchmark, a skill is not in `pool` (unless that is empty), or no prediction is for a
+            task that is scored.
     """
     values = read_json(file)
     if not isinstance(values, dict) or not values:
-        raise SkilltrainError(
-            "invalid-predictions",
-            "predictions are an object {query_id: [skill_id, …]}, with a query at least",
-            where=file,
-        )
+        what = "predictions are an object {query_id: [skill_id, …]}, with a query at least"
+        raise SkilltrainError("invalid-predictions", what, where=file)
     for query_id, ranking in values.items():
-        where = f"{file}, query {query_id}"
-        if not isinstance(ranking, list) or not all(
-            isinstance(skill_id, str) and skill_id for skill_id in ranking
-        ):
-            raise SkilltrainError(
-                "invalid-predictions", "a prediction is a list of skill ids", where=where
-            )
-        if len(set(ranking)) < len(ranking):
-            raise SkilltrainError(
-                "repeated-id",
-                f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice",
-                where=where,
-            )
-        if pool and (strange := [skill_id for skill_id in ranking if skill_id not in pool]):
-            what = f"{len(strange)} of {len(ranking)} predicted skills are not in the pool, first '{strange[0]}'"
-            raise SkilltrainError(
-                "unknown-skill",
-                what,
-                where=where,
-                fix="predict ids of this pool, or score without pool=…",
-            )
-    known = [*benchmark.relevances]
-    if unknown := [
-        query_id for query_id in values if query_id not in benchmark.unscored.union(known)
-    ]:
-        what = f"{len(unknown)} of {len(values)} predicted queries are not in the benchmark, first '{unknown[0]}'"
-        raise SkilltrainError(
-            "unknown-query", what, where=file, fix=f"its query ids look like '{known[0]}'"
+        _check_prediction(ranking, pool, f"{file}, query {query_id}")
+
+    scored_ids = [*benchmark.relevances]
+    known_ids = benchmark.unscored.union(scored_ids)
+    unknown_ids = [query_id for query_id in values if query_id not in known_ids]
+    if unknown_ids:
+        what = (
+            f"{len(unknown_ids)} of {len(values)} predicted queries are not in the benchmark, "
+            f"first '{unknown_ids[0]}'"
         )
-    if not (scored := {query_id: values[query_id] for query_id in known if query_id in values}):
-        raise SkilltrainError(
-            "nothing-to-score",
-            "all its predictions are for queries that are not scored here",
-            where=file,
-        )
-    if missing := [query_id for query_id in known if query_id not in scored]:
-        count = f"{len(missing)} of {len(known)}"
+        fix = f"its query ids look like '{scored_ids[0]}'"
+        raise SkilltrainError("unknown-query", what, where=file, fix=fix)
+    predictions = {query_id: values[query_id] for query_id in scored_ids if query_id in values}
+    if not predictions:
+        what = "all its predictions are for queries that are not scored here"
+        raise SkilltrainError("nothing-to-score", what, where=file)
+    missing_ids = [query_id for query_id in scored_ids if query_id not in predictions]
+    if missing_ids:
         say(
-            f"warning: {file}: no prediction for {count} queries, first '{missing[0]}'; they score 0"
+            f"warning: {file}: no prediction for {len(missing_ids)} of {len(scored_ids)} queries, "
+            f"first '{missing_ids[0]}'; they score 0"
         )
-    return scored
+    return predictions
+
+
+def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
+    """Check that a prediction is a list of distinct skill ids of the pool."""
+    if not isinstance(ranking, list) or not all(isinstance(item, str) and item for item in ranking):
+        what = "a prediction is a list of skill ids"
+        raise SkilltrainError("invalid-predictions", what, where=where)
+    if len(set(ranking)) < len(ranking):
+        what = f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice"
+        raise SkilltrainError("repeated-id", what, where=where)
+    unknown_ids = [skill_id for skill_id in ranking if skill_id not in pool] if pool else []
+    if unknown_ids:
+        what = (
+            f"{len(unknown_ids)} of {len(ranking)} predicted skills are not in the pool, "
+            f"first '{unknown_ids[0]}'"
+        )
+        fix = "predict ids of this pool, or score without pool=…"
+        raise SkilltrainError("unknown-skill", what, where=where, fix=fix)
 
 
 def _report(
     config: Evaluate,
     benchmark: Benchmark,
-    rankings: Mapping[str, Mapping[str, Sequence[str]]],
+    ranked_ids: Mapping[str, Mapping[str, Sequence[str]]],
     skills: Mapping[str, Skill],
     notes: Sequence[str],
     provenance: Mapping[str, str],
 ) -> Report:
-    rows = {
-        name: per_query(found, benchmark.relevances, config.scored)
-        for name, found in rankings.items()
-    }
-    results = [
-        SystemResult(name, rows[name], found, benchmark.clusters)
-        for name, found in rankings.items()
-    ]
+    """Score rankings (system → query id → skill ids), and make the report."""
+    results: list[SystemResult] = []
+    for name, rankings in ranked_ids.items():
+        values = per_query(rankings, benchmark.relevances, config.scored)
+        results.append(SystemResult(name, values, rankings, benchmark.clusters))
     return build_report(benchmark, results, config.scored, skills, notes, provenance)
 
 
 def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
-    """What was evaluated, and when; folders by their name, so that a report is the same wherever it is made."""
+    """Return what was evaluated, and when.
+
+    Folders are given by name, so that the report does not depend on where they are.
+    """
     pool = "of the benchmark" if config.pool is None else config.pool.resolve().name
     split = f", split {config.split}" if config.split else ""
-    found = {
+    provenance = {
         "Benchmark": " + ".join(path.resolve().name for path in config.benchmark) + split,
         "Pool": f"{pool}, {num_skills:,} skills",
     }
     for system in config.systems:
-        models = [
-            part.server.model if part.server else part.model_source
-            for part in parts_of(system.rankers)
-        ]
-        names = [Path(name).name if Path(name).exists() else name for name in models if name]
+        names: list[str] = []
+        for part in parts_of(system.rankers):
+            model = part.server.model if part.server else part.model_source
+            if model:
+                names.append(Path(model).name if Path(model).exists() else model)
         if names:
-            found[f"System {system.name}"] = ", ".join(names)
-    return found | {"Made": f"{date.today().isoformat()} with skilltrain {__version__}"}
+            provenance[f"System {system.name}"] = ", ".join(names)
+    provenance["Made"] = f"{date.today().isoformat()} with skilltrain {__version__}"
+    return provenance
 
 
-def _select_notes(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What chat models left unanswered, and what their filters accepted."""
+def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Describe the queries without a usable answer of a chat model, and what filters accepted."""
     notes: list[str] = []
-    for name, counts in asked.items():
-        if num := counts.get("num_unusable"):
-            why = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
+    for name, counts in chat_counts.items():
+        num_unusable = counts.get("num_unusable")
+        if num_unusable:
+            reasons = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
             notes.append(
-                f"{name}: the chat model gave nothing of use for {num} of {counts['num_asked']} queries ({why}); "
-                "there it went on without the model."
+                f"{name}: the chat model gave nothing of use for {num_unusable} of "
+                f"{counts['num_asked']} queries ({reasons}); there it went on without the model."
             )
-        for which, (num, num_seen) in counts.get("accepted", {}).items():
+        for filter_name, (num_accepted, num_seen) in counts.get("accepted", {}).items():
             if num_seen:
+                share = f"{num_accepted / num_seen:.1%}"
                 notes.append(
-                    f"{name}: {which} accepted {num} of {num_seen} skills ({num / num_seen:.1%})."
+                    f"{name}: {filter_name} accepted {num_accepted} of {num_seen} skills ({share})."
                 )
     return notes

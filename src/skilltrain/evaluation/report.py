@@ -1,4 +1,4 @@
-"""The report of an evaluation: everything a reader needs to trust a table, and what is said of it in words."""
+"""The report of an evaluation: all values, and the sentences that sum them up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +26,8 @@ from skilltrain.metrics.slices import (
 from skilltrain.records import Skill
 
 HEADLINE = "Hit@1"
-COMPARED = (
-    HEADLINE,
-    HEADLINE + COPIES,
-    "MRR@10",
-)  # the measures by which systems are compared in pairs
+# Measures by which systems are compared in pairs.
+COMPARED = (HEADLINE, HEADLINE + COPIES, "MRR@10")
 ANALYSES = (
     "outcomes",
     "pass_rates",
@@ -45,11 +42,18 @@ ANALYSES = (
 
 @dataclass(frozen=True)
 class Report:
-    """Means, intervals, paired comparisons, and the values behind them.
+    """Means, intervals and paired comparisons, and the values that they are computed from.
 
-    `skills` maps skill_id → skill; ids stand in for names that it lacks. The first of `slices` are all queries.
-    `notes` are sentences that a reader must know, `provenance` says what was evaluated (title → words). `analysis` has,
-    by a name of ANALYSES, the rows of what was asked for and could be computed (of `unserved` a mapping).
+    Attributes:
+        skills: Skills by id. A skill that is missing is shown by its id.
+        measures: Names of the measures.
+        results: Rankings and values of each system.
+        slices: Means over groups of queries. The first group is all queries.
+        comparisons: Differences between pairs of systems.
+        gaps: Differences between groups of queries.
+        notes: Sentences that a reader must know.
+        provenance: What was evaluated, by title.
+        analysis: Rows of each analysis by its kind. `unserved` has intervals by system instead.
     """
 
     benchmark: Benchmark
@@ -65,80 +69,87 @@ class Report:
 
     @property
     def every(self) -> SliceMeans:
-        """The means over all queries."""
+        """Means over all queries."""
         return self.slices[0]
 
     @property
     def systems(self) -> list[str]:
-        """The systems' names, in their order."""
+        """Names of the systems."""
         return [result.name for result in self.results]
 
     @property
     def labels(self) -> dict[str, list[SliceMeans]]:
-        """Every label that tells queries apart, the kind first, with its slices."""
-        found: dict[str, list[SliceMeans]] = {}
-        for part in sorted(distinct_slices(self.slices)[1:], key=lambda part: part.label != KIND):
-            found.setdefault(part.label, []).append(part)
-        return found
+        """Slices by label, the kind of query first. Labels that all queries share are left out."""
+        _, *slices = distinct_slices(self.slices)
+        slices_by_label: dict[str, list[SliceMeans]] = {}
+        for part in sorted(slices, key=lambda part: part.label != KIND):
+            slices_by_label.setdefault(part.label, []).append(part)
+        return slices_by_label
 
     @property
     def chief_measure(self) -> str:
-        """What the first sentence and the latency plot are about: Hit@1, where it was asked for."""
+        """Measure of the first sentence and of the latency plot: Hit@1 if there is one."""
         return HEADLINE if HEADLINE in self.measures else self.measures[0]
 
     @cached_property
     def tasks(self) -> dict[str, Task]:
-        """query_id → its task."""
+        """Tasks by query id."""
         return {task.query.query_id: task for task in self.benchmark.tasks}
 
     @cached_property
     def first_ranks(self) -> dict[str, dict[str, int | None]]:
-        """System → query_id → the rank of the first gold skill; None where the ranking ends before one."""
+        """Rank of the first gold skill by system and query id; None if there is none."""
         ranks: dict[str, dict[str, int | None]] = {}
         for result in self.results:
-            own = ranks[result.name] = {}
+            ranks[result.name] = {}
             for query_id in self.tasks:
                 ranking = result.rankings.get(query_id, ())
-                gold = self.found(query_id, ranking).gold
-                own[query_id] = next(
-                    (rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold), None
-                )
+                gold = self.relevance_for(query_id, ranking).gold
+                is_gold = [skill_id in gold for skill_id in ranking]
+                ranks[result.name][query_id] = is_gold.index(True) + 1 if any(is_gold) else None
         return ranks
 
-    def found(self, query_id: str, ranking: Sequence[str]) -> Relevance:
-        """What counts as gold for this ranking of a query: an alternative that stands first does."""
+    def relevance_for(self, query_id: str, ranking: Sequence[str]) -> Relevance:
+        """Return the relevance for one ranking of a query.
+
+        If an alternative is ranked above the gold skill that it stands for, it is gold instead.
+        """
         return as_found(ranking, self.tasks[query_id].relevance)
 
     def name(self, skill_id: str) -> str:
-        """A skill's name; its id where it has none."""
-        return (self.skills[skill_id].name.strip() if skill_id in self.skills else "") or skill_id
+        """Return the name of a skill, or its id if it has none."""
+        skill = self.skills.get(skill_id)
+        name = skill.name.strip() if skill else ""
+        return name or skill_id
 
     def title(self) -> str:
-        """What was evaluated on how much."""
-        num = len(self.systems)
-        what = counted(num, "system") if num > 2 else " and ".join(self.systems)
-        return f"{what} on {counted(len(self.tasks), 'query')}"
+        """Return the systems, or their number, and the number of queries."""
+        num_systems = len(self.systems)
+        systems = counted(num_systems, "system") if num_systems > 2 else " and ".join(self.systems)
+        return f"{systems} on {counted(len(self.tasks), 'query')}"
 
     def headline(self) -> str:
-        """One or two sentences for readers who read no more: the best system, and whether it is above the first."""
+        """Return a sentence about the best system, and how it compares with the first one."""
         measure = self.chief_measure
-        rows = {name: row[measure] for name, row in self.every.means.items() if measure in row}
-        if not rows:
+        means = {name: row[measure] for name, row in self.every.means.items() if measure in row}
+        if not means:
             return f"No query has a value of {measure}."
-        best = max(rows, key=lambda name: rows[name].mean)
-        if len(rows) == 1:
-            return f"{best}: {measure} {rows[best]}."
+        best = max(means, key=lambda name: means[name].mean)
+        if len(means) == 1:
+            return f"{best}: {measure} {means[best]}."
         if not self.every.best(measure):
-            return f"All systems have the same {measure}, {rows[best]}."
-        said = f"{best} has the highest {measure}, {rows[best]}"
+            return f"All systems have the same {measure}, {means[best]}."
+
+        sentence = f"{best} has the highest {measure}, {means[best]}"
         for c in self.comparisons:
             if (c.system, c.baseline, c.measure) == (best, self.systems[0], measure):
-                words = c.reading + (" from" if c.reading == "not told apart" else "")
-                return f"{said}: {words} {c.baseline} (difference {c.difference}, {p_equals(c.p_holm)} after Holm)."
-        return f"{said}."
+                reading = "not told apart from" if c.reading == "not told apart" else c.reading
+                details = f"difference {c.difference}, {p_equals(c.p_holm)} after Holm"
+                return f"{sentence}: {reading} {c.baseline} ({details})."
+        return f"{sentence}."
 
     def sections(self, system: str) -> dict[str, Mapping[str, Interval]]:
-        """Return the means by measure of `all`, `single` and `multi`. A kind without queries is left out."""
+        """Return the means by measure of all, single and multi. Kinds without queries are left out."""
         return {part.value: part.means[system] for part in self.slices if part.label in (ALL, KIND)}
 
     def to_json(self) -> dict[str, Any]:
@@ -179,19 +190,21 @@ def build_report(
     notes: Sequence[str] = (),
     provenance: Mapping[str, str] | None = None,
 ) -> Report:
-    """The systems' means with 95% intervals, for all queries and each slice, and the differences between systems.
+    """Compute the means with 95% intervals, overall and by slice, and compare the systems.
 
-    Each system is compared with the first and with the one before it, by Hit@1, strict and with copies, and MRR@10 (by
-    the first measure, where none was asked for), over the queries that have a value.
-    Raises SkilltrainError where a system does not hold exactly these queries, or a measure where another does.
+    Each system is compared with the first one and with the one before it, over the queries that
+    have a value. The measures are Hit@1, Hit@1 with copies and MRR@10, as far as they are among
+    `measures`, and the first of `measures` if none of them is.
+
+    Raises:
+        SkilltrainError: The systems have different queries, or different measures of a query.
     """
     names = tuple(map(str, measures))
     labels = labels_of(benchmark.tasks, skills)
     slices = means_by_slice(results, labels, names)
     systems = [result.name for result in results]
-    pairs = list(
-        dict.fromkeys([*((systems[0], system) for system in systems[1:]), *pairwise(systems)])
-    )
+    pairs = [(systems[0], system) for system in systems[1:]]
+    pairs += [pair for pair in pairwise(systems) if pair not in pairs]
     compared = [name for name in names if name in COMPARED] or [names[0]]
     return Report(
         benchmark,

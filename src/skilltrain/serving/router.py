@@ -1,4 +1,7 @@
-"""A router: a pool and a list of rankers, opened once, that answers tasks in plain words with skills, or with none."""
+"""Answering tasks with skills.
+
+A router has a pool and rankers over it. It is opened once and answers any number of tasks.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -18,107 +21,137 @@ from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, w
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import parts_of
-from skilltrain.serving.answer import Answer, Explanation, RoutedSkill, Trace
-from skilltrain.serving.index import Contents, Held, Index, check_servers
+from skilltrain.serving.answer import Answer, Calibrator, Explanation, RoutedSkill, Trace
+from skilltrain.serving.index import Contents, Index, RouterState, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
 
-_MAX_CHARS = 10_000  # of a task that are read
-_DEPTH = 20  # skills that are ranked at least, so that a probability does not depend on how many are asked for
-_SCREENED, _ASKED = (
-    4096,
-    64,
-)  # skills and tasks that are remembered: flags of the one, vectors of the other
-_MAX_TERMS = 8
+_MAX_CHARS = 10_000  # of a task; the rest is not read
+_MIN_DEPTH = 20  # skills ranked at least, so that probabilities do not depend on `k`
+_NUM_REMEMBERED_FLAGS = 4096  # skills
+_NUM_REMEMBERED_VECTORS = 64  # tasks
+_MAX_TERMS = 8  # of an explanation
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A pool and the rankers over it by `key`, which change together; `models` stay open when the pool changes."""
+class _OpenRouter:
+    """A pool and the rankers over it. An update of the pool replaces all of it but `models`.
 
-    held: Held
-    names: Mapping[str, str]
+    Attributes:
+        state: Rankers' settings and skills.
+        labels: Name of each ranker by its `key`.
+        parts: Rankers over the pool by their `key`.
+        models: Open models by the rankers' `key`.
+    """
+
+    state: RouterState
+    labels: Mapping[str, str]
     parts: dict[str, Ranker]
     models: dict[str, Any]
 
     @property
     def index(self) -> Index | None:
-        return self.held if isinstance(self.held, Index) else None
+        """The index that was loaded; None for a router without a folder."""
+        return self.state if isinstance(self.state, Index) else None
 
-    def trace(self, query: Query, k: int, without: Collection[str] = ()) -> Trace:
-        """What the rankers make of a query; skills `without` are left out before a ranker keeps any."""
-        places: dict[str, Ranking] = {}
+    @property
+    def calibrator(self) -> Calibrator | None:
+        if self.index is None or self.index.record.calibration is None:
+            return None
+        return self.index.record.calibration.calibrator
+
+    def trace(self, query: Query, k: int, excluded_ids: Collection[str] = ()) -> Trace:
+        """Rank the pool for a query as if it did not contain the skills `excluded_ids`."""
+        ranking_by_label: dict[str, Ranking] = {}
 
         def observe(run: RankerRun) -> None:
             for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
-                # Places in the pool say more than those among a few candidates.
-                places.setdefault(self.names[leg.key], rankings[query.query_id])
+                # A ranker may run again on a few candidates. Its first ranking is of the pool.
+                ranking_by_label.setdefault(self.labels[leg.key], rankings[query.query_id])
 
-        rankers = with_keeps(self.held.system.rankers, max(k, _DEPTH))
+        rankers = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
         pool = OpenRankers((), self.parts)
-        rankings = run_rankers(rankers, [query], None, pool, observe, without)
+        rankings = run_rankers(rankers, [query], None, pool, observe, excluded_ids)
         ranking = rankings[query.query_id][: rankers[-1].keep]
-        most: dict[str, float] = {}
+
+        max_scores: dict[str, float] = {}
         for key, part in self.parts.items():
             if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
-                most[self.names[key]] = part.index.most(query.text)
-        return Trace(places, most, ranking)
+                max_scores[self.labels[key]] = part.index.most(query.text)
+        return Trace(ranking_by_label, max_scores, ranking)
 
-    def routed(
-        self, query: Query, traced: Trace, rank: int, probability: float | None
-    ) -> RoutedSkill:
-        """The skill that came out at a rank, and why."""
-        skill_id, score = traced.ranking[rank - 1]
-        skill = self.held.skills[skill_id]
-        terms, window = list[str](), None
+    def explain(self, query: Query, trace: Trace, skill: Skill) -> Explanation:
+        """Return a skill's ranks, terms by the first BM25 and chunk by the first encoder."""
+        terms: list[str] = []
+        window: tuple[int, int] | None = None
         for key, part in self.parts.items():
             if not isinstance(part, PoolRanker):
                 continue
-            index, position = part.index, part.places[skill_id]
+            index = part.index
+            position = part.places[skill.skill_id]
             if isinstance(index, BM25Index) and not terms:
                 terms = index.matched(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
-                number = index.best_chunk(query.text, position)
-                window = (
-                    None
-                    if number is None
-                    else self.models[key].model.settings.window(skill, number)
-                )
-        why = Explanation(traced.ranker_scores(skill_id), tuple(terms), window)
-        path, flags = self.screened(skill)
-        return RoutedSkill(
-            rank, skill_id, skill.name, skill.description, path, score, probability, why, flags
-        )
+                chunk = index.best_chunk(query.text, position)
+                if chunk is not None:
+                    window = self.models[key].model.settings.window(skill, chunk)
+        return Explanation(trace.ranker_scores(skill.skill_id), tuple(terms), window)
 
-    def screened(self, skill: Skill) -> tuple[Path | None, tuple[Flag, ...]]:
-        """(a skill's SKILL.md, what is found in it and beside it: flags beside a stranger's pool may be anything)."""
-        path = find_skill_file(self.held.folders, skill.skill_id)
-        return path, _flags(skill, path and path.parent)
+    def routed_skill(
+        self, query: Query, trace: Trace, rank: int, probability: float | None
+    ) -> RoutedSkill:
+        """Return the skill on a rank of the final ranking, with its explanation and flags."""
+        skill_id, score = trace.ranking[rank - 1]
+        skill = self.state.skills[skill_id]
+        path = find_skill_file(self.state.folders, skill_id)
+        return RoutedSkill(
+            rank,
+            skill_id,
+            skill.name,
+            skill.description,
+            path,
+            score,
+            probability,
+            self.explain(query, trace, skill),
+            _screen(skill, path),
+        )
 
 
 class Router:
-    """Answers tasks over one pool; its models stay open, and any number of threads may ask it."""
+    """Answers tasks over one pool. Its models stay open. It may be used by many threads."""
 
     _allow_servers: Collection[str] = ()
 
     def __init__(
         self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None
     ) -> None:
-        """Open the rankers of `system` over `skills`, whose files are looked for in the folder `pool`.
+        """Open rankers over skills.
 
-        Raises SkilltrainError for an empty pool and for a model that is missing.
+        Args:
+            skills: Skills of the pool.
+            system: Rankers.
+            pool: Folder with the skills' files, if there is one.
+
+        Raises:
+            SkilltrainError: There is no skill, or a model is missing.
         """
         if not skills:
             raise SkilltrainError("empty-pool", "the pool is empty")
         folders = skill_folders(pool) if pool else []
-        self._now = _open(Held(system, {skill.skill_id: skill for skill in skills}, folders), {})
+        skills_by_id = {skill.skill_id: skill for skill in skills}
+        self._now = _open(RouterState(system, skills_by_id, folders), {})
 
     @classmethod
     def load(cls, folder: Path | str, allow_servers: Collection[str] = ()) -> "Router":
-        """The router that `fit` or `index` wrote into `folder`, which must be whole, its models unchanged.
+        """Open the router that `fit` or `index` wrote into `folder`.
 
-        Its rankers may send texts to the servers in `allow_servers`. Raises SkilltrainError where there is no router,
-        where it is not whole, where one of its models has changed, and where its rankers name another server.
+        Args:
+            folder: Folder of the router.
+            allow_servers: URLs of servers that its rankers may send texts to.
+
+        Raises:
+            SkilltrainError: There is no router, its files are incomplete or damaged, a model has
+                changed, or its rankers name another server.
         """
         index = Index.open(Path(folder))
         check_servers(index.system, allow_servers, index.folder.parent)
@@ -129,113 +162,141 @@ class Router:
 
     @property
     def skills(self) -> Mapping[str, Skill]:
-        """skill_id → skill, in the order of the pool."""
-        return self._now.held.skills
+        """Skills by id, in the order of the pool."""
+        return self._now.state.skills
 
     @property
     def index(self) -> Index | None:
-        """What lies in the router's folder; None for a router in no folder."""
+        """The index in the router's folder; None for a router without a folder."""
         return self._now.index
 
     @property
     def parts(self) -> Mapping[str, Ranker]:
-        """The rankers by `key`, for whoever asks an encoder or a reranker alone."""
+        """Rankers by `key`, to use an encoder or a reranker directly."""
         return self._now.parts
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
-        """What the safety screening finds in one of the skills."""
-        return self._now.screened(skill)[1]
+        """Return the flags of the safety screening for a skill: the first of each rule."""
+        path = find_skill_file(self._now.state.folders, skill.skill_id)
+        return _screen(skill, path)
 
     def route(self, task: str, k: int = 5) -> Answer:
-        """The `k` best skills for `task`, of which the first 10,000 characters are read.
+        """Find the `k` best skills for a task.
 
-        Raises SkilltrainError for a task without a visible character.
+        Args:
+            task: Task in plain words. Only the first 10,000 characters are read.
+            k: Number of skills.
+
+        Raises:
+            SkilltrainError: The task has no visible character.
         """
-        now, query = self._now, _query(task)
-        traced = now.trace(query, k)
-        calibration = now.index and now.index.record.calibration
-        calibrator = calibration and calibration.calibrator
-        found = (
-            calibrator.probabilities(traced).tolist()
-            if calibrator
-            else [None] * len(traced.ranking)
-        )
-        skills = tuple(
-            now.routed(query, traced, rank, sure) for rank, sure in enumerate(found[:k], 1)
-        )
-        if calibrator is None:
-            return Answer(skills, bool(skills), None)
-        return Answer(skills, calibrator.fits(traced), calibrator.num_likely(traced))
+        now = self._now  # another thread may replace it
+        query = _query(task)
+        trace = now.trace(query, k)
+        probabilities: list[float | None] = [None] * len(trace.ranking)
+        if now.calibrator:
+            probabilities = now.calibrator.probabilities(trace).tolist()
+
+        skills: list[RoutedSkill] = []
+        for rank, probability in enumerate(probabilities[:k], 1):
+            skills.append(now.routed_skill(query, trace, rank, probability))
+        if now.calibrator is None:
+            return Answer(tuple(skills), fits=bool(skills), num_likely=None)
+        num_likely = now.calibrator.num_likely(trace)
+        return Answer(tuple(skills), now.calibrator.fits(trace), num_likely)
 
     def trace(self, task: str, without: Collection[str] = ()) -> Trace:
-        """What each ranker makes of a task, as if the skills `without` were not in the pool."""
-        return self._now.trace(_query(task), _DEPTH, without)
+        """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
+        return self._now.trace(_query(task), _MIN_DEPTH, without)
 
     def update(self, skills: Sequence[Skill] | Contents) -> dict[str, int]:
-        """Answer with these skills from now on, as will whoever opens the folder; how many are new, changed and gone.
+        """Replace the skills of this router and of its folder. Only new texts are encoded.
 
-        Only new texts are encoded. Raises SkilltrainError for a router in no folder, where another process writes, and
-        for contents of an index that another process has replaced.
+        Args:
+            skills: All skills, or contents that were derived from the current index.
+
+        Returns:
+            Counts of all, new, changed and gone skills.
+
+        Raises:
+            SkilltrainError: The router has no folder, another process is writing, or one has
+                replaced the index that the contents were derived from.
         """
         if not isinstance(skills, Contents):
             self.refresh()
         now = self._now
-        if now.index is None:
-            raise SkilltrainError(
-                "no-router", "this router is in no folder", fix="make one with skilltrain index"
-            )
         index = now.index
+        if index is None:
+            fix = "make one with skilltrain index"
+            raise SkilltrainError("no-router", "this router is in no folder", fix=fix)
         contents = skills if isinstance(skills, Contents) else index.contents(skills)
-        found = write_index(index.folder.parent, index.system, contents, now.models, before=index)
+        router = index.folder.parent
+        counts = write_index(router, index.system, contents, now.models, previous=index)
         self.refresh()
-        return found
+        return counts
 
     def refresh(self) -> bool:
-        """Take up what has been written into the router's folder since it was opened; whether there was anything.
+        """Load the router's folder again if it has changed. Return whether it had.
 
-        Raises SkilltrainError as `load` does; the router then answers as before.
+        Raises:
+            SkilltrainError: As `load`. The router then answers as before.
         """
         now = self._now
         if now.index is None or now.index.is_current():
             return False
         newer = Index.open(now.index.folder.parent)
         check_servers(newer.system, self._allow_servers, newer.folder.parent)
-        self._now = _open(
-            newer, now.models if newer.record.models == now.index.record.models else {}
-        )
+        has_same_models = newer.record.models == now.index.record.models
+        self._now = _open(newer, now.models if has_same_models else {})
         return True
 
 
-def _open(held: Held, models: dict[str, Any]) -> _Opened:
-    """The rankers over a pool, and over what an index holds of it; `models` get what has to be opened."""
-    stored, router = (held.parts, held.folder.parent) if isinstance(held, Index) else ({}, None)
-    if isinstance(held, Index) and not models:
-        held.check_models()
-    check_rankers(held.system)
-    names, parts = dict[str, str](), dict[str, Ranker]()
+def _open(state: RouterState, models: dict[str, Any]) -> _OpenRouter:
+    """Open the rankers over a pool. Models that have to be opened are added to `models`."""
+    stored_parts: Mapping[str, Any] = {}
+    router: Path | None = None
+    if isinstance(state, Index):
+        stored_parts = state.parts
+        router = state.folder.parent
+        if not models:
+            state.check_models()
+    check_rankers(state.system)
+
+    labels: dict[str, str] = {}
+    parts: dict[str, Ranker] = {}
     counts: Counter[str] = Counter()
-    for config in parts_of(held.system.rankers):
-        key, name = config.key, config.label
-        if key in names:
+    for config in parts_of(state.system.rankers):
+        key = config.key
+        if key in labels:
             continue
-        counts[name] += 1
-        names[key] = f"{name} {counts[name]}".removesuffix(" 1")
-        if not config.is_composed:
-            kept = [stored[key]] if key in stored else []
-            parts[key] = _remembering(open_model(config, models, router).over(held.skills, *kept))
-    return _Opened(held, names, parts, models)
+        counts[config.label] += 1
+        count = counts[config.label]
+        labels[key] = config.label if count == 1 else f"{config.label} {count}"
+        if config.is_composed:
+            continue
+        model = open_model(config, models, router)
+        if key in stored_parts:
+            part = model.over(state.skills, stored_parts[key])
+        else:
+            part = model.over(state.skills)
+        parts[key] = _remember_vectors(part)
+    return _OpenRouter(state, labels, parts, models)
 
 
-def _remembering(ranker: Any) -> Ranker:
-    """The same ranker, which keeps the last tasks' vectors if it makes any: they are asked for again, to say why."""
+def _remember_vectors(ranker: Any) -> Ranker:
+    """Return the ranker with a cache of task vectors, which explanations need again."""
     if not isinstance(ranker, PoolRanker) or not isinstance(ranker.index, VectorIndex):
         return ranker
     encode = ranker.index.encode
-    one = lru_cache(_ASKED)(lambda text: encode([text])[0])
-    return replace(
-        ranker,
-        index=replace(ranker.index, encode=lambda texts: np.stack([one(text) for text in texts])),
-    )
+
+    @lru_cache(_NUM_REMEMBERED_VECTORS)
+    def encode_one(text: str) -> np.ndarray:
+        return encode([text])[0]
+
+    def encode_all(texts: Sequence[str]) -> np.ndarray:
+        return np.stack([encode_one(text) for text in texts])
+
+    return replace(ranker, index=replace(ranker.index, encode=encode_all))
 
 
 def _query(task: str) -> Query:
@@ -245,10 +306,10 @@ def _query(task: str) -> Query:
     return Query("request", text, kind="", origin="", split="")
 
 
-@lru_cache(_SCREENED)
-def _flags(skill: Skill, folder: Path | None) -> tuple[Flag, ...]:
-    """The first flag of each rule."""
+@lru_cache(_NUM_REMEMBERED_FLAGS)
+def _screen(skill: Skill, skill_file: Path | None) -> tuple[Flag, ...]:
+    """Screen a skill, and the files beside its SKILL.md. Return the first flag of each rule."""
     flags: dict[str, Flag] = {}
-    for flag in screen(skill, folder):
+    for flag in screen(skill, skill_file.parent if skill_file else None):
         flags.setdefault(flag.rule, flag)
     return tuple(flags.values())
