@@ -24,7 +24,7 @@ from skilltrain.training import loop
 from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import Run, Stop, new_optimizer, step_batches, train
+from skilltrain.training.loop import Run, StopRequest, new_optimizer, step_batches, train
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings, Texts
 from small_library import skilltrain
@@ -229,11 +229,11 @@ def test_only_a_second_ctrl_c_stops_at_once():
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a test run in the background ignores it
-    with Stop() as stop:
+    with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # a batch system that signals launcher and worker both
         signal.raise_signal(signal.SIGINT)
-        assert stop.asked
+        assert stop.signal_number
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""The one training loop, for the encoder and the reranker alike."""
+"""The training loop, which encoders and rerankers share."""
 
 import ctypes
 import math
@@ -41,11 +41,20 @@ from skilltrain.training.training_set import TrainingList
 
 GIB = 2**30
 Batch = Sequence[TrainingList]
+_MAX_QUERIES_IN_ERROR = 8
+_STEPS_PER_TRIM = 3  # a call of malloc_trim takes time, so not in every step
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where a training keeps its files, whether it goes on from them, and what it is evaluated on meanwhile."""
+    """The folder of a training run, and what the run is evaluated on.
+
+    Attributes:
+        folder: Folder of the log and the checkpoints.
+        resume: Whether to continue from the newest checkpoint.
+        recipe: Settings of the stage, for the trackers.
+        dev: Benchmark that is evaluated during training.
+    """
 
     folder: Path
     resume: bool
@@ -57,257 +66,335 @@ class Run:
         return self.folder / CHECKPOINTS
 
 
-def drawn(lists: Sequence[TrainingList], generator: np.random.Generator) -> list[TrainingList]:
-    """What one epoch sees: each list as often as its weight says, of lists of a broken weight that share by chance."""
-    found = list[TrainingList]()
-    for weight in dict.fromkeys(one.weight for one in lists):
-        alike = [one for one in lists if one.weight == weight]
-        found += alike * int(weight)
-        if share := weight % 1:
-            chosen = generator.choice(len(alike), max(1, round(share * len(alike))), replace=False)
-            found += [alike[position] for position in chosen]
-    return found
+def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> list[TrainingList]:
+    """Repeat each list by its weight, a whole number of times.
+
+    Of the lists with the same fractional weight, a random share, which is the fraction, is added.
+    """
+    lists_by_weight: dict[float, list[TrainingList]] = {}
+    for training_list in lists:
+        lists_by_weight.setdefault(training_list.weight, []).append(training_list)
+
+    sample: list[TrainingList] = []
+    for weight, group in lists_by_weight.items():
+        sample += group * int(weight)
+        fraction = weight % 1
+        if fraction:
+            num_extra = max(1, round(fraction * len(group)))
+            positions = rng.choice(len(group), num_extra, replace=False)
+            sample += [group[position] for position in positions]
+    return sample
 
 
-def step_batches(
-    lists: Sequence[TrainingList], config: TrainingConfig
-) -> Iterator[list[list[TrainingList]]]:
-    """For each optimiser step its batches, in an order that depends on the seed and the epoch alone."""
-    per_step = config.batch_size * config.accumulation
+def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[Batch]]:
+    """Yield the batches of each optimiser step.
+
+    The order of the lists depends on the seed and the epoch only.
+    """
+    step_size = config.batch_size * config.accumulation
     for epoch in range(config.epochs):
-        generator = np.random.default_rng([config.seed, epoch])
-        seen = drawn(lists, generator)
-        order = generator.permutation(len(seen)).tolist()
-        for start in range(0, len(order), per_step):
-            chosen = [seen[position] for position in order[start : start + per_step]]
-            yield [
-                chosen[i : i + config.batch_size] for i in range(0, len(chosen), config.batch_size)
-            ]
+        rng = np.random.default_rng([config.seed, epoch])
+        sample = sample_epoch(lists, rng)
+        shuffled = [sample[position] for position in rng.permutation(len(sample))]
+        for step_lists in _split(shuffled, step_size):
+            yield _split(step_lists, config.batch_size)
+
+
+def _split(lists: Batch, size: int) -> list[Batch]:
+    return [lists[start : start + size] for start in range(0, len(lists), size)]
 
 
 def new_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> Optimizer:
-    """AdamW over the parameters that train; biases and norms do not decay."""
+    """Return AdamW for the parameters that train. Only matrices decay, not biases and norms."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
 
 
-def schedule(step: int, total: int, warmup_share: float) -> float:
-    """Share of the peak learning rate at `step` (from 0) of `total`: linear warm-up, then half a cosine down to 0."""
-    warmup = math.ceil(warmup_share * total)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+def learning_rate_factor(step: int, num_steps: int, warmup_share: float) -> float:
+    """Return the share of the peak learning rate at `step`, counted from 0.
+
+    The rate rises linearly during the warm-up, and then falls to 0 along half a cosine.
+    """
+    num_warmup = math.ceil(warmup_share * num_steps)
+    if step < num_warmup:
+        return (step + 1) / (num_warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - num_warmup) / max(1, num_steps - num_warmup)))
 
 
 def train(
     accelerator: Accelerator, step_module: StepModule, config: TrainingConfig, run: Run
 ) -> tuple[Position, Path]:
-    """Train the model inside `step_module` on its lists; checkpoints and train_log.jsonl go to the run's folder.
+    """Train the model in `step_module` on its lists.
 
-    Returns where the training ended, and the checkpoint that counts: the best on the dev benchmark, or the last. Raises
-    SkilltrainError when the loss or the gradient is not finite or explodes (naming the step's queries), and on Ctrl-C
-    or SIGTERM, after saving a checkpoint.
+    Returns:
+        The position at the end, and the checkpoint to use: the best on the dev benchmark, or the
+        last one without a benchmark.
+
+    Raises:
+        SkilltrainError: The loss or the gradient is not finite, or the gradient is too large. The
+            error names the step's queries.
+        StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
     """
     training = Training(accelerator, step_module, config, run)
-    training.go_on()
-    return training.position, best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
+    training.run_remaining_steps()
+    checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
+    return training.position, checkpoint
 
 
 class Training:
-    """What a training works with: the step module, wrapped by the launcher as `model`, its optimiser, its position."""
+    """A training run in progress.
+
+    Attributes:
+        step: The step module itself. Its data and token counts are read here.
+        model: The same module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
+        optimizer: The optimiser, wrapped by the launcher.
+        position: Progress of the run.
+    """
 
     def __init__(
         self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
     ) -> None:
-        """Put everything in place, and as the newest checkpoint left it if the run is resumed."""
+        """Prepare the model and the optimiser, and restore the newest checkpoint on resume."""
         set_seed(config.seed)
         check_shared(accelerator, run.checkpoints)
-        if not run.resume and (found := checkpoints(run.checkpoints)):
-            what = "checkpoints of an earlier run lie here"
+        old_checkpoints = checkpoints(run.checkpoints)
+        if old_checkpoints and not run.resume:
             raise SkilltrainError(
-                "unfinished-run", what, where=found[-1], fix="--resume, or another out"
+                "unfinished-run",
+                "checkpoints of an earlier run lie here",
+                where=old_checkpoints[-1],
+                fix="--resume, or another out",
             )
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
-        self.accelerator, self.step, self.config, self.run = accelerator, step, config, run
+        self.accelerator = accelerator
+        self.step = step
+        self.config = config
+        self.run = run
         optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
-        left = (
-            load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
-            if run.resume
-            else None
-        )
-        self.position = left or Position()
 
-    def go_on(self) -> None:
-        """All steps that are left, each logged; some are followed by a dev evaluation or a checkpoint."""
-        config, run, position, dev = self.config, self.run, self.position, self.run.dev
-        steps, device = [*step_batches(self.step.data.lists, config)], self.accelerator.device
-        total, patience = len(steps), (dev and dev.config.patience) or math.inf
-        started, per_epoch = time.monotonic() - position.seconds, math.ceil(total / config.epochs)
+        self.position = Position()
+        if run.resume:
+            stored = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
+            self.position = stored or self.position
+
+    def run_remaining_steps(self) -> None:
+        """Run and log the steps after `position`. Evaluate and save when it is time."""
+        config = self.config
+        run = self.run
+        position = self.position
+        steps = [*step_batches(self.step.data.lists, config)]
+        num_steps = len(steps)
+        steps_per_epoch = math.ceil(num_steps / config.epochs)
+        start_time = time.monotonic() - position.seconds
         trackers = open_trackers(config.trackers, run.folder, run.recipe)
         with (
             out_of_memory_in_one_line(config, self.step),
             TrainingLog(run.folder / "train_log.jsonl", position.step, trackers) as log,
-            Stop() as stop,
-            progress("training", total, position.step) as show,
+            StopRequest() as stop,
+            progress("training", num_steps, position.step) as show,
         ):
             if can_probe(self.accelerator):
                 self._probe_memory(largest_batch(self.step, chain.from_iterable(steps)))
+
             for batches in steps[position.step :]:
-                if position.best.num_bad >= patience:
+                if self._is_patience_exhausted():
                     break
-                for group in (
-                    self.optimizer.param_groups
-                ):  # a rate that follows from the step alone needs no state
-                    group["lr"] = config.learning_rate * schedule(
-                        position.step, total, config.warmup_share
-                    )
-                figures = self._update(batches)
-                position.seconds = time.monotonic() - started
-                figures = {"epoch": position.step / per_epoch} | figures
-                if device.type == "cuda":
-                    figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-                log.write(position.step, figures)
-                show(position.step, note_of(figures))
-                return_free_memory(position.step, device)
-                is_last = position.step == total
-                improved = False
-                if dev is not None and (is_last or position.step % dev.config.every == 0):
-                    improved = self._improves(dev, log)
-                ending = is_last or position.best.num_bad >= patience
-                # A signal reaches the ranks in different steps, and all must save together.
-                stopping = bool(self._summed(float(stop.asked)) > 0)
-                if stopping or ending or improved or position.step % config.save_every == 0:
+                self._set_learning_rate(num_steps)
+                metrics = self._update(batches)
+                position.seconds = time.monotonic() - start_time
+                metrics = {"epoch": position.step / steps_per_epoch} | metrics
+                log.write(position.step, metrics)
+                show(position.step, note_of(metrics))
+                return_free_memory(position.step, self.accelerator.device)
+
+                is_last = position.step == num_steps
+                is_best = self._evaluate_if_due(is_last, log)
+                is_finished = is_last or self._is_patience_exhausted()
+                # A signal may reach ranks in different steps, but all ranks must save together.
+                is_stopped = bool(self._sum_over_ranks(float(stop.signal_number)) > 0)
+                is_due = position.step % config.save_every == 0
+                if is_stopped or is_finished or is_best or is_due:
                     self._save()
-                if stopping and not ending:
-                    what = (
-                        f"interrupted after step {position.step} of {total}; a checkpoint is saved"
-                    )
-                    fix = "run the same command with --resume to go on"
+                if is_stopped and not is_finished:
                     raise StoppedError(
                         "interrupted",
-                        what,
+                        f"interrupted after step {position.step} of {num_steps}; "
+                        "a checkpoint is saved",
                         where=run.folder,
-                        fix=fix,
-                        number=stop.asked or signal.SIGTERM,
+                        fix="run the same command with --resume to go on",
+                        # The signal may have reached only another rank.
+                        number=stop.signal_number or signal.SIGTERM,
                     )
 
-    def _update(self, batches: list[list[TrainingList]]) -> dict[str, float]:
-        """One step, in which every query weighs the same: its figures, its gradient's norm before clipping too."""
-        started, accelerator, position = time.monotonic(), self.accelerator, self.position
-        # There a rank keeps its part of the gradient only: putting off the exchange would make it keep all of it.
-        keeps_part, count = shares_state(), sum(map(len, batches))
+    def _is_patience_exhausted(self) -> bool:
+        patience = self.run.dev and self.run.dev.config.patience
+        return bool(patience) and self.position.best.num_bad >= patience
+
+    def _set_learning_rate(self, num_steps: int) -> None:
+        """Set the rate of the next step. It depends only on the step: checkpoints need no rate."""
+        factor = learning_rate_factor(self.position.step, num_steps, self.config.warmup_share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * factor
+
+    def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Run one optimiser step, in which all queries have the same weight. Return its metrics."""
+        start_time = time.monotonic()
+        num_queries = sum(map(len, batches))
+        mean_loss = self._backward(batches, num_queries)
+        grad_norm = self._clip_gradients()
+        _check_step(mean_loss, grad_norm, batches, self.config.stop_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+        counts = self._sum_over_ranks([self.step.count["tokens"], self.step.count["slots"]])
+        num_tokens, num_slots = counts.tolist()
+        self.step.count.clear()
+        self.position.step += 1
+        self.position.loss = mean_loss
+        self.position.queries += num_queries
+        self.position.tokens += num_tokens
+        seconds = time.monotonic() - start_time
+        metrics = {
+            "loss": mean_loss,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": grad_norm,  # before clipping
+            "queries_per_second": num_queries / seconds,
+            "tokens_per_second": num_tokens / seconds,
+            "padding_share": 1 - num_tokens / num_slots,
+        }
+        device = self.accelerator.device
+        if device.type == "cuda":
+            metrics["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        return metrics
+
+    def _backward(self, batches: Sequence[Batch], num_queries: int) -> float:
+        """Add up the gradients of all batches. Return the mean loss of all ranks' queries."""
+        accelerator = self.accelerator
+        # Ranks that share gradients (FSDP2, ZeRO) exchange them after every batch. Otherwise each
+        # rank would have to hold the whole gradient until the last batch.
+        syncs_always = shares_state()
+        # Launchers average gradients over ranks, but the loss is a sum over queries.
+        loss_scale = accelerator.num_processes / num_queries
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            accelerator.sync_gradients = (
-                is_last  # DeepSpeed steps in the backward pass that it is told is the last
-            )
-            with nullcontext() if is_last or keeps_part else accelerator.no_sync(self.model):
-                loss = self.model(batch) * (accelerator.num_processes / count)
+            # DeepSpeed updates the weights in the backward pass for which this is true.
+            accelerator.sync_gradients = is_last
+            is_synced = is_last or syncs_always
+            with nullcontext() if is_synced else accelerator.no_sync(self.model):
+                loss = self.model(batch) * loss_scale
                 accelerator.backward(loss)
             total += loss.detach().float()
-        mean = float(self._summed(total)) / accelerator.num_processes
-        clipped: Any = accelerator.clip_grad_norm_(
+        return float(self._sum_over_ranks(total)) / accelerator.num_processes
+
+    def _clip_gradients(self) -> float:
+        """Clip the gradients, and return their norm before that."""
+        norm: Any = self.accelerator.clip_grad_norm_(
             self.model.parameters(), self.config.max_grad_norm
         )
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
-        _check_step(mean, norm, batches, self.config.stop_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        tokens, slots = self._summed([self.step.count["tokens"], self.step.count["slots"]]).tolist()
-        self.step.count.clear()
-        position.step, position.loss = position.step + 1, mean
-        position.queries, position.tokens = position.queries + count, position.tokens + tokens
-        seconds = time.monotonic() - started
-        return {
-            "loss": mean,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "grad_norm": norm,
-            "queries_per_second": count / seconds,
-            "tokens_per_second": tokens / seconds,
-            "padding_share": 1 - tokens / slots,
-        }
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _improves(self, dev: Dev, log: TrainingLog) -> bool:
-        """Whether the model does better than ever before on the dev benchmark; all ranks compute it together."""
+    def _evaluate_if_due(self, is_last: bool, log: TrainingLog) -> bool:
+        """Evaluate the dev benchmark if it is time, and return whether the result is the best.
+
+        All ranks must call this.
+        """
+        dev = self.run.dev
+        step = self.position.step
+        if dev is None or (step % dev.config.every and not is_last):
+            return False
         self.model.eval()
         with torch.no_grad():
-            figures = dev.evaluate(self.model)
+            metrics = dev.evaluate(self.model)
         self.model.train()
         self.step.count.clear()
-        log.write_dev(self.position.step, figures)
-        say(f"step {self.position.step}: {dev.line(figures)}")
-        return self.position.best.update(self.position.step, dev.config.metric, figures)
+        log.write_dev(step, metrics)
+        say(f"step {step}: {dev.line(metrics)}")
+        return self.position.best.update(step, dev.config.metric, metrics)
 
     def _save(self) -> None:
-        folder, keep = self.run.checkpoints, self.config.keep_checkpoints
+        folder = self.run.checkpoints
+        keep = self.config.keep_checkpoints
         save_checkpoint(self.accelerator, self.model, self.optimizer, folder, self.position, keep)
 
-    def _summed(self, values: Any) -> Tensor:
-        """The sum over all ranks."""
+    def _sum_over_ranks(self, values: Any) -> Tensor:
         values = torch.as_tensor(values, device=self.accelerator.device)
         return cast(Tensor, self.accelerator.reduce(values, "sum"))
 
     def _probe_memory(self, batch: Batch) -> None:
-        """Run the largest `batch` forward and backward once: what does not fit fails now, not after hours.
+        """Run the largest batch forward and backward, so that a lack of memory shows at once.
 
-        No weight moves, gradients are dropped and random states put back. AdamW's two moments, which come with the
-        first step, have their room taken meanwhile. All ranks must call it.
+        Weights and random states do not change, and the gradients are dropped. AdamW creates its
+        two moments in the first step, so their memory is occupied here. All ranks must call this.
         """
         device = self.accelerator.device
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        moments = (
-            []
-            if self.optimizer.state
-            else [torch.empty_like(each) for each in trained for _ in range(2)]
-        )
+        moments = []
+        if not self.optimizer.state:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            moments = [torch.empty_like(parameter) for parameter in 2 * parameters]
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.accelerator.backward(self.model(batch))
         self.optimizer.zero_grad(set_to_none=True)
         self.step.count.clear()
         del moments
         if device.type == "cuda":
-            peak, total = (
-                torch.cuda.max_memory_allocated(device),
-                torch.cuda.get_device_properties(device).total_memory,
-            )
-            say(f"the largest batch takes {peak / GIB:.1f} of the GPU's {total / GIB:.1f} GiB")
+            peak = torch.cuda.max_memory_allocated(device) / GIB
+            total = torch.cuda.get_device_properties(device).total_memory / GIB
+            say(f"the largest batch takes {peak:.1f} of the GPU's {total:.1f} GiB")
 
 
 def _check_step(
-    loss: float, norm: float, batches: list[list[TrainingList]], highest_norm: float
+    loss: float, grad_norm: float, batches: Sequence[Batch], max_grad_norm: float
 ) -> None:
-    """Raises SkilltrainError, naming the step's queries, before a bad gradient reaches the weights."""
-    if not math.isfinite(loss + norm):
-        what = f"the {'gradient' if math.isfinite(loss) else 'loss'} is not a finite number"
-    elif norm > highest_norm:
-        what = f"the gradient norm {norm:.3g} exceeds training.stop_grad_norm {highest_norm:.3g}"
+    """Check a step before its gradient changes the weights.
+
+    Raises:
+        SkilltrainError: The loss or the gradient is not finite, or the gradient is too large.
+    """
+    if not math.isfinite(loss):
+        fault = "the loss is not a finite number"
+    elif not math.isfinite(grad_norm):
+        fault = "the gradient is not a finite number"
+    elif grad_norm > max_grad_norm:
+        fault = (
+            f"the gradient norm {grad_norm:.3g} exceeds training.stop_grad_norm {max_grad_norm:.3g}"
+        )
     else:
         return
-    queries = [one.query_id for batch in batches for one in batch]
-    more = f", … ({len(queries)} in all)" if len(queries) > 8 else ""
-    what = f"{what} in a step with queries {', '.join(queries[:8])}{more}"
+
+    query_ids = [training_list.query_id for training_list in chain.from_iterable(batches)]
+    names = ", ".join(query_ids[:_MAX_QUERIES_IN_ERROR])
+    if len(query_ids) > _MAX_QUERIES_IN_ERROR:
+        names += f", … ({len(query_ids)} in all)"
     raise SkilltrainError(
         "diverged",
-        what,
+        f"{fault} in a step with queries {names}",
         fix="look at these lists; a lower learning_rate or precision=float32 may help",
     )
 
 
 def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
-    """The batch with the most tokens."""
-    return max(batches, key=lambda batch: sum(sum(step.lengths(one)) for one in batch))
+    """Return the batch with the most tokens."""
+
+    def num_tokens(batch: Batch) -> int:
+        return sum(sum(step.lengths(training_list)) for training_list in batch)
+
+    return max(batches, key=num_tokens)
 
 
 def can_probe(accelerator: Accelerator) -> bool:
-    """Whether memory can be probed, and run out: not on a CPU; DeepSpeed would step in the backward pass."""
+    """Return whether memory can be probed.
+
+    A CPU has no such limit, and DeepSpeed would update the weights in the backward pass.
+    """
     return (
         accelerator.device.type == "cuda"
         and accelerator.distributed_type != DistributedType.DEEPSPEED
@@ -315,53 +402,60 @@ def can_probe(accelerator: Accelerator) -> bool:
 
 
 def return_free_memory(step: int, device: torch.device) -> None:
-    """On a CPU, every few steps, give back what glibc's heap holds free: tensors of ever other lengths fragment it.
+    """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU.
 
-    A training of whole batches held 2.1 GB after 35 steps where 0.6 were in use, and went on growing.
+    Tensors of varying lengths fragment the heap. Without this, a run held 2.1 GB after 35 steps,
+    0.6 GB of it in use, and kept growing.
     """
-    if device.type == "cpu" and step % 3 == 0 and platform.libc_ver()[0] == "glibc":
+    is_due = device.type == "cpu" and step % _STEPS_PER_TRIM == 0
+    if is_due and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
 def out_of_memory_in_one_line(config: TrainingConfig, step: StepModule) -> Iterator[None]:
-    """Within, a GPU whose memory runs out raises SkilltrainError, which says what to lower."""
+    """Turn a GPU's out-of-memory error into a SkilltrainError that names the settings to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        fix = [] if step.settings.recompute else ["training.recompute=true"]
-        fix.append(f"a training.token_budget below {step.settings.token_budget}")
-        fix.append(f"a model.max_tokens below {step.model.settings.max_tokens}")
+        fixes = [] if step.settings.recompute else ["training.recompute=true"]
+        fixes.append(f"a training.token_budget below {step.settings.token_budget}")
+        fixes.append(f"a model.max_tokens below {step.model.settings.max_tokens}")
         if config.batch_size > 1:
-            fix.append(f"a training.batch_size below {config.batch_size} (with more accumulation)")
+            fixes.append(
+                f"a training.batch_size below {config.batch_size} (with more accumulation)"
+            )
         if all(parameter.requires_grad for parameter in step.parameters()):
-            fix.append("an adapter (LoRA)")
+            fixes.append("an adapter (LoRA)")
         raise SkilltrainError(
-            "out-of-memory", "the GPU's memory has run out", fix=" or ".join(fix)
+            "out-of-memory", "the GPU's memory has run out", fix=" or ".join(fixes)
         ) from error
 
 
-class Stop:
-    """Ctrl-C and SIGTERM ask the loop to stop after the running step; a second Ctrl-C stops at once.
+class StopRequest:
+    """Signal handlers that let the loop stop after the current step, on Ctrl-C or SIGTERM.
 
-    Not a second SIGTERM: some batch systems signal the launcher and its workers both, and a save must come to its end.
+    A second Ctrl-C stops at once. A second SIGTERM does not, because some batch systems signal both
+    the launcher and its workers, and the checkpoint must be complete.
+
+    Attributes:
+        signal_number: Number of the signal that arrived; 0 if none did.
     """
 
     def __init__(self) -> None:
-        self.asked = 0  # the signal's number, as soon as there was one
+        self.signal_number = 0
+        self._previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "Stop":
-        asks = {
-            number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        self._before: dict[int, Any] = {**asks}
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = number
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
         if number == signal.SIGINT:
-            signal.signal(number, self._before[number])
+            signal.signal(number, self._previous_handlers[number])
