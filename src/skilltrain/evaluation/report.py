@@ -12,7 +12,7 @@ from skilltrain.evaluation.page import counted, p_equals
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import RESAMPLES, SEED, Interval
 from skilltrain.metrics.comparison import Comparison, SystemResult, compare
-from skilltrain.metrics.measures import COPIES, Measure, Relevance, as_found
+from skilltrain.metrics.measures import COPIES, Measure, Relevance, resolve_alternatives
 from skilltrain.metrics.slices import (
     ALL,
     KIND,
@@ -107,7 +107,7 @@ class Report:
 
     def found(self, query_id: str, ranking: Sequence[str]) -> Relevance:
         """What counts as gold for this ranking of a query: an alternative that stands first does."""
-        return as_found(ranking, self.tasks[query_id].relevance)
+        return resolve_alternatives(ranking, self.tasks[query_id].relevance)
 
     def name(self, skill_id: str) -> str:
         """A skill's name; its id where it has none."""

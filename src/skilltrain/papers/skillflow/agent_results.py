@@ -18,7 +18,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.metrics.comparison import Comparison, SystemResult, compare, same_queries
-from skilltrain.metrics.measures import Relevance, as_found
+from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.metrics.slices import means_of
 
 CHIEF = "Pass@1"  # the measure by which conditions are compared
@@ -110,7 +110,9 @@ def task_values(trials: Sequence[Trial], most: int, gold: Relevance | None) -> d
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],
         "skills": [len(skill_ids) for skill_ids in retrieved],
         "gold retrieved": [
-            len(as_found(ids, gold).gold & {*ids}) / len(gold.gold) for ids in retrieved if gold
+            len(resolve_alternatives(ids, gold).gold & {*ids}) / len(gold.gold)
+            for ids in retrieved
+            if gold
         ],
         "steps": [trial.steps for trial in trials if trial.steps is not None],
         "cost": [trial.cost for trial in trials if trial.cost is not None],
