@@ -196,18 +196,17 @@ def parse_measure(text: str) -> Measure:
     """
     match = _MEASURE.fullmatch(text)
     name, cutoff, copies = match.groups() if match else (text, None, None)
-    known_names = plugin_paths("measure")
-    if (name in known_names or ":" in name) and has_cutoff(name) == bool(cutoff):
+    options = plugin_paths("measure")
+    if (name in options or ":" in name) and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
 
-    forms = {known: f"{known}@k" if has_cutoff(known) else known for known in known_names}
+    forms = {option: f"{option}@k" if has_cutoff(option) else option for option in options}
     what = f"unknown measure '{text}'"
-    names_by_spelling = {"r": "Recall", "p": "Precision"}
-    names_by_spelling |= {known.lower(): known for known in known_names}
+    by_spelling = {"r": "Recall", "p": "Precision"} | {option.lower(): option for option in options}
     word = name.partition("@")[0].lower()
-    nearest = difflib.get_close_matches(word, names_by_spelling, n=1, cutoff=0.4)
+    nearest = difflib.get_close_matches(word, by_spelling, n=1, cutoff=0.4)
     if nearest:
-        suggestion = forms[names_by_spelling[nearest[0]]].replace("@k", f"@{cutoff or 10}")
+        suggestion = forms[by_spelling[nearest[0]]].replace("@k", f"@{cutoff or 10}")
         what += f", did you mean '{suggestion}'?"
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
     raise SkilltrainError("unknown-measure", what, fix=fix)
@@ -284,13 +283,9 @@ def evaluate_query(
             raise SkilltrainError("repeated-id", what)
         ranked_ids.add(skill_id)
 
-    relevance_by_copies: dict[bool, Relevance] = {}
     values: dict[str, float] = {}
     for measure in measures:
-        copies = measure.copies
-        if copies not in relevance_by_copies:
-            relevance_by_copies[copies] = resolve_alternatives(ranking, relevance, copies)
-        value = measure(ranking, relevance_by_copies[copies])
+        value = measure(ranking, resolve_alternatives(ranking, relevance, measure.copies))
         if value is not None:
             values[str(measure)] = value
     return values
