@@ -14,7 +14,7 @@ from skilltrain.metrics.benchmarks.benchmark import Benchmark
 from skilltrain.metrics.bootstrap import Interval, cluster_sums, separation
 from skilltrain.metrics.comparison import (
     SystemResult,
-    same_queries,
+    shared_query_ids,
     sign_test,
     values_of,
 )
@@ -122,7 +122,7 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     Queries are right in both systems, in `system` alone (fixed), in `baseline` alone (broken) or in neither. `p` is
     exact (`sign_test`).
     """
-    query_ids = same_queries([baseline, system])
+    query_ids = shared_query_ids([baseline, system])
     before, after = (values_of(result, query_ids, [measure]) for result in (baseline, system))
     net, _ = cluster_sums(after - before, baseline.clusters_of(query_ids))
     row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure}

@@ -18,8 +18,8 @@ from skilltrain.metrics.slices import (
     KIND,
     Row,
     SliceMeans,
+    description_length_gaps,
     distinct_slices,
-    gaps,
     labels_of,
     means_by_slice,
 )
@@ -200,7 +200,7 @@ def build_report(
         tuple(results),
         slices,
         comparisons=compare(results, pairs, compared),
-        gaps=gaps(results, slices, compared[0]),
+        gaps=description_length_gaps(results, slices, compared[0]),
         notes=tuple(notes),
         provenance=provenance or {},
     )

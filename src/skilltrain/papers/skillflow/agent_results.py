@@ -17,7 +17,7 @@ from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 from skilltrain.metrics.bootstrap import Interval
-from skilltrain.metrics.comparison import Comparison, SystemResult, compare, same_queries
+from skilltrain.metrics.comparison import Comparison, SystemResult, compare, shared_query_ids
 from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.metrics.slices import means_of
 
@@ -85,7 +85,7 @@ def agent_results(
     for name, of_task in rows.items():
         values = {task: task_values(row, least, gold.get(task)) for task, row in of_task.items()}
         results.append(SystemResult(name, values, {}))
-    tasks, means = same_queries(results), dict[str, Mapping[str, Interval]]()
+    tasks, means = shared_query_ids(results), dict[str, Mapping[str, Interval]]()
     for result in results:  # each by itself: a condition without skills has no use rate
         measures = [*dict.fromkeys(measure for row in result.per_query.values() for measure in row)]
         means |= means_of([result], tasks, measures)
