@@ -9,7 +9,7 @@ import pytest
 
 from benchmark_folders import Files, jsonl, skillrouter, write, write_ours
 from skilltrain.errors import SkilltrainError
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, joined
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.records import Query, Skill
@@ -380,7 +380,7 @@ def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
         (["t@hard"], 3),
     ]
     assert benchmark.clusters == {"t@easy": "t", "t@hard": "t"}
-    checked = joined(
+    checked = join_tiers(
         [check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers]
     )
     assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]

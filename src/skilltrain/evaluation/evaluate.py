@@ -24,7 +24,7 @@ from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, joined, knowing_copies
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
@@ -192,7 +192,7 @@ def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predic
         skills = read_pool(config.pool)
         pools = [part.with_gold(skills) for part in benchmark.parts]
     parts = zip(benchmark.parts, pools, strict=True)
-    benchmark = joined([check_pool(part, pool.keys()) if pool else part for part, pool in parts])
+    benchmark = join_tiers([check_pool(part, pool.keys()) if pool else part for part, pool in parts])
     by_id = {skill_id: skill for pool in pools for skill_id, skill in pool.items()}
     predicted: Predicted = {}
     for file in config.predictions:
@@ -214,7 +214,7 @@ def _opened(config: Evaluate) -> tuple[Benchmark, list[dict[str, Skill]], Predic
             )
         relevances = [task.relevance for task in benchmark.tasks]
         wanted = (skill_id for one in relevances for skill_id in (*one.gold, *one.alternatives))
-        benchmark = knowing_copies(benchmark, copies_of(wanted, by_id, config.clusters))
+        benchmark = add_copies(benchmark, copies_of(wanted, by_id, config.clusters))
     return benchmark, pools, predicted
 
 
