@@ -10,9 +10,9 @@ import pytest
 from benchmark_folders import Files, jsonl, skillrouter, write, write_ours
 from faults import raises
 from skilltrain.errors import SkilltrainError
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, joined
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark
-from skilltrain.metrics.measures import Relevance, as_found
+from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.records import Query, Skill
 
 
@@ -236,7 +236,10 @@ def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
     )
     # A pool with one of the candidates is enough.
     (checked, _) = check_pool(found, ["cloud/write", "web/fetch"]).tasks
-    assert as_found(["cloud/write"], checked.relevance).gold == {"cloud/write", "web/fetch"}
+    assert resolve_alternatives(["cloud/write"], checked.relevance).gold == {
+        "cloud/write",
+        "web/fetch",
+    }
     with raises("missing-gold-skill"):
         check_pool(found, ["web/fetch"])
 
@@ -372,7 +375,7 @@ def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
         (["t@hard"], 3),
     ]
     assert benchmark.clusters == {"t@easy": "t", "t@hard": "t"}
-    checked = joined(
+    checked = join_tiers(
         [check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers]
     )
     assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]

@@ -23,10 +23,10 @@ from skilltrain.metrics.comparison import (
     MAX_EXACT,
     Comparison,
     SystemResult,
-    adjust,
     compare,
     holm,
     sign_test,
+    with_holm,
 )
 
 
@@ -278,7 +278,7 @@ def test_holm_corrects_over_all_comparisons():
 def test_adjust_corrects_only_given_comparisons():
     comparisons = compare(SYSTEMS, PAIRS, MEASURES)
 
-    assert adjust(comparisons[:1])[0].p_holm == comparisons[0].p
+    assert with_holm(comparisons[:1])[0].p_holm == comparisons[0].p
 
 
 @pytest.mark.parametrize(

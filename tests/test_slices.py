@@ -13,8 +13,8 @@ from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import Relevance
 from skilltrain.metrics.slices import (
     SliceMeans,
+    description_length_gaps,
     distinct_slices,
-    gaps,
     labels_of,
     means_by_slice,
     quartiles,
@@ -91,8 +91,8 @@ def test_a_measure_without_values_has_no_mean(slices: list[SliceMeans]):
     every, single, multi = slices[:3]
 
     assert "Set-Compat" not in single.means["one"]
-    assert every.partial() == {"Set-Compat": 1}
-    assert multi.partial() == {}
+    assert every.partly_defined() == {"Set-Compat": 1}
+    assert multi.partly_defined() == {}
 
 
 def test_the_best_system_has_the_highest_mean(slices: list[SliceMeans]):
@@ -285,7 +285,7 @@ DESCRIPTION_SLICES = [
 
 
 def test_gaps_are_mean_differences_by_description_length():
-    gap, _ = gaps([ND, FULL], DESCRIPTION_SLICES, "m")
+    gap, _ = description_length_gaps([ND, FULL], DESCRIPTION_SLICES, "m")
 
     assert gap == {
         "baseline": "nd",
@@ -297,11 +297,11 @@ def test_gaps_are_mean_differences_by_description_length():
 
 
 def test_gaps_leave_out_undefined_queries():
-    _, gap = gaps([ND, FULL], DESCRIPTION_SLICES, "m")
+    _, gap = description_length_gaps([ND, FULL], DESCRIPTION_SLICES, "m")
 
     assert gap["value"] == "Q2, 10–20 words"
     assert (gap["difference"].mean, gap["difference"].n) == (1, 1)
 
 
 def test_one_system_has_no_gaps():
-    assert gaps([ND], DESCRIPTION_SLICES, "m") == ()
+    assert description_length_gaps([ND], DESCRIPTION_SLICES, "m") == ()

@@ -25,7 +25,13 @@ from skilltrain.config import Config, Seed, load_recipe, set_value, validate
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.evaluation.page import SHARES, axis_around, ends_of, html_page, markdown
 from skilltrain.files import read_jsonl, write_json, write_text
-from skilltrain.metrics.comparison import MAX_EXACT, SystemResult, adjust, compare, same_queries
+from skilltrain.metrics.comparison import (
+    MAX_EXACT,
+    SystemResult,
+    compare,
+    shared_query_ids,
+    with_holm,
+)
 from skilltrain.metrics.slices import Row, means_of
 from skilltrain.provenance import plugin_fingerprints
 from skilltrain.runs import (
@@ -309,7 +315,7 @@ def make_results(
     tables = [
         _table(grid, step, finished) for step in (finished[0].evaluations if finished else ())
     ]
-    corrected = iter(adjust([c for table in tables for c in table["differences"]]))
+    corrected = iter(with_holm([c for table in tables for c in table["differences"]]))
     for table in tables:
         table["differences"] = [next(corrected) for _ in table["differences"]]
     rows: list[Row] = []
@@ -347,7 +353,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
             scores[variant] = [_read_scores(folder, measures) for folder in sorted(folders)]
 
     systems = [SystemResult(name, _mean_over_seeds(runs), {}) for name, runs in scores.items()]
-    query_ids = same_queries(systems)
+    query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
     variants: list[Row] = []
     for variant, runs in scores.items():

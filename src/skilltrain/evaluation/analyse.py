@@ -15,7 +15,7 @@ from skilltrain.config import Config, InputPath
 from skilltrain.evaluation.report import Report
 from skilltrain.metrics.benchmarks.benchmark import Benchmark
 from skilltrain.metrics.bootstrap import Interval, cluster_sums, separation
-from skilltrain.metrics.comparison import SystemResult, same_queries, sign_test, values_of
+from skilltrain.metrics.comparison import SystemResult, shared_query_ids, sign_test, values_of
 from skilltrain.metrics.measures import Measure, per_query
 from skilltrain.metrics.slices import Row, means_of
 from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -130,7 +130,7 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
         The exact p (`sign_test`), and the ids of the queries that are right in both systems, only
         in `system` (fixed), only in `baseline` (broken) or in neither.
     """
-    query_ids = same_queries([baseline, system])
+    query_ids = shared_query_ids([baseline, system])
     before = values_of(baseline, query_ids, [measure])
     after = values_of(system, query_ids, [measure])
     differences, _ = cluster_sums(after - before, baseline.clusters_of(query_ids))

@@ -25,7 +25,7 @@ from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, joined, knowing_copies
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
@@ -227,7 +227,7 @@ def _load(config: Evaluate) -> _Data:
     parts: list[Benchmark] = []
     for part, pool in zip(benchmark.parts, pools, strict=True):
         parts.append(check_pool(part, pool.keys()) if pool else part)
-    benchmark = joined(parts)
+    benchmark = join_tiers(parts)
 
     skills_by_id = _merge(pools)
     names = {system.name for system in config.systems}
@@ -247,7 +247,7 @@ def _load(config: Evaluate) -> _Data:
         for task in benchmark.tasks:
             needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
         copies = copies_of(needed_ids, skills_by_id, config.clusters)
-        benchmark = knowing_copies(benchmark, copies)
+        benchmark = add_copies(benchmark, copies)
     return _Data(benchmark, pools, predictions)
 
 

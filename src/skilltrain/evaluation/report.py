@@ -12,14 +12,14 @@ from skilltrain.evaluation.page import counted, p_equals
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import RESAMPLES, SEED, Interval
 from skilltrain.metrics.comparison import Comparison, SystemResult, compare
-from skilltrain.metrics.measures import COPIES, Measure, Relevance, as_found
+from skilltrain.metrics.measures import COPIES, Measure, Relevance, resolve_alternatives
 from skilltrain.metrics.slices import (
     ALL,
     KIND,
     Row,
     SliceMeans,
+    description_length_gaps,
     distinct_slices,
-    gaps,
     labels_of,
     means_by_slice,
 )
@@ -114,7 +114,7 @@ class Report:
 
         If an alternative is ranked above the gold skill that it stands for, it is gold instead.
         """
-        return as_found(ranking, self.tasks[query_id].relevance)
+        return resolve_alternatives(ranking, self.tasks[query_id].relevance)
 
     def name(self, skill_id: str) -> str:
         """Return the name of a skill, or its id if it has none."""
@@ -213,7 +213,7 @@ def build_report(
         tuple(results),
         slices,
         comparisons=compare(results, pairs, compared),
-        gaps=gaps(results, slices, compared[0]),
+        gaps=description_length_gaps(results, slices, compared[0]),
         notes=tuple(notes),
         provenance=provenance or {},
     )

@@ -11,8 +11,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.bootstrap import LEVEL, Interval, cluster_sums, paired_differences
 
 ALPHA = 1 - LEVEL
-MAX_EXACT = 25  # if more queries differ, the bootstrap is accurate enough to replace the exact test
-_DECIMALS = 12  # differences are rounded, so that a rounding error does not count as one
+MAX_EXACT = 25  # queries; if more differ, the bootstrap is accurate enough without an exact test
+_DECIMALS = 12  # differences are rounded, so that rounding errors do not count as differences
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class SystemResult:
         return [self.clusters.get(query_id, query_id) for query_id in query_ids]
 
 
-def same_queries(results: Sequence[SystemResult]) -> tuple[str, ...]:
-    """Return the ids of the queries that all systems share, in the first system's order.
+def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
+    """Return the query ids of all systems, in the first system's order.
 
     Raises:
         SkilltrainError: Two systems have the same name, or different queries.
@@ -90,7 +90,10 @@ def values_of(
 def defined_queries(
     results: Sequence[SystemResult], query_ids: Sequence[str], measure: str
 ) -> tuple[str, ...]:
-    """Return the queries for which at least one system has a value of the measure."""
+    """Return the queries for which the measure has a value, in at least one system.
+
+    If only some systems have it, `values_of` raises the error.
+    """
     defined_ids = set()
     for system in results:
         defined_ids.update(
@@ -137,7 +140,7 @@ def compare(
 
     Args:
         results: The systems, all of the same queries.
-        pairs: Names (baseline, system).
+        pairs: Names of baseline and system, to be compared by system − baseline.
         measures: Measures to compare by. A measure without any value is left out.
 
     Returns:
@@ -148,9 +151,10 @@ def compare(
     Raises:
         SkilltrainError: The systems have different queries, or only some have a value for a query.
     """
-    all_queries = same_queries(results)
+    all_queries = shared_query_ids(results)
     if not pairs:
         return ()
+
     comparisons: list[Comparison] = []
     for measure in measures:
         query_ids = defined_queries(results, all_queries, measure)
@@ -159,7 +163,8 @@ def compare(
 
         clusters = results[0].clusters_of(query_ids)
         values = {system.name: values_of(system, query_ids, [measure])[:, 0] for system in results}
-        differences = np.stack([values[system] - values[base] for base, system in pairs], axis=1)
+        pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
+        differences = np.stack(pair_differences, axis=1)  # [query, pair]
         bootstrapped = paired_differences(differences, clusters)
         sums, _ = cluster_sums(differences, clusters)
         sums = np.round(sums, _DECIMALS)  # [cluster, pair]
@@ -169,26 +174,36 @@ def compare(
             num_worse = int((sums[:, column] < 0).sum())
             if num_better + num_worse <= MAX_EXACT:
                 p = sign_test(sums[:, column])
-            names = (system, baseline, measure)
-            comparisons.append(Comparison(*names, interval, num_better, num_worse, p))
+            comparison = Comparison(
+                system=system,
+                baseline=baseline,
+                measure=measure,
+                difference=interval,
+                num_better=num_better,
+                num_worse=num_worse,
+                p=p,
+            )
+            comparisons.append(comparison)
 
+    # Pair by pair. Within a pair, the measures stay in order.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
-    return adjust(comparisons)
+    return with_holm(comparisons)
 
 
-def adjust(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
+def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
     """Set `p_holm` and `reading` of each comparison by Holm's correction over all of them."""
     adjusted = holm([comparison.p for comparison in comparisons])
     results: list[Comparison] = []
     for comparison, p in zip(comparisons, adjusted, strict=True):
-        verdict = "above" if comparison.difference.mean > 0 else "below"
-        reading = verdict if p < ALPHA else "not told apart"
-        results.append(replace(comparison, p_holm=p, reading=reading))
+        verdict = "not told apart"
+        if p < ALPHA:
+            verdict = "above" if comparison.difference.mean > 0 else "below"
+        results.append(replace(comparison, p_holm=p, reading=verdict))
     return tuple(results)
 
 
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
-    """Return the exact two-sided p-value of the sign test, in the direction of the mean difference.
+    """Return the exact p-value of the sign test: twice the one-sided one, for the mean's direction.
 
     Under the null hypothesis, a coin decides for each differing query which system is better. For
     values of 0 and 1 this is McNemar's exact test. If most queries differ in one direction and the

@@ -1,22 +1,26 @@
-"""Measures as values: one number per query first, an aggregate only afterwards (bootstrap.py).
+"""Measures of a ranking. Each gives one number per query; `bootstrap.py` aggregates them.
 
-A measure is a plug-in of the kind `measure`: a function of a ranking, a relevance and a cutoff k. Its docstring says what
-it is. A measure without a cutoff may return None for a query for which it is not defined. `gold` decides all measures
-but nDCG and nDCG-exp, which read the graded gains.
+A measure is a plug-in of the kind `measure`: a function of a ranking, a relevance and a cutoff k.
+Its docstring is the explanation in reports. nDCG and nDCG-exp read the graded gains; all other
+measures read `gold`. A measure without a cutoff may return None where it is not defined.
 
-Sources: SkillRouter, section 2 and appendix A, nDCG as in its released evaluation (linear gains); R3-Skill for COMP
-and Set-Compat, as in its released evaluation (whose nDCG is nDCG-bin). What SkillRet calls Comp.@k is FC@k here.
+Sources:
 
-What is decided once, for all callers:
-- A ranking is a list, so its order decides. Where scores tie, whoever made it has put first the skill that stands first
-  in the pool (retrieval) or stood first before (reranking).
-- A query that the rankings leave out scores 0; SkillRouter's released evaluation leaves it out of the mean.
-- Gold outside the pool is refused (benchmarks/benchmark.py, check_pool), where the released evaluation shrinks the
-  gold. Gold outside the ranking counts as missed. A ranked skill that nobody judged gains nothing.
-- A measure called `… (copies)` also takes `Relevance.copies` for gold, the first of each gold skill in the ranking; a
-  second one gains nothing and keeps its place.
-- A measure that is not defined for a query (Set-Compat, where one skill is gold) gives it no value: the key is absent
-  from `per_query`, and the mean and its n run over the queries that have the key.
+- SkillRouter, section 2 and appendix A. nDCG has linear gains, as in its released evaluation.
+- R3-Skill for COMP and Set-Compat, as in its released evaluation. Its nDCG is our nDCG-bin.
+- SkillRet's Comp.@k is our FC@k.
+
+Rules for all callers:
+
+- Only the order of a ranking counts. Whoever makes it breaks ties by the order of the pool
+  (retrieval) or by the order before (reranking).
+- A query without a ranking scores 0. SkillRouter's released evaluation ignores such queries.
+- A benchmark whose gold is not in the pool raises an error (`check_pool`). The released evaluation
+  ignores such gold. Gold outside the ranking counts as missed. Unjudged skills gain nothing.
+- `M (copies)` also accepts a copy of a gold skill (`Relevance.copies`). Only the first of a gold
+  skill and its copies counts. Later ones gain nothing but still take a place.
+- If a measure is not defined for a query (Set-Compat, one gold skill), `per_query` has no key for
+  it. The mean and its n are over the queries that have the key.
 """
 
 import difflib
@@ -34,19 +38,22 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import load_plugin, plugin_paths
 
 DEFAULT_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10")
-COPIES = (
-    " (copies)"  # what the name of a measure ends with that takes copies of gold skills for gold
-)
+COPIES = " (copies)"  # ending of the name of a measure that accepts copies of gold skills
 _HIGHEST_GAIN = 1000.0  # so that no sum of 2^gain leaves the range of a float
+_MEASURE = re.compile(r"(.*?)(?:@([1-9][0-9]{0,8}))?( \(copies\))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Relevance:
-    """What a query asks for: the `gold` skills, and the `gains` (skill_id → gain ≥ 0) that nDCG weighs.
+    """The skills that a query asks for.
 
-    A gain without gold is half a success: a useful skill, or a degraded copy of a gold one. `alternatives` (skill_id →
-    gold skill) do what a gold skill does: the one that a ranking puts first stands for it, the others gain nothing.
-    `copies` (skill_id → gold skill) do so too, for the measures that ask for copies.
+    Attributes:
+        gold: Ids of the gold skills.
+        gains: Gain ≥ 0 by skill id, for nDCG. A skill with a gain that is not gold is useful, or a
+            degraded copy of a gold skill.
+        alternatives: Gold skill by the id of a skill that does the same. Only the first of them in
+            a ranking counts.
+        copies: Gold skill by the id of a near-duplicate. Only measures with copies accept them.
     """
 
     gold: frozenset[str]
@@ -57,14 +64,21 @@ class Relevance:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measure and how many places it looks at (0: as many as there is gold); with `copies` these count as gold."""
+    """A measure with its settings.
+
+    Attributes:
+        name: Name of the plug-in.
+        cutoff: Number of places that it reads; 0 for a measure without a cutoff.
+        copies: Whether a copy of a gold skill counts like the gold skill.
+    """
 
     name: str
     cutoff: int
     copies: bool = False
 
     def __str__(self) -> str:
-        return (f"{self.name}@{self.cutoff}" if self.cutoff else self.name) + COPIES * self.copies
+        cutoff = f"@{self.cutoff}" if self.cutoff else ""
+        return self.name + cutoff + (COPIES if self.copies else "")
 
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float | None:
         """Return the value for one query, None if the measure is not defined for it.
@@ -72,9 +86,9 @@ class Measure:
         Inputs are trusted and alternatives resolved (see `evaluate_query`).
         """
         formula = _formula(self.name)
-        return (
-            formula(ranking, relevance, self.cutoff) if self.cutoff else formula(ranking, relevance)
-        )
+        if not self.cutoff:
+            return formula(ranking, relevance)
+        return formula(ranking, relevance, self.cutoff)
 
 
 @cache
@@ -84,14 +98,17 @@ def _formula(name: str) -> Callable[..., float | None]:
 
 @cache
 def has_cutoff(name: str) -> bool:
-    """Return whether a measure takes a cutoff beside a ranking and a relevance."""
+    """Return whether a measure takes a cutoff, in addition to a ranking and a relevance."""
     return len(inspect.signature(_formula(name)).parameters) == 3
 
 
 def meaning_of(name: str) -> str:
-    """Return what a measure is: the first paragraph of its function's docstring."""
+    """Return the explanation of a measure: the first paragraph of its function's docstring."""
     paragraph = (inspect.getdoc(_formula(name)) or name).partition("\n\n")[0]
     return paragraph.replace("\n", " ").rstrip(".")
+
+
+# The docstrings of the measures continue the line "NAME: " of a report.
 
 
 def hit(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
@@ -137,19 +154,21 @@ def precision(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
 
 
 def full_coverage(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
-    """full coverage: 1 if all gold skills stand in the top k, so 0 where a query has more than k of
-    them.
+    """full coverage: 1 if all gold skills stand in the top k. It is 0 for a query with more than k
+    gold skills.
     """
     return float(_num_gold(ranking, relevance, k) == len(relevance.gold))
 
 
 def comp(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
-    """gold skills in the top k, divided by the smaller of their number and k."""
+    """gold skills in the top k, divided by min(number of gold skills, k)."""
     return _num_gold(ranking, relevance, k) / min(len(relevance.gold), k)
 
 
 def set_compat(ranking: Sequence[str], relevance: Relevance) -> float | None:
-    """over queries with two or more gold skills: 1 if these, and no others, fill the first places."""
+    """1 if the first n places hold the n gold skills. Only for queries with two or more gold
+    skills.
+    """
     num_gold = len(relevance.gold)
     return full_coverage(ranking, relevance, num_gold) if num_gold > 1 else None
 
@@ -159,59 +178,62 @@ def _num_gold(ranking: Sequence[str], relevance: Relevance, k: int) -> int:
 
 
 def _discounted_ratio(ranking: Sequence[str], gains: Mapping[str, float], k: int) -> float:
-    best = sorted(gains.values(), reverse=True)[:k]
-    ratio = _discounted([gains.get(skill_id, 0.0) for skill_id in ranking[:k]]) / _discounted(best)
-    return min(1.0, ratio)  # gains that all but tie can round to above 1
+    best_gains = sorted(gains.values(), reverse=True)[:k]
+    ranked_gains = [gains.get(skill_id, 0.0) for skill_id in ranking[:k]]
+    ratio = _discounted_sum(ranked_gains) / _discounted_sum(best_gains)
+    return min(1.0, ratio)  # rounding of nearly equal gains can give more than 1
 
 
-def _discounted(gains: Sequence[float]) -> float:
+def _discounted_sum(gains: Sequence[float]) -> float:
     return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, 1))
 
 
 def parse_measure(text: str) -> Measure:
-    """Return the measure that a text like `nDCG@10` or `Hit@1 (copies)` names.
+    """Parse the name of a measure, such as `nDCG@10` or `Hit@1 (copies)`.
 
     Raises:
         SkilltrainError: There is no such measure. The error names the nearest, and all.
     """
-    parts = re.fullmatch(r"(.*?)(?:@([1-9][0-9]{0,8}))?( \(copies\))?", text, re.DOTALL)
-    name, cutoff, copies = parts.groups() if parts else (text, None, None)
-    names = plugin_paths("measure")
-    if (name in names or ":" in name) and has_cutoff(name) == bool(cutoff):
+    match = _MEASURE.fullmatch(text)
+    name, cutoff, copies = match.groups() if match else (text, None, None)
+    options = plugin_paths("measure")
+    if (name in options or ":" in name) and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
-    forms = {name: f"{name}@k" if has_cutoff(name) else name for name in names}
-    known = {"r": "Recall", "p": "Precision"} | {name.lower(): name for name in names}
-    near = difflib.get_close_matches(name.partition("@")[0].lower(), known, n=1, cutoff=0.4)
-    hint = "".join(
-        f", did you mean '{forms[known[word]].replace('@k', f'@{cutoff or 10}')}'?" for word in near
-    )
+
+    forms = {option: f"{option}@k" if has_cutoff(option) else option for option in options}
+    what = f"unknown measure '{text}'"
+    by_spelling = {"r": "Recall", "p": "Precision"} | {option.lower(): option for option in options}
+    word = name.partition("@")[0].lower()
+    nearest = difflib.get_close_matches(word, by_spelling, n=1, cutoff=0.4)
+    if nearest:
+        suggestion = forms[by_spelling[nearest[0]]].replace("@k", f"@{cutoff or 10}")
+        what += f", did you mean '{suggestion}'?"
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
-    raise SkilltrainError("unknown-measure", f"unknown measure '{text}'{hint}", fix=fix)
+    raise SkilltrainError("unknown-measure", what, fix=fix)
 
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
-    """The named measures, in order and each once."""
+    """Parse the names of measures, and remove duplicates."""
     return tuple(dict.fromkeys(map(parse_measure, texts)))
 
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
-    """Each measure, and beside it the one that takes copies of gold skills for gold; each once."""
-    return tuple(
-        dict.fromkeys(
-            replace(measure, copies=copies) for measure in measures for copies in (False, True)
-        )
-    )
+    """Return each measure, followed by its variant that accepts copies, without duplicates."""
+    variants: list[Measure] = []
+    for measure in measures:
+        variants += [replace(measure, copies=False), replace(measure, copies=True)]
+    return tuple(dict.fromkeys(variants))
 
 
-def _known_names(texts: tuple[str, ...]) -> tuple[str, ...]:
+def _check_names(texts: tuple[str, ...]) -> tuple[str, ...]:
     try:
         return tuple(map(str, parse_measures(texts)))
     except SkilltrainError as error:
         raise ValueError(error.what) from error
 
 
-MeasureNames = Annotated[tuple[str, ...], AfterValidator(_known_names)]
-"""Names of measures as a setting: unknown ones are refused, each stands once."""
+MeasureNames = Annotated[tuple[str, ...], AfterValidator(_check_names)]
+"""Names of measures as a setting. Duplicates are removed, and unknown names are an error."""
 
 
 def per_query(
@@ -219,10 +241,16 @@ def per_query(
     relevances: Mapping[str, Relevance],
     measures: Sequence[Measure],
 ) -> dict[str, dict[str, float]]:
-    """query_id → measure name → value, for every query of `relevances`, ranked or not, and in their order."""
-    if unknown := [query_id for query_id in rankings if query_id not in relevances]:
+    """Return the values by query id and name of the measure, for every query of `relevances`.
+
+    Raises:
+        SkilltrainError: A ranked query is not in `relevances`, or `evaluate_query` fails.
+    """
+    unknown = [query_id for query_id in rankings if query_id not in relevances]
+    if unknown:
         what = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
         raise SkilltrainError("unknown-query", what, where=f"query {unknown[0]}")
+
     values: dict[str, dict[str, float]] = {}
     for query_id, relevance in relevances.items():
         try:
@@ -237,61 +265,83 @@ def per_query(
 def evaluate_query(
     ranking: Sequence[str], relevance: Relevance, measures: Sequence[Measure]
 ) -> dict[str, float]:
-    """Measure → value of one ranking (skill ids, best first), where defined. SkilltrainError: a skill stands twice."""
+    """Return the value of each measure that is defined for a query.
+
+    Args:
+        ranking: Skill ids, best first.
+        relevance: The skills that the query asks for.
+        measures: The measures.
+
+    Raises:
+        SkilltrainError: The ranking repeats a skill, or `check_relevance` fails.
+    """
     check_relevance(relevance)
-    if len(set(ranking)) < len(ranking):
-        at = next(at for at, skill_id in enumerate(ranking) if skill_id in ranking[:at])
-        raise SkilltrainError(
-            "repeated-id",
-            f"skill '{ranking[at]}' appears twice in the ranking, again at rank {at + 1}",
-        )
-    found = {
-        copies: as_found(ranking, relevance, copies)
-        for copies in {measure.copies for measure in measures}
-    }
-    values = {str(measure): measure(ranking, found[measure.copies]) for measure in measures}
-    return {name: value for name, value in values.items() if value is not None}
+    ranked_ids: set[str] = set()
+    for rank, skill_id in enumerate(ranking, 1):
+        if skill_id in ranked_ids:
+            what = f"skill '{skill_id}' appears twice in the ranking, again at rank {rank}"
+            raise SkilltrainError("repeated-id", what)
+        ranked_ids.add(skill_id)
+
+    values: dict[str, float] = {}
+    for measure in measures:
+        value = measure(ranking, resolve_alternatives(ranking, relevance, measure.copies))
+        if value is not None:
+            values[str(measure)] = value
+    return values
 
 
 def check_relevance(relevance: Relevance) -> None:
-    """Raise SkilltrainError for a relevance by which no ranking could succeed: no gold, a gold skill without a positive
-    gain, a gain that is no number from 0 to 1,000.
+    """Check that a ranking could score.
+
+    Raises:
+        SkilltrainError: No skill is gold, a gold skill has no positive gain, a gain is not a number
+            from 0 to 1,000, or an alternative or copy has a gain or no gold skill.
     """
-    gold, gains = relevance.gold, relevance.gains
-    if bad := [
-        skill_id for skill_id, gain in gains.items() if not 0 <= gain <= _HIGHEST_GAIN
-    ]:  # NaN too
-        what = f"the gain of skill '{bad[0]}' is {gains[bad[0]]}, not a number from 0 to {_HIGHEST_GAIN:,.0f}"
-        raise SkilltrainError("invalid-relevance", what)
+    gold = relevance.gold
+    gains = relevance.gains
+    for skill_id, gain in gains.items():
+        if not 0 <= gain <= _HIGHEST_GAIN:  # also true for NaN
+            what = (
+                f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to "
+                f"{_HIGHEST_GAIN:,.0f}"
+            )
+            raise SkilltrainError("invalid-relevance", what)
     if not gold:
         raise SkilltrainError("no-gold-skill", "no skill is gold, so no ranking can score")
-    if without := sorted(skill_id for skill_id in gold if not gains.get(skill_id)):
-        raise SkilltrainError(
-            "invalid-relevance", f"gold skill '{without[0]}' has no positive gain"
-        )
-    for skill_id, need in (*relevance.alternatives.items(), *relevance.copies.items()):
-        if need not in gold:
-            raise SkilltrainError(
-                "invalid-relevance", f"skill '{skill_id}' stands for '{need}', which is not gold"
-            )
+    for skill_id in sorted(gold):
+        if not gains.get(skill_id):
+            what = f"gold skill '{skill_id}' has no positive gain"
+            raise SkilltrainError("invalid-relevance", what)
+
+    for skill_id, gold_id in (*relevance.alternatives.items(), *relevance.copies.items()):
+        what = f"skill '{skill_id}' stands for '{gold_id}'"
+        if gold_id not in gold:
+            raise SkilltrainError("invalid-relevance", f"{what}, which is not gold")
         if skill_id in gains:
-            raise SkilltrainError(
-                "invalid-relevance",
-                f"skill '{skill_id}' stands for '{need}' and has a gain of its own",
-            )
+            raise SkilltrainError("invalid-relevance", f"{what} and has a gain of its own")
 
 
-def as_found(ranking: Sequence[str], relevance: Relevance, copies: bool = False) -> Relevance:
-    """`relevance` without alternatives: gold is what meets each need first in `ranking`; with `copies`, copies too."""
-    needs = {**relevance.copies, **relevance.alternatives} if copies else relevance.alternatives
-    if not needs:
+def resolve_alternatives(
+    ranking: Sequence[str], relevance: Relevance, copies: bool = False
+) -> Relevance:
+    """Replace each gold skill by the first skill in `ranking` that may stand for it.
+
+    These are the gold skill, its alternatives and, with `copies`, its copies. If the ranking has
+    none of them, the gold skill stays. The result has no alternatives and no copies.
+    """
+    gold_ids: Mapping[str, str] = relevance.alternatives
+    if copies:
+        gold_ids = {**relevance.copies, **relevance.alternatives}
+    if not gold_ids:
         return relevance
-    met: dict[str, str] = {}
+
+    first_ids: dict[str, str] = {}  # by gold skill
     for skill_id in ranking:
-        need = needs.get(skill_id, skill_id)
-        if need in relevance.gold:
-            met.setdefault(need, skill_id)
-    gold = frozenset(met.get(need, need) for need in relevance.gold)
-    return Relevance(
-        gold, {met.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()}
-    )
+        gold_id = gold_ids.get(skill_id, skill_id)
+        if gold_id in relevance.gold:
+            first_ids.setdefault(gold_id, skill_id)
+
+    gold = frozenset(first_ids.get(gold_id, gold_id) for gold_id in relevance.gold)
+    gains = {first_ids.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()}
+    return Relevance(gold, gains)

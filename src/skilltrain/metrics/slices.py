@@ -17,7 +17,7 @@ from skilltrain.metrics.bootstrap import Interval, intervals
 from skilltrain.metrics.comparison import (
     SystemResult,
     defined_queries,
-    same_queries,
+    shared_query_ids,
     values_of,
 )
 from skilltrain.records import Skill
@@ -54,15 +54,19 @@ class SliceMeans:
     query_ids: tuple[str, ...]
     means: Mapping[str, Mapping[str, Interval]]
 
-    def partial(self) -> dict[str, int]:
-        """Return the measures that some queries have no value of, with the number that have one."""
-        means = next(iter(self.means.values()))
+    def partly_defined(self) -> dict[str, int]:
+        """Return the number of queries with a value, for each measure that some lack."""
+        means = next(iter(self.means.values()))  # all systems have values for the same queries
         return {measure: mean.n for measure, mean in means.items() if mean.n < len(self.query_ids)}
 
     def best(self, measure: str) -> frozenset[str]:
         """Return the systems with the highest mean, or none if all means are equal."""
-        means = {name: row[measure].mean for name, row in self.means.items() if measure in row}
-        best = frozenset(name for name in means if means[name] == max(means.values()))
+        means: dict[str, float] = {}
+        for name, by_measure in self.means.items():
+            if measure in by_measure:
+                means[name] = by_measure[measure].mean
+        highest = max(means.values(), default=0.0)
+        best = frozenset(name for name, mean in means.items() if mean == highest)
         return best if len(best) < len(means) else frozenset()
 
 
@@ -87,7 +91,7 @@ def means_by_slice(
         raise SkilltrainError(
             "nothing-to-score", "a report needs at least one system, one query and one measure"
         )
-    same_queries(results)
+    shared_query_ids(results)  # raises the error for different queries
 
     # Means of each set of queries. Slices of several labels often have the same queries.
     means_by_queries: dict[tuple[str, ...], dict[str, dict[str, Interval]]] = {}
@@ -127,7 +131,7 @@ def means_of(
 
     Measures without any value are left out.
     """
-    # Measures that the same queries have values of share their bootstrap draws.
+    # Measures that are defined for the same queries share bootstrap draws.
     measures_by_queries: dict[tuple[str, ...], list[str]] = {}
     for measure in measures:
         defined_ids = defined_queries(results, query_ids, measure)
@@ -138,34 +142,40 @@ def means_of(
     for defined_ids, group in measures_by_queries.items():
         values = [values_of(result, defined_ids, group) for result in results]
         clusters = results[0].clusters_of(defined_ids)
-        columns = iter(intervals(np.concatenate(values, axis=1), clusters))
-        for row in means.values():
-            row.update((measure, next(columns)) for measure in group)
+        # Columns are system by system, and measure by measure.
+        group_means = intervals(np.concatenate(values, axis=1), clusters)
+        for index, result in enumerate(results):
+            first = index * len(group)
+            system_means = group_means[first : first + len(group)]
+            means[result.name].update(zip(group, system_means, strict=True))
 
     # In the order of `measures`.
-    for name, row in means.items():
-        means[name] = {measure: row[measure] for measure in measures if measure in row}
+    for name, system_means in means.items():
+        means[name] = {
+            measure: system_means[measure] for measure in measures if measure in system_means
+        }
     return means
 
 
-def gaps(
+def description_length_gaps(
     results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure: str
 ) -> tuple[Row, ...]:
-    """Compare each system with the one before it, by description length.
+    """Compare each system with the one before it, on each slice by description length.
 
-    If the first system sees names and descriptions, and the second whole skills, these are the gaps
-    of SkillRouter. Queries without a value of the measure are left out.
+    SkillRouter reports these gaps of a system that sees names and descriptions to one that sees
+    whole skills. Queries without a value of the measure are left out.
 
     Args:
         results: Systems in the order of the comparison.
-        slices: Slices, of which those by description length are used.
+        slices: Slices by any label. Those by description length are used.
         measure: Name of the measure.
     """
+    length_slices = [part for part in slices if part.label == DESCRIPTION]
     rows: list[Row] = []
     for baseline, system in pairwise(results):
-        for part in slices:
+        for part in length_slices:
             query_ids = defined_queries([baseline], part.query_ids, measure)
-            if part.label != DESCRIPTION or not query_ids:
+            if not query_ids:
                 continue
             baseline_values = values_of(baseline, query_ids, [measure])
             differences = values_of(system, query_ids, [measure]) - baseline_values
@@ -176,7 +186,7 @@ def gaps(
 
 
 def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
-    """Return the slice of all queries, and the slices that do not hold all queries again."""
+    """Return the slice of all queries, and every slice with fewer queries."""
     num_queries = len(slices[0].query_ids)
     return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < num_queries)
 
@@ -184,11 +194,12 @@ def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
     """Return the labels of each query: those of the benchmark, and four computed ones.
 
-    - `direction`: from the query's language to those of its gold skills, such as `zh2en`.
-    - `domain`: the super-domains of the gold skills' categories.
+    - `direction`: from the query's language to those of its gold skills, such as `zh2en`. A label
+      of the benchmark with this name takes precedence, and likewise for `domain`.
+    - `domain`: the super-domains of the gold skills' categories (domains.yaml).
     - `query length`: terse or long, by words. A CJK character counts as a word.
-    - `description length`: a quarter of the tasks, by the mean number of words in the descriptions
-      of the gold skills. It is left out if the pool has none of them.
+    - `description length`: the quarter of the tasks (see `quartiles`) by the mean number of words
+      in the descriptions of the gold skills. It is left out if the pool has no gold skill.
 
     Args:
         tasks: Tasks of a benchmark.
@@ -215,7 +226,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
         query_labels = {
             "direction": tuple(sorted(directions)),
             "domain": tuple(sorted(domains)),
-            **task.labels,
+            **task.labels,  # may replace the two above, but not the two below
             LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
             DESCRIPTION: quarters.get(query_id, ""),
         }
@@ -239,20 +250,22 @@ def _domain_by_category() -> dict[str, str]:
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """Return the quarter of each query by length, such as `Q1, 4–11 words`, short queries first.
 
-    Queries of equal length are in the same quarter, which is that of their middle rank. Empty
-    quarters are left out.
+    Queries of equal length are in the same quarter, that of their mean rank. Empty quarters are
+    left out, and the others are numbered from 1.
     """
     from scipy.stats import rankdata
 
     ranks = rankdata(list(lengths.values()))  # equal lengths have their mean rank, from 1
     queries_by_quarter: dict[int, list[str]] = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        quarter = int(2 * (2 * rank - 1) // len(lengths))  # 4 (rank - 1/2) / n, rounded down
+        quarter = int(4 * (rank - 0.5) // len(lengths))  # exact: ranks are multiples of 1/2
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
     names: dict[str, str] = {}
-    for number, (_, query_ids) in enumerate(sorted(queries_by_quarter.items()), 1):
-        part = [lengths[query_id] for query_id in query_ids]
-        name = f"Q{number}, {min(part):.0f}–{max(part):.0f} words"
-        names |= dict.fromkeys(query_ids, name)
+    for number, quarter in enumerate(sorted(queries_by_quarter), 1):
+        query_ids = queries_by_quarter[quarter]
+        quarter_lengths = [lengths[query_id] for query_id in query_ids]
+        shortest = min(quarter_lengths)
+        longest = max(quarter_lengths)
+        names |= dict.fromkeys(query_ids, f"Q{number}, {shortest:.0f}–{longest:.0f} words")
     return names

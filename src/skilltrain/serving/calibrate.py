@@ -19,7 +19,7 @@ from skilltrain.config import InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_json
-from skilltrain.metrics.benchmarks.benchmark import Task, check_pool, knowing_copies
+from skilltrain.metrics.benchmarks.benchmark import Task, add_copies, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.bootstrap import share
 from skilltrain.serving.answer import Calibration, Calibrator, Trace
@@ -88,7 +88,7 @@ class Calibrate(Stage):
         benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
         if self.clusters is not None:
             gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
-            benchmark = knowing_copies(benchmark, copies_of(gold, router.skills, self.clusters))
+            benchmark = add_copies(benchmark, copies_of(gold, router.skills, self.clusters))
         folds = assign_folds(benchmark.tasks, self.folds, self.seed)
         cases = _route_cases(router, benchmark.tasks)
         calibrator = fit_calibrator(cases, self.answered, self.contained)

@@ -1,4 +1,4 @@
-"""A benchmark: queries, what each asks for and what is known of it, and the skills it was published with."""
+"""A benchmark: tasks (queries with relevance and labels), and the skills published with them."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -11,12 +11,17 @@ from skilltrain.metrics.measures import Relevance, check_relevance
 from skilltrain.records import OWN_TEXT, Query, Skill
 
 Labels = Mapping[str, str | tuple[str, ...]]
-"""What is known of one query: label → value, or values where it has several."""
+"""Value of each label of a query, or a tuple of several values."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoldStep:
-    """One step of a task in words, and the skill that does it; "" where the benchmark does not say which."""
+    """A step of a compound task.
+
+    Attributes:
+        text: The step in words.
+        skill_id: The skill that does it; empty if the benchmark does not say.
+    """
 
     text: str
     skill_id: str = ""
@@ -24,9 +29,15 @@ class GoldStep:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One query of a benchmark; `cluster` names the query that it repeats over another pool, "" for none.
+    """A query of a benchmark and its judgements.
 
-    `steps` are those of a compound task, in order, where known; `where` is the place that a fault in it is told to be.
+    Attributes:
+        query: The query.
+        relevance: The skills that it asks for.
+        labels: Values by label, for slices.
+        cluster: Id of the query that it repeats over another pool; empty for none.
+        steps: Steps of a compound task in order, if they are known.
+        where: File or line that errors name.
     """
 
     query: Query
@@ -41,9 +52,14 @@ class Task:
 class Benchmark:
     """Tasks in the order of their file, and the skills that came with them.
 
-    `gold_skills` are to be added to a pool; `pool` is the benchmark's own, empty where it has none. `notes` say what of
-    the files is not scored, `unscored` are such queries: those of other splits, and those without known gold. `tiers`
-    are the benchmarks that this one joins, each with a pool of its own (`joined`), else ().
+    Attributes:
+        name: Name in reports.
+        tasks: The tasks to score.
+        gold_skills: Skills to add to a pool.
+        pool: The benchmark's own pool; empty if it has none.
+        notes: Sentences about parts of the files that are not scored.
+        unscored: Ids of queries that are not scored: of other splits, or without known gold.
+        tiers: Benchmarks that this one joins, each with its own pool (see `join_tiers`).
     """
 
     name: str
@@ -56,12 +72,12 @@ class Benchmark:
 
     @property
     def parts(self) -> tuple["Benchmark", ...]:
-        """What is ranked, each over a pool of its own: the tiers, or the benchmark itself where it has none."""
+        """The benchmarks to rank, each over its own pool: the tiers, or this one without tiers."""
         return self.tiers or (self,)
 
     @property
     def clusters(self) -> dict[str, str]:
-        """query_id → what the bootstrap draws it together with, for the queries that have such a cluster."""
+        """Cluster of the bootstrap by query id, for queries that are in one."""
         return {task.query.query_id: task.cluster for task in self.tasks if task.cluster}
 
     @property
@@ -73,18 +89,18 @@ class Benchmark:
         return {task.query.query_id: task.relevance for task in self.tasks}
 
     def with_gold(self, skills: Iterable[Skill]) -> dict[str, Skill]:
-        """`skills` by id, and the gold skills that came with the tasks: these stand last, and replace no skill."""
+        """Return `skills` by id, followed by the gold skills that they lack."""
         pool = {skill.skill_id: skill for skill in skills}
-        return pool | {
-            skill.skill_id: skill for skill in self.gold_skills if skill.skill_id not in pool
-        }
+        for skill in self.gold_skills:
+            pool.setdefault(skill.skill_id, skill)
+        return pool
 
 
 class BenchmarkReader(NamedTuple):
     """A form of benchmarks: a plug-in of the kind `benchmark`.
 
     Attributes:
-        marker: Path of a file or folder in a benchmark's folder that tells the form.
+        marker: Path in a benchmark's folder of a file or folder that only this form has.
         form: The form in words, for an error.
         read: Reads a folder, all of it or one split (see `make_benchmark`).
     """
@@ -101,16 +117,16 @@ def task_of(
     where: object = None,
     steps: Iterable[GoldStep] = (),
 ) -> Task:
-    """A task with `labels` (empty values are left out) beside those that every task has: kind, origin and split.
+    """Make a task with `labels` and those that every task has: kind, origin and split.
 
-    The kind is `single` where exactly one skill is gold, else `multi` (SkillRouter, appendix A).
+    The kind is `single` if exactly one skill is gold, else `multi` (SkillRouter, appendix A). Empty
+    labels are left out.
     """
     kind = "single" if len(relevance.gold) == 1 else "multi"
-    every = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
-    known = {name: value for name, value in every.items() if value}
-    return Task(
-        replace(query, kind=query.kind or kind), relevance, known, steps=tuple(steps), where=where
-    )
+    all_labels = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
+    filled = {name: value for name, value in all_labels.items() if value}
+    query = replace(query, kind=query.kind or kind)
+    return Task(query, relevance, filled, steps=tuple(steps), where=where)
 
 
 def make_benchmark(
@@ -122,157 +138,175 @@ def make_benchmark(
     gold_skills: Sequence[Skill] | None = None,
     notes: Sequence[str] = (),
 ) -> Benchmark:
-    """The benchmark in `folder`: the tasks of a split, or all.
+    """Make the benchmark of a folder from the tasks of a split, or from all tasks.
 
-    `query_ids` are queries of its files that may be no tasks; `gold_skills` are those of the pool that can be gold,
-    unless they are given. Raises SkilltrainError for no task, a query in two splits, and a relevance by which no
-    ranking could score.
+    Args:
+        folder: Folder of the benchmark.
+        tasks: Tasks of all splits.
+        split: Split to score; None for all.
+        query_ids: Queries in its files. Those without a task are unscored.
+        pool: Its own pool.
+        gold_skills: Skills to add to other pools. By default, those of `pool` that can be gold.
+        notes: Sentences for the report.
+
+    Raises:
+        SkilltrainError: There is no task, a query has two splits, or no ranking could score.
     """
     splits = Counter(task.query.split for task in tasks)
     if not tasks:
         raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
     if split not in (None, *splits):
-        fix = f"its splits are {', '.join(f'{name} ({count})' for name, count in sorted(splits.items()))}"
-        raise SkilltrainError(
-            "empty-split", f"holds no query of split '{split}'", where=folder, fix=fix
-        )
+        counts = ", ".join(f"{name} ({count})" for name, count in sorted(splits.items()))
+        what = f"holds no query of split '{split}'"
+        raise SkilltrainError("empty-split", what, where=folder, fix=f"its splits are {counts}")
+
     scored: dict[str, Task] = {}
-    for task in (task for task in tasks if split in (None, task.query.split)):
+    for task in tasks:
+        if split not in (None, task.query.split):
+            continue
         query_id = task.query.query_id
-        if scored.setdefault(query_id, task) is not task:
-            raise SkilltrainError(
-                "choose-split",
-                f"query '{query_id}' has two splits",
-                where=folder,
-                fix="give the split to score",
-            )
+        if query_id in scored:
+            what = f"query '{query_id}' has two splits"
+            fix = "give the split to score"
+            raise SkilltrainError("choose-split", what, where=folder, fix=fix)
+        scored[query_id] = task
         try:
             check_relevance(task.relevance)
         except SkilltrainError as error:
-            raise SkilltrainError(
-                error.code, f"query '{query_id}': {error.what}", where=task.where
-            ) from error
+            what = f"query '{query_id}': {error.what}"
+            raise SkilltrainError(error.code, what, where=task.where) from error
+
     if gold_skills is None:
-        wanted = {
-            one
-            for task in scored.values()
-            for one in (*task.relevance.gold, *task.relevance.alternatives)
-        }
-        gold_skills = [skill for skill in pool if skill.skill_id in wanted]
-    if num_own := sum(task.query.origin == OWN_TEXT for task in scored.values()):
-        what = f"{num_own} of {len(scored)} queries are passages of the skills' own texts"
+        gold_ids: set[str] = set()
+        for task in scored.values():
+            gold_ids.update(task.relevance.gold, task.relevance.alternatives)
+        gold_skills = [skill for skill in pool if skill.skill_id in gold_ids]
+    num_own_texts = sum(task.query.origin == OWN_TEXT for task in scored.values())
+    if num_own_texts:
+        what = f"{num_own_texts} of {len(scored)} queries are passages of the skills' own texts"
         notes = [*notes, f"{what}: they favour BM25, which finds the same words"]
-    unscored = frozenset({*query_ids, *(task.query.query_id for task in tasks)} - scored.keys())
+    all_ids = {*query_ids, *(task.query.query_id for task in tasks)}
     return Benchmark(
-        name_of(folder),
-        tuple(scored.values()),
-        tuple(gold_skills),
-        tuple(pool),
-        tuple(notes),
-        unscored,
+        name=name_of(folder),
+        tasks=tuple(scored.values()),
+        gold_skills=tuple(gold_skills),
+        pool=tuple(pool),
+        notes=tuple(notes),
+        unscored=frozenset(all_ids - scored.keys()),
     )
 
 
 def name_of(folder: Path) -> str:
-    """The folder's name; its parent's where it is called `data`, as in a clone of a published repository."""
+    """Return a folder's name, or its parent's if it is called `data`, as in many repositories."""
     resolved = folder.resolve()
-    return (
-        resolved.parent.name if resolved.name == "data" and resolved.parent.name else resolved.name
-    )
+    if resolved.name == "data" and resolved.parent.name:
+        return resolved.parent.name
+    return resolved.name
 
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
-    """`benchmark` with its name as its queries' label `tier`, and at the end of their ids: `sum-columns@easy`."""
-    tier, tasks = benchmark.name, list[Task]()
+    """Add the benchmark's name to its query ids (`sum-columns@easy`), and as the label `tier`."""
+    tier = benchmark.name
+    tasks: list[Task] = []
     for task in benchmark.tasks:
         query_id = task.query.query_id
-        query, labels = (
-            replace(task.query, query_id=f"{query_id}@{tier}"),
-            {**task.labels, "tier": tier},
-        )
+        query = replace(task.query, query_id=f"{query_id}@{tier}")
+        labels = {**task.labels, "tier": tier}
         tasks.append(replace(task, query=query, labels=labels, cluster=query_id))
     unscored = frozenset(f"{query_id}@{tier}" for query_id in benchmark.unscored)
     return replace(benchmark, tasks=tuple(tasks), unscored=unscored)
 
 
-def joined(tiers: Sequence[Benchmark]) -> Benchmark:
-    """Tiers (`as_tier`) as one benchmark, without a pool of its own: each is ranked over its own, all are scored."""
+def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
+    """Join tiers (see `as_tier`) into one benchmark. Each is ranked over its own pool."""
     if len(tiers) == 1:
         return tiers[0]
-    (twice, count), *_ = Counter(tier.name for tier in tiers).most_common()
+    ((name, count),) = Counter(tier.name for tier in tiers).most_common(1)
     if count > 1:
+        what = f"two tiers are named '{name}'"
         fix = "give each folder a name of its own"
-        raise SkilltrainError(
-            "repeated-name", f"two tiers are named '{twice}'", where="benchmark", fix=fix
-        )
+        raise SkilltrainError("repeated-name", what, where="benchmark", fix=fix)
+
+    tasks: list[Task] = []
+    notes: list[str] = []
+    for tier in tiers:
+        tasks += tier.tasks
+        notes += [f"{tier.name}: {note}" for note in tier.notes]
     return Benchmark(
         name=" + ".join(tier.name for tier in tiers),
-        tasks=tuple(task for tier in tiers for task in tier.tasks),
-        notes=tuple(f"{tier.name}: {note}" for tier in tiers for note in tier.notes),
+        tasks=tuple(tasks),
+        notes=tuple(notes),
         unscored=frozenset().union(*(tier.unscored for tier in tiers)),
         tiers=tuple(tiers),
     )
 
 
 def wanted_skills(relevance: Relevance, skill_ids: Container[str]) -> list[str]:
-    """The gold skills that the pool `skill_ids` holds, and what stands in for those that it lacks, by id."""
+    """Return the gold skills in a pool and, for the others, their alternatives, sorted by id."""
     gold = {skill_id for skill_id in relevance.gold if skill_id in skill_ids}
-    alternatives = relevance.alternatives.items()
-    return sorted(
-        gold | {other for other, need in alternatives if need not in gold and other in skill_ids}
-    )
+    alternatives: set[str] = set()
+    for skill_id, gold_id in relevance.alternatives.items():
+        if gold_id not in gold and skill_id in skill_ids:
+            alternatives.add(skill_id)
+    return sorted(gold | alternatives)
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
-    """`benchmark` as it can be scored over the pool `skill_ids` (gold skills added).
+    """Return the benchmark as it is scored over a pool to which the gold skills were added.
 
-    Raises SkilltrainError where a gold skill is missing and no alternative is there: no ranking could find it. A gain
-    of a skill that is not gold and not in the pool (SkillRouter's easy pool lacks the degraded copies) is left out, so
-    that a perfect ranking has nDCG 1, as in the released evaluation.
+    Gains of skills that are neither gold nor in the pool are removed, so that a perfect ranking has
+    nDCG 1, as in the released evaluation. SkillRouter's easy pool lacks the degraded copies.
+
+    Raises:
+        SkilltrainError: The pool lacks a gold skill and all of its alternatives.
     """
-    pool, missing, tasks = frozenset(skill_ids), list[str](), list[Task]()
+    pool = frozenset(skill_ids)
+    missing: list[str] = []
+    tasks: list[Task] = []
     for task in benchmark.tasks:
-        gold, gains, alternatives = (
-            task.relevance.gold,
-            task.relevance.gains,
-            task.relevance.alternatives,
-        )
-        met = pool.union(need for skill_id, need in alternatives.items() if skill_id in pool)
-        missing += [
-            f"gold skill '{lost}' of query '{task.query.query_id}'" for lost in sorted(gold - met)
-        ]
-        gains = {one: gain for one, gain in gains.items() if one in pool or one in gold}
-        tasks.append(replace(task, relevance=replace(task.relevance, gains=gains)))
+        relevance = task.relevance
+        gold = relevance.gold
+        alternatives = relevance.alternatives.items()
+        replaceable = {gold_id for skill_id, gold_id in alternatives if skill_id in pool}
+        for gold_id in sorted(gold - pool - replaceable):
+            missing.append(f"gold skill '{gold_id}' of query '{task.query.query_id}'")
+
+        gains: dict[str, float] = {}
+        for skill_id, gain in relevance.gains.items():
+            if skill_id in pool or skill_id in gold:
+                gains[skill_id] = gain
+        tasks.append(replace(task, relevance=replace(relevance, gains=gains)))
     if missing:
-        what = f"{missing[0]} is not among the {len(pool)} skills of the pool; missing in all: {len(missing)}"
-        fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
-        raise SkilltrainError(
-            "missing-gold-skill", what, where=f"benchmark {benchmark.name}", fix=fix
+        what = (
+            f"{missing[0]} is not among the {len(pool)} skills of the pool; "
+            f"missing in all: {len(missing)}"
         )
+        fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
+        where = f"benchmark {benchmark.name}"
+        raise SkilltrainError("missing-gold-skill", what, where=where, fix=fix)
     return replace(benchmark, tasks=tuple(tasks))
 
 
-def knowing_copies(benchmark: Benchmark, copies: Mapping[str, Collection[str]]) -> Benchmark:
-    """`benchmark` whose tasks know the copies of what they want; `copies` maps skill_id → its copies.
+def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[str]]) -> Benchmark:
+    """Add the copies (near-duplicates) of gold skills to each task, and a note that counts them.
 
-    A skill that the benchmark wants or gives a gain is no copy: its judgement knows more. A copy of two gold skills is
-    that of the first by id. A note says how many queries have copies.
+    A skill with a judgement is never a copy, because the judgement says more. A copy of two gold
+    skills counts for the one with the lower id.
     """
     tasks: list[Task] = []
     for task in benchmark.tasks:
-        gold, gains, alternatives = (
-            task.relevance.gold,
-            task.relevance.gains,
-            task.relevance.alternatives,
-        )
-        needs = sorted({**{one: one for one in gold}, **alternatives}.items(), reverse=True)
-        found = {copy: need for skill_id, need in needs for copy in copies.get(skill_id, ())}
-        found = {
-            copy: need
-            for copy, need in found.items()
-            if copy not in gains and copy not in alternatives
-        }
-        tasks.append(replace(task, relevance=replace(task.relevance, copies=found)))
-    num = sum(bool(task.relevance.copies) for task in tasks)
-    note = f"(copies): near-duplicates of a gold skill count as gold too; {num} of {len(tasks)} queries have any."
+        relevance = task.relevance
+        gold_ids = {gold_id: gold_id for gold_id in relevance.gold} | {**relevance.alternatives}
+        judged = {*relevance.gains, *relevance.alternatives}
+        copies: dict[str, str] = {}
+        for skill_id in sorted(gold_ids, reverse=True):  # so that the lowest id is written last
+            for copy in copies_by_skill.get(skill_id, ()):
+                if copy not in judged:
+                    copies[copy] = gold_ids[skill_id]
+        tasks.append(replace(task, relevance=replace(relevance, copies=copies)))
+    num_with_copies = sum(bool(task.relevance.copies) for task in tasks)
+    note = (
+        "(copies): near-duplicates of a gold skill count as gold too; "
+        f"{num_with_copies} of {len(tasks)} queries have any."
+    )
     return replace(benchmark, tasks=tuple(tasks), notes=(*benchmark.notes, note))

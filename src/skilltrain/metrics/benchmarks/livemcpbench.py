@@ -1,8 +1,8 @@
-"""LiveMCPBench (Mo et al., 2025): tasks with the MCP tools that an annotator used, over the tools of 70 servers.
+"""LiveMCPBench (Mo et al., 2025): tasks, and the tools of 70 MCP servers that an annotator used.
 
-A task names its tools without their servers, so a name that several servers offer has several candidates. Any of them
-is taken to do: the first is gold, the others are its alternatives (Relevance.alternatives). A tool that no server
-offers cannot be gold, and a task with no other is not scored; the benchmark's `notes` count both.
+A task names its tools without their servers. If several servers have a tool of that name, the first
+is gold, and the others are its alternatives. A tool that no server has cannot be gold. A task
+without gold is not scored. The notes of the benchmark count both.
 """
 
 import re
@@ -27,7 +27,7 @@ from skilltrain.metrics.benchmarks.rows import (
     Text,
     parse_row,
     read_rows,
-    unique,
+    rows_by_id,
 )
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
@@ -35,26 +35,26 @@ from skilltrain.records import Query, Skill
 _ORIGIN = "livemcpbench"
 ANNOTATIONS = "annotated_data/all_annotations.json"
 SERVERS = "tools/LiveMCPTool/tools.json"
-_LISTED = re.compile(r"^\s*\d+\s*[.)]\s*(\S.*?)\s*$", re.MULTILINE)  # `1. geocode_address`
+_LIST_ITEM = re.compile(r"^\s*\d+\s*[.)]\s*(\S.*?)\s*$", re.MULTILINE)  # `1. geocode_address`
 
 
-def _listed(value: Any) -> Any:
-    """The names of an annotator's numbered list, `1. write`, `2. fetch`."""
+def _split_tools(value: Any) -> Any:
+    """Return the names in an annotator's numbered list: `1. write`, `2. fetch`."""
     if not isinstance(value, str):
         return value
-    names = _LISTED.findall(value)
+    names = _LIST_ITEM.findall(value)
     if not names and value.strip():
         raise ValueError(f"expected a numbered list of tools, found '{value[:60]}'")
     return names
 
 
-def _in_steps(value: Any) -> Any:
-    """The steps of an annotator's numbered list; a text without numbers is one step."""
-    return (
-        (_LISTED.findall(value) or value.split("\n")[:1])
-        if isinstance(value, str) and value
-        else value or []
-    )
+def _split_steps(value: Any) -> Any:
+    """Return the steps in an annotator's numbered list, or the first line of a text without one."""
+    if not value:
+        return []
+    if not isinstance(value, str):
+        return value
+    return _LIST_ITEM.findall(value) or value.split("\n")[:1]
 
 
 class _ToolRow(NamedRow):
@@ -67,81 +67,108 @@ class _ToolRow(NamedRow):
     category: str | None = None
 
     def skill(self) -> Skill:
-        """What the tool does and what its server is for, and the names of its parameters as the body."""
-        server = (
-            f"({self.server}: {self.server_description})"
-            if self.server_description
-            else f"({self.server})"
+        """Return the tool as a skill: its server is in the description, its parameters in the body."""
+        server = self.server
+        if self.server_description:
+            server += f": {self.server_description}"
+        description = f"{self.description} ({server})".strip()
+        body = "Takes no parameters."
+        if self.parameters:
+            body = f"Parameters: {', '.join(self.parameters)}"
+        return Skill(
+            self.row_id, self.name, description, body, category=self.category, source=_ORIGIN
         )
-        body = (
-            f"Parameters: {', '.join(self.parameters)}"
-            if self.parameters
-            else "Takes no parameters."
-        )
-        about = f"{self.description} {server}".strip()
-        return Skill(self.row_id, self.name, about, body, category=self.category, source=_ORIGIN)
 
 
 class _TaskRow(NamedRow):
     row_id: Text = Field(alias="task_id")
     query: Text = Field(validation_alias=AliasChoices("query", "Question"))
-    tools: Annotated[list[Text], BeforeValidator(_listed)] = Field(
+    tools: Annotated[list[Text], BeforeValidator(_split_tools)] = Field(
         validation_alias=AliasChoices("tools", AliasPath("Annotator Metadata", "Tools"))
     )
     category: Label = ""
-    steps: Annotated[list[Text], BeforeValidator(_in_steps)] = Field(
+    steps: Annotated[list[Text], BeforeValidator(_split_steps)] = Field(
         default=[], validation_alias=AliasChoices("steps", AliasPath("Annotator Metadata", "Steps"))
     )
 
 
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a folder with tasks.jsonl and tools.jsonl, or of a clone of the published repository."""
+    """Read a folder with tasks.jsonl and tools.jsonl, or a clone of the published repository."""
     if (folder / "tools.jsonl").exists():
-        tools, asked = (
-            read_rows(_ToolRow, folder / "tools.jsonl"),
-            read_rows(_TaskRow, folder / "tasks.jsonl"),
-        )
+        tools = read_rows(_ToolRow, folder / "tools.jsonl")
+        entries = read_rows(_TaskRow, folder / "tasks.jsonl")
     else:
-        servers, file = folder / SERVERS, folder / ANNOTATIONS
-        tools = (
-            (f"{servers}", parse_row(_ToolRow, values, f"{servers}"))
-            for values in _tools_of(read_json(servers))
-        )
-        entries = {
-            f"{file}, entry {number}": values for number, values in enumerate(read_json(file), 1)
-        }
-        asked = ((where, parse_row(_TaskRow, values, where)) for where, values in entries.items())
-    pool, rows = unique("skill", tools), unique("task", asked)
-    by_name: dict[str, list[str]] = {}
+        tools = _published_tools(folder / SERVERS)
+        entries = _published_tasks(folder / ANNOTATIONS)
+    pool = rows_by_id("skill", tools)
+    rows = rows_by_id("task", entries)
+
+    skill_ids_by_name: dict[str, list[str]] = {}
     for skill_id, tool in pool.items():
-        by_name.setdefault(tool.name, []).append(skill_id)
+        skill_ids_by_name.setdefault(tool.name, []).append(skill_id)
+
     tasks: list[Task] = []
     for task_id, row in rows.items():
-        gold, alternatives = dict[str, float](), dict[str, str]()
-        for first, *others in (by_name[name] for name in row.tools if name in by_name):
-            gold[first] = 1.0
-            alternatives |= dict.fromkeys(others, first)
-        if gold:
+        relevance = _relevance_of(row.tools, skill_ids_by_name)
+        if relevance.gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
-            relevance = Relevance(frozenset(gold), gold, alternatives)
-            tasks.append(
-                task_of(
-                    query, relevance, {"category": row.category}, folder, map(GoldStep, row.steps)
-                )
-            )
+            steps = map(GoldStep, row.steps)
+            tasks.append(task_of(query, relevance, {"category": row.category}, folder, steps))
+
+    notes = _notes(rows, skill_ids_by_name)
+    skills = [tool.skill() for tool in pool.values()]
+    return make_benchmark(folder, tasks, split, rows, skills, notes=notes)
+
+
+def _relevance_of(
+    tool_names: Sequence[str], skill_ids_by_name: Mapping[str, Sequence[str]]
+) -> Relevance:
+    """Make the first tool of each name gold, and the others of that name its alternatives."""
+    gains: dict[str, float] = {}
+    alternatives: dict[str, str] = {}
+    for name in tool_names:
+        if name in skill_ids_by_name:
+            gold_id, *others = skill_ids_by_name[name]
+            gains[gold_id] = 1.0
+            alternatives |= dict.fromkeys(others, gold_id)
+    return Relevance(frozenset(gains), gains, alternatives)
+
+
+def _notes(
+    rows: Mapping[str, _TaskRow], skill_ids_by_name: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return sentences about tools and tasks that are not scored."""
+    num_tools = 0
+    incomplete: list[str] = []  # task id of each tool that no server offers
+    unscored: list[str] = []
+    for task_id, row in rows.items():
+        missing = [name for name in row.tools if name not in skill_ids_by_name]
+        num_tools += len(row.tools)
+        incomplete += [task_id] * len(missing)
+        if len(missing) == len(row.tools):
+            unscored.append(task_id)
+
     notes: list[str] = []
-    needed = [(task_id, name in by_name) for task_id, row in rows.items() for name in row.tools]
-    if without := [task_id for task_id, is_known in needed if not is_known]:
-        missing = f"{len(without)} of {len(needed)} needed tools ({len({*without})} tasks)"
-        notes.append(f"{missing} have no candidate and are no gold")
-    scored = {task.query.query_id for task in tasks}
-    if left_out := [task_id for task_id in rows if task_id not in scored]:
-        notes.append(
-            f"{len(left_out)} of {len(rows)} tasks have no gold and are not scored: {', '.join(left_out[:3])}"
-        )
-    return make_benchmark(
-        folder, tasks, split, rows, [tool.skill() for tool in pool.values()], notes=notes
-    )
+    if incomplete:
+        num_tasks = len(set(incomplete))
+        tools = f"{len(incomplete)} of {num_tools} needed tools ({num_tasks} tasks)"
+        notes.append(f"{tools} have no candidate and are no gold")
+    if unscored:
+        count = f"{len(unscored)} of {len(rows)} tasks"
+        first = ", ".join(unscored[:3])
+        notes.append(f"{count} have no gold and are not scored: {first}")
+    return notes
+
+
+def _published_tasks(file: Path) -> Iterator[tuple[str, _TaskRow]]:
+    for number, values in enumerate(read_json(file), 1):
+        where = f"{file}, entry {number}"
+        yield where, parse_row(_TaskRow, values, where)
+
+
+def _published_tools(file: Path) -> Iterator[tuple[str, _ToolRow]]:
+    for values in _tools_of(read_json(file)):
+        yield str(file), parse_row(_ToolRow, values, str(file))
 
 
 def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

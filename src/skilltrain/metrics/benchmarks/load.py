@@ -1,6 +1,6 @@
-"""Reading a benchmark from its folder: from our own tables, or in whichever published form it has."""
+"""Read a benchmark from its folder, which holds our own tables or a published form."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from skilltrain.metrics.benchmarks.benchmark import (
     GoldStep,
     Task,
     as_tier,
-    joined,
+    join_tiers,
     make_benchmark,
     task_of,
 )
@@ -32,9 +32,9 @@ from skilltrain.tables import (
     verdicts_by_query,
 )
 
-# A fact of the benchmark, not a preference of a training recipe: both must mean the same to every reader of a report.
+# Not a setting, so that nDCG means the same in every report.
 VERDICT_GAINS = {Verdict.REQUIRED: 1.0, Verdict.USEFUL: 0.5}
-UNSERVED = "unserved "  # what the ids of queries begin with that no skill serves
+UNSERVED = "unserved "  # start of the ids of queries that no skill serves
 
 
 class _UnservedRow(Row):
@@ -42,65 +42,73 @@ class _UnservedRow(Row):
 
 
 def read_unserved(file: Path) -> list[Query]:
-    """The queries of a JSON Lines file (key `query`) that no skill serves. Raises SkilltrainError for none."""
-    rows = enumerate(read_rows(_UnservedRow, file), 1)
-    queries = [
-        Query(f"{UNSERVED}{number}", row.query, "single", "", "") for number, (_, row) in rows
-    ]
+    """Read queries that no skill serves from a JSON Lines file with the key `query`.
+
+    Raises:
+        SkilltrainError: The file has no query.
+    """
+    queries: list[Query] = []
+    for number, (_, row) in enumerate(read_rows(_UnservedRow, file), 1):
+        query_id = f"{UNSERVED}{number}"
+        queries.append(Query(query_id, row.query, kind="single", origin="", split=""))
     if not queries:
         raise SkilltrainError("empty-benchmark", "holds no query", where=file)
     return queries
 
 
 def read_tables(folder: Path, split: str | None) -> Benchmark:
-    """The tasks of our queries.parquet and judgements.parquet: what is required is gold, gains are VERDICT_GAINS.
+    """Read a benchmark from our tables.
 
-    A required skill whose `group` is another required skill is an alternative to that one (stage `equivalents`).
-    The rows of a plans.parquet beside them are the steps of the tasks.
+    A required skill is gold, and gains are VERDICT_GAINS. A required skill whose `group` is another
+    required skill is an alternative to that one (stage `equivalents`). Steps of compound tasks are
+    in plans.parquet, if it exists.
     """
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
-    queries, judgements, file = (
-        read_queries(folder),
-        read_table(folder, JUDGEMENTS),
-        table_path(folder, JUDGEMENTS),
-    )
+    queries = read_queries(folder)
+    judgements = read_table(folder, JUDGEMENTS)
     verdicts = verdicts_by_query(judgements)
-    rows_of = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
-    steps_of = _by_query(read_table(folder, PLANS)) if table_path(folder, PLANS).exists() else {}
-    if unknown := sorted({*verdicts, *steps_of} - {query.query_id for query in queries}):
-        what = f"{len(unknown)} judged or planned queries are not in queries.parquet, first '{unknown[0]}'"
+    rows_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
+    steps_by_query: dict[str, list[dict[str, Any]]] = {}
+    if table_path(folder, PLANS).exists():
+        steps_by_query = _by_query(read_table(folder, PLANS))
+
+    unknown = {*verdicts, *steps_by_query} - {query.query_id for query in queries}
+    if unknown:
+        what = (
+            f"{len(unknown)} judged or planned queries are not in queries.parquet, "
+            f"first '{min(unknown)}'"
+        )
         raise SkilltrainError("unknown-query", what, where=folder)
+
     tasks: list[Task] = []
     for query in queries:
-        judged, rows = verdicts.get(query.query_id, {}), rows_of.get(query.query_id, [])
-        required = {skill_id for skill_id, verdict in judged.items() if verdict is Verdict.REQUIRED}
-        groups = {row["skill_id"]: row["group"] for row in rows if row["skill_id"] in required}
-        others = {
-            skill_id: group for skill_id, group in groups.items() if group in required - {skill_id}
-        }
-        counted = {
-            skill_id: verdict for skill_id, verdict in judged.items() if verdict in VERDICT_GAINS
-        }
-        gains = {
-            skill_id: VERDICT_GAINS[verdict]
-            for skill_id, verdict in counted.items()
-            if skill_id not in others
-        }
+        rows = rows_by_query.get(query.query_id, [])
+        relevance = _relevance_of(verdicts.get(query.query_id, {}), rows)
         labels = {"reason": tuple(dict.fromkeys(row["reason"] for row in rows if row["reason"]))}
-        steps = [
-            GoldStep(row["text"], row["skill_id"] or "") for row in steps_of.get(query.query_id, [])
-        ]
-        tasks.append(
-            task_of(
-                query,
-                Relevance(frozenset(required - others.keys()), gains, others),
-                labels,
-                file,
-                steps,
-            )
-        )
+        step_rows = steps_by_query.get(query.query_id, [])
+        steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
+        file = table_path(folder, JUDGEMENTS)
+        tasks.append(task_of(query, relevance, labels, file, steps))
     return make_benchmark(folder, tasks, split)
+
+
+def _relevance_of(
+    verdicts: Mapping[str, Verdict], judgement_rows: Iterable[Mapping[str, Any]]
+) -> Relevance:
+    """Return the relevance for a query by its verdicts (by skill id) and its judgement rows."""
+    required = {skill_id for skill_id, verdict in verdicts.items() if verdict is Verdict.REQUIRED}
+    groups = {row["skill_id"]: row["group"] for row in judgement_rows}
+    alternatives: dict[str, str] = {}
+    for skill_id, group in groups.items():
+        if skill_id in required and group in required and group != skill_id:
+            alternatives[skill_id] = group
+
+    gains: dict[str, float] = {}
+    for skill_id, verdict in verdicts.items():
+        if verdict in VERDICT_GAINS and skill_id not in alternatives:
+            gains[skill_id] = VERDICT_GAINS[verdict]
+    return Relevance(frozenset(required - alternatives.keys()), gains, alternatives)
 
 
 def _by_query(table: pa.Table) -> dict[str, list[dict[str, Any]]]:
@@ -116,16 +124,21 @@ TABLES = BenchmarkReader(
 
 
 def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Benchmark:
-    """The benchmark in a folder, all of it or one split, in whichever form (each module says what it reads).
+    """Read a benchmark, all of it or one split. Each module of this package reads another form.
 
-    Several folders are tiers that are ranked each over its own pool and scored together, as SkillRouter averages easy
-    and hard: queries are called `task@tier`, and those of one task are one cluster of the bootstrap.
-    Raises SkilltrainError, naming file, line and id, for malformed files, an id that appears twice, a query without
-    gold, and relevance without a query. `check_pool` looks for gold skills that a pool lacks.
+    Several folders are tiers. Each is ranked over its own pool, and they are scored together, as
+    SkillRouter averages easy and hard. Query ids become `task@tier`, and the queries of one task
+    are one cluster of the bootstrap. `check_pool` then checks that the pool has the gold skills.
+
+    Raises:
+        SkilltrainError: A file is malformed, an id appears twice, a query has no gold, or relevance
+            has no query. The error names file, line and id.
     """
-    paths = [path] if isinstance(path, Path) else path
-    found = [_load(one, split) for one in paths]
-    return found[0] if len(found) == 1 else joined([as_tier(one) for one in found])
+    folders = [path] if isinstance(path, Path) else path
+    benchmarks = [_load(folder, split) for folder in folders]
+    if len(benchmarks) == 1:
+        return benchmarks[0]
+    return join_tiers([as_tier(benchmark) for benchmark in benchmarks])
 
 
 def _load(path: Path, split: str | None) -> Benchmark:

@@ -1,11 +1,12 @@
-"""Benchmarks that give a score to a query and a skill, row by row: BEIR's form, and SkillRet (Cho et al., 2026).
+"""Benchmarks with qrels, which are rows of query, skill and score: BEIR, and SkillRet (Cho et al., 2026).
 
-What scores above 0 is gold, and its gain is the score; 0 or less says not relevant, as trec_eval reads it. Queries
-without a row are not scored.
-BEIR: corpus.jsonl (title as name, text as body), queries.jsonl and qrels/{split}.tsv with its header; without
-corpus.jsonl the ids are those of a pool that is given.
-SkillRet's folder `data`: skills, queries and qrels, each with a file per split. A split has a pool of its own: give
-split=test for the published protocol.
+A skill with a score above 0 is gold, and the score is its gain. A score of 0 or less means not
+relevant, as in trec_eval. Queries without a row are not scored.
+
+- BEIR: corpus.jsonl (title as name, text as body), queries.jsonl and qrels/{split}.tsv with its
+  header. Without corpus.jsonl, the ids are those of the pool to evaluate on.
+- SkillRet's folder `data`: skills, queries and qrels, each with one file per split. Every split has
+  its own pool. The published protocol is split=test.
 """
 
 import csv
@@ -32,7 +33,7 @@ from skilltrain.metrics.benchmarks.rows import (
     Text,
     parse_row,
     read_rows,
-    unique,
+    rows_by_id,
 )
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
@@ -45,7 +46,7 @@ class _QueryRow(NamedRow):
     metadata: Any = None
 
     def labels(self) -> dict[str, str]:
-        """The model that wrote it, and the texts of `metadata`, whose form BEIR leaves open."""
+        """Return the texts in `metadata`, whose form BEIR leaves open, and the model that wrote it."""
         facts = self.metadata if isinstance(self.metadata, dict) else {}
         texts = {str(name): value for name, value in facts.items() if isinstance(value, str)}
         return {**texts, "generator": self.generator_model}
@@ -67,18 +68,20 @@ class _SkillRow(NamedRow):
     license: str | None = None
 
     def skill(self) -> Skill:
-        """The released evaluation embeds name, description and the whole SKILL.md (the description where none is)."""
-        body = next(
-            (
-                text
-                for text in (self.skill_md, self.body, self.description)
-                if text and text.strip()
-            ),
-            "",
-        )
-        name, about, source = self.name or "", self.description or "", self.repo or "skillret"
+        """Return the skill with the whole SKILL.md as its body, as in the released evaluation.
+
+        A skill without SKILL.md and body has its description as the body.
+        """
+        texts = (self.skill_md, self.body, self.description)
+        filled = [text for text in texts if text and text.strip()]
         return Skill(
-            self.row_id, name, about, body, category=self.major, source=source, license=self.license
+            self.row_id,
+            name=self.name or "",
+            description=self.description or "",
+            body=filled[0] if filled else "",
+            category=self.major,
+            source=self.repo or "skillret",
+            license=self.license,
         )
 
 
@@ -89,13 +92,13 @@ class _Qrel(Row):
 
 
 def read_beir(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a BEIR folder."""
-    queries = unique("query", read_rows(_QueryRow, folder / "queries.jsonl"))
-    corpus, origin = folder / "corpus.jsonl", name_of(folder)
-    documents = unique("skill", read_rows(_Document, corpus)) if corpus.exists() else {}
+    """Read a BEIR folder."""
+    queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries.jsonl"))
+    corpus = folder / "corpus.jsonl"
+    documents = rows_by_id("skill", read_rows(_Document, corpus)) if corpus.exists() else {}
     tasks: list[Task] = []
     for file in _split_files(folder / "qrels", ".tsv", split):
-        tasks += _tasks(file, _tsv_rows(file), queries, origin)
+        tasks += _tasks(file, _tsv_rows(file), queries, name_of(folder))
     pool = [
         Skill(row.row_id, row.title or "", description="", body=row.text)
         for row in documents.values()
@@ -104,30 +107,26 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
 
 
 def read_skillret(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of SkillRet's folder `data`."""
+    """Read SkillRet's folder `data`."""
     tasks: list[Task] = []
     pool: dict[str, Skill] = {}
     for file in _split_files(folder / "qrels", ".jsonl", split):
-        skills = unique("skill", read_rows(_SkillRow, folder / "skills" / file.name))
-        queries = unique("query", read_rows(_QueryRow, folder / "queries" / file.name))
+        skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills" / file.name))
+        queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries" / file.name))
         tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
-    of_all_splits = read_rows(_QueryRow, *sorted((folder / "queries").glob("*.jsonl")))
-    return make_benchmark(
-        folder, tasks, split, [row.row_id for _, row in of_all_splits], list(pool.values())
-    )
+    query_files = sorted((folder / "queries").glob("*.jsonl"))
+    query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]  # of all splits
+    return make_benchmark(folder, tasks, split, query_ids, [*pool.values()])
 
 
 def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
-    """The file of a split in `folder`, or of each."""
+    """Return the file of a split in `folder`, or the files of all splits."""
     files = {file.stem: file for file in sorted(folder.glob(f"*{suffix}"))}
     if split not in (None, *files):
-        raise SkilltrainError(
-            "empty-split",
-            f"holds no split '{split}'",
-            where=folder,
-            fix=f"its splits are {', '.join(files)}",
-        )
+        what = f"holds no split '{split}'"
+        fix = f"its splits are {', '.join(files)}"
+        raise SkilltrainError("empty-split", what, where=folder, fix=fix)
     return [file for name, file in files.items() if split in (None, name)]
 
 
@@ -135,25 +134,29 @@ def _tasks(
     file: Path, qrels: Iterable[tuple[str, _Qrel]], queries: Mapping[str, _QueryRow], origin: str
 ) -> Iterator[Task]:
     """Yield the tasks of a split's `file`, in the order of `queries`."""
-    scores: dict[str, dict[str, float]] = {}
+    scores_by_query: dict[str, dict[str, float]] = {}
     for where, row in qrels:
         if row.query_id not in queries:
-            raise SkilltrainError(
-                "unknown-query", f"query '{row.query_id}' is not among the queries", where=where
-            )
-        if row.skill_id in scores.setdefault(row.query_id, {}):
-            fault = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
-            raise SkilltrainError("repeated-id", fault, where=where)
-        scores[row.query_id][row.skill_id] = row.score
-    for query_id in (query_id for query_id in queries if query_id in scores):
-        # NaN is kept here, and refused with the task
-        gains = {skill_id: score for skill_id, score in scores[query_id].items() if not score <= 0}
-        query = Query(query_id, queries[query_id].text, kind="", origin=origin, split=file.stem)
-        yield task_of(query, Relevance(frozenset(gains), gains), queries[query_id].labels(), file)
+            what = f"query '{row.query_id}' is not among the queries"
+            raise SkilltrainError("unknown-query", what, where=where)
+        scores = scores_by_query.setdefault(row.query_id, {})
+        if row.skill_id in scores:
+            what = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
+            raise SkilltrainError("repeated-id", what, where=where)
+        scores[row.skill_id] = row.score
+
+    for query_id, query_row in queries.items():
+        if query_id not in scores_by_query:
+            continue
+        scores = scores_by_query[query_id]
+        # `not <=` keeps NaN, which `check_relevance` reports.
+        gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
+        query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
+        yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)
 
 
 def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
-    """Yield (file and line, row) of what stands below the header `query-id corpus-id score`."""
+    """Yield (file and line, row) for the rows below the header `query-id corpus-id score`."""
     check_regular(file)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)

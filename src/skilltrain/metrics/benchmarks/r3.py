@@ -1,4 +1,4 @@
-"""R3-Skill (Wang et al., 2026), as it is published: test.jsonl and skills_test.jsonl; gold skills have gain 1."""
+"""R3-Skill (Wang et al., 2026) as published: test.jsonl and skills_test.jsonl. Gold has gain 1."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from skilltrain.metrics.benchmarks.benchmark import (
     make_benchmark,
     task_of,
 )
-from skilltrain.metrics.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, unique
+from skilltrain.metrics.benchmarks.rows import Label, NamedRow, Row, Text, read_rows, rows_by_id
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
 
@@ -18,7 +18,7 @@ class _SkillRow(NamedRow):
     text: str
 
     def skill(self) -> Skill:
-        """A skill from `name | description | body`, which our templates render back; the body may hold the bar."""
+        """Split the text `name | description | body`. Only the body may contain the separator."""
         name, description, body, *_ = [*self.text.split(" | ", 2), "", ""]
         return Skill(self.row_id, name=name, description=description, body=body, source="r3")
 
@@ -30,13 +30,12 @@ class _QueryRow(Row):
 
 
 def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
-    """The benchmark of a folder with both files; a query has no id there and is called by its line, test-17."""
-    skills = unique("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
+    """Read the folder with both files. Queries have no ids there, so line 17 becomes `test-17`."""
+    skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
     for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
-        query = Query(
-            f"test-{where.rpartition(' ')[2]}", row.query, kind="", origin="r3", split="test"
-        )
+        line_number = where.rpartition(" ")[2]
+        query = Query(f"test-{line_number}", row.query, kind="", origin="r3", split="test")
         relevance = Relevance(frozenset(row.skill_ids), dict.fromkeys(row.skill_ids, 1.0))
         tasks.append(task_of(query, relevance, {"direction": row.lang}, where))
     return make_benchmark(folder, tasks, split, pool=[row.skill() for row in skills.values()])

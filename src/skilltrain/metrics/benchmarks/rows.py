@@ -1,4 +1,4 @@
-"""Rows of foreign files, checked: a fault names file and row."""
+"""Read and check rows of published files. Errors name file and row."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,17 +13,17 @@ Text = Annotated[str, Field(min_length=1)]
 Label = Annotated[
     str, BeforeValidator(lambda value: str(value) if isinstance(value, str | int) else "")
 ]
-"""What a row says of a query; anything but a text or a whole number says nothing, and is no fault."""
+"""Label of a query. A value that is neither a text nor a whole number is read as empty."""
 
 
 class Row(BaseModel):
-    """What we read of a foreign file; keys we do not need are allowed there."""
+    """The keys of a published file that we read. Others are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class NamedRow(Row):
-    """A row with an id that stands once in a file."""
+    """A row with an id that is unique in its file."""
 
     row_id: Text = Field(alias="id")
 
@@ -33,15 +33,14 @@ NamedRowT = TypeVar("NamedRowT", bound=NamedRow)
 
 
 def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
-    """`values` as a row. Raises SkilltrainError naming `where` and the key at fault."""
+    """Check the values of a row. Raises SkilltrainError with `where` and the wrong key."""
     try:
         return row_class.model_validate(values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
-        raise SkilltrainError(
-            "invalid-row", f"{key}: {fault['msg']}" if key else fault["msg"], where=where
-        ) from error
+        what = f"{key}: {fault['msg']}" if key else fault["msg"]
+        raise SkilltrainError("invalid-row", what, where=where) from error
 
 
 def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]:
@@ -51,12 +50,16 @@ def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]
             yield where, parse_row(row_class, values, where)
 
 
-def unique(what: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
-    """id → row, in order. Raises SkilltrainError for an id that appears twice; `what` has it."""
-    found: dict[str, NamedRowT] = {}
+def rows_by_id(noun: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
+    """Return pairs (place, row) as rows by id, in order.
+
+    Raises:
+        SkilltrainError: An id appears twice. The error calls the row by `noun`.
+    """
+    by_id: dict[str, NamedRowT] = {}
     for where, row in rows:
-        if found.setdefault(row.row_id, row) is not row:
-            raise SkilltrainError(
-                "repeated-id", f"{what} '{row.row_id}' appears twice", where=where
-            )
-    return found
+        if row.row_id in by_id:
+            what = f"{noun} '{row.row_id}' appears twice"
+            raise SkilltrainError("repeated-id", what, where=where)
+        by_id[row.row_id] = row
+    return by_id

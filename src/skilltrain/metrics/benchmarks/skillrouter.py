@@ -1,9 +1,11 @@
-"""SkillRouter's files, tasks.jsonl and relevance.json, and its tiers easy and hard: two pools of the same tasks.
+"""SkillRouter's benchmark: tasks.jsonl and relevance.json, and the folders `easy` and `hard`.
 
-relevance.json alone says what is scored: `core_gt_ids` are gold (`gt_skill_ids` where an entry has none), `relevance`
-holds the gains, 3 for gold and 1 for a degraded copy. Entries of task_type `generic_only` are skipped, and `excluded:
-true` in tasks.jsonl (a note on a task's environment) skips none, both as in the released evaluation. The tiers are the
-folders easy and hard beside these files; without a pool, nDCG's best order holds the copies that only hard has.
+relevance.json decides what is scored. `core_gt_ids` are gold, or `gt_skill_ids` in an entry without
+them. `relevance` holds the gains: 3 for gold and 1 for a degraded copy. As in the released
+evaluation, entries of task_type `generic_only` are skipped, and `excluded: true` in tasks.jsonl (a
+note on a task's environment) is ignored.
+
+`easy` and `hard` are tiers: two pools of the same tasks. Only `hard` has the degraded copies.
 """
 
 from dataclasses import replace
@@ -27,7 +29,7 @@ from skilltrain.metrics.benchmarks.rows import (
     Text,
     parse_row,
     read_rows,
-    unique,
+    rows_by_id,
 )
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
@@ -61,64 +63,54 @@ class _PoolRow(NamedRow):
 
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
-    """The scored tasks of tasks.jsonl and relevance.json, and gold_skills.jsonl if it is there."""
+    """Read the scored tasks, and gold_skills.jsonl if it exists."""
     file = folder / "relevance.json"
     entries = read_json(file)
     if not isinstance(entries, dict):
         raise SkilltrainError("invalid-row", "expected a map of task_id to relevance", where=file)
-    rows = unique("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
-    if without := sorted(entries.keys() ^ rows.keys()):
-        lacking = "relevance.json" if without[0] in rows else "tasks.jsonl"
-        raise SkilltrainError(
-            "unknown-query",
-            f"{lacking} lacks task '{without[0]}' ({len(without)} on one side only)",
-            where=folder,
-        )
+    rows = rows_by_id("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
+    unmatched = entries.keys() ^ rows.keys()
+    if unmatched:
+        task_id = min(unmatched)
+        incomplete = "relevance.json" if task_id in rows else "tasks.jsonl"
+        what = f"{incomplete} lacks task '{task_id}' ({len(unmatched)} on one side only)"
+        raise SkilltrainError("unknown-query", what, where=folder)
+
     tasks: list[Task] = []
     for task_id, row in rows.items():
         entry = parse_row(_RelevanceRow, entries[task_id], f"{file}, task {task_id}")
-        if entry.task_type != "generic_only":
-            gold = entry.gt_skill_ids if entry.core_gt_ids is None else entry.core_gt_ids
-            labels = {
-                "difficulty": row.difficulty,
-                "domain": row.domain,
-                "task type": entry.task_type,
-            }
-            query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
-            tasks.append(task_of(query, Relevance(frozenset(gold), entry.relevance), labels, file))
+        if entry.task_type == "generic_only":
+            continue
+        gold = entry.gt_skill_ids if entry.core_gt_ids is None else entry.core_gt_ids
+        relevance = Relevance(frozenset(gold), entry.relevance)
+        labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
+        query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
+        tasks.append(task_of(query, relevance, labels, file))
+
     gold_file = folder / "gold_skills.jsonl"
     gold_skills = _read_skills(gold_file) if gold_file.exists() else ()
-    num_left_out = len(rows) - len(tasks)
-    left_out = f"{num_left_out} of {len(rows)} tasks want generic skills alone and are not scored"
-    return make_benchmark(
-        folder,
-        tasks,
-        split,
-        rows,
-        gold_skills=gold_skills,
-        notes=[left_out] if num_left_out else (),
-    )
+    notes: list[str] = []
+    num_skipped = len(rows) - len(tasks)
+    if num_skipped:
+        tasks_skipped = f"{num_skipped} of {len(rows)} tasks"
+        notes.append(f"{tasks_skipped} want generic skills alone and are not scored")
+    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=notes)
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
-    """The tasks of the folder above, with the skills of this folder's JSON Lines files as their pool."""
+    """Read the tasks of the parent folder, and their pool from the JSON Lines files of this one."""
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
     if not files:
-        raise SkilltrainError(
-            "no-skill-file",
-            "holds no .jsonl or .jsonl.gz file with the skills of this tier",
-            where=folder,
-        )
-    above = read_skillrouter(folder.resolve().parent, split)
-    return replace(above, name=folder.resolve().name, pool=_read_skills(*files))
+        what = "holds no .jsonl or .jsonl.gz file with the skills of this tier"
+        raise SkilltrainError("no-skill-file", what, where=folder)
+    benchmark = read_skillrouter(folder.resolve().parent, split)
+    return replace(benchmark, name=folder.resolve().name, pool=_read_skills(*files))
 
 
 def _read_skills(*files: Path) -> tuple[Skill, ...]:
-    """The skills of JSON Lines files; an id stands in one of them once."""
-    found = unique("skill", read_rows(_PoolRow, *files))
-    return tuple(
-        Skill(skill_id, **row.model_dump(exclude={"row_id"})) for skill_id, row in found.items()
-    )
+    """Read skills from JSON Lines files. An id may appear once in all of them."""
+    rows = rows_by_id("skill", read_rows(_PoolRow, *files)).values()
+    return tuple(Skill(row.row_id, **row.model_dump(exclude={"row_id"})) for row in rows)
 
 
 SKILLROUTER = BenchmarkReader(

@@ -18,8 +18,8 @@ from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_jsonl
 from skilltrain.metrics.bootstrap import Interval
-from skilltrain.metrics.comparison import Comparison, SystemResult, compare, same_queries
-from skilltrain.metrics.measures import Relevance, as_found
+from skilltrain.metrics.comparison import Comparison, SystemResult, compare, shared_query_ids
+from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.metrics.slices import means_of
 
 CHIEF = "Pass@1"  # the measure by which conditions are compared
@@ -123,7 +123,7 @@ def agent_results(
         results.append(SystemResult(condition, values, {}))
 
     # Conditions have different measures: a condition without skills has no use rate.
-    tasks = same_queries(results)
+    tasks = shared_query_ids(results)
     means: dict[str, Mapping[str, Interval]] = {}
     for result in results:
         measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
@@ -166,7 +166,7 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
     gold_shares: list[float] = []
     if gold:
         for skill_ids in retrieved:
-            needed_ids = as_found(skill_ids, gold).gold
+            needed_ids = resolve_alternatives(skill_ids, gold).gold
             gold_shares.append(len(needed_ids & {*skill_ids}) / len(gold.gold))
     trial_values: dict[str, Sequence[float]] = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
