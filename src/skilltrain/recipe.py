@@ -1,6 +1,7 @@
-"""The entrance of a recipe that is run as a program, `accelerate launch recipes/x.yaml`, and of data pipelines."""
+"""Run a recipe file as a program (`accelerate launch recipes/x.yaml`), or a data pipeline."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,22 +15,23 @@ from skilltrain.stage import load_stage
 
 
 def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> None:
-    """What a recipe's last line calls. Returns at once unless the file is run as a program.
+    """Run a recipe file; the last line of the file calls this.
 
-    Spawned workers execute the file again, under another module name.
+    Args:
+        module_name: The file's `__name__`. Spawned workers execute the file again under another
+            name, and nothing is run then.
+        file: The recipe file.
+        arguments: Overrides; by default the arguments of the program.
     """
     if module_name == "__main__":
-        main(
-            [
-                _command(Path(file)),
-                str(Path(file)),
-                *(sys.argv[1:] if arguments is None else arguments),
-            ]
-        )
+        if arguments is None:
+            arguments = sys.argv[1:]
+        path = Path(file)
+        main([_command(path), str(path), *arguments])
 
 
 def _command(file: Path) -> str:
-    """Return the command that runs a recipe on every rank. What is wrong with a recipe, `train` will say."""
+    """Return the command that runs a recipe on every rank. `train` reports a faulty recipe."""
     try:
         stage = str(load_recipe(file).get("stage"))
         return stage if load_stage(stage).on_ranks else "train"
@@ -43,17 +45,23 @@ def run_pipeline(
     about: str | None,
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """What the last line of a program of data_pipelines/ calls: the command line as its settings, faults in one line.
+    """Run a program of data_pipelines/ with settings from the command line.
 
-    Words are the settings in their order, `key=value` is any of them; what is none of them goes into the list
-    `settings`, where the pipeline has one. What `run` returns is printed as JSON. Without arguments, prints `about`.
+    The result of `run` is printed as JSON, an error in one line.
+
+    Args:
+        pipeline: Settings of the program. Words of the command line set them in their order. A
+            setting called `settings` takes every `key=value` with an unknown key.
+        run: The program.
+        about: Help text. It is printed if there are no arguments.
+        arguments: Arguments; by default those of the program.
     """
 
-    def program(given: list[str]) -> None:
-        if not given or given == ["--help"]:
+    def program(program_arguments: list[str]) -> None:
+        if not program_arguments or program_arguments == ["--help"]:
             print(about)
             return
-        words, settings = split_arguments(given)
+        words, overrides = split_arguments(program_arguments)
         names = [*pipeline.model_fields]
         if len(words) > len(names):
             raise SkilltrainError(
@@ -62,17 +70,18 @@ def run_pipeline(
                 where=words[len(names)],
                 fix="settings are written key=value",
             )
-        others = [
-            one
-            for one in settings
-            if "settings" in names and one.partition("=")[0].split(".")[0] not in names
-        ]
-        named: dict[str, Any] = dict(zip(names, words, strict=False)) | (
-            {"settings": others} if others else {}
-        )
-        values = apply_overrides(named, [one for one in settings if one not in others])
-        found = run(validate(pipeline, values, "the command line"))
-        if found is not None:
-            print(json.dumps(found, indent=1, ensure_ascii=False, default=str))
+        values: dict[str, Any] = dict(zip(names, words, strict=False))
+
+        # Overrides with an unknown key are passed on.
+        if "settings" in names:
+            known = [text for text in overrides if re.split("[.=]", text)[0] in names]
+            unknown = [text for text in overrides if text not in known]
+            if unknown:
+                values["settings"] = unknown
+            overrides = known
+        values = apply_overrides(values, overrides)
+        result = run(validate(pipeline, values, "the command line"))
+        if result is not None:
+            print(json.dumps(result, indent=1, ensure_ascii=False, default=str))
 
     as_program(program, arguments)

@@ -1,4 +1,4 @@
-"""Read skills from SKILL.md files, JSON Lines, parquet and Hugging Face datasets, with unique ids."""
+"""Read skills from SKILL.md files, JSON Lines, parquet and Hugging Face datasets."""
 
 import hashlib
 import os
@@ -35,21 +35,21 @@ MAX_FILE_BYTES = 64 * 2**20
 CUT = "body_too_long"  # in DROPPED, but its skill is kept
 HF_PREFIX = "hf:"
 _SHARDS = (".jsonl", ".jsonl.gz", ".parquet")
-_BATCH_ROWS = 256  # of a table that become Python objects at once
-_LANGUAGE_CHARS = 4_000  # of a body, by which its language is told
+_BATCH_ROWS = 256  # rows of a parquet file that are converted at once
+_LANGUAGE_CHARS = 4_000  # characters of a body from which its language is detected
 SOURCE_FILES = ("skill.md", *_SHARDS)
-"""Ends of the names of files that may hold skills, in lower case."""
+"""Endings of the names of files that may hold skills, in lower case."""
 
-Items = Iterator[Skill | Dropped]
+SkillsOrDropped = Iterator[Skill | Dropped]
 
 
 def read_pool(path: Path | str) -> list[Skill]:
-    """Read a SKILLS table, or any source of the stage `pool` with its duplicates.
+    """Read a SKILLS table, or any source of the stage `pool` without dropping duplicates.
 
     Raises:
         SkilltrainError: There is no skill.
     """
-    file = table_path(Path(path), SKILLS)
+    file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
     sources, dropped = read_sources([path])
@@ -68,10 +68,11 @@ def read_pool(path: Path | str) -> list[Skill]:
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
-    Only the stage `pool` writes it down. The source of another pool is the pool itself.
+    The stage `pool` writes the number of skills of each source. For another pool, the only source
+    is the pool itself.
     """
     skills = read_pool(pool)
-    counts = read_local(pool)
+    counts = read_local(pool)  # number of skills by source
     if sum(counts.values()) != len(skills):
         counts = {str(pool.resolve()): len(skills)}
     remaining = iter(skills)
@@ -79,24 +80,28 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
 
 
 def skill_folders(pool: Path) -> list[Path]:
-    """Return the folders that may hold a pool's SKILL.md files: `pool`, and the sources that its run read."""
+    """Return the folders that may hold a pool's SKILL.md files: `pool`, and its run's sources."""
     sources = record_of(pool).get("recipe", {}).get("sources", ())
     return [pool, *(Path(source) for source in sources if isinstance(source, str))]
 
 
 def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
-    """Return the SKILL.md of a skill in the first folder that has it; no id or link leads out."""
+    """Return the SKILL.md of a skill in the first folder that has it.
+
+    An id or a link that leads out of the folder is not followed.
+    """
     for root in folders:
+        # The folder itself may be the skill.
         for folder in (root / skill_id, root):
             file = folder / SKILL_FILE
-            is_its_own = folder.name == Path(skill_id).name
-            if is_its_own and file.is_file() and file.resolve().is_relative_to(root.resolve()):
+            has_name = folder.name == Path(skill_id).name
+            if has_name and file.is_file() and file.resolve().is_relative_to(root.resolve()):
                 return file
     return None
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
-    """Return rows as skills with unique ids, duplicates kept.
+    """Convert rows to skills with unique ids, and keep duplicates.
 
     Raises:
         SkilltrainError: A row is no skill, or there is none.
@@ -114,7 +119,11 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
 
 
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
-    """Return the skills of each source, and what was dropped or cut.
+    """Read the skills of each source.
+
+    Returns:
+        Skills of each source, with their bodies cut to MAX_BODY_CHARS; a row for everything that
+        was dropped or cut.
 
     Raises:
         SkilltrainError: A source cannot be read, or no skill is left.
@@ -147,6 +156,7 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
 
 
 def _with_language(skill: Skill) -> Skill:
+    """Return the skill with its language; detect it if it has none."""
     text = f"{skill.name}\n{skill.description}\n{skill.body[:_LANGUAGE_CHARS]}"
     return skill if skill.lang else replace(skill, lang=language_of(text))
 
@@ -158,16 +168,23 @@ def _first_reason(dropped: Sequence[Dropped]) -> str:
 def merge_sources(
     sources: Sequence[Sequence[Skill]], drop_duplicates: bool
 ) -> tuple[list[list[Skill]], list[Dropped]]:
-    """Return the skills of each source under ids that are unique among all sources, and the duplicates.
+    """Give all skills unique ids, and drop duplicates.
 
-    The skills of a source are in order of id. The same id with the same name, description and body is one skill. With
-    another content the later skill is called `~2`, `~3`, …, passing over names that a source itself uses, so that no id
-    given by a source changes its meaning.
+    A skill whose id an earlier skill has is renamed to ID~2, ID~3, ... Ids that a source uses
+    itself are skipped.
+
+    Args:
+        sources: Skills of each source.
+        drop_duplicates: Whether to drop all skills with the same name and body as an earlier one.
+            Otherwise only those with the same id and description too are dropped.
+
+    Returns:
+        Skills of each source in order of id; the duplicates.
     """
-    given = {skill.skill_id for skills in sources for skill in skills}
-    first_with: dict[bytes, str] = {}
-    seen: set[tuple[str, str, bytes]] = set()
-    last_suffix: Counter[str] = Counter()
+    source_ids = {skill.skill_id for skills in sources for skill in skills}
+    first_id_by_content: dict[bytes, str] = {}
+    identities: set[tuple[str, str, bytes]] = set()
+    last_suffixes: Counter[str] = Counter()
     unique_ids: set[str] = set()
     merged: list[list[Skill]] = []
     dropped: list[Dropped] = []
@@ -176,37 +193,39 @@ def merge_sources(
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
             content = _content_digest(skill)
             identity = (skill.skill_id, skill.description, content)
-            first = first_with.get(content)
-            if first is not None and (drop_duplicates or identity in seen):
-                reason = f"has the same name and body as {first}"
-                dropped.append(Dropped("", skill.skill_id, "duplicate", reason, other_id=first))
+            first_id = first_id_by_content.get(content)
+            if first_id is not None and (drop_duplicates or identity in identities):
+                reason = f"has the same name and body as {first_id}"
+                dropped.append(Dropped("", skill.skill_id, "duplicate", reason, other_id=first_id))
                 continue
-            seen.add(identity)
+            identities.add(identity)
+
+            # Add the first free suffix, from ~2.
             skill_id = skill.skill_id
-            while skill_id in unique_ids or (skill_id != skill.skill_id and skill_id in given):
-                last_suffix[skill.skill_id] += 1
-                skill_id = f"{skill.skill_id}~{last_suffix[skill.skill_id] + 1}"
-            first_with.setdefault(content, skill_id)
+            while skill_id in unique_ids or (skill_id != skill.skill_id and skill_id in source_ids):
+                last_suffixes[skill.skill_id] += 1
+                skill_id = f"{skill.skill_id}~{last_suffixes[skill.skill_id] + 1}"
+            first_id_by_content.setdefault(content, skill_id)
             unique_ids.add(skill_id)
             merged[-1].append(replace(skill, skill_id=skill_id))
     return merged, dropped
 
 
 def _content_digest(skill: Skill) -> bytes:
-    """Return 16 bytes that ignore case and white space of name and body (of a tool: description)."""
+    """Hash name and body (description of a tool), ignoring case and white space, to 16 bytes."""
     texts = (skill.name, skill.body or skill.description)
     parts = (" ".join(text.casefold().split()) for text in texts)
     return hashlib.blake2b("\x00".join(parts).encode(), digest_size=16).digest()
 
 
-def read_source(source: Path | str) -> Items:
-    """Yield the skills of one source, and what in it is none.
+def read_source(source: Path | str) -> SkillsOrDropped:
+    """Yield the skills of one source, and a Dropped for everything in it that is no skill.
 
     Args:
         source: A file or folder, or `hf:` with the name or folder of a dataset.
 
     Raises:
-        SkilltrainError: The source is missing, is not what its name says, or has no skills' columns.
+        SkilltrainError: The source is missing, has not the format of its name, or lacks columns.
     """
     if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
@@ -226,22 +245,27 @@ def read_source(source: Path | str) -> Items:
     raise SkilltrainError("unknown-format", "cannot tell what this file is", where=path, fix=fix)
 
 
-def _read_folder(root: Path) -> Items:
-    """Yield a SKILLS table, else all SKILL.md files, else all shards; say what is not read."""
+def _read_folder(root: Path) -> SkillsOrDropped:
+    """Read the SKILLS table of a folder, or else its SKILL.md files, or else its shards.
+
+    A message names the files that are not read.
+    """
     table = table_path(root, SKILLS)
     if table.is_file() and (root / RUN_FILE).is_file():
-        yield from _read_parquet(table)  # all other files were made by the stage as well
+        yield from _read_parquet(table)  # the stage `pool` made all other files as well
         return
+
     skill_files, shards, refused = _walk(root)
-    skill_folders = {file.parent for file in skill_files} - {root}
     # A shard in the folder of a skill is part of that skill.
-    unread = [file for file in shards if file != table and skill_folders.isdisjoint(file.parents)]
+    skill_folders = {file.parent for file in skill_files} - {root}
+    separate = [file for file in shards if file != table and skill_folders.isdisjoint(file.parents)]
     if table.is_file():
         yield from _read_parquet(table)
-        unread = [*skill_files, *unread]
+        unread = [*skill_files, *separate]
     elif skill_files:
         yield from refused
         yield from (_read_skill_file(file, root) for file in skill_files)
+        unread = separate
     elif shards:
         yield from refused
         for path in shards:
@@ -252,7 +276,7 @@ def _read_folder(root: Path) -> Items:
             "no-skill-file", "holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file", where=root
         )
     if unread:
-        first = _place(unread[0], root)
+        first = _relative_path(unread[0], root)
         say(
             f"{root}: {len(unread)} other files with skills are not read, the first {first}; "
             "name them as sources"
@@ -260,7 +284,11 @@ def _read_folder(root: Path) -> Items:
 
 
 def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
-    """Return SKILL.md files, shards and what cannot be entered; no link out of `root` is followed."""
+    """Find the skill files below a folder. Links that lead out of `root` are not followed.
+
+    Returns:
+        SKILL.md files; shards; a row for each refused link and each unreadable folder.
+    """
     skill_files: list[Path] = []
     shards: list[Path] = []
     refused: list[Dropped] = []
@@ -271,27 +299,31 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             name = path.name.lower()
             if not is_folder and name != "skill.md" and not name.endswith(_SHARDS):
                 continue
-            target = Path(os.path.realpath(path))  # raises nothing where the user may not look
-            if target != path and not (target.is_relative_to(root) and target.exists()):
-                place = _place(path, root)
+            target = Path(os.path.realpath(path))  # no error for folders that may not be read
+            is_link = target != path
+            if is_link and not (target.is_relative_to(root) and target.exists()):
+                place = _relative_path(path, root)
                 reason = f"{place} is a link that leads out of {clean_text(root.name)} or nowhere"
                 refused.append(Dropped("", "", "link", reason))
+            elif name == "skill.md" and not is_folder:
+                skill_files.append(path)
             elif not is_folder:
-                (skill_files if name == "skill.md" else shards).append(path)
+                shards.append(path)
     for error in errors:
         reason = clean_text(f"{error.filename}: {error.strerror}")
         refused.append(Dropped("", "", "unreadable", reason))
     return sorted(skill_files), sorted(shards), refused
 
 
-def _place(path: Path, root: Path) -> str:
+def _relative_path(path: Path, root: Path) -> str:
     return clean_text(path.relative_to(root).as_posix())
 
 
 def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
-    place = _place(path, root)
+    place = _relative_path(path, root)
     source = clean_text(root.name)
-    skill_id = source if path.parent == root else _place(path.parent, root)
+    is_root = path.parent == root  # the folder itself is the skill
+    skill_id = source if is_root else _relative_path(path.parent, root)
     try:
         if not path.is_file():
             return Dropped("", skill_id, "unreadable", f"{place} is not a plain file")
@@ -307,14 +339,16 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
     if not skill.body:
         return Dropped("", skill_id, "empty_body", "the skill has no body")
-    # Path.is_file raises where it may not look.
+
+    # os.path, because Path.is_file raises where it may not look.
     files = (file for file in bundled_paths(path.parent) if os.path.isfile(file))  # noqa: PTH113
-    names = (_place(file, path.parent) for file in files if not os.path.islink(file))  # noqa: PTH114
+    files = (file for file in files if not os.path.islink(file))  # noqa: PTH114
+    names = (_relative_path(file, path.parent) for file in files)
     return replace(skill, files=tuple(islice(names, MAX_FILES)))
 
 
-def _read_shard(path: Path) -> Items:
-    """Yield the rows of one shard of a folder; a broken one is said and left out."""
+def _read_shard(path: Path) -> SkillsOrDropped:
+    """Read one shard of a folder. A broken shard is reported and left out."""
     try:
         yield from read_source(path)
     except SkilltrainError as error:
@@ -322,7 +356,8 @@ def _read_shard(path: Path) -> Items:
         yield Dropped("", "", "unreadable", clean_text(str(error)))
 
 
-def _read_jsonl(path: Path) -> Items:
+def _read_jsonl(path: Path) -> SkillsOrDropped:
+    """Read a JSON Lines file. A file that breaks off gives the skills before the break."""
     number = 0
     name = clean_text(path.name)
     try:
@@ -343,7 +378,7 @@ def _read_jsonl(path: Path) -> Items:
         yield Dropped("", "", "unreadable", reason)
 
 
-def _read_parquet(path: Path) -> Items:
+def _read_parquet(path: Path) -> SkillsOrDropped:
     name = clean_text(path.name)
     source = clean_text(path.parent.name)
     try:
@@ -358,7 +393,7 @@ def _read_parquet(path: Path) -> Items:
 
 
 def _known_columns(names: list[str], where: object) -> list[str]:
-    """Return the columns of a skill. Raises SkilltrainError if there are too few for a skill."""
+    """Return the columns that a skill has. Raises SkilltrainError if required ones are missing."""
     if {*ID_COLUMNS, "name"}.isdisjoint(names) or {*BODY_COLUMNS, "description"}.isdisjoint(names):
         need = "skill_id or name, and body, content or skill_md (or description alone: tools)"
         what = f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}"
@@ -366,8 +401,8 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     return [name for name in COLUMNS if name in names]
 
 
-def _read_dataset(reference: str) -> Items:
-    """Yield the skills of a dataset: owner/name or a folder it was saved to, and maybe `:split`."""
+def _read_dataset(reference: str) -> SkillsOrDropped:
+    """Read a dataset: owner/name, or a folder that it was saved to, and optionally `:split`."""
     import datasets
 
     name = reference
@@ -378,14 +413,18 @@ def _read_dataset(reference: str) -> Items:
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
     loaded: Any = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
     splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
-    chosen = split if split or len(splits) > 1 else next(iter(splits))
-    if chosen not in splits:
+    # A dataset with one split needs no name of a split.
+    chosen_split = split
+    if not split and len(splits) == 1:
+        chosen_split = next(iter(splits))
+    if chosen_split not in splits:
         fault = f"has no split '{split}'" if split else "has several splits"
         what = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"
         raise SkilltrainError(
             "choose-split", what, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
         )
-    rows = splits[chosen].select_columns(_known_columns(splits[chosen].column_names, where))
+    rows = splits[chosen_split]
+    rows = rows.select_columns(_known_columns(rows.column_names, where))
     source = Path(name).name if Path(name).exists() else name
     for number, row in enumerate(rows, 1):
         yield skill_from_row(row, f"{where}, row {number}", source)

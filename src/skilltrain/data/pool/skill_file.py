@@ -1,4 +1,7 @@
-"""A SKILL.md or a row of a table, however untidy, as a skill. The text is untrusted: it is parsed, never executed."""
+"""Parse SKILL.md files and rows of tables as skills, and render skills as SKILL.md.
+
+The texts are untrusted and often untidy. They are parsed, never executed.
+"""
 
 import math
 import os
@@ -17,8 +20,9 @@ from skilltrain.texts import clean_text, one_line
 SKILL_FILE = "SKILL.md"
 MAX_HEADER_CHARS = 65_536
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
-MAX_ITEMS = 256  # of a list that becomes a text: by YAML aliases a small file says a long text thousands of times
-MAX_FILES = 500  # beside a SKILL.md; others are neither listed nor screened nor handed on
+# Items of a list in a header. With YAML aliases a small file can repeat a long text many times.
+MAX_ITEMS = 256
+MAX_FILES = 500  # beside a SKILL.md; others are neither listed nor screened nor copied
 ID_COLUMNS = ("skill_id", "id")
 BODY_COLUMNS = ("body", "content", "skill_md")
 COLUMNS = (
@@ -34,49 +38,67 @@ COLUMNS = (
 )
 
 _NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
-_STARS = re.compile(r"([0-9]{1,9})(?:\.0)?")  # pandas makes floats where some are missing
+_STARS = re.compile(r"([0-9]{1,9})(?:\.0)?")  # `.0`: pandas reads columns with gaps as floats
 _URL = re.compile(r"https?://\S+", re.IGNORECASE)
-_CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")
+_CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")  # characters that YAML forbids
+# First line of frontmatter, after HTML comments.
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
-_SECTION = re.compile(r"\n[ \t]*\n#+ ")
+_HEADING = re.compile(r"\n[ \t]*\n#+ ")  # of Markdown, after an empty line
+# `key: value`, and no URL
 _KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
 _FIELDS = ("name", "description", "category", "lang", "license", "metadata")
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
-_NO_PLAIN_VALUE = ("", "|", ">", "|-", ">-", "|+", ">+")
+# Values of a key whose value is on the next lines.
+_BLOCK_MARKS = ("", "|", ">", "|-", ">-", "|+", ">+")
 _LANG = re.compile(r"[a-z]{2}")
 
 
 def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str = "") -> Skill:
-    """The skill in a SKILL.md; `fallback_name` and the first paragraph stand in for a missing name and description."""
+    """Parse a SKILL.md.
+
+    Args:
+        text: Content of the file.
+        skill_id: Id of the skill.
+        fallback_name: Name, if the header has none. The first paragraph replaces a missing
+            description.
+        source: Source of the skill.
+    """
     fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
-    said = {
+    texts = {
         key: one_line(as_text(fields.get(key)))
         for key in ("name", "description", "category", "lang", "license")
     }
-    lang = said["lang"].lower()[:2]
+    lang = texts["lang"].lower()[:2]
     return Skill(
         skill_id,
-        name=said["name"] or one_line(clean_text(fallback_name)),
-        description=said["description"] or first_paragraph(body),
+        name=texts["name"] or one_line(clean_text(fallback_name)),
+        description=texts["description"] or first_paragraph(body),
         body=body.strip(),
-        category=said["category"] or one_line(as_text(metadata.get("category"))) or None,
+        category=texts["category"] or one_line(as_text(metadata.get("category"))) or None,
         lang=lang if _LANG.fullmatch(lang) else None,
         source=source,
-        license=said["license"] or None,
+        license=texts["license"] or None,
         **_facts_in(metadata | fields),
     )
 
 
 def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | Dropped:
-    """A skill from a row of a table in SkillRouter's shape, or why it is none.
+    """Read a skill from a row of a table in SkillRouter's format, or return why it is none.
 
-    `content` and `skill_md` may hold a whole SKILL.md, whose frontmatter then fills what the row leaves out. A row that
-    has a description and no column for a body is a tool (MCP servers are listed so): its body stays empty.
+    The columns `content` and `skill_md` may hold a whole SKILL.md. Its frontmatter fills the fields
+    that the row leaves empty. A row with a description, and without a column for a body, is a tool
+    of an MCP server: its body stays empty.
+
+    Args:
+        row: Value by column.
+        place: Place of the row, for the reason.
+        source: Source of the skill, if the row names none.
     """
     values = {key: as_text(row.get(key)) for key in COLUMNS}
-    name, description = (values[key][:MAX_HEADER_CHARS] for key in ("name", "description"))
+    name = values["name"][:MAX_HEADER_CHARS]
+    description = values["description"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or name)
     body_key = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
@@ -85,26 +107,29 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
     if body_key and not isinstance(row[body_key], str | bytes):
         reason = f"{place}: {body_key} is a {type(row[body_key]).__name__}, not text"
         return Dropped("", skill_id, "not_text", reason)
+
+    # The fields of the row replace those of a SKILL.md in it.
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
-    inner = Skill(skill_id, fallback_name, "", values["body"].strip())
-    if body_key not in ("body", ""):
-        inner = parse_skill_file(values[body_key], skill_id, fallback_name)
-    if not inner.body and not is_tool:
+    if body_key in ("body", ""):
+        skill = Skill(skill_id, fallback_name, "", values["body"].strip())
+    else:
+        skill = parse_skill_file(values[body_key], skill_id, fallback_name)
+    if not skill.body and not is_tool:
         return Dropped("", skill_id, "empty_body", f"{place} has no body")
     return replace(
-        inner,
-        name=one_line(name) or inner.name,
-        description=description.strip() or inner.description or first_paragraph(inner.body),
-        category=one_line(values["category"]) or inner.category,
-        lang=one_line(values["lang"]) or inner.lang,
+        skill,
+        name=one_line(name) or skill.name,
+        description=description.strip() or skill.description or first_paragraph(skill.body),
+        category=one_line(values["category"]) or skill.category,
+        lang=one_line(values["lang"]) or skill.lang,
         source=one_line(values["source"] or source),
-        license=one_line(values["license"]) or inner.license,
+        license=one_line(values["license"]) or skill.license,
         **{key: fact for key, fact in _facts_in(row).items() if fact is not None},
     )
 
 
 def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return SKILL_FACTS of a header or a row. A value that does not fit is None: it is no reason to lose a skill."""
+    """Return the values of SKILL_FACTS in a header or a row; None for a missing or wrong value."""
     texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
     url = texts["url"] or one_line(as_text(values.get("homepage")))
     stars = _STARS.fullmatch(texts["stars"])
@@ -123,7 +148,7 @@ def _is_iso_date(text: str) -> bool:
         datetime.fromisoformat(text)
     except ValueError:
         return False
-    return text[4] == "-"  # else digits: Python reads some counts of seconds as dates
+    return text[4] == "-"  # fromisoformat also accepts digits, such as a count of seconds
 
 
 def _relative_paths(value: Any) -> tuple[str, ...] | None:
@@ -137,110 +162,132 @@ def _relative_paths(value: Any) -> tuple[str, ...] | None:
 
 
 def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
-    """Yield what lies beside a SKILL.md and belongs to it, links among it; nothing in folders of other skills.
+    """Yield the files and links that belong to a SKILL.md, without those of other skills below it.
 
-    `hidden` yields hidden files, and no others.
+    Args:
+        folder: Folder of the SKILL.md.
+        hidden: Whether to yield the hidden files instead of the others.
     """
-    for place, folders, names in os.walk(folder):
-        inside = Path(place).relative_to(folder).parts
-        is_git, is_hidden = inside == (".git",), any(part[0] == "." for part in inside)
-        # Of a folder that nobody may enter `exists` would raise.
-        kept = (
-            name
-            for name in folders
-            if (hidden or name[0] != ".") and not any(Path(place, name).glob(SKILL_FILE))
-        )
-        folders[:] = sorted(name for name in kept if name == "hooks" or not is_git)
-        wanted = (
-            name for name in sorted(names) if (is_hidden or name[0] == ".") == hidden and not is_git
-        )
-        yield from (Path(place, name) for name in wanted if name.lower() not in _NOT_READ)
+    for parent, folder_names, file_names in os.walk(folder):
+        parts = Path(parent).relative_to(folder).parts
+        is_git = parts == (".git",)
+        is_hidden = any(part[0] == "." for part in parts)
+
+        # Walk into folders that hold no other skill; of .git, only into its hooks.
+        walked: list[str] = []
+        for name in sorted(folder_names):
+            is_visited = (hidden or name[0] != ".") and (name == "hooks" or not is_git)
+            # `glob`, because `exists` raises for a folder that may not be entered.
+            if is_visited and not any(Path(parent, name).glob(SKILL_FILE)):
+                walked.append(name)
+        folder_names[:] = walked
+
+        for name in sorted(file_names):
+            is_chosen = (is_hidden or name[0] == ".") == hidden and not is_git
+            if is_chosen and name.lower() not in _NOT_READ:
+                yield Path(parent, name)
 
 
 def as_text(value: Any) -> str:
-    """A field's value as text, cut to MAX_HEADER_CHARS: a list's items joined by commas; empty for a map, NaN, None."""
+    """Return the value of a field as text.
+
+    The items of a list are joined with commas, and cut to MAX_HEADER_CHARS; lists in a list are
+    left out. Maps, NaN, infinity and None become an empty text.
+    """
     if isinstance(value, bytes):
         return clean_text(value.decode("utf-8", "replace"))
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
-        items = (
-            item[:MAX_HEADER_CHARS] if isinstance(item, str) else item for item in value[:MAX_ITEMS]
-        )
-        parts = (as_text(item) for item in items if not isinstance(item, list))
-        return ", ".join(part for part in parts if part)[:MAX_HEADER_CHARS]
-    is_no_number = isinstance(value, float) and not math.isfinite(value)
-    return "" if value is None or isinstance(value, dict) or is_no_number else str(value)
+        texts: list[str] = []
+        for item in value[:MAX_ITEMS]:
+            if isinstance(item, str):
+                texts.append(as_text(item[:MAX_HEADER_CHARS]))
+            elif not isinstance(item, list):
+                texts.append(as_text(item))
+        return ", ".join(filter(None, texts))[:MAX_HEADER_CHARS]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ""
+    return "" if value is None or isinstance(value, dict) else str(value)
 
 
 def split_header(text: str) -> tuple[dict[str, Any], str]:
-    """(frontmatter as key → value, body) of a SKILL.md; keys are in lower case, scalars the text they are (`yes`).
+    """Split a SKILL.md into its frontmatter and its body.
 
-    A block between two lines `---` at the beginning is frontmatter where it has one of the keys that we read; prose
-    between two thematic breaks belongs to the body. What is not YAML (`description: Use when: x`) is read line by line,
-    unless it goes on into a section, for then it was never closed.
+    A block between two lines `---` at the beginning is frontmatter if it is empty or has one of the
+    keys that we read. Any other such block is text between two thematic breaks, and belongs to the
+    body. Frontmatter that is not YAML (`description: Use when: x`) is read line by line. If it
+    contains a heading, it was never closed, and there is no frontmatter.
+
+    Returns:
+        Value by key in lower case, with scalars as text (`yes`); the body.
     """
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
     closing = _CLOSING.search(text, opening.end()) if opening else None
     if not opening or not closing:
         return {}, text
-    header = _CONTROL.sub(
-        "", text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
-    )
+    header = text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
+    header = _CONTROL.sub("", header)
     fields = _read_yaml(header)
     if fields is None:
-        fields = {} if _SECTION.search(header) else _read_lines(header.split("\n"))
+        fields = {} if _HEADING.search(header) else _read_lines(header.split("\n"))
     is_header = not header.strip() or not fields.keys().isdisjoint(_FIELDS)
     return (fields, text[closing.end() :]) if is_header else ({}, text)
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:
-    """A header as key → value; None where it is not YAML, or no map."""
+    """Return the value by key of a header; None if it is not YAML, or no map."""
     try:
-        # The loader in pure Python, on purpose: libyaml overflows the C stack on deeply nested input.
+        # Not the C loader: libyaml overflows the C stack on deeply nested input.
         value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
-    return (
-        {str(key).lower(): item for key, item in value.items()} if isinstance(value, dict) else None
-    )
+    if not isinstance(value, dict):
+        return None
+    return {str(key).lower(): item for key, item in value.items()}
 
 
 def _read_lines(lines: list[str]) -> dict[str, Any]:
-    """`key: value` lines as a map; a line without a key goes on with the value before it.
+    """Read `key: value` lines as a map. A line without a key continues the value before it.
 
-    `name` and `description` are keys when indented too (a tab before them), unless they stand below an empty value.
+    `name` and `description` may be indented, for example by a tab. Below a key with an empty value
+    they belong to this value.
     """
-    parts: dict[str, list[str]] = {}
+    lines_by_key: dict[str, list[str]] = {}
     key = ""
     for line in lines:
-        after_plain_value = bool(key) and parts[key][0] not in _NO_PLAIN_VALUE
-        found = _KEY.match(line) or (_INDENTED_FIELD.match(line) if after_plain_value else None)
-        if found:
-            key = found[1].lower()
-            parts[key] = [found[2].strip()]
+        match = _KEY.match(line)
+        if not match and key and lines_by_key[key][0] not in _BLOCK_MARKS:
+            match = _INDENTED_FIELD.match(line)
+        if match:
+            key = match[1].lower()
+            lines_by_key[key] = [match[2].strip()]
         elif key and line.strip():
-            parts[key].append(line.strip())
-    fields: dict[str, Any] = {key: _join(values) for key, values in parts.items()}
-    if "metadata" in parts:
-        inner = (_KEY.match(line) for line in parts["metadata"])
-        fields["metadata"] = {found[1].lower(): _join([found[2]]) for found in inner if found}
+            lines_by_key[key].append(line.strip())
+
+    fields: dict[str, Any] = {key: _join(values) for key, values in lines_by_key.items()}
+    if "metadata" in lines_by_key:
+        matches = (_KEY.match(line) for line in lines_by_key["metadata"])
+        fields["metadata"] = {match[1].lower(): _join([match[2]]) for match in matches if match}
     return fields
 
 
-def _join(values: list[str]) -> str:
-    if values[0] in _NO_PLAIN_VALUE:
-        values = values[1:]
-    text = " ".join(value.removeprefix("- ") for value in values).strip()
-    quoted = (
-        len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" and text[0] not in text[1:-1]
-    )
-    return text[1:-1] if quoted else text
+def _join(lines: list[str]) -> str:
+    """Join the lines of a value, without list marks and the quotes around it."""
+    if lines[0] in _BLOCK_MARKS:
+        lines = lines[1:]
+    text = " ".join(line.removeprefix("- ") for line in lines).strip()
+    quote = text[:1]
+    is_quoted = len(text) > 1 and quote in "\"'" and text.endswith(quote)
+    return text[1:-1] if is_quoted and quote not in text[1:-1] else text
 
 
 def first_paragraph(body: str) -> str:
-    """The first paragraph of prose in Markdown on one line, cut to 1,000 characters; empty if there is none."""
+    """Return the first paragraph of prose in Markdown, on one line of at most 1,000 characters.
+
+    Headings, code, HTML, tables, rules and images are no prose. Empty if there is none.
+    """
     without_code = re.sub(
         r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", "", body, flags=re.MULTILINE | re.DOTALL
     )

@@ -1,4 +1,4 @@
-"""The stage `pool`: skills from many sources become one table with unique ids, cleaned texts and categories."""
+"""Stage `pool`: join skills from many sources in one table with unique ids and categories."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ DEFAULT_TAXONOMY = Path(__file__).with_name("taxonomy.yaml")
 
 
 class Pool(Stage):
-    """Make one pool of skills from many sources, and screen it for malware and prompt injections."""
+    """Make one pool of skills from many sources, and screen it for malware and injections."""
 
     example = "sources=examples/skill_library/skills out=runs/pool"
     result = (
@@ -43,17 +43,19 @@ class Pool(Stage):
     stage: Literal["pool"] = "pool"
     sources: list[InputPath | str] = Field(
         min_length=1,
-        description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, hf:NAME[:split]",
+        description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, "
+        "hf:NAME[:split]",
     )
     drop_duplicates: bool = Field(
         default=True, description="keep one of the skills with the same name and body"
     )
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
         default="keep",
-        description="of skills without one: none, or the nearest of the taxonomy or of other skills",
+        description="category of a skill without one: none, the nearest of the taxonomy, or the "
+        "nearest of the pool's own",
     )
     taxonomy: InputPath | None = Field(
-        default=None, description="YAML list of name and description; else our own"
+        default=None, description="YAML list of name and description; null: the built-in one"
     )
     encoder: EncoderSource | None = Field(
         default=None, description="the encoder that finds the nearest category"
@@ -65,106 +67,123 @@ class Pool(Stage):
 
     @field_validator("sources", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """A single source as a list of one; what does not start with `hf:` as a path."""
-        sources = value if isinstance(value, list | tuple) else [value]
-        return [
-            Path(one) if isinstance(one, str) and not one.startswith(HF_PREFIX) else one
-            for one in sources
-        ]
+    def _parse_sources(cls, value: Any) -> Any:
+        """Return a list, with texts as paths unless they start with `hf:`."""
+        values = value if isinstance(value, list | tuple) else [value]
+        sources: list[Any] = []
+        for source in values:
+            is_path = isinstance(source, str) and not source.startswith(HF_PREFIX)
+            sources.append(Path(source) if is_path else source)
+        return sources
 
     @model_validator(mode="before")
     @classmethod
-    def _by_taxonomy(cls, values: Any) -> Any:
-        """With an encoder, categories are those of the taxonomy unless something else is asked for."""
+    def _set_default_categories(cls, values: Any) -> Any:
+        """Make `taxonomy` the default of `categories` if there is an encoder."""
         has_encoder = isinstance(values, dict) and values.get("encoder") is not None
-        return {"categories": "taxonomy"} | values if has_encoder else values
+        return {"categories": "taxonomy", **values} if has_encoder else values
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Pool":
+    def _check_categories(self) -> "Pool":
         if (self.categories == "keep") != (self.encoder is None):
             raise ValueError(
                 "categories: taxonomy and from_pool need a section encoder, which keep does not use"
             )
         if self.categories != "taxonomy" and self.taxonomy is not None:
             raise ValueError(
-                f"taxonomy has no effect with categories: {self.categories}; set categories: taxonomy"
+                f"taxonomy has no effect with categories: {self.categories}; "
+                "set categories: taxonomy"
             )
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write SKILLS, DROPPED and FLAGS; return counts of found, dropped, categorised and flagged skills.
+        """Write SKILLS, DROPPED and FLAGS.
+
+        Returns:
+            Numbers of skills found, dropped, categorised and flagged.
 
         Raises:
             SkilltrainError: A source cannot be read, or no skill is left.
         """
-        sources, dropped = read_sources(self.sources)
-        refused = Counter(drop.source for drop in dropped if drop.filter != CUT)
-        by_source, repeated = merge_sources(sources, self.drop_duplicates)
-        merged = list(chain.from_iterable(by_source))
-        dropped += repeated
+        skills_read, dropped = read_sources(self.sources)
+        num_unreadable = Counter(drop.source for drop in dropped if drop.filter != CUT)
+        num_found: dict[str, int] = {}
+        for source, source_skills in zip(self.sources, skills_read, strict=True):
+            num_found[str(source)] = len(source_skills) + num_unreadable[clean_text(str(source))]
+
+        merged_by_source, duplicates = merge_sources(skills_read, self.drop_duplicates)
+        dropped += duplicates
+        merged = list(chain.from_iterable(merged_by_source))
         skills = _fill_categories(merged, self)
-        num_own, num_known = (
-            sum(skill.category is not None for skill in some) for some in (merged, skills)
-        )
-        if not num_known:
+        num_own = sum(skill.category is not None for skill in merged)
+        num_with_category = sum(skill.category is not None for skill in skills)
+        if not num_with_category:
             say(
                 "warning: no skill has a category, so mining will find no taxonomy negatives; "
                 "give an encoder: encoder.source=…"
             )
-        places = [source for source in self.sources if isinstance(source, Path) and source.is_dir()]
-        files = {skill.skill_id: find_skill_file(places, skill.skill_id) for skill in skills}
-        flags = screen_pool(
-            skills, self.workers, {own: file.parent for own, file in files.items() if file}
-        )
+
+        # Files beside a SKILL.md are screened with it.
+        roots = [source for source in self.sources if isinstance(source, Path) and source.is_dir()]
+        folders: dict[str, Path] = {}
+        for skill in skills:
+            file = find_skill_file(roots, skill.skill_id)
+            if file:
+                folders[skill.skill_id] = file.parent
+        flags = screen_pool(skills, self.workers, folders)
+
         write_table(skills, SKILLS, out)
         paths = [clean_text(str(Path(source).resolve())) for source in self.sources]
-        write_json(out / LOCAL_FILE, dict(zip(paths, map(len, by_source), strict=True)))
+        write_json(out / LOCAL_FILE, dict(zip(paths, map(len, merged_by_source), strict=True)))
         write_flags(flags, out)
         write_table(dropped, DROPPED, out)
+        rules_by_skill = [{flag.rule for flag in skill_flags} for skill_flags in flags.values()]
         return {
             "num_skills": len(skills),
-            "num_found": {
-                str(source): len(found) + refused[clean_text(str(source))]
-                for source, found in zip(self.sources, sources, strict=True)
-            },
+            "num_found": num_found,
             "num_dropped": counted(drop.filter for drop in dropped if drop.filter != CUT),
             "num_cut": sum(drop.filter == CUT for drop in dropped),
             "num_by_lang": counted(skill.lang or "unknown" for skill in skills),
             "num_with_own_category": num_own,
-            "num_with_assigned_category": num_known - num_own,
+            "num_with_assigned_category": num_with_category - num_own,
             "num_categories": len({skill.category for skill in skills} - {None}),
             "description_words": audit([skill.description for skill in skills]),
             "num_flagged_skills": len(flags),
-            "num_flagged": counted(
-                rule for found in flags.values() for rule in {flag.rule for flag in found}
-            ),
+            "num_flagged": counted(chain.from_iterable(rules_by_skill)),
         }
 
 
 def audit(texts: Sequence[str]) -> dict[str, float]:
-    """What metadata are worth: the shares of empty texts and of those under 10 and 25 words; median and P90 words."""
+    """Count the words of texts.
+
+    Returns:
+        Shares of texts that are empty, under 10 and under 25 words; median and 90th percentile of
+        the number of words.
+    """
     words = np.array([num_words(text) for text in texts])
-    median, ninth = np.quantile(words, (0.5, 0.9)).tolist()
+    median, p90 = np.quantile(words, (0.5, 0.9)).tolist()
     limits = {"empty": 1, "under_10": 10, "under_25": 25}
     shares = {name: round(float((words < limit).mean()), 4) for name, limit in limits.items()}
-    return shares | {"median": median, "p90": ninth}
+    return shares | {"median": median, "p90": p90}
 
 
 def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
-    """`skills`, those without a category in the nearest one; as they are with `categories: keep`."""
-    without = [skill for skill in skills if skill.category is None]
-    if config.encoder is None or not without:
+    """Give each skill without a category the nearest one. Nothing changes without an encoder."""
+    uncategorised = [skill for skill in skills if skill.category is None]
+    if config.encoder is None or not uncategorised:
         return skills
     members = [skill for skill in skills if skill.category is not None]
     if config.categories == "from_pool" and not members:
         raise SkilltrainError(
             "wrong-pool", "no skill of the pool has a category", fix="set categories: taxonomy"
         )
+
+    # The vector of a category: its description, or the mean of its members.
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
+        # A category is encoded like a skill without a body.
         vectors = encoder.encode_skills(
             [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy]
         )
@@ -172,12 +191,16 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
         names, vectors = mean_vectors(
             encoder.encode_skills(members), [skill.category or "" for skill in members]
         )
-    nearest = (encoder.encode_skills(without) @ vectors.T).argmax(
-        axis=1
-    )  # ties go to the earlier category
-    given = iter(nearest.tolist())
+
+    similarities = encoder.encode_skills(uncategorised) @ vectors.T  # [skill, category]
+    nearest = similarities.argmax(axis=1).tolist()  # of equal categories the first
+    category_by_id = {
+        skill.skill_id: names[position]
+        for skill, position in zip(uncategorised, nearest, strict=True)
+    }
     return [
-        replace(one, category=names[next(given)]) if one.category is None else one for one in skills
+        replace(skill, category=category_by_id.get(skill.skill_id, skill.category))
+        for skill in skills
     ]
 
 
@@ -185,35 +208,44 @@ Line = Annotated[str, AfterValidator(one_line), Field(pattern=r"\S")]
 
 
 class Category(Config):
-    """One functional category; the description says what its skills do, in the words they would use."""
+    """A category of skills. Its description says what the skills do, in words that they use."""
 
     name: Line
     description: Line
 
 
 class Taxonomy(Config):
-    """What a taxonomy's file holds."""
+    """Content of a taxonomy file."""
 
     entries: list[Category] = Field(min_length=1)
 
 
 def load_taxonomy(path: Path) -> list[Category]:
-    """The categories of a YAML file, in order. Raises SkilltrainError for a wrong entry or a name that stands twice."""
-    taxonomy = validate(
-        Taxonomy, {"entries": parse_yaml(path.read_text(encoding="utf-8-sig"), path)}, path
-    ).entries
-    names = [category.name for category in taxonomy]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise SkilltrainError("repeated-name", f"category '{repeated}' appears twice", where=path)
-    return taxonomy
+    """Read the categories of a YAML file, in order.
+
+    Raises:
+        SkilltrainError: An entry is wrong, or a name appears twice.
+    """
+    entries = parse_yaml(path.read_text(encoding="utf-8-sig"), path)
+    taxonomy = validate(Taxonomy, {"entries": entries}, path)
+    names = [category.name for category in taxonomy.entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise SkilltrainError("repeated-name", f"category '{name}' appears twice", where=path)
+    return taxonomy.entries
 
 
 def mean_vectors(
     vectors: Float32[np.ndarray, "skill dim"], names: Sequence[str]
 ) -> tuple[list[str], Float32[np.ndarray, "category dim"]]:
-    """The categories that skills already have, in order of name, and the unit mean vector of the members of each."""
-    categories, places = np.unique(np.array(names), return_inverse=True)
+    """Return the distinct categories in order of name, and the unit mean vector of each.
+
+    Args:
+        vectors: Vectors of skills.
+        names: Category of each skill.
+    """
+    categories, numbers = np.unique(np.array(names), return_inverse=True)
     sums = np.zeros((len(categories), vectors.shape[1]))
-    np.add.at(sums, places, vectors)
+    np.add.at(sums, numbers, vectors)
     norms = np.linalg.norm(sums, axis=1, keepdims=True)
     return categories.tolist(), (sums / np.maximum(norms, 1e-12)).astype(np.float32)

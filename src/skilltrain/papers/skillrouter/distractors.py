@@ -31,12 +31,15 @@ from skilltrain.tables import DROPPED, SKILLS, write_table
 from skilltrain.texts import clean_text, name_key, num_words
 
 STRATEGIES: Final[dict[str, str]] = PROMPTS["distractor"]["strategies"]
-ASKED_WORDS: Final = 400, 1200
-ACCEPTED_WORDS: Final = 150, 2400  # of a body
-MAX_JACCARD: Final = 0.6  # of a body's trigrams with those of a gold body or another distractor, as in stage `filter`
-# Of the longest answer asked for, as a JSON string: 1.3 a word in English prose, more in code and other scripts.
+ASKED_WORDS: Final = (400, 1200)  # length of a body in the prompt
+ACCEPTED_WORDS: Final = (150, 2400)  # length of a body in an answer
+# Highest similarity of a body to a gold body or another distractor, as in stage `filter`.
+MAX_JACCARD: Final = 0.6
+# Tokens of the longest answer, as a JSON string. English prose takes 1.3 tokens a word, code and
+# other scripts take more.
 NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
-_MAX_SIBLINGS, _BODY_CHARS = 12, 4000  # that the model is shown
+_MAX_SIBLINGS = 12  # siblings that the model sees
+_BODY_CHARS = 4000  # characters of the gold skill's body that the model sees
 
 
 class Distractors(Stage):
@@ -48,14 +51,19 @@ class Distractors(Stage):
 
     stage: Literal["distractors"] = "distractors"
     benchmark: InputPath = Field(
-        description="benchmark whose gold skills are resembled; queries of split train aside"
+        description="benchmark whose gold skills are resembled; queries of split train are ignored"
     )
     pool: InputPath | None = Field(
         default=None, description="SKILLS with the gold skills that the benchmark lacks"
     )
-    llm: LLMConfig = Field(description="who writes; needs a long llm.max_tokens, such as 3000")
+    llm: LLMConfig = Field(
+        description="chat model that writes; needs a long llm.max_tokens, such as 3000"
+    )
     num_distractors: int = Field(
-        default=3, ge=1, le=9, description="for each gold skill, in three strategies by turns"
+        default=3,
+        ge=1,
+        le=9,
+        description="distractors for each gold skill; three strategies take turns",
     )
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for skills and dropped")
@@ -63,15 +71,17 @@ class Distractors(Stage):
     @model_validator(mode="after")
     def _enough_tokens(self) -> "Distractors":
         if self.llm.max_tokens < NUM_TOKENS:
-            few = f"llm.max_tokens is {self.llm.max_tokens}, too few for a body of {ASKED_WORDS[1]} words"
-            raise ValueError(f"{few}; set llm.max_tokens={NUM_TOKENS} or more")
+            raise ValueError(
+                f"llm.max_tokens is {self.llm.max_tokens}, too few for a body of "
+                f"{ASKED_WORDS[1]} words; set llm.max_tokens={NUM_TOKENS} or more"
+            )
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write SKILLS and DROPPED; an id names the gold skill and the strategy.
+        """Write SKILLS and DROPPED. The id of a distractor names its gold skill and strategy.
 
-        Every distractor is in SKILLS or, with its last fault, in DROPPED. The stage `pool` screens
-        them.
+        A distractor without a usable answer is in DROPPED, with its last fault. Screening is left
+        to the stage `pool`.
         """
         questions = _questions(self)
         outcome = ask(questions)
@@ -96,8 +106,9 @@ class Distractor(NamedTuple):
 
     Attributes:
         siblings: The other gold skills of the queries that need the gold skill.
-        number: Its number among the gold skill's distractors of this strategy, from 1.
-        total: Number of these.
+        number: Number among the gold skill's distractors of the same strategy, from 1.
+        total: Number of the gold skill's distractors of the same strategy.
+        query_id: For `questions_of`, which needs it; empty, because no query is shown.
     """
 
     skill_id: str
@@ -115,7 +126,7 @@ def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
 
 
 def _questions(config: Distractors) -> Questions[Distractor, Skill]:
-    """Return what is asked: for each gold skill its distractors, all strategies in turn."""
+    """Return the requests: for each gold skill its distractors, all strategies in turn."""
     golds = gold_skills(config)
     strategies = [*islice(cycle(STRATEGIES), config.num_distractors)]
     items: list[Distractor] = []
@@ -127,13 +138,16 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
                 skill_id += f"-{number}"
             total = strategies.count(strategy)
             items.append(Distractor(skill_id, gold, siblings, strategy, number, total))
-    known = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
+    known_golds = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
+    distractors: list[tuple[Skill, Trigrams]] = []
 
     def read(item: Distractor, answer: str) -> Skill:
         skill = read_draft(item, answer, f"distractors:{config.llm.model}")
         trigrams = word_trigrams(skill.body)
-        _check(skill, trigrams, known, len(golds))
-        known.append((skill, trigrams))
+        _check_words(skill)
+        _check_copy(skill, trigrams, known_golds, "near_copy")
+        _check_copy(skill, trigrams, distractors, "duplicate")
+        distractors.append((skill, trigrams))
         return skill
 
     return questions_of(
@@ -144,10 +158,12 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     """Return the gold skills, each with the other gold skills of its queries.
 
-    Raises SkilltrainError if neither the benchmark's folder nor the pool holds one of them.
+    Raises:
+        SkilltrainError: A gold skill is neither in the benchmark's folder nor in the pool.
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     skills = {gold.skill_id: gold for gold in benchmark.golds}
+    # Gold skill → the gold skills of all its queries, as an ordered set.
     together: dict[str, dict[str, None]] = {}
     for task in benchmark.tasks:
         skill_ids = sorted(task.relevance.gold)
@@ -161,7 +177,7 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
 
 
 def _render(item: Distractor) -> tuple[str, str]:
-    """Ask for a skill that a search takes for the gold skill, and that is wrong."""
+    """Render the prompt for a skill that resembles the gold skill and does something else."""
     gold = item.gold
     siblings = [
         f"- {untrusted_line(sibling.name)}: {untrusted_line(sibling.description, 160)}"
@@ -186,7 +202,7 @@ def _render(item: Distractor) -> tuple[str, str]:
 
 
 class _Draft(BaseModel):
-    """What an answer must hold: texts only. Other keys are ignored."""
+    """Answer of the model. Other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -200,7 +216,7 @@ class _Draft(BaseModel):
 
 
 def read_draft(item: Distractor, answer: str, source: str) -> Skill:
-    """Read a skill from the one JSON object of an answer, its texts cleaned. Raises ValueError."""
+    """Read a skill from the JSON object in an answer. Raises ValueError if it is not usable."""
     draft = read_object(answer, _Draft)
     gold = item.gold
     return Skill(
@@ -208,26 +224,33 @@ def read_draft(item: Distractor, answer: str, source: str) -> Skill:
     )
 
 
-def _check(
-    skill: Skill, trigrams: Trigrams, known: Sequence[tuple[Skill, Trigrams]], num_golds: int
-) -> None:
-    """Raise AnswerError if a body is too short, too long, or a copy of a known one.
-
-    The first `num_golds` known skills are the gold skills.
-
-    A copy of a gold skill would be a right answer that is counted as wrong.
-    """
+def _check_words(skill: Skill) -> None:
+    """Raise AnswerError if a body is too short or too long."""
     count = num_words(skill.body)
     low, high = ACCEPTED_WORDS
     if not low <= count <= high:
         kind = "too_short" if count < low else "too_long"
         raise AnswerError(kind, f"its body has {count} words, {low} to {high} are wanted", count)
-    for position, (other, other_trigrams) in enumerate(known):
+
+
+def _check_copy(
+    skill: Skill, trigrams: Trigrams, others: Sequence[tuple[Skill, Trigrams]], kind: str
+) -> None:
+    """Raise AnswerError if a skill has the name of another skill, or nearly its body.
+
+    A copy of a gold skill would be a right answer that counts as wrong.
+
+    Args:
+        skill: The skill.
+        trigrams: Trigrams of its body.
+        others: Skills to compare with, each with its trigrams.
+        kind: Kind of the error if the bodies are nearly equal.
+    """
+    for other, other_trigrams in others:
         other_id = other.skill_id
         if name_key(skill.name) == name_key(other.name):
             raise AnswerError("same_name", f"it has the name of {other_id}", other_id=other_id)
         similarity = jaccard(trigrams, other_trigrams)
         if similarity > MAX_JACCARD:
-            kind = "near_copy" if position < num_golds else "duplicate"
             reason = f"its body is nearly {other_id}'s"
             raise AnswerError(kind, reason, round(similarity, 4), other_id)
