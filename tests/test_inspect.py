@@ -177,6 +177,14 @@ def test_a_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
     ]
 
 
+def test_a_positive_may_follow_negatives(tmp_path: Path):
+    entries = [("s/join", "irrelevant", "top", 1), ("z/tu", "required", "gold", 2)]
+
+    values = values_of(write_runs(tmp_path, lists={"q3": entries}))
+
+    assert values["positives"] == {"q3": "z/tu"}
+
+
 def test_a_pair_of_two_sources_is_shown_once(tmp_path: Path):
     twice = [DROPS[1], replace(DROPS[1], source="semantic")]
 

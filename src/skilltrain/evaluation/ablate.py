@@ -1,7 +1,7 @@
-"""The command `skilltrain ablate`: run a grid of variants and seeds, and compare the variants with a baseline.
+"""The command `skilltrain ablate`: run variants with several seeds, and compare the variants.
 
-A query's value is its mean over the seeds. An interval therefore covers the choice of queries, and the
-standard deviation beside it the randomness of training.
+A query's value is its mean over the seeds. An interval therefore covers the choice of queries, and
+the standard deviation beside it the randomness of training.
 """
 
 import copy
@@ -49,14 +49,14 @@ from skilltrain.version import __version__
 EVALUATIONS = ("evaluate", "plans")  # stages that score queries, each with a per_query.jsonl
 _SEED = "seed"
 _StepName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
-_REFERENCE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+_REFERENCE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")  # {{ or }}, a plain brace, or {NAME}
 Recipe = dict[str, Any]
 Scores = dict[str, dict[str, float]]
 """query_id → measure → value."""
 
 
 class AblationConfig(Config):
-    """A grid: every variant of a chain of stages, with every seed, evaluated on the same queries."""
+    """A grid: every variant of a chain of stages with every seed, scored on the same queries."""
 
     ablation: str = Field(min_length=1, description="title of the tables")
     claim: str = Field(min_length=1, description="what is tested, in one sentence")
@@ -77,7 +77,7 @@ class AblationConfig(Config):
         default=("Hit@1", "MRR@10"), min_length=1, description="measures to compare variants by"
     )
     runs: Path | None = Field(
-        default=None, description="folder of the runs, shared by grids; null: steps in `out`"
+        default=None, description="folder of the runs, which grids may share; null: OUT/steps"
     )
     out: Path = Field(description="folder to write: ablation.json, ablation.md, ablation.html")
 
@@ -91,7 +91,11 @@ class AblationConfig(Config):
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant with a seed. `runs` maps each step to its settings, in the order in which they run."""
+    """A variant with a seed.
+
+    Attributes:
+        runs: Settings of each step by its name, in the order in which they run.
+    """
 
     variant: str
     seed: int
@@ -116,12 +120,16 @@ def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, lis
         SkilltrainError: For any fault that can be known before work begins.
     """
     grid = validate(AblationConfig, load_recipe(file, overrides), file)
-    cells: dict[str, Cell] = {}
+    cells: list[Cell] = []
     for seed, variant in itertools.product(grid.seeds, grid.variants):
         cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
-        cells.setdefault(f"{variant} {cell.evaluations}", cell)
-    _check_evaluations(grid, list(cells.values()))
-    return grid, list(cells.values())
+        # Without the seed, the evaluations are those of an earlier cell.
+        if all(
+            (other.variant, other.evaluations) != (variant, cell.evaluations) for other in cells
+        ):
+            cells.append(cell)
+    _check_evaluations(grid, cells)
+    return grid, cells
 
 
 def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, Any]:
@@ -133,12 +141,12 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
     recipes = _variant_recipes(grid, variant)
     runs_folder = grid.runs or grid.out / "steps"
     runs: dict[str, Any] = {}
-    values: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
+    resolved: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
 
     def resolve(name: str) -> Any:
         """Return the seed or a step's folder. A step that is not in `runs` is added."""
         where = f"step '{name}' of variant '{variant}'"
-        if name not in recipes and name not in values:
+        if name not in recipes and name not in resolved:
             fix = f"steps: {', '.join(recipes)}; plain braces are written {{{{ }}}}"
             raise SkilltrainError(
                 "invalid-ablation",
@@ -146,21 +154,22 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
                 where=f"variant '{variant}'",
                 fix=fix,
             )
-        if name not in values:
-            values[name] = None  # until the steps that it reads are resolved
+        if name not in resolved:
+            resolved[name] = None  # until the steps that it reads are resolved
             recipe = _fill(recipes[name], resolve)
             config = parse_recipe(recipe | {"out": str(runs_folder / name)}, where)
+            # The folders of earlier steps need not exist yet.
             check_inputs(config, pending=[run.out for run in runs.values()])
             identity = what_matters({"recipe": config.model_dump(mode="json")})
             identity["plugins"] = plugin_fingerprints(config)
             digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-            values[name] = runs_folder / f"{name}-{digest[:12]}"
-            runs[name] = config.model_copy(update={"out": values[name]})
-        elif values[name] is None:
+            resolved[name] = runs_folder / f"{name}-{digest[:12]}"
+            runs[name] = config.model_copy(update={"out": resolved[name]})
+        elif resolved[name] is None:
             raise SkilltrainError(
                 "invalid-ablation", "needs a step that needs this one", where=where
             )
-        return values[name]
+        return resolved[name]
 
     for name, recipe in recipes.items():
         if recipe["stage"] in EVALUATIONS:
@@ -194,7 +203,12 @@ def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
         return [_fill(item, resolve) for item in value]
     if not isinstance(value, str):
         return value
-    return _REFERENCE.sub(lambda m: m[0][0] if m[1] is None else str(resolve(m[1])), value)
+
+    def replace_match(match: re.Match[str]) -> str:
+        is_brace = match[1] is None
+        return match[0][0] if is_brace else str(resolve(match[1]))
+
+    return _REFERENCE.sub(replace_match, value)
 
 
 def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
@@ -210,7 +224,8 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
                 raise SkilltrainError(
                     "invalid-ablation", what, where=where, fix="make a step, or a variant, of each"
                 )
-            if missing := [measure for measure in grid.compare if measure not in measures]:
+            missing = [measure for measure in grid.compare if measure not in measures]
+            if missing:
                 what = f"measures: {missing[0]}, which `compare` names, is missing"
                 raise SkilltrainError("invalid-ablation", what, where=where)
             task = (config.benchmark, config.split, measures)
@@ -234,8 +249,8 @@ def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run all cells of a grid, and write ablation.json, ablation.md and ablation.html.
 
-    Finished runs are left as they are, and a training run that was stopped goes on from its newest
-    checkpoint. A cell that fails does not stop the others.
+    Finished runs are kept. A training run that was stopped continues from its newest checkpoint. A
+    cell that fails does not stop the others.
 
     Raises:
         SkilltrainError: Before any work for a fault in the file. After the tables are written if a
@@ -272,7 +287,8 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
             for step, config in cell.runs.items():
                 if config.out not in run_errors:
                     run_errors[config.out] = _run_step(step, config)
-                if error := run_errors[config.out]:
+                error = run_errors[config.out]
+                if error:
                     cell_errors[str(cell)] = error
                     say(f"cell ({cell}) failed: {error}")
                     break
@@ -296,7 +312,8 @@ def _run_step(step: str, config: Any) -> str:
         return f"step {step}: {error}"
     except Exception as error:
         say(traceback.format_exc())
-        return f"step {step}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        first_line, _, _ = str(error).partition("\n")
+        return f"step {step}: {type(error).__name__}: {first_line}"
     finally:
         # Free the memory, and let the next training run of this process set accelerate up anew.
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -310,14 +327,17 @@ def _run_step(step: str, config: Any) -> str:
 def make_results(
     grid: AblationConfig, cells: Sequence[Cell], errors: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Make a table for each evaluation, of the cells without error. Holm corrects over all tables."""
+    """Make a table for each evaluation, from the cells that did not fail."""
     finished = [cell for cell in cells if str(cell) not in errors]
-    tables = [
-        _table(grid, step, finished) for step in (finished[0].evaluations if finished else ())
-    ]
-    corrected = iter(with_holm([c for table in tables for c in table["differences"]]))
+    steps = finished[0].evaluations if finished else {}
+    tables = [_table(grid, step, finished) for step in steps]
+
+    # Holm's correction is over the differences of all tables together.
+    differences = itertools.chain.from_iterable(table["differences"] for table in tables)
+    corrected = iter(with_holm([*differences]))
     for table in tables:
-        table["differences"] = [next(corrected) for _ in table["differences"]]
+        table["differences"] = [*itertools.islice(corrected, len(table["differences"]))]
+
     rows: list[Row] = []
     for cell in cells:
         recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
@@ -342,8 +362,8 @@ def results_page(results: Mapping[str, Any]) -> str:
 def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     """Score each variant in the evaluation `step`, and compare it with the baseline.
 
-    `metrics` are means with intervals over queries, `seed_sd` the standard deviations (n − 1) of the
-    means of `num_runs` seeds, where there are several.
+    `metrics` are means with intervals over queries. `seed_sd` are the standard deviations (n − 1)
+    of the means of `num_runs` seeds, if there are several.
     """
     measures = [str(measure) for measure in cells[0].runs[step].scored]
     scores: dict[str, list[Scores]] = {}

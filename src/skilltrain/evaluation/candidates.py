@@ -1,7 +1,8 @@
-"""Stages `candidates` and `teacher`: the ranked lists of a system, and what it makes of every skill of given lists."""
+"""Stages `candidates` and `teacher`: write a system's rankings, or its scores of given lists."""
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -83,24 +84,26 @@ def estimate_ranking(
     """
     check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
-    asked: dict[str, dict[str, Any]] = {}
-    prices: list[Any] = []
-    seen: set[str] = set()  # systems share their embeddings
+    costs_by_system: dict[str, dict[str, Any]] = {}
+    dollars: list[Any] = []
+    counted_keys: set[str] = set()
     for system in systems:
         for part in parts_of(system.rankers):
-            if part.key in seen and not part.asks_chat_model:
+            # Systems share embeddings, but each of them asks its chat models anew.
+            if part.key in counted_keys and not part.asks_chat_model:
                 continue
-            seen.add(part.key)
+            counted_keys.add(part.key)
             cost = part.dry_run(queries, skills)
             if cost is None:
                 continue
-            costs = asked.setdefault(system.name, {})
+            costs = costs_by_system.setdefault(system.name, {})
             name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
             costs[name] = cost
-            prices.append(cost["dollars"])
-    if not asked:
+            dollars.append(cost["dollars"])
+    if not costs_by_system:
         return counts
-    return counts | {"asked": asked, "dollars": None if None in prices else round(sum(prices), 6)}
+    total = None if None in dollars else round(sum(dollars), 6)
+    return counts | {"asked": costs_by_system, "dollars": total}
 
 
 class Teacher(Stage):
@@ -118,10 +121,10 @@ class Teacher(Stage):
     lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
     rankers: tuple[AnyRanker, ...] = Field(
         min_length=1,
-        description="as in a system, but each orders whole lists; the last one's scores are written",
+        description="as in a system, but each ranks whole lists; the last one gives the scores",
     )
     out: Path = Field(
-        description="folder to write: the same LISTS with teacher_scores, their QUERIES and JUDGEMENTS"
+        description="folder to write: LISTS with teacher_scores, QUERIES and JUDGEMENTS"
     )
 
     @field_validator("rankers")
@@ -133,10 +136,11 @@ class Teacher(Stage):
         return rankers
 
     def run(self, out: Path) -> Summary:
-        """Write the lists with scores. Their spread tells which teacher_temperature they need.
+        """Write the lists with scores, and return their range, to choose teacher_temperature by.
 
         Raises:
-            SkilltrainError: A list has no query text, or a skill is not in the pool or gets no number.
+            SkilltrainError: A list has no query text, a skill is not in the pool, or a skill gets
+                no score.
         """
         for part in parts_of(self.rankers):
             part.check()
@@ -146,29 +150,35 @@ class Teacher(Stage):
         queries = {query.query_id: query for query in read_queries(self.lists)}
         skills = read_pool(self.pool)
         pool = {skill.skill_id for skill in skills}
-        lost: set[str] = set()
+        unknown_ids: set[str] = set()
         for row in lists:
             if row["query_id"] not in queries:
                 what = f"the list of query {row['query_id']!r} has no query text"
                 raise SkilltrainError("unknown-query", what, where=self.lists)
-            lost |= {*row["skill_ids"]} - pool
-        if lost:
+            unknown_ids |= {*row["skill_ids"]} - pool
+        if unknown_ids:
             what = (
-                f"{len(lost)} skill(s) of the lists are not in this pool, {min(lost)!r} among them"
+                f"{len(unknown_ids)} skill(s) of the lists are not in this pool, "
+                f"{min(unknown_ids)!r} among them"
             )
             fix = "give the pool that the lists were made from"
             raise SkilltrainError("unknown-skill", what, where=self.pool, fix=fix)
+
         members = {row["query_id"]: row["skill_ids"] for row in lists}
-        asked = [queries[query_id] for query_id in members]
-        scores = member_scores(self.rankers, asked, members, skills)
+        list_queries = [queries[query_id] for query_id in members]
+        scores = member_scores(self.rankers, list_queries, members, skills)
         rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
         write_table(rows, LISTS, out)
         for spec in (QUERIES, JUDGEMENTS):
             write_table(read_table(self.lists, spec), spec, out)
-        flat = [score for row in scores.values() for score in row]
-        spread = {"min": min(flat), "mean": fmean(flat), "max": max(flat)}
-        score = {name: round(value, 4) for name, value in spread.items()}
-        return {"num_lists": len(lists), "num_pairs": len(flat), "score": score}
+
+        all_scores = [*chain.from_iterable(scores.values())]
+        score = {
+            "min": round(min(all_scores), 4),
+            "mean": round(fmean(all_scores), 4),
+            "max": round(max(all_scores), 4),
+        }
+        return {"num_lists": len(lists), "num_pairs": len(all_scores), "score": score}
 
 
 def member_scores(
@@ -177,7 +187,13 @@ def member_scores(
     members: Mapping[str, Sequence[str]],
     skills: Sequence[Skill],
 ) -> dict[str, list[float]]:
-    """Score each query's `members` by the last of `rankers`.
+    """Score given skills of each query with the last of several rankers.
+
+    Args:
+        rankers: Each ranks all skills of a query; none is dropped.
+        queries: Queries of `members`.
+        members: Skill ids by query id.
+        skills: Skills of the pool.
 
     Returns:
         Scores by query id, in the order of the members.
@@ -193,12 +209,13 @@ def member_scores(
     rankings = run_rankers(scoring, queries, candidates, OpenRankers(skills))
     scores: dict[str, list[float]] = {}
     for query_id, row in members.items():
-        by_skill = dict(rankings[query_id])
+        score_by_id = dict(rankings[query_id])
         for skill_id in row:
-            score = by_skill.get(skill_id, "no score")
-            if isinstance(score, str) or not math.isfinite(score):
-                what = f"gave skill {skill_id!r} {score}, and a teacher must give a number"
+            score = score_by_id.get(skill_id)
+            if score is None or not math.isfinite(score):
+                result = "no score" if score is None else score
+                what = f"gave skill {skill_id!r} {result}, and a teacher must give a number"
                 where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
                 raise SkilltrainError("not-a-number", what, where=where)
-        scores[query_id] = [by_skill[skill_id] for skill_id in row]
+        scores[query_id] = [score_by_id[skill_id] for skill_id in row]
     return scores

@@ -185,7 +185,8 @@ def page_values(
     if not texts:
         trail.missing.append("queries: lists are shown without their query's text")
 
-    # Candidates that each stage kept and dropped.
+    # Candidates that the stages kept and dropped. The newest run comes first, and a run that mines
+    # candidates reads no rankings.
     ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
     mining_runs = [run for run in ranking_runs if "rankings" not in run.recipe]
     drops = _read_drops(trail)
@@ -216,7 +217,7 @@ def page_values(
         "findings": findings,
         "skills": skills,
         "texts": texts,
-        "positives": {row["query_id"]: row["skill_ids"][0] for row in rows},
+        "positives": _first_positives(rows),
         "shown": [row for row in rows if row["query_id"] in shown_ids],
         "shown_drops": _sample_drops(filter_drops),
     }
@@ -262,6 +263,16 @@ def _count_negatives(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
             if verdict not in POSITIVE:
                 counts[source] += 1
     return counts
+
+
+def _first_positives(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the first positive of each list by query id. A reranker's may begin with negatives."""
+    positives: dict[str, str] = {}
+    for row in rows:
+        for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
+            if verdict in POSITIVE:
+                positives.setdefault(row["query_id"], skill_id)
+    return positives
 
 
 def _sample(items: Sequence[Any], count: int, seed: str) -> list[Any]:

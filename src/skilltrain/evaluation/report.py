@@ -149,7 +149,7 @@ class Report:
         return f"{sentence}."
 
     def sections(self, system: str) -> dict[str, Mapping[str, Interval]]:
-        """Return the means by measure of all, single and multi. Kinds without queries are left out."""
+        """Return the means by measure of all, single and multi, without kinds that are missing."""
         return {part.value: part.means[system] for part in self.slices if part.label in (ALL, KIND)}
 
     def to_json(self) -> dict[str, Any]:

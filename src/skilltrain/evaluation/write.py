@@ -29,7 +29,7 @@ from skilltrain.texts import printable
 
 _CURVE_CUTOFFS = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)
 _CURVE_TICKS = (1, 2, 5, 10, 20, 50)
-_MAX_CASES = 100  # fixed, and broken, queries that the page lists for a pair of systems
+_MAX_CASES = 100  # fixed queries, and broken ones, that the page lists for a pair of systems
 _MAX_QUERIES = 500  # queries that the page lists; a larger page is slow to search
 _NAME_WIDTH = 11  # of the first column in the terminal
 _CELL_WIDTH = 21  # of a mean with its interval
@@ -71,6 +71,7 @@ def report_markdown(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """Return the report as one HTML page."""
+    # Queries for which no system has a gold skill on rank 1.
     num_failures = sum(1 not in _first_ranks(report, query_id) for query_id in report.tasks)
     return html_page(
         "evaluation",
@@ -93,7 +94,9 @@ def _common_values(report: Report) -> dict[str, Any]:
     return {
         "report": report,
         "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
-        "other_analyses": {k: rows for k, rows in report.analysis.items() if k not in ANALYSES},
+        "other_analyses": {
+            kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES
+        },
         "meanings": {name: meaning_of(name) for name in names},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
@@ -209,12 +212,13 @@ def _layer_plot(model: Row) -> LayerPlot:
     """Return the plot of a model's attention. A single layer fills the whole width."""
     layers = model["layers"]
     if len(layers) == 1:
-        layers = layers * 2
+        layers = layers * 2  # a line needs two points
     step = 100 / (len(layers) - 1)
     points: dict[str, list[Point]] = {}
     for field in FIELDS_SEEN["full"]:
         points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
 
+    # Number the first and the last layer, and three layers between them.
     last = len(model["layers"]) - 1
     numbered = sorted({quarter * last // 4 for quarter in range(5)})
     return LayerPlot(points, [(step * n, n + 1) for n in numbered])
