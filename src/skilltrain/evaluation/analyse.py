@@ -205,7 +205,7 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
     template's characters nor its tokens cut anything. Nothing is taken off a reranker's tokens for the query.
     """
     if isinstance(config, RerankConfig):
-        pairs = load_reranker(config, default_device()).pairs
+        pairs = load_reranker(config, default_device()).pair_tokenizer
         template, text, room = (
             pairs.template.skill,
             pairs.text,
