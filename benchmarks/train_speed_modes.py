@@ -128,7 +128,7 @@ def useful_flops(step: Any, batch: Sequence[Any]) -> float:
             [step.query_ids[one.query] for one in batch] + [step.skill_ids[s] for s in skill_ids]
         ]
     else:
-        lists = [[pair.ids for pair in step.pairs(one)] for one in batch]
+        lists = [[pair.ids for pair in step.make_pairs(one)] for one in batch]
         shared = [_num_shared(texts) if is_causal(network) else 0 for texts in lists]
     tokens = seen = 0.0
     for prompt, texts in zip(shared, lists, strict=True):

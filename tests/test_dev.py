@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -265,6 +266,19 @@ def test_an_encoder_in_training_encodes_equal_skills_once(open_encoder_of):
     (ranking,) = own.rank([QUERY], None, 3).values()
 
     assert [skill_id for skill_id, _ in ranking] == ["t0", "t1", "t2"]
+
+
+def test_an_encoder_in_training_encodes_equal_queries_once(open_encoder_of):
+    queries = [QUERY, replace(QUERY, query_id="r")]
+    sizes = []
+
+    def model(batch):
+        sizes.append(len(batch.texts))
+        return torch.eye(len(batch.texts))
+
+    encoder_opener(open_encoder_of("bert"), queries, TWINS)(model)
+
+    assert sizes == [2], "one query text and one skill text"
 
 
 def test_a_reranker_in_training_scores_equal_skills_once(open_reranker_of):

@@ -114,7 +114,7 @@ def owners(reranker, skill):
     fields = token_fields(reranker, skill)
     assert fields.sum(1).max() <= 1
     names = [FIELDS[row.argmax()] if row.any() else "-" for row in fields]
-    tokens = reranker.tokenizer.convert_ids_to_tokens(reranker.pairs.skills([skill])[0])
+    tokens = reranker.tokenizer.convert_ids_to_tokens(reranker.pair_tokenizer.skill_ids([skill])[0])
     return list(zip(tokens, names, strict=True))
 
 

@@ -26,7 +26,7 @@ from skilltrain.training.dev import Dev
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, StopRequest, new_optimizer, step_batches, train
 from skilltrain.training.settings import DevConfig, TrainingConfig
-from skilltrain.training.steps import EncoderStep, StepSettings, Texts
+from skilltrain.training.steps import EncoderStep, StepSettings, TextsToEncode
 from small_library import skilltrain
 from training_data import training_set
 from training_runs import CONFIG, NUM_LISTS, new_step, run
@@ -265,7 +265,7 @@ class ScriptedRanker:
         return self
 
     def rank(self, queries, candidates, keep):
-        vectors = self.model(Texts([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
+        vectors = self.model(TextsToEncode([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
         assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
         place = self.places[self.seen]
         self.seen += 1

@@ -150,7 +150,7 @@ def test_default_limits_depend_on_the_form():
 
 
 def test_the_default_query_limit_leaves_room_for_a_skill(open_reranker_of):
-    room = open_reranker_of("qwen3_reranker").pairs.query_room() - 2048 + 320
+    room = open_reranker_of("qwen3_reranker").pair_tokenizer.room_for_query() - 2048 + 320
 
     settings = open_reranker_of("qwen3_reranker", max_tokens=320).settings
 

@@ -87,14 +87,14 @@ def test_the_frame_of_the_real_tokenizer_which_cuts_no_query_of_the_papers():
 def test_pairs_are_the_official_ids(tokenizer, separator):
     for max_tokens in (4096, 700):
         pairs = pair_tokenizer(tokenizer, separator=separator, max_tokens=max_tokens)
-        parts = pairs.skills(SKILLS)
+        parts = pairs.skill_ids(SKILLS)
         for query in TEXTS:
             for skill, part in zip(SKILLS, parts, strict=True):
-                pair = pairs.join(pairs.query(query), part)
+                pair = pairs.join(pairs.query_ids(query), part)
                 assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, max_tokens)
                 assert (
                     len(pair) + pair.num_cut
-                    == len(pairs.join(pairs.query(query), part[:1])) + len(part) - 1
+                    == len(pairs.join(pairs.query_ids(query), part[:1])) + len(part) - 1
                 )
 
 
@@ -111,7 +111,7 @@ odd = st.text(odd_letters, max_size=12)
 def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, separator):
     skill = Skill("s", body, "", body + " end")
     pairs = pair_tokenizer(tokenizer, separator=separator)
-    joined = pairs.join(pairs.query(query), pairs.skills([skill])[0])
+    joined = pairs.join(pairs.query_ids(query), pairs.skill_ids([skill])[0])
     assert joined.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
 
 
@@ -122,7 +122,7 @@ def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, 
 @example(":\xa0\u2028a\u0301", 8)
 def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
     pairs = pair_tokenizer(tokenizer, query_max_tokens=limit)
-    ids, template = pairs.query(query), pairs.template
+    ids, template = pairs.query_ids(query), pairs.template
     text = unicodedata.normalize("NFC", tokenizer.decode(ids))
     assert text.startswith(template.query_prompt()) and text.endswith(template.query_end())
     kept = text.removeprefix(template.query_prompt()).removesuffix(template.query_end())
@@ -130,9 +130,9 @@ def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
     beginnings = {unicodedata.normalize("NFC", query[:end]) for end in range(len(query) + 1)}
     assert unicodedata.normalize("NFC", query).startswith(kept) or kept in beginnings
     assert (
-        len(ids) <= len(pairs.query("")) + limit + 1
+        len(ids) <= len(pairs.query_ids("")) + limit + 1
     )  # without a query, the space and the separator are one token
-    if len(pair_tokenizer(tokenizer).query(query)) <= len(pairs.query("")) + limit - 2:
+    if len(pair_tokenizer(tokenizer).query_ids(query)) <= len(pairs.query_ids("")) + limit - 2:
         assert kept == unicodedata.normalize("NFC", query)
 
 

@@ -163,7 +163,7 @@ def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beg
     used = [
         place
         for bucket in packed.buckets
-        for place in bucket.tokens.flatten()[bucket.not_repeated].tolist()
+        for place in bucket.tokens.flatten()[bucket.real_tokens].tolist()
     ]
     assert used == [*range(shared, len(row))]
     for text, end in zip(texts, packed.ends.tolist(), strict=True):

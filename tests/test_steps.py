@@ -7,7 +7,13 @@ from faults import raises
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.training import steps
-from skilltrain.training.steps import EncoderStep, Pairs, RerankerStep, StepSettings, Texts
+from skilltrain.training.steps import (
+    EncoderStep,
+    PairsToScore,
+    RerankerStep,
+    StepSettings,
+    TextsToEncode,
+)
 from training_data import training_set
 
 # Token budgets: one text a micro-batch, a few, all together.
@@ -155,7 +161,7 @@ def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of
     for name, got in gradients(encoder, loss).items():
         assert torch.allclose(got, expected[1][name], atol=1e-6)
     with raises("unsupported-model"):
-        open_encoder_of("bert").attend_by_length()
+        open_encoder_of("bert").pack_texts()
 
 
 def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
@@ -177,11 +183,11 @@ def test_a_dev_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, open
     data, sizes = training_set(6), list[int]()
     if name.endswith("reranker"):
         step = RerankerStep(open_reranker_of(name), ListwiseCE(), data, StepSettings(320))
-        inputs = Pairs([step.pairs(one) for one in data.lists])
+        inputs = PairsToScore([step.make_pairs(one) for one in data.lists])
         items = [pair for pairs in inputs.lists for pair in pairs]
     else:
         step = EncoderStep(open_encoder_of(name), InfoNCE(), data, StepSettings(256))
-        inputs = Texts(items := 2 * [*step.query_ids.values(), *step.skill_ids.values()])
+        inputs = TextsToEncode(items := 2 * [*step.query_ids.values(), *step.skill_ids.values()])
     with torch.no_grad():
         expected = torch.cat([step.model([item]) for item in items])
     table = step.model.network.get_input_embeddings()

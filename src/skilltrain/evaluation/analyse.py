@@ -233,7 +233,7 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
     the template shows. A reranker's tokens are counted as if the query had none.
     """
     if isinstance(config, RerankConfig):
-        pairs = load_reranker(config, default_device()).pairs
+        pairs = load_reranker(config, default_device()).pair_tokenizer
         template = pairs.template.skill
         tokenizer = pairs.text
         max_skill_tokens = pairs.settings.max_tokens - pairs.num_fixed

@@ -92,7 +92,7 @@ def _convert_to_classifier(folder: Path) -> None:
         }
     )
     setattr(network, network.base_model_prefix, reranker.network.base_model)
-    direction = reranker.direction().detach()  # [hidden], float32 even for bfloat16 weights
+    direction = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
     heads(network)[0].weight = nn.Parameter(direction[None].clone())
     reranker.network = network.eval()
 

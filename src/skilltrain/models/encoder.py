@@ -41,7 +41,7 @@ class EncoderSettings(Config):
     chunks: Chunks = Chunks()
 
     def window(self, skill: Skill, number: int) -> tuple[int, int]:
-        """Return the first character of a window of a skill's body, and the one after its last.
+        """Return where a window of a skill's body starts and ends, in characters.
 
         Windows are counted from 0.
         """
@@ -64,7 +64,7 @@ class EncoderConfig(loading.ModelConfig):
         default=None, ge=8, description="token limit of a skill; else the folder's, or 256"
     )
     query_max_tokens: int | None = Field(
-        default=None, ge=8, description="of a query; else the folder's, at least 512"
+        default=None, ge=8, description="token limit of a query; else the folder's, at least 512"
     )
     template: EncoderTemplate | None = Field(
         default=None, description="the texts it sees, or skillrouter_released"
@@ -93,7 +93,8 @@ class Encoder(nn.Module):
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
-        self._is_causal = causal_flags - {None} == {True}
+        causal_flags.discard(None)  # of modules without attention
+        self._is_causal = causal_flags == {True}
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +112,9 @@ class Encoder(nn.Module):
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
         """Return the token ids of each text, truncated to `max_tokens` with special tokens.
 
-        Names of special tokens in a text are read as plain letters. With last-token pooling, each
-        text ends with exactly one pad token, even if the tokenizer does not append it.
+        The name of a special token in a text, such as `</s>`, is tokenised like any other word.
+        With last-token pooling, each text ends with exactly one pad token, even if the tokenizer
+        does not append it.
         """
         all_ids: list[TokenIds] = [*self.text_tokenizer.framed_ids(texts, max_tokens)]
         if self.settings.pooling == "last_token":
@@ -132,7 +134,7 @@ class Encoder(nn.Module):
         rendered = [self.settings.template.render_skill(skill) for skill in skills]
         return self.tokenize(rendered, self.settings.max_tokens)
 
-    def attend_by_length(self) -> None:
+    def pack_texts(self) -> None:
         """Put the texts of a micro-batch into one row instead of padding them.
 
         Raises:
@@ -150,7 +152,8 @@ class Encoder(nn.Module):
 
     def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
         """Return the positions of the texts of each micro-batch."""
-        return micro_batches([*map(len, texts)], token_budget, 0 if self.is_packed else None)
+        num_shared = 0 if self.is_packed else None
+        return micro_batches([*map(len, texts)], token_budget, num_shared)
 
     def num_slots(self, texts: Sequence[Sized]) -> int:
         """Return the number of tokens of a micro-batch, with padding."""
@@ -159,7 +162,7 @@ class Encoder(nn.Module):
     def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
         """Return the embedded tokens of each text, as input of `forward` instead of token ids.
 
-        If a step runs several micro-batches, this looks up the embeddings of all texts at once.
+        A training step calls this once for the texts of all its micro-batches.
         """
         return embed_together(self.backbone, texts)
 
@@ -181,7 +184,7 @@ class Encoder(nn.Module):
 
         Args:
             texts: Token ids or embedded tokens of each text.
-            num_tokens: Number of token vectors in the result. Missing ones are zeros.
+            num_tokens: Number of token vectors per text. Those of padding are zeros.
         """
         hidden, mask = self._hidden(texts)
         text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, dim]
@@ -194,7 +197,7 @@ class Encoder(nn.Module):
     ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
         """Return the hidden states of all tokens, and a mask that is 0 for padding."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
-        # Tokens of a causal network do not see the padding after them.
+        # Padding is on the right, so tokens of a causal network do not see it.
         has_padding = len({len(text) for text in texts}) > 1
         attention_mask = mask if has_padding and not self._is_causal else None
         output = self.backbone(**inputs, attention_mask=attention_mask)
@@ -234,8 +237,9 @@ def load_encoder(
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
     """Return the settings of an encoder.
 
-    A setting comes from the recipe, else from training, else from the files of another program,
-    else it has our default. A default is reduced to the model's positions.
+    A setting comes from `config`, else from the settings that training has stored. For a model of
+    another program, it comes from that program's files. Otherwise it has our default, which is
+    reduced to the model's positions.
 
     Raises:
         SkilltrainError: The model is a reranker, a chosen limit exceeds its positions, or the
@@ -243,13 +247,14 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     """
     chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")
-    template_prompts = ("", "")
-    inherited = stored
-    if not stored:
+    if stored:
+        inherited = stored
+        template_prompts = ("", "")
+    else:
         min_query_tokens = EncoderSettings().query_max_tokens
         foreign = foreign_settings(folder, model_config, config.pooling, min_query_tokens)
-        template_prompts = (foreign.query_prompt, foreign.skill_prompt)
         inherited = foreign.settings
+        template_prompts = (foreign.query_prompt, foreign.skill_prompt)
         if model_config.model_type.startswith("qwen"):
             inherited = {"pooling": "last_token"} | inherited
     settings = validate(EncoderSettings, inherited | chosen, folder)
@@ -259,7 +264,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     for name in ("max_tokens", "query_max_tokens"):
         if max_positions and getattr(settings, name) > max_positions:
             if name in stored or name in chosen:
-                fault = f"max_tokens exceeds the model's {max_positions} positions"
+                fault = f"{name} exceeds the model's {max_positions} positions"
                 raise SkilltrainError("exceeds-model", fault, where=config.source)
             updates[name] = max_positions
 

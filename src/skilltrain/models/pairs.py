@@ -14,6 +14,7 @@ from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
+MIN_QUERY_TOKENS = 8
 _MIN_SKILL_TOKENS = 8  # a query must leave room for at least so many
 
 
@@ -25,9 +26,11 @@ class RerankerSettings(Config):
 
     template: RerankerTemplate = RerankerTemplate()
     max_tokens: int = Field(
-        default_factory=lambda chosen: 4096 if chosen["template"].form == "yes_no" else 512, ge=32
+        default_factory=lambda fields: 4096 if fields["template"].form == "yes_no" else 512, ge=32
     )
-    query_max_tokens: int = Field(default_factory=lambda chosen: chosen["max_tokens"] // 2, ge=8)
+    query_max_tokens: int = Field(
+        default_factory=lambda fields: fields["max_tokens"] // 2, ge=MIN_QUERY_TOKENS
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,13 @@ class PairIds:
         ids: Token ids.
         second_start: Position of the first token of the second segment.
         num_cut: Number of the skill's tokens that did not fit.
-        rows: Embeddings of the tokens, if they have been looked up.
+        embedded: Embeddings of the tokens, if they have been looked up.
     """
 
     ids: list[int]
     second_start: int
     num_cut: int
-    rows: Float[Tensor, "token width"] | None = None
+    embedded: Float[Tensor, "token width"] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,9 +57,10 @@ class PairTokenizer:
     """Tokenizer of queries and skills for a reranker.
 
     Each part is tokenised only once, and parts are joined as token ids. In the form yes_no, a query
-    ends with a line break and a skill begins with `<Document>: `. No tokenizer joins these two, so
-    the ids equal those of the whole text. Each part is tokenised with a little of its neighbour,
-    whose tokens are then dropped.
+    ends with a line break and a skill begins with `<Document>: `. No token spans this border, but
+    a tokenizer may treat the start or the end of a text differently. So each part is tokenised with
+    a little of its neighbour, whose tokens are then dropped, and the ids equal those of the whole
+    text.
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:
@@ -65,24 +69,26 @@ class PairTokenizer:
         self.text = TextTokenizer(tokenizer)
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
-        self._skill_lead = ""  # the end of the query's part
-        self._num_lead_tokens = 0
+        # The end of the query's part, which is tokenised with a skill, and its number of tokens.
+        self._query_ending = ""
+        self._num_ending_tokens = 0
         skill_prompt = self.template.skill_prompt()
         if skill_prompt:
-            self._skill_lead = "\n"
-            _, spans = self.text.ids_and_spans(f"\n{skill_prompt}a")
-            self._num_lead_tokens = _num_before(1, spans)
+            self._query_ending = "\n"
+            _, spans = self.text.ids_and_spans(f"\n{skill_prompt}a")  # `a` stands for any skill
+            self._num_ending_tokens = _first_token_from(len("\n"), spans)
 
-    def query(self, text: str) -> list[int]:
+    def query_ids(self, text: str) -> list[int]:
         """Return the token ids of the query's part.
 
-        Only the query's own text is truncated, to `query_max_tokens`.
+        In the form yes_no, only the query's own text is truncated to `query_max_tokens`, not the
+        prompt around it.
         """
         limit = self.settings.query_max_tokens
         prompt = self.template.query_prompt()
         ending = self.template.query_end()
         text = text[: self.template.query_chars]
-        if not ending:
+        if not ending:  # the form pair
             return self.text.ids([prompt + text])[0][:limit]
 
         start = len(prompt)
@@ -90,19 +96,20 @@ class PairTokenizer:
             end = start + len(text)
             whole = prompt + text + ending + self.template.skill_prompt()
             ids, spans = self.text.ids_and_spans(whole)
-            token_starts = [first for first, stop in spans if stop > start and first < end]
-            if len(token_starts) <= limit:
-                return ids[: _num_before(end + len(ending), spans)]
-            # Tokenise again, because the last word may now be split in another way.
-            text = text[: max(0, token_starts[limit] - start)]
+            # Starts of the tokens that overlap the query's own text.
+            query_starts = [first for first, stop in spans if stop > start and first < end]
+            if len(query_starts) <= limit:
+                return ids[: _first_token_from(end + len(ending), spans)]
+            # Tokenise the shorter text again, because its last word may be split in another way.
+            text = text[: max(0, query_starts[limit] - start)]
 
-    def skills(self, skills: Sequence[Skill]) -> list[list[int]]:
+    def skill_ids(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Return the token ids of each skill's part, without truncation."""
         if not skills:
             return []
-        lead = self._skill_lead + self.template.skill_prompt()
-        texts = [lead + self.template.render_skill(skill) for skill in skills]
-        return [ids[self._num_lead_tokens :] for ids in self.text.ids(texts)]
+        prefix = self._query_ending + self.template.skill_prompt()
+        texts = [prefix + self.template.render_skill(skill) for skill in skills]
+        return [ids[self._num_ending_tokens :] for ids in self.text.ids(texts)]
 
     def join(self, query: TokenIds, skill: TokenIds) -> PairIds:
         """Join both parts to a pair of at most `max_tokens`. The end of the skill is cut."""
@@ -111,10 +118,10 @@ class PairTokenizer:
         ids = [*first, *_as_list(skill[:room]), *self.after]
         return PairIds(ids, second_start=len(first), num_cut=max(0, len(skill) - room))
 
-    def query_room(self) -> int:
+    def room_for_query(self) -> int:
         """Return how many tokens a query may have so that some remain for the skill."""
-        empty_query = self.query("")
-        (empty_skill,) = self.skills([Skill("", "", "", "")])
+        empty_query = self.query_ids("")
+        (empty_skill,) = self.skill_ids([Skill("", "", "", "")])
         num_fixed = self.num_fixed + len(empty_query) + len(empty_skill)
         return self.settings.max_tokens - num_fixed - _MIN_SKILL_TOKENS
 
@@ -123,8 +130,8 @@ def _as_list(ids: TokenIds) -> list[int]:
     return ids if isinstance(ids, list) else [int(token_id) for token_id in ids]
 
 
-def _num_before(character: int, spans: Sequence[tuple[int, int]]) -> int:
-    """Return the number of tokens before the first that starts at or after a character."""
+def _first_token_from(character: int, spans: Sequence[tuple[int, int]]) -> int:
+    """Return the index of the first token that starts at or after a character."""
     for number, (start, _) in enumerate(spans):
         if start >= character:
             return number
@@ -134,7 +141,7 @@ def _num_before(character: int, spans: Sequence[tuple[int, int]]) -> int:
 def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
     """Return the ids before a query, between query and skill, and after the skill.
 
-    For the form pair, they are those around two letters in a pair of the tokenizer.
+    For the form pair, they are found by encoding the pair ("a", "a").
     """
     if form == "yes_no":
         prefix = tokenizer.encode(QWEN3_RERANKER_PREFIX, add_special_tokens=False)

@@ -23,7 +23,12 @@ from skilltrain.models.micro_batches import (
     model_inputs,
     on_device,
 )
-from skilltrain.models.pairs import PairIds, PairTokenizer, RerankerSettings
+from skilltrain.models.pairs import (
+    MIN_QUERY_TOKENS,
+    PairIds,
+    PairTokenizer,
+    RerankerSettings,
+)
 from skilltrain.models.pooling import at_least_float32, pool
 from skilltrain.records import Skill
 from skilltrain.templates import RerankerTemplate, with_fields
@@ -36,7 +41,9 @@ class RerankerConfig(loading.ModelConfig):
         default=None, ge=32, description="token limit of a (query, skill) pair"
     )
     query_max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of the query inside a pair"
+        default=None,
+        ge=MIN_QUERY_TOKENS,
+        description="token limit of the query inside a pair",
     )
     template: RerankerTemplate | None = Field(
         default=None, description="the texts it sees, or skillrouter_released"
@@ -50,8 +57,8 @@ class Reranker(nn.Module):
         network: The transformer with its head.
         tokenizer: The tokenizer of transformers.
         settings: Template and token limits.
-        pairs: Tokenizer of untrusted queries and skills.
-        yes_no_ids: Token ids of `yes` and `no`; None for the form pair.
+        pair_tokenizer: Tokenizer of untrusted queries and skills.
+        yes_no_ids: Token ids of `yes` and `no` for the form yes_no, else None.
         is_packed: Whether the pairs of a query are in one row, which has the query only once.
     """
 
@@ -60,7 +67,7 @@ class Reranker(nn.Module):
         self.network: Any = network
         self.tokenizer = tokenizer
         self.settings = settings
-        self.pairs = PairTokenizer(tokenizer, settings)
+        self.pair_tokenizer = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
         self.is_packed = self.yes_no_ids is not None and shared_prompt.can_share(network)
         if self.is_packed:
@@ -75,11 +82,12 @@ class Reranker(nn.Module):
 
         Template and token limits are applied here.
         """
-        query_ids = self.pairs.query(query)
-        return [self.pairs.join(query_ids, skill_ids) for skill_ids in self.pairs.skills(skills)]
+        tokenizer = self.pair_tokenizer
+        query_ids = tokenizer.query_ids(query)
+        return [tokenizer.join(query_ids, ids) for ids in tokenizer.skill_ids(skills)]
 
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
-        """Return the positions of the pairs of each micro-batch, counted over all lists.
+        """Return micro-batches as positions in the concatenation of all lists.
 
         A packed micro-batch has pairs of one list only, and their common prompt counts once.
         """
@@ -91,8 +99,8 @@ class Reranker(nn.Module):
         for pairs in lists:
             if not pairs:
                 continue
-            shared = shared_prompt.num_shared([pair.ids for pair in pairs])
-            for group in micro_batches([len(pair) for pair in pairs], token_budget, shared):
+            num_shared = shared_prompt.num_shared([pair.ids for pair in pairs])
+            for group in micro_batches([*map(len, pairs)], token_budget, num_shared):
                 groups.append([first + position for position in group])
             first += len(pairs)
         return groups
@@ -100,48 +108,49 @@ class Reranker(nn.Module):
     def num_slots(self, pairs: Sequence[PairIds]) -> int:
         """Return the number of tokens of a micro-batch, with padding."""
         if self.is_packed:
-            shared = shared_prompt.num_shared([pair.ids for pair in pairs])
-            return sum(map(len, pairs)) - shared * (len(pairs) - 1)
+            num_shared = shared_prompt.num_shared([pair.ids for pair in pairs])
+            return sum(map(len, pairs)) - num_shared * (len(pairs) - 1)
         return max(map(len, pairs)) * len(pairs)
 
     def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
         """Return the pairs with the embeddings of their tokens, looked up all at once."""
-        rows = embed_together(self.network, [pair.ids for pair in pairs])
-        return [replace(pair, rows=row) for pair, row in zip(pairs, rows, strict=True)]
+        embedded = embed_together(self.network, [pair.ids for pair in pairs])
+        return [replace(pair, embedded=rows) for pair, rows in zip(pairs, embedded, strict=True)]
 
-    def direction(self) -> Float[Tensor, "dim"] | None:
+    def score_vector(self) -> Float[Tensor, "dim"] | None:
         """Return the vector whose product with the last hidden state is the score.
 
-        It is the head's row of `yes` minus its row of `no`, or the only row of a classification
-        head, in float32 or wider. The form pair has none. A step reads it only once, because its
-        gradient is as large as the embeddings of the whole vocabulary.
+        It is the head's row of `yes` minus its row of `no`, in float32 or wider. A causal model
+        that was exported with a classification head has this difference as its only row. The form
+        pair has no such vector. A step calls this only once, because the gradient of each call is
+        as large as the embeddings of the whole vocabulary.
         """
         if self.yes_no_ids is None:
             return None
-        classifiers = loading.heads(self.network)
-        if classifiers:
-            return at_least_float32(next(classifiers[0].parameters())[0])
+        head_layers = loading.heads(self.network)
+        if head_layers:
+            return at_least_float32(next(head_layers[0].parameters())[0])
         head = self.network.get_output_embeddings().weight
         rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
         return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
         """Return the scores of a micro-batch as logits, in float32 or wider."""
-        return self.score(pairs, self.direction())
+        return self.score(pairs, self.score_vector())
 
     def score(
-        self, pairs: Sequence[PairIds], direction: Float[Tensor, "dim"] | None
+        self, pairs: Sequence[PairIds], score_vector: Float[Tensor, "dim"] | None
     ) -> Float[Tensor, "pair"]:
         """Return the scores of a micro-batch as logits, in float32 or wider.
 
         Args:
             pairs: Pairs with or without embeddings.
-            direction: Result of `direction()`.
+            score_vector: Result of `score_vector()`.
         """
-        if direction is not None:
+        if score_vector is not None:
             last = self._last_hidden(pairs)
             with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score
-                return at_least_float32(last) @ direction
+                return at_least_float32(last) @ score_vector
 
         inputs, mask = self._inputs(pairs)
         # XLM-R, for example, has only one segment.
@@ -171,8 +180,8 @@ class Reranker(nn.Module):
 
 
 def _texts(pairs: Sequence[PairIds]) -> Texts:
-    """Return the pairs' embedded tokens, or their ids if these have not been looked up."""
-    embedded = [pair.rows for pair in pairs if pair.rows is not None]
+    """Return the pairs' embedded tokens. If no pair has them, return the token ids."""
+    embedded = [pair.embedded for pair in pairs if pair.embedded is not None]
     return embedded or [pair.ids for pair in pairs]
 
 
@@ -224,28 +233,28 @@ def load_reranker(
     is_causal = any("CausalLM" in name for name in model_config.architectures or [])
     settings = _settings(config, stored, is_causal, folder)
     tokenizer = loading.load_tokenizer(folder)
-    settings = _within_limits(settings, tokenizer, model_config, config.source)
+    settings = _reduce_limits(settings, tokenizer, model_config, config.source)
     template = with_fields(settings.template, config.fields)
     settings = settings.model_copy(update={"template": template})
 
     all_options = {**loading.loading_options(config, model_config, device), **options}
-    all_options.pop("add_pooling_layer", None)  # a head uses the pooler
+    all_options.pop("add_pooling_layer", None)  # it is False, but a head uses the pooler
     if is_causal and settings.template.form == "yes_no":
         network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:
         all_options["num_labels"] = 1
         auto_class = AutoModelForSequenceClassification
         network = loading.load_network(auto_class, folder, tokenizer, all_options, new_head)
-    for head in loading.heads(network):
-        head.float()  # bfloat16 rounds logits to steps of up to 1/32: close candidates would tie
-        head.register_forward_pre_hook(loading.cast_to_weight_dtype)
+    for layer in loading.heads(network):
+        layer.float()  # bfloat16 rounds logits to steps of up to 1/32: close candidates would tie
+        layer.register_forward_pre_hook(loading.cast_to_weight_dtype)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
 
 def _settings(
     config: RerankerConfig, stored: dict[str, Any], is_causal: bool, folder: Path
 ) -> RerankerSettings:
-    """Return the settings from the recipe, else from training, else our defaults.
+    """Return the settings `config` chooses, else the `stored` ones of training, else the defaults.
 
     Raises:
         SkilltrainError: The form yes_no does not fit the model.
@@ -254,7 +263,7 @@ def _settings(
     if is_causal and "template" not in stored | chosen:
         chosen["template"] = {"form": "yes_no"}
     settings = validate(RerankerSettings, stored | chosen, folder)
-    # A causal model exported with a classification head keeps the form yes_no.
+    # An exported causal model has a classification head, but its stored form is still yes_no.
     was_causal = stored.get("template", {}).get("form") == "yes_no"
     if settings.template.form == "yes_no" and not (is_causal or was_causal):
         fault = "template.form=yes_no needs a causal language model"
@@ -262,27 +271,27 @@ def _settings(
     return settings
 
 
-def _within_limits(
+def _reduce_limits(
     settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str
 ) -> RerankerSettings:
     """Reduce default token limits to the model's positions, and so that a skill has room.
 
     Raises:
-        SkilltrainError: A limit that was chosen is too large.
+        SkilltrainError: A limit that is not a default is too large.
     """
-    chosen = {name: getattr(settings, name) for name in settings.model_fields_set}
+    explicit = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
-        if "max_tokens" in chosen:
+        if "max_tokens" in explicit:
             raise SkilltrainError(
                 "exceeds-model", f"max_tokens exceeds the model's {limit} positions", where=where
             )
-        settings = RerankerSettings.model_validate(chosen | {"max_tokens": limit})
+        settings = RerankerSettings.model_validate(explicit | {"max_tokens": limit})
 
-    room = PairTokenizer(tokenizer, settings).query_room()
+    room = PairTokenizer(tokenizer, settings).room_for_query()
     if settings.query_max_tokens <= room:
         return settings
-    if "query_max_tokens" in chosen or room < 8:
+    if "query_max_tokens" in explicit or room < MIN_QUERY_TOKENS:
         fault = (
             f"query_max_tokens ({settings.query_max_tokens}) leaves no room for a skill in "
             f"max_tokens ({settings.max_tokens})"

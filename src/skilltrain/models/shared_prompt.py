@@ -1,10 +1,10 @@
-"""Texts in one row of a causal model, without padding.
+"""Packs texts into one row of a causal model, without padding.
 
-`PackedTexts` begin alike, as the candidates of a query share the reranker's instructions and the
-query. Their common beginning (the prompt) is computed once. The positions of each continuation go
-on from the prompt, and each attends to the prompt and to itself only. `VarlenTexts` share nothing:
-each attends to itself, on a GPU by flash attention. Scores and gradients are those of the texts one
-by one.
+`PackedTexts` have a common beginning, the prompt, which is computed once: the candidates of a query
+share the reranker's instructions and the query. The rest of each text is its continuation. Its
+position ids start at the prompt's length, and it attends to the prompt and to itself only.
+`VarlenTexts` have no prompt, and use flash attention on a GPU. Scores and gradients are those of
+the texts one by one.
 """
 
 from collections.abc import Sequence, Sized
@@ -20,64 +20,68 @@ from skilltrain.models.micro_batches import Texts, TokenIds, on_device
 
 _NAME = "skilltrain_shared_prompt"
 # Continuations at least this long, relative to the longest, share one attention call.
-_LEAST_FILL = 0.8
+_MIN_RELATIVE_LENGTH = 0.8
 
-
-Heads = Float[Tensor, "1 head token dim"]
+PerHead = Float[Tensor, "1 head token dim"]
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Continuations of similar length that share one attention call; only there are they padded.
+    """Continuations of similar length that share one attention call. There they are padded.
 
     Attributes:
-        tokens: Positions in the row. A short continuation repeats its last token.
-        not_repeated: Which of the flattened `tokens` are not repeats.
-        mask: What a token attends to. Keys are the prompt, then the continuation.
+        tokens: Position of each token in the row. The last token of a continuation is its padding.
+        real_tokens: Indices of the flattened `tokens` that are not padding.
+        mask: Whether a token attends to a key. Keys are the prompt, then the continuation.
     """
 
     tokens: Int[Tensor, "text token"]
-    not_repeated: Int[Tensor, " position"]
+    real_tokens: Int[Tensor, " index"]
     mask: Bool[Tensor, "token key"]
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, lengths: Sequence[int], start: int, num_prompt: int, device: torch.device
     ) -> "Bucket":
         """Make the bucket of continuations, longest first, that begin at `start` in the row."""
         longest = lengths[0]
-        steps = torch.arange(longest)
-        sizes = torch.tensor(lengths)
-        firsts = start + sizes.cumsum(0) - sizes
-        tokens = firsts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
-        not_repeated = (steps < sizes[:, None]).flatten().nonzero()[:, 0]
+        sizes = torch.tensor(lengths)[:, None]  # [text, 1]
+        firsts = start + sizes.cumsum(0) - sizes  # [text, 1], position of the first token
+        offsets = torch.arange(longest)  # [token]
+        tokens = firsts + torch.minimum(offsets, sizes - 1)  # [text, token]
+        real_tokens = (offsets < sizes).flatten().nonzero()[:, 0]
+        # Causal, after a prompt that every token sees.
         mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
-        return cls(*(on_device(part, device) for part in (tokens, not_repeated, mask)))
+        return cls(
+            on_device(tokens, device), on_device(real_tokens, device), on_device(mask, device)
+        )
 
 
 class PackedTexts:
     """Texts (none empty) as one row: the prompt, then every continuation, longest first.
 
-    Not a dataclass: FSDP2 with mixed precision would copy it.
+    This is no dataclass, because FSDP2 with mixed precision copies dataclasses.
 
     Attributes:
-        order: The texts' numbers in the order of continuations.
+        num_prompt: Number of tokens of the prompt.
+        order: Indices of the texts in the order of their continuations.
         lengths: Lengths of the continuations, in that order.
+        was_used: Whether the model has called `attend`.
         positions: Position of each token in its text.
-        ends: Where in the row each text's last token is.
-        was_used: Whether attention has been computed, which proves that the model asked for it.
+        ends: Position in the row of each text's last token.
+        buckets: All continuations, in that order.
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
         self.num_prompt = num_prompt
-        self.order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-        self.lengths = [len(texts[number]) - num_prompt for number in self.order]
+        self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        self.lengths = [len(texts[index]) - num_prompt for index in self.order]
         self.was_used = False
         positions = [*range(num_prompt)]
         ends = [0] * len(texts)
-        for number, length in zip(self.order, self.lengths, strict=True):
+        for index, length in zip(self.order, self.lengths, strict=True):
             positions += range(num_prompt, num_prompt + length)
-            ends[number] = len(positions) - 1
+            ends[index] = len(positions) - 1
         self.positions: Int[Tensor, "1 token"] = on_device(torch.tensor([positions]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
         self.buckets = self._make_buckets(device)
@@ -85,47 +89,60 @@ class PackedTexts:
     def _make_buckets(self, device: torch.device) -> list[Bucket]:
         buckets: list[Bucket] = []
         start = self.num_prompt
-        remaining = self.lengths
+        remaining = self.lengths  # longest first
         while remaining:
-            lengths = [length for length in remaining if length >= _LEAST_FILL * remaining[0]]
-            buckets.append(Bucket.of(lengths, start, self.num_prompt, device))
+            min_length = _MIN_RELATIVE_LENGTH * remaining[0]
+            lengths = [length for length in remaining if length >= min_length]
+            buckets.append(Bucket.from_lengths(lengths, start, self.num_prompt, device))
             start += sum(lengths)
             remaining = remaining[len(lengths) :]
         return buckets
 
     def join(self, texts: Texts) -> dict[str, Tensor]:
-        """Return the texts' ids [1, token] or embedded tokens [1, token, width], under transformers' name."""
+        """Return the row as a keyword argument of the model.
+
+        It has token ids [1, token] or embedded tokens [1, token, width].
+        """
         start = self.num_prompt
-        parts: list[Any] = [texts[0][:start], *(texts[number][start:] for number in self.order)]
-        if isinstance(parts[0], Tensor):
-            return {"inputs_embeds": torch.cat(parts)[None]}
-        ids = np.concatenate(parts).astype(np.int64)[None]
+        segments: list[Any] = [texts[0][:start]]
+        segments += [texts[index][start:] for index in self.order]
+        if isinstance(segments[0], Tensor):
+            return {"inputs_embeds": torch.cat(segments)[None]}
+        ids = np.concatenate(segments).astype(np.int64)[None]
         return {"input_ids": on_device(ids, self.positions.device)}
 
     def attend(
-        self, query: Heads, key: Heads, value: Heads, **settings: Any
+        self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
         """Attend from the prompt causally to itself, and from a continuation to both."""
-        attend = torch.nn.functional.scaled_dot_product_attention
-        prompt = [heads[:, :, : self.num_prompt] for heads in (query, key, value)]
-        attended: list[Tensor] = []  # each [head, token, dim]
-        if self.num_prompt:
-            attended.append(attend(prompt[0], prompt[1], prompt[2], is_causal=True, **settings)[0])
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        length = self.num_prompt
+        prompt_query = query[:, :, :length]
+        prompt_key = key[:, :, :length]
+        prompt_value = value[:, :, :length]
+        outputs: list[Tensor] = []  # each [head, token, dim]
+        if length:
+            output = sdpa(prompt_query, prompt_key, prompt_value, is_causal=True, **settings)
+            outputs.append(output[0])
         for bucket in self.buckets:
-            shape = (len(bucket.tokens), -1, -1, -1)
             # Each [text, head, token, dim].
-            texts = [heads[0][:, bucket.tokens].transpose(0, 1) for heads in (query, key, value)]
-            keys = torch.cat([prompt[1].expand(shape), texts[1]], 2)
-            values = torch.cat([prompt[2].expand(shape), texts[2]], 2)
-            rows = attend(texts[0], keys, values, attn_mask=bucket.mask, **settings)
-            attended.append(rows.transpose(0, 1).flatten(1, 2)[:, bucket.not_repeated])
-        return torch.cat(attended, 1).transpose(0, 1)[None]
+            queries = query[0][:, bucket.tokens].transpose(0, 1)
+            keys = key[0][:, bucket.tokens].transpose(0, 1)
+            values = value[0][:, bucket.tokens].transpose(0, 1)
+            shape = (len(bucket.tokens), -1, -1, -1)  # the prompt for each text
+            keys = torch.cat([prompt_key.expand(shape), keys], 2)
+            values = torch.cat([prompt_value.expand(shape), values], 2)
+            output = sdpa(queries, keys, values, attn_mask=bucket.mask, **settings)
+            row = output.transpose(0, 1).flatten(1, 2)  # [head, token of all texts, dim]
+            outputs.append(row[:, bucket.real_tokens])
+        return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
 class VarlenTexts(PackedTexts):
-    """Texts (none empty) as one row that share nothing, for flash attention by their lengths.
+    """Texts (none empty) as one row without a common prompt, for flash attention.
 
-    `starts` are where each text begins in the row, and where the last one ends.
+    Attributes:
+        starts: Start of each text in the row, and the end of the last one.
     """
 
     def __init__(self, texts: Sequence[Sized], device: torch.device) -> None:
@@ -134,37 +151,41 @@ class VarlenTexts(PackedTexts):
         self.starts: Int[Tensor, " start"] = on_device(starts, device)
 
     def attend(
-        self, query: Heads, key: Heads, value: Heads, **settings: Any
+        self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Attend from each text to itself: by buckets where torch's flash attention cannot."""
+        """Attend causally from each text to itself.
+
+        Without support by torch's flash attention, the texts are attended to in buckets.
+        """
         if not query.is_cuda or value.dtype != torch.bfloat16 or settings["dropout_p"]:
             return super().attend(query, key, value, **settings)
         from torch.nn.attention.varlen import varlen_attn
 
-        query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
         starts = self.starts
         longest = self.lengths[0]
-        attended: Any = varlen_attn(
-            query,
-            key,
-            value,
+        output: Any = varlen_attn(
+            query[0].transpose(0, 1),  # [token, head, dim]
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
             starts,
             starts,
             longest,
             longest,
             scale=settings["scale"],
-            window_size=(-1, 0),
+            window_size=(-1, 0),  # causal: all tokens before a token, none after it
         )
-        return attended[None]
+        return output[None]
 
 
 def num_shared(texts: Sequence[TokenIds]) -> int:
-    """Return how many first tokens all texts have in common, leaving at least one token of each."""
+    """Return the length of the texts' common beginning, without the last token of any text."""
     lists = [text if isinstance(text, list) else [*text] for text in texts]
-    low, high = min(lists), max(lists)  # what the lexicographically first and last share, all share
-    limit = min(len(text) for text in lists) - 1
+    # All texts have the beginning that the lexicographically first and last have in common.
+    first = min(lists)
+    last = max(lists)
+    limit = min(map(len, lists)) - 1
     for position in range(limit):
-        if low[position] != high[position]:
+        if first[position] != last[position]:
             return position
     return limit
 
@@ -179,17 +200,19 @@ def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor
 
 
 def can_share(network: Any) -> bool:
-    """Whether a causal language model's attention can be replaced, and sees all tokens before a token, unweighted."""
+    """Return whether the texts of a causal language model can be packed.
+
+    Its attention must be replaceable, see all tokens before a token, and not cap its logits.
+    """
     config = network.config
-    layers = getattr(config, "layer_types", None) or ["full_attention"]
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
-    return (
-        network._supports_attention_backend and {*layers} == {"full_attention"} and not any(windows)
-    )
+    if getattr(config, "sliding_window", None) or getattr(config, "attn_logit_softcapping", None):
+        return False
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    return network._supports_attention_backend and {*layer_types} == {"full_attention"}
 
 
 def enable(network: Any) -> None:
-    """Let `network` attend by `shared_prompt_attention`, which is plain SDPA wherever nothing is packed."""
+    """Make `network` use `shared_prompt_attention`, which is plain SDPA for texts not packed."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -199,7 +222,7 @@ def enable(network: Any) -> None:
 
 
 def _mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """The mask of a padded batch; none where there is no padding: packed or alone, attention needs no help."""
+    """Return SDPA's mask of a padded batch, or None if nothing is padded."""
     from transformers.masking_utils import sdpa_mask
 
     return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **options)
@@ -220,11 +243,11 @@ def shared_prompt_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     packed.was_used = True
-    # As autocast would, once instead of once a bucket.
+    # Cast here once, as autocast would do in every bucket.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, 1)
-    value = value.repeat_interleave(groups, 1)
+    heads_per_key_head = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(heads_per_key_head, 1)
+    value = value.repeat_interleave(heads_per_key_head, 1)
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     return packed.attend(query, key, value, **settings), None

@@ -107,8 +107,8 @@ class Rerank:
 
     def _pairs(self, query: Query, skills: Sequence[bytes]) -> list[PairIds]:
         """Return the pairs of a query and skills, given by their token ids."""
-        tokenizer = self.reranker.pairs
-        query_ids = tokenizer.query(query.text) if skills else ()
+        tokenizer = self.reranker.pair_tokenizer
+        query_ids = tokenizer.query_ids(query.text) if skills else ()
         return [tokenizer.join(query_ids, np.frombuffer(ids, np.int32)) for ids in skills]
 
     @torch.inference_mode()
@@ -121,7 +121,9 @@ class Rerank:
     def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, bytes]:
         """Return the token ids of each skill's part of a pair, which identify its text."""
         new = [skill_id for skill_id in skill_ids if skill_id not in self._tokens]
-        token_ids = self.reranker.pairs.skills([self.skills[skill_id] for skill_id in new])
+        token_ids = self.reranker.pair_tokenizer.skill_ids(
+            [self.skills[skill_id] for skill_id in new]
+        )
         for skill_id, ids in zip(new, token_ids, strict=True):
             self._tokens[skill_id] = np.array(ids, np.int32).tobytes()
         return {skill_id: self._tokens[skill_id] for skill_id in skill_ids}

@@ -1,4 +1,4 @@
-"""What a loss sees of a step: scores from vectors, gains, and who may be a negative of whom."""
+"""Makes the batch that a loss gets from a step: scores, gains, and masks of negatives."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -21,40 +21,44 @@ from skilltrain.training.training_set import TrainingList, TrainingSet
 
 @dataclass(frozen=True)
 class ScoreContext:
-    """What stays the same over a training run.
+    """Facts about the training set and the loss that every step needs to find negatives.
+
+    Skills are duplicates if they share a name or a near-duplicate cluster. Such names and clusters
+    are duplicate keys, for example `name pdf` or `cluster 7`.
 
     Attributes:
-        in_batch: Whether the other queries' skills are negatives too.
-        needs: What the loss declares.
-        groups: By skill, its name and its near-duplicate cluster: skills that share one answer the
-            same queries.
-        answers: By a query's text, the groups of all its answers.
+        in_batch: Whether skills of other queries are negatives.
+        needs: Needs of the loss.
+        keys_by_skill: Duplicate keys of each skill, by skill id.
+        answer_keys_by_query: Duplicate keys of all known answers, by query text.
     """
 
     in_batch: bool
     needs: Needs
-    groups: Mapping[str, tuple[str, ...]]
-    answers: Mapping[str, Set[str]]
+    keys_by_skill: Mapping[str, tuple[str, ...]]
+    answer_keys_by_query: Mapping[str, Set[str]]
 
     @classmethod
     def of(cls, data: TrainingSet, loss: Loss, in_batch: bool) -> "ScoreContext":
-        """Find the groups of all skills, and of all queries' answers."""
+        """Collect the duplicate keys of all skills, and of all queries' answers."""
 
-        def groups_of(key: str) -> tuple[str, ...]:
+        def duplicate_keys(key: str) -> tuple[str, ...]:
+            # The key of a window of a skill is not the skill's id.
             skill = data.skills.get(key)
-            skill_id, name = (skill.skill_id, name_key(skill.name)) if skill else (key, "")
-            group = f"name {name}" if name else f"id {skill_id}"
+            skill_id = skill.skill_id if skill else key
+            name = name_key(skill.name) if skill else ""
+            first_key = f"name {name}" if name else f"id {skill_id}"
             if skill_id not in data.clusters:
-                return (group,)
-            return (group, f"cluster {data.clusters[skill_id]}")
+                return (first_key,)
+            return (first_key, f"cluster {data.clusters[skill_id]}")
 
-        answers: dict[str, set[str]] = {}
-        for row in data.lists:
-            groups = answers.setdefault(row.query, set())
-            for skill_id in row.positives:
-                groups.update(groups_of(skill_id))
-        groups_by_skill = {skill_id: groups_of(skill_id) for skill_id in data.skills}
-        return cls(in_batch, loss.needs, groups_by_skill, answers)
+        answer_keys: dict[str, set[str]] = {}
+        for training_list in data.lists:
+            keys = answer_keys.setdefault(training_list.query, set())
+            for skill_id in training_list.positives:
+                keys.update(duplicate_keys(skill_id))
+        keys_by_skill = {skill_id: duplicate_keys(skill_id) for skill_id in data.skills}
+        return cls(in_batch, loss.needs, keys_by_skill, answer_keys)
 
 
 def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
@@ -65,29 +69,34 @@ def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
     """
     if not loss.needs.teacher_scores:
         return
-    without = [
-        row.query_id
-        for row in data.lists
-        if all(math.isnan(score) for score in row.teacher_scores or ())
-    ]
-    if without:
-        what = f"loss {loss.name} needs teacher scores, and {len(without)} of {len(data.lists)} lists have none"
-        fix = "fill teacher_scores, or choose another loss"
+    unscored: list[str] = []  # ids of queries
+    for training_list in data.lists:
+        if all(map(math.isnan, training_list.teacher_scores or ())):
+            unscored.append(training_list.query_id)
+    if unscored:
         raise SkilltrainError(
-            "no-teacher-scores", f"{what} (query {without[0]!r})", where="data.lists", fix=fix
+            "no-teacher-scores",
+            f"loss {loss.name} needs teacher scores, and {len(unscored)} of {len(data.lists)} "
+            f"lists have none (query {unscored[0]!r})",
+            where="data.lists",
+            fix="fill teacher_scores, or choose another loss",
         )
 
 
 class _ListTable:
     """Lists as a table on the CPU: a row for each list, a column for each candidate.
 
-    `cells` are the rows and columns of the lists' own candidates, `is_listed` their mask.
+    Attributes:
+        lists: The lists.
+        cells: Row and column of each listed candidate, list after list.
+        is_listed: Whether a candidate is in a list. An in-batch negative is not.
     """
 
     def __init__(
         self, lists: Sequence[TrainingList], columns: Sequence[Sequence[int]], num_columns: int
     ) -> None:
-        sizes = np.array([len(row) for row in columns], dtype=int)
+        """Make the table; `columns` are those of each list's candidates."""
+        sizes = np.array([*map(len, columns)], dtype=int)
         rows = np.repeat(np.arange(len(lists)), sizes)
         self.lists = lists
         self.cells = (rows, np.fromiter(chain.from_iterable(columns), int))
@@ -98,25 +107,23 @@ class _ListTable:
     def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_ListTable":
         """Make the table of the lists' candidates among all skills of a batch."""
         positions = {skill_id: position for position, skill_id in enumerate(skill_ids)}
-        columns = [[positions[skill_id] for skill_id in row.skill_ids] for row in lists]
+        columns = [[*map(positions.__getitem__, each.skill_ids)] for each in lists]
         return cls(lists, columns, len(skill_ids))
 
     def gains(self) -> Float[np.ndarray, "query candidate"]:
-        return self._filled((row.gains for row in self.lists), 0.0, np.float32)
+        return self._filled((each.gains for each in self.lists), 0.0, np.float32)
 
     def is_positive(self) -> Bool[np.ndarray, "query candidate"]:
-        return self._filled((row.is_positive for row in self.lists), 0.0, bool)
+        return self._filled((each.is_positive for each in self.lists), False, bool)
 
     def teacher_scores(self) -> Float[np.ndarray, "query candidate"]:
-        return self._filled((row.teacher_scores or () for row in self.lists), math.nan, np.float32)
+        scores = (each.teacher_scores or () for each in self.lists)
+        return self._filled(scores, math.nan, np.float32)
 
-    def taught(
-        self, valid: Bool[np.ndarray, "query candidate"]
-    ) -> Bool[np.ndarray, "query candidate"]:
-        """Return which valid candidates the teacher has scored."""
-        return valid & ~np.isnan(self.teacher_scores())
+    def has_teacher_score(self) -> Bool[np.ndarray, "query candidate"]:
+        return ~np.isnan(self.teacher_scores())
 
-    def scored(
+    def to_scored_batch(
         self,
         scores: Float[Tensor, "query candidate"],
         valid: Bool[np.ndarray, "query candidate"],
@@ -124,7 +131,7 @@ class _ListTable:
         vectors: Vectors | None,
         negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]],
     ) -> ScoredBatch:
-        """Move all that a loss needs to the scores' device, and join both."""
+        """Return all that a loss needs, on the device of the scores."""
         device = scores.device
         teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
         return ScoredBatch(
@@ -138,62 +145,78 @@ class _ListTable:
         )
 
     def _filled(
-        self, values: Iterable[Iterable[float]], empty: float, dtype: type
+        self, values: Iterable[Iterable[float]], empty: float | bool, dtype: type
     ) -> Shaped[np.ndarray, "query candidate"]:
-        """Put the lists' values into their cells and `empty` elsewhere."""
+        """Return a table of the lists' values, with `empty` where a candidate is not listed."""
         table = np.full(self.is_listed.shape, empty, dtype)
         table[self.cells] = [*chain.from_iterable(values)]
         return table
 
 
 def list_scores(
-    lists: Sequence[TrainingList], flat: Float[Tensor, "pair"], needs_teacher_scores: bool
+    lists: Sequence[TrainingList],
+    pair_scores: Float[Tensor, "pair"],
+    needs_teacher_scores: bool,
 ) -> ScoredBatch:
-    """What the reranker's loss sees: the scores of the lists' pairs, one list after the other, as one table."""
-    sizes = [len(row.gains) for row in lists]
-    scores = torch.nn.utils.rnn.pad_sequence([*flat.split(sizes)], batch_first=True)
-    table = _ListTable(lists, [range(size) for size in sizes], max(sizes))
-    valid = table.taught(table.is_listed) if needs_teacher_scores else table.is_listed
-    return table.scored(scores, valid, Needs(needs_teacher_scores), None, {})
+    """Return the batch for a reranker's loss, from the scores of all pairs, list after list."""
+    sizes = [len(training_list.gains) for training_list in lists]
+    scores = torch.nn.utils.rnn.pad_sequence([*pair_scores.split(sizes)], batch_first=True)
+    table = _ListTable(lists, [*map(range, sizes)], max(sizes))
+    valid = table.is_listed
+    if needs_teacher_scores:
+        valid = valid & table.has_teacher_score()
+    return table.to_scored_batch(scores, valid, Needs(needs_teacher_scores), None, {})
 
 
 def encoder_scores(
-    own: Sequence[TrainingList],
+    rank_lists: Sequence[TrainingList],
     batch: Sequence[TrainingList],
-    query_vectors: Float[Tensor, "own dim"],
+    query_vectors: Float[Tensor, "query dim"],
     all_queries: Float[Tensor, "all dim"] | None,
     skill_ids: Sequence[str],
     skill_vectors: Float[Tensor, "skill dim"],
     context: ScoreContext,
 ) -> ScoredBatch:
-    """What the encoder's loss sees of this rank's queries `own`, against all skills of the `batch`.
+    """Return the batch for an encoder's loss: this rank's queries against all skills.
 
-    Vectors are unit vectors; `all_queries` are those of `batch`, which a loss that needs directions
-    compares too. For a loss that learns from a teacher only the candidates that the teacher scored
-    are valid: no in-batch negatives.
+    If the loss learns from a teacher, only candidates with a teacher score are valid. In-batch
+    negatives have none.
+
+    Args:
+        rank_lists: Lists of this rank.
+        batch: Lists of all ranks.
+        query_vectors: Unit vectors of the queries of `rank_lists`.
+        all_queries: Unit vectors of the queries of `batch`, for a loss that needs directions.
+        skill_ids: The distinct skills of `batch`.
+        skill_vectors: Their unit vectors.
+        context: Facts about the training run.
     """
-    table = _ListTable.among(own, skill_ids)
+    table = _ListTable.among(rank_lists, skill_ids)
     valid = table.is_listed
     if context.in_batch:
-        valid = valid | in_batch_negatives(own, skill_ids, context)
+        valid = valid | in_batch_negatives(rank_lists, skill_ids, context)
     if context.needs.teacher_scores:
-        valid = table.taught(valid)
+        valid = valid & table.has_teacher_score()
     negatives = {}
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
     if all_queries is None:
         all_queries = query_vectors[:0]
-    parts = (query_vectors, skill_vectors, all_queries)
-    vectors = Vectors(*(at_least_float32(part) for part in parts))
-    return table.scored(vectors.scores, valid, context.needs, vectors, negatives)
+    matrices = (query_vectors, skill_vectors, all_queries)
+    vectors = Vectors(*map(at_least_float32, matrices))
+    return table.to_scored_batch(vectors.scores, valid, context.needs, vectors, negatives)
 
 
 def in_batch_negatives(
     lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
 ) -> Bool[np.ndarray, "query skill"]:
-    """Which skills of other lists count against each query: all but known answers and their twins (`groups`)."""
-    answers = [context.answers[row.query] for row in lists]
-    is_answer = _share_a_group(answers, [context.groups[skill_id] for skill_id in skill_ids])
+    """Return which skills of other lists are negatives of each query.
+
+    Known answers of the query and their duplicates are not.
+    """
+    answer_keys = [context.answer_keys_by_query[each.query] for each in lists]
+    skill_keys = [context.keys_by_skill[skill_id] for skill_id in skill_ids]
+    is_answer = _share_a_key(answer_keys, skill_keys)
     return ~(is_answer | _ListTable.among(lists, skill_ids).is_listed)
 
 
@@ -204,34 +227,40 @@ def _negatives(
     skill_ids: Sequence[str],
     context: ScoreContext,
 ) -> dict[Direction, Bool[np.ndarray, "_ _"]]:
-    """Find who is a negative of whom in the other directions (see `ScoredBatch`).
+    """Find the negatives in the directions other than from query to skill (see `ScoredBatch`).
 
-    Queries are negatives of each other if they share no answer. A query is a negative of a positive
-    if the positive is an in-batch negative for it, or a candidate of lower gain.
+    A positive is a (query, skill) pair of this rank. All queries are those of `batch`.
     """
-    row, column = (table.is_positive() & valid).nonzero()  # [positive]
+    query, skill = (table.is_positive() & valid).nonzero()  # each [positive]
+    answer_keys = [context.answer_keys_by_query[each.query] for each in table.lists]
+    all_answer_keys = [context.answer_keys_by_query[each.query] for each in batch]
+
+    # Whether each query has the positive as a candidate of lower gain: [positive, all queries].
+    # A skill that is not in the query's list has gain 0.
     all_table = _ListTable.among(batch, skill_ids)
-    is_candidate = in_batch_negatives(batch, skill_ids, context) | all_table.is_listed
-    gains = table.gains()[row, column][:, None]
-    answers = [context.answers[one.query] for one in table.lists]
-    all_answers = [context.answers[one.query] for one in batch]
+    is_candidate = all_table.is_listed | in_batch_negatives(batch, skill_ids, context)
+    other_gains = all_table.gains()[:, skill].T
+    is_lower = other_gains < table.gains()[query, skill][:, None]
+
     return {
-        "query_to_query": ~_share_a_group(answers, all_answers),
-        "skill_to_query": is_candidate[:, column].T & (gains > all_table.gains()[:, column].T),
-        "skill_to_skill": in_batch_negatives(table.lists, skill_ids, context)[row],
+        # Queries without a common answer: [query, all queries].
+        "query_to_query": ~_share_a_key(answer_keys, all_answer_keys),
+        "skill_to_query": is_candidate[:, skill].T & is_lower,
+        # The in-batch negatives of the positive's query: [positive, skill].
+        "skill_to_skill": in_batch_negatives(table.lists, skill_ids, context)[query],
     }
 
 
-def _share_a_group(
-    rows: Sequence[Set[str]], columns: Sequence[tuple[str, ...] | Set[str]]
+def _share_a_key(
+    row_keys: Sequence[Set[str]], column_keys: Sequence[tuple[str, ...] | Set[str]]
 ) -> Bool[np.ndarray, "row column"]:
-    """Whether a row's groups and a column's groups have one in common."""
-    columns_by_group: dict[str, list[int]] = {}
-    for column, groups in enumerate(columns):
-        for group in groups:
-            columns_by_group.setdefault(group, []).append(column)
-    shared = np.zeros((len(rows), len(columns)), bool)
-    for row, groups in enumerate(rows):
-        for group in groups:
-            shared[row, columns_by_group.get(group, [])] = True
-    return shared
+    """Return whether each row has a key in common with each column."""
+    columns_by_key: dict[str, list[int]] = {}
+    for column, keys in enumerate(column_keys):
+        for key in keys:
+            columns_by_key.setdefault(key, []).append(column)
+    is_shared = np.zeros((len(row_keys), len(column_keys)), bool)
+    for row, keys in enumerate(row_keys):
+        for key in keys:
+            is_shared[row, columns_by_key.get(key, [])] = True
+    return is_shared

@@ -1,9 +1,10 @@
-"""What one forward pass of training computes: micro-batches, gather, scores and loss, all inside the wrapped module."""
+"""The modules that launchers wrap: a model with its loss on batches of training lists."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ from skilltrain.distributed import (
 from skilltrain.losses import LateInteraction, Loss, ScoredBatch
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_to
+from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_groups
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
@@ -33,40 +34,49 @@ ModelT = TypeVar("ModelT", Encoder, Reranker)
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step runs the model."""
+    """How a step runs the model.
+
+    Attributes:
+        token_budget: Maximum number of tokens of a micro-batch.
+        recompute: Whether layers are computed again in the backward pass, to save memory.
+        in_batch: Whether skills of other queries are negatives.
+        token_cache: Folder that keeps token ids between runs.
+        varlen: Whether the encoder's texts are packed without padding.
+        is_sharded: Whether ranks hold shards of the model (FSDP2, ZeRO-3). All ranks must then run
+            it equally often.
+        late_interaction: Additional loss on token vectors.
+    """
 
     token_budget: int
     recompute: bool = False
     in_batch: bool = True
     token_cache: Path | None = None
     varlen: bool = False
-    is_sharded: bool = (
-        True  # ranks that hold shards of the model (FSDP2, ZeRO-3) must run it equally often
-    )
+    is_sharded: bool = True
     late_interaction: LateInteraction | None = None
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextsToEncode:
     """Token ids of texts to encode, the same on every rank."""
 
     texts: Sequence[TokenIds]
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """The pairs of each query to score, the same on every rank."""
+class PairsToScore:
+    """Pairs to score, by query, the same on every rank."""
 
     lists: Sequence[Sequence[PairIds]]
 
 
 class _Step(nn.Module, Generic[ModelT]):
-    """A model with its loss on batches of lists, as launchers wrap it: all that runs the model goes through `forward`.
+    """A model with its loss. Launchers wrap it (DDP, FSDP2), so the model runs only in `forward`.
 
     Attributes:
-        query_ids: Token ids of the queries, or of their part of a pair, by text.
-        skill_ids: Token ids of the skills, or of their part of a pair, by skill id.
-        count: Tokens that this rank's model has seen, and slots, which are tokens with padding.
+        query_ids: Token ids by query text. For a reranker, those of the query's part of a pair.
+        skill_ids: Token ids by skill id. For a reranker, those of the skill's part of a pair.
+        count: Numbers of `tokens` and of `slots` (tokens and padding) that this rank has computed.
     """
 
     def __init__(
@@ -84,12 +94,13 @@ class _Step(nn.Module, Generic[ModelT]):
         self.data = data
         self.settings = settings
         self.count = Counter[str]()
+        # accelerate reads this attribute to shard the model (FSDP2).
         self._no_split_modules = _layer_classes(model.network)
         if settings.recompute:
             checkpoint_layers(model.network)
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
-        queries = {row.query: row.query for row in data.lists}
+        queries = {training_list.query: training_list.query for training_list in data.lists}
         self.query_ids = made_by_first_rank(
             lambda: tokenize_texts(queries, tokenize_queries, identity, cache)
         )
@@ -104,20 +115,23 @@ class _Step(nn.Module, Generic[ModelT]):
         groups: Groups,
         is_counted: bool,
     ) -> Float[Tensor, "item ..."]:
-        """Run `function`, which runs the model, over texts or pairs in micro-batches."""
+        """Apply `function`, which runs the model, to texts or pairs in micro-batches.
+
+        `is_counted` says whether `count` includes them.
+        """
         model = self.model
         if self.settings.is_sharded:
-            groups = split_to(groups, highest_on_any_rank(len(groups), model.device))
+            groups = split_groups(groups, highest_on_any_rank(len(groups), model.device))
         if is_counted:
             slots = sum(self.slots_of(items, groups))
-            tokens = slots if model.is_packed else sum(len(item) for item in items)
+            tokens = slots if model.is_packed else sum(map(len, items))
             self.count.update(slots=slots, tokens=tokens)
         if torch.is_grad_enabled():
             items = model.embed(items)
         return run_micro_batches(function, items, groups)
 
     def slots_of(self, items: Sequence[Any], groups: Groups) -> list[int]:
-        """Tokens that the model computes for each group of texts or pairs, padding included."""
+        """Return the number of tokens with padding of each micro-batch of texts or pairs."""
         return [
             self.model.num_slots([items[position] for position in group])
             for group in groups
@@ -135,61 +149,73 @@ class EncoderStep(_Step[Encoder]):
             encoder, loss, data, settings, encoder.tokenize_queries, encoder.tokenize_skills
         )
         if settings.varlen:
-            encoder.attend_by_length()
+            encoder.pack_texts()
         self.context = ScoreContext.of(data, loss, settings.in_batch)
 
-    def forward(self, batch: Sequence[TrainingList] | Texts) -> Float[Tensor, "..."]:
-        """The loss summed over this rank's queries of the global `batch`, or the vectors [text, dim] of all texts."""
-        rank, world = rank_and_world()
-        if isinstance(batch, Texts):
+    def forward(self, batch: Sequence[TrainingList] | TextsToEncode) -> Float[Tensor, "..."]:
+        """Return the loss, summed over this rank's queries of the global batch.
+
+        For `TextsToEncode`, return the vectors [text, dim] of all texts.
+        """
+        if isinstance(batch, TextsToEncode):
+            rank, world = rank_and_world()
             vectors, _ = self._encode(batch.texts[rank::world], batch.texts[0])
             return gather_rows(vectors, len(batch.texts))
+        return self._loss(batch)
 
-        own = batch[rank::world]
+    def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
+        # Rank r encodes queries and skills r, r + world, …; `gather_rows` restores their order.
+        rank, world = rank_and_world()
+        rank_lists = batch[rank::world]
         skill_ids = self._distinct_skills(batch)
-        queries = [self.query_ids[row.query] for row in batch]
+        queries = [self.query_ids[training_list.query] for training_list in batch]
         skills = [self.skill_ids[skill_id] for skill_id in skill_ids]
-        late = self.settings.late_interaction
-        num_tokens = max(len(text) for text in [*queries, *skills]) if late else 0
+        late_loss = self.settings.late_interaction
+        num_tokens = max(map(len, [*queries, *skills])) if late_loss else 0
         texts = [*queries[rank::world], *skills[rank::world]]
         vectors, tokens = self._encode(texts, queries[0], num_tokens)
 
-        query_vectors = vectors[: len(own)]
-        skill_vectors = gather_rows(vectors[len(own) :], len(skills))
+        num_queries = len(rank_lists)
+        query_vectors = vectors[:num_queries]
+        skill_vectors = gather_rows(vectors[num_queries:], len(skills))
         needs_all = self.context.needs.directions
-        all_queries = gather_rows(query_vectors, len(batch)) if needs_all else None
         scored = encoder_scores(
-            own, batch, query_vectors, all_queries, skill_ids, skill_vectors, self.context
+            rank_lists,
+            batch,
+            query_vectors,
+            gather_rows(query_vectors, len(batch)) if needs_all else None,
+            skill_ids,
+            skill_vectors,
+            self.context,
         )
         loss = self.loss(scored)
-        if late:
-            query_tokens = _unpadded(tokens[: len(own)], queries[rank::world])
-            skill_tokens = _unpadded(gather_rows(tokens[len(own) :], len(skills)), skills)
+        if late_loss:
+            query_tokens = _without_padding(tokens[:num_queries], queries[rank::world])
+            skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
             scores = max_sim(query_tokens, skill_tokens)
-            loss = loss + late(
+            loss = loss + late_loss(
                 ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
             )
-        return loss + skill_vectors[:0].sum()  # keeps the graph where this rank has no query
+        # The sum of no rows is 0. A rank without queries needs it as a path to the model.
+        return loss + skill_vectors[:0].sum()
 
     def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
-        """Return the ids of the batch's skills in the order in which ranks take turns."""
-        skill_ids = sorted({skill_id for row in batch for skill_id in row.skill_ids})
+        """Return the ids of the batch's skills, in an order that gives all ranks equal work."""
+        skill_ids = sorted(_skill_ids(batch))
         _, world = rank_and_world()
         if world > 1:
-            # Ranks get equal work: the slowest of 8 has 1.10 of the mean, unsorted 1.18.
+            # With 8 ranks, the slowest takes 1.10 times the mean time; unsorted, 1.18 times.
             skill_ids.sort(key=lambda skill_id: -len(self.skill_ids[skill_id]))
         return skill_ids
 
-    def lengths(self, one: TrainingList) -> list[int]:
-        """Tokens of the texts of a list's skills."""
-        return [len(self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+    def lengths(self, training_list: TrainingList) -> list[int]:
+        """Return the number of tokens of each skill of a list."""
+        return [len(self.skill_ids[skill_id]) for skill_id in training_list.skill_ids]
 
     def slots(self, batch: Sequence[TrainingList]) -> list[int]:
-        """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
-        texts = [self.query_ids[one.query] for one in batch]
-        texts += [
-            self.skill_ids[skill_id] for skill_id in {s for one in batch for s in one.skill_ids}
-        ]
+        """Return the number of tokens with padding of each micro-batch, all on one process."""
+        texts = [self.query_ids[training_list.query] for training_list in batch]
+        texts += [self.skill_ids[skill_id] for skill_id in _skill_ids(batch)]
         return self.slots_of(texts, self.model.micro_batches(texts, self.settings.token_budget))
 
     def _encode(
@@ -198,21 +224,22 @@ class EncoderStep(_Step[Encoder]):
         """Encode this rank's texts.
 
         Args:
-            any_text: What a rank without texts runs the model on, for its part in the exchange.
+            any_text: Text that a rank without texts encodes. Every rank must run the model, because
+                ranks exchange weights and gradients.
             num_tokens: Token vectors per text; 0 if only the texts' vectors are needed.
 
         Returns:
-            Unit vectors of texts; those of their tokens, with zeros behind a text's last one.
+            Unit vectors of the texts, and of their tokens. Missing tokens have zeros.
         """
-
         model = self.model
         inputs = texts or [any_text]
         groups = model.micro_batches(inputs, self.settings.token_budget)
         function = partial(model.with_tokens, num_tokens=num_tokens) if num_tokens else model
-        rows = self.run(function, inputs, groups, bool(texts))[: len(texts)]
+        vectors = self.run(function, inputs, groups, is_counted=bool(texts))
+        vectors = vectors[: len(texts)]  # without that of `any_text`
         if not num_tokens:
-            rows = rows[:, None]
-        return rows[:, 0], rows[:, 1:]
+            vectors = vectors[:, None]  # [text, 1, dim]
+        return vectors[:, 0], vectors[:, 1:]
 
 
 class RerankerStep(_Step[Reranker]):
@@ -221,82 +248,92 @@ class RerankerStep(_Step[Reranker]):
     def __init__(
         self, reranker: Reranker, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
-        pairs = reranker.pairs
+        tokenizer = reranker.pair_tokenizer
         super().__init__(
             reranker,
             loss,
             data,
             settings,
-            lambda texts: [pairs.query(text) for text in texts],
-            pairs.skills,
+            lambda texts: [tokenizer.query_ids(text) for text in texts],
+            tokenizer.skill_ids,
         )
 
-    def forward(self, batch: Sequence[TrainingList] | Pairs) -> Float[Tensor, "..."]:
-        """The loss summed over this rank's queries of the global `batch`, or the scores [pair] of all pairs."""
-        rank, world = rank_and_world()
-        if isinstance(batch, Pairs):
+    def forward(self, batch: Sequence[TrainingList] | PairsToScore) -> Float[Tensor, "..."]:
+        """Return the loss, summed over this rank's queries of the global batch.
+
+        For `PairsToScore`, return the scores [pair] of all pairs.
+        """
+        if isinstance(batch, PairsToScore):
             return self._gathered_scores(batch.lists)
-        # A rank without a list still runs the model, with weight 0.
+        # A rank without a list scores the first one, with weight 0.
+        rank, world = rank_and_world()
         is_idle = rank >= len(batch)
-        own = batch[:1] if is_idle else batch[rank::world]
-        scores = self._scores([self.pairs(row) for row in own], not is_idle)
-        loss = self.loss(list_scores(own, scores, self.loss.needs.teacher_scores))
+        rank_lists = batch[:1] if is_idle else batch[rank::world]
+        pairs = [self.make_pairs(training_list) for training_list in rank_lists]
+        scores = self._scores(pairs, is_counted=not is_idle)
+        loss = self.loss(list_scores(rank_lists, scores, self.loss.needs.teacher_scores))
         return loss * 0 if is_idle else loss
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
-        """Score all lists, of which each rank computes its share."""
+        """Score all lists. Each rank computes a part of them."""
         rank, world = rank_and_world()
-        own = lists[rank::world]
-        scores = self._scores(own or lists[:1], bool(own))
+        rank_lists = lists[rank::world]
+        scores = self._scores(rank_lists or lists[:1], is_counted=bool(rank_lists))
+        # Ranks exchange padded rows, one per list.
         sizes = torch.tensor([len(pairs) for pairs in lists])
-        is_pair = torch.arange(int(sizes.max())) < sizes[:, None]  # [list, pair]
-        is_own = is_pair[rank::world]
-        rows = scores.new_zeros(is_own.shape)
-        rows[is_own] = scores[: int(is_own.sum())]
+        is_pair = torch.arange(int(sizes.max())) < sizes[:, None]  # [list, column]
+        is_rank_pair = is_pair[rank::world]  # [rank's list, column]
+        rows = scores.new_zeros(is_rank_pair.shape)
+        rows[is_rank_pair] = scores[: int(is_rank_pair.sum())]
         return gather_rows(rows, len(lists))[is_pair]
 
-    def pairs(self, one: TrainingList) -> list[PairIds]:
-        query = self.query_ids[one.query]
-        return [
-            self.model.pairs.join(query, self.skill_ids[skill_id]) for skill_id in one.skill_ids
-        ]
+    def make_pairs(self, training_list: TrainingList) -> list[PairIds]:
+        """Return the pair of the query and each skill of a list."""
+        query = self.query_ids[training_list.query]
+        join = self.model.pair_tokenizer.join
+        return [join(query, self.skill_ids[skill_id]) for skill_id in training_list.skill_ids]
 
-    def lengths(self, one: TrainingList) -> list[int]:
-        """Tokens of a list's pairs before they are cut."""
-        fixed = self.model.pairs.num_fixed + len(self.query_ids[one.query])
-        return [fixed + len(self.skill_ids[skill_id]) for skill_id in one.skill_ids]
+    def lengths(self, training_list: TrainingList) -> list[int]:
+        """Return the number of tokens of each pair of a list before truncation."""
+        num_fixed = self.model.pair_tokenizer.num_fixed + len(self.query_ids[training_list.query])
+        return [num_fixed + len(self.skill_ids[skill_id]) for skill_id in training_list.skill_ids]
 
     def slots(self, batch: Sequence[TrainingList]) -> list[int]:
-        """Tokens of each micro-batch of a batch, padding included, where one process computes all of it."""
-        lists = [self.pairs(one) for one in batch]
+        """Return the number of tokens with padding of each micro-batch, all on one process."""
+        lists = [self.make_pairs(training_list) for training_list in batch]
         groups = self.model.micro_batches(lists, self.settings.token_budget)
-        return self.slots_of([pair for pairs in lists for pair in pairs], groups)
+        return self.slots_of([*chain.from_iterable(lists)], groups)
 
     def _scores(
         self, lists: Sequence[Sequence[PairIds]], is_counted: bool
     ) -> Float[Tensor, "pair"]:
-        pairs = [pair for row in lists for pair in row]
         groups = self.model.micro_batches(lists, self.settings.token_budget)
-        direction = self.model.direction()
-        return self.run(lambda group: self.model.score(group, direction), pairs, groups, is_counted)
+        score = partial(self.model.score, score_vector=self.model.score_vector())
+        return self.run(score, [*chain.from_iterable(lists)], groups, is_counted)
 
 
 StepModule = EncoderStep | RerankerStep
 
 
-def _unpadded(
+def _skill_ids(batch: Sequence[TrainingList]) -> set[str]:
+    return set(chain.from_iterable(training_list.skill_ids for training_list in batch))
+
+
+def _without_padding(
     tokens: Float[Tensor, "text token dim"], texts: Sequence[TokenIds]
 ) -> list[Float[Tensor, "_ dim"]]:
     """Return the vectors of each text's tokens."""
-    return [row[: len(text)] for row, text in zip(tokens, texts, strict=True)]
+    return [vectors[: len(text)] for vectors, text in zip(tokens, texts, strict=True)]
 
 
 def _layer_classes(network: Any) -> list[str]:
-    """The classes that FSDP2 makes units of: layers, not what holds the embeddings, which a step looks up by itself."""
+    """Return the names of the layer classes that FSDP2 shards as units.
+
+    A class that contains the embedding table is left out, because `embed` reads the table directly.
+    """
     table = network.get_input_embeddings()
-    holders = {
-        type(part).__name__
-        for part in network.modules()
-        if any(child is table for child in part.modules())
-    }
-    return [name for name in network._no_split_modules if name not in holders]
+    classes_with_table: set[str] = set()
+    for module in network.modules():
+        if any(child is table for child in module.modules()):
+            classes_with_table.add(type(module).__name__)
+    return [name for name in network._no_split_modules if name not in classes_with_table]

@@ -23,7 +23,7 @@ from skilltrain.records import Verdict
 from skilltrain.terminal import track
 from skilltrain.training.loop import step_batches
 from skilltrain.training.scores import encoder_scores, list_scores
-from skilltrain.training.steps import EncoderStep, Pairs, Texts
+from skilltrain.training.steps import EncoderStep, PairsToScore, TextsToEncode
 from skilltrain.training.train import Train, TrainEncoder, load_data, open_step
 from skilltrain.training.training_set import TrainingList
 
@@ -130,7 +130,7 @@ def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[P
     texts = [step.query_ids[row.query] for row in batch]
     texts += [step.skill_ids[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
-        vectors = step(Texts(texts)).double().cpu()
+        vectors = step(TextsToEncode(texts)).double().cpu()
     queries = vectors[: len(batch)].clone().requires_grad_()
     skills = vectors[len(batch) :].clone().requires_grad_()
     scored = encoder_scores(batch, batch, queries, queries, skill_ids, skills, step.context)
@@ -154,7 +154,7 @@ def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[P
 
 def _reranker_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
     with torch.no_grad():
-        scores = step(Pairs([step.pairs(row) for row in batch])).double().cpu()
+        scores = step(PairsToScore([step.make_pairs(row) for row in batch])).double().cpu()
     scored = list_scores(batch, scores.requires_grad_(), step.loss.needs.teacher_scores)
     (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)
     width = slopes.shape[1]

@@ -152,7 +152,7 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 
 
 def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
-    """Return which field each token of `reranker.pairs.skills([skill])` belongs to, at most one.
+    """Return which field each token of `reranker.pair_tokenizer.skill_ids([skill])` belongs to, at most one.
 
     It is the field that most of the token's characters come from: ` pods` is of the name, though
     its space is not. Tokens of separators and of the template's own words belong to none. The
@@ -164,8 +164,8 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
         f"\n{prompt}" if prompt else ""
     )  # PairTokenizer has the tokenizer read it before the skill
     text = lead + template.render_skill(skill)
-    ids, spans = reranker.pairs.text.ids_and_spans(text)
-    (skill_ids,) = reranker.pairs.skills([skill])
+    ids, spans = reranker.pair_tokenizer.text.ids_and_spans(text)
+    (skill_ids,) = reranker.pair_tokenizer.skill_ids([skill])
     num_before = len(ids) - len(skill_ids)
     if ids[num_before:] != skill_ids:
         raise RuntimeError("a skill's tokens and its characters do not match")
