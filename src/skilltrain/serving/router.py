@@ -61,7 +61,7 @@ class _Opened:
         most: dict[str, float] = {}
         for key, part in self.parts.items():
             if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
-                most[self.names[key]] = part.index.most(query.text)
+                most[self.names[key]] = part.index.highest_possible_score(query.text)
         return Trace(places, most, ranking)
 
     def routed(
@@ -74,9 +74,9 @@ class _Opened:
         for key, part in self.parts.items():
             if not isinstance(part, PoolRanker):
                 continue
-            index, position = part.index, part.places[skill_id]
+            index, position = part.index, part.position_by_id[skill_id]
             if isinstance(index, BM25Index) and not terms:
-                terms = index.matched(query.text, position)[:_MAX_TERMS]
+                terms = index.matching_words(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
                 number = index.best_chunk(query.text, position)
                 window = (
