@@ -21,7 +21,7 @@ from skilltrain.retrieval.lexical import K1, B, BM25Index, LexicalConfig, Vocabu
     ],
 )
 def test_terms_are_stems_and_cjk_bigrams(text, terms):
-    assert [stem for _, stem in Vocabulary().stems(text)] == terms
+    assert [stem for _, stem in Vocabulary().words_and_stems(text)] == terms
 
 
 def test_scores_follow_the_formula_worked_by_hand():
@@ -45,9 +45,13 @@ def test_an_index_built_on_another_is_the_one_built_anew(tmp_path):
 
 def test_matched_words_are_those_of_the_query_in_order_of_weight():
     index = BM25Index(["red apples on a tree", "tree", "trees"])
-    assert index.matched("The Tree with APPLE, reds and pears; red", 0) == ["reds", "apple", "tree"]
+    assert index.matching_words("The Tree with APPLE, reds and pears; red", 0) == [
+        "reds",
+        "apple",
+        "tree",
+    ]
     # ln(1 + (3 - 1 + .5) / 1.5) for apples, ln(1 + .5 / 3.5) for trees, ln(1 + 3.5 / .5) for the word of no text
-    assert index.most("the apple tree zebra") == pytest.approx(
+    assert index.highest_possible_score("the apple tree zebra") == pytest.approx(
         math.log(8 / 3) + math.log(8 / 7) + math.log(8)
     )
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skilltrain.retrieval.nearest import ChunkVectors, VectorIndex, pooled, starts_of
+from skilltrain.retrieval.nearest import ChunkVectors, VectorIndex, pool_chunks, starts_of
 
 
 def unit_vectors(count, dim=16, seed=0):
@@ -18,8 +18,8 @@ def nearest(queries, pool, k):
 def test_a_skills_score_by_hand():
     scores = np.array([[0.5, 0.25, 0.75, 0.5, -0.5, 0.5, 0.5, 0.25]], dtype=np.float32)
     starts = starts_of([1, 3, 1, 3])
-    assert pooled(scores, starts, "max").tolist() == [[0.5, 0.75, -0.5, 0.5]]
-    assert pooled(scores, starts, "top2").tolist() == [
+    assert pool_chunks(scores, starts, "max").tolist() == [[0.5, 0.75, -0.5, 0.5]]
+    assert pool_chunks(scores, starts, "top2").tolist() == [
         [0.5, 0.625, -0.5, 0.5]
     ]  # alone: its own; level: both count
 

@@ -16,14 +16,14 @@ from skilltrain.files import read_json, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import Found, PoolRanker, Positions
 from skilltrain.retrieval.rankers import Keep, RankerConfig
-from skilltrain.retrieval.vectors import places_in, text_keys
+from skilltrain.retrieval.vectors import positions_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
 from skilltrain.terminal import track
 from skilltrain.texts import CJK
 
 _TOKEN = re.compile(rf"[{CJK}]+|[^\W_{CJK}]+")
 _CJK_RUN = re.compile(f"[{CJK}]+")
-_WORDS = 2**20  # words whose stems are remembered
+_NUM_CACHED_STEMS = 2**20
 # English function words (NLTK's list), split at apostrophes as the tokenizer splits them.
 _STOP_WORDS = frozenset(
     """
@@ -38,14 +38,14 @@ _STOP_WORDS = frozenset(
     """.split()
 )
 
-# Bodies run from ten words to thousands and requests are whole paragraphs, so length is normalised fully and a term
-# saturates late. Chosen on 287 train requests over 22,500 skills, Hit@1 / MRR@10: the customary 1.5 and .75 without
-# stop words .530/.636, with them removed .596/.705, these two values on top .683/.778.
+# Bodies have from ten words to thousands and queries are whole paragraphs, so length is fully
+# normalised and a term saturates late. Hit@1 / MRR@10 of 287 training queries over 22,500 skills:
+# .530/.636 with the usual 1.5 and .75, .596/.705 without stop words, and then .683/.778 with these.
 K1, B = 2.5, 1.0
 
 
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
-    """What BM25 sees of a skill: name, description and the whole body (SkillRouter, section 4.2), or some of these."""
+    """Return a skill's name, description and whole body (SkillRouter, section 4.2), or some."""
     return " ".join(getattr(skill, field) for field in FIELDS_SEEN[fields])
 
 
@@ -67,25 +67,31 @@ def words_and_bigrams(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """Terms and their numbers: words in lower case, stemmed by Snowball's English rules, without stop words."""
+    """Numbers of terms. A term is a word in lower case, stemmed by Snowball's English rules.
+
+    Stop words have no term.
+    """
 
     def __init__(self, stems: Iterable[str] = ()) -> None:
         import Stemmer
 
         self.numbers = {stem: number for number, stem in enumerate(stems)}
         stem_of = Stemmer.Stemmer("english").stemWord
-        self._stem = lru_cache(_WORDS)(lambda word: "" if word in _STOP_WORDS else stem_of(word))
+        self._stem = lru_cache(_NUM_CACHED_STEMS)(
+            lambda word: "" if word in _STOP_WORDS else stem_of(word)
+        )
 
-    def stems(self, text: str) -> Iterator[tuple[str, str]]:
+    def words_and_stems(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield (word, its stem) of a text, without stop words."""
         for word in words_and_bigrams(text.lower()):
             if stem := self._stem(word):
                 yield word, stem
 
-    def find(self, text: str) -> list[tuple[str, int]]:
-        """(word, its term's number) of `text`; terms without a number are left out."""
-        return [
-            (word, self.numbers[stem]) for word, stem in self.stems(text) if stem in self.numbers
-        ]
+    def numbered_words(self, text: str) -> Iterator[tuple[str, int]]:
+        """Yield (word, number of its term) of a text, for words whose term has a number."""
+        for word, stem in self.words_and_stems(text):
+            if stem in self.numbers:
+                yield word, self.numbers[stem]
 
     def add(self, text: str) -> list[int]:
         """Return the numbers of the terms of `text`. New terms get the next numbers."""
@@ -95,10 +101,18 @@ class Vocabulary:
 
 
 class BM25Index:
-    """Texts by term, scored by Lucene's BM25 formula.
+    """Index of texts by term, scored by Lucene's BM25 formula.
 
-    `keys` tell the texts apart by content. `counts` and `weights` are how often a term occurs in a text and what that
-    scores; those of term t stand from starts[t] to starts[t + 1], and `texts` has their texts' positions, which rise.
+    A posting is a pair of a term and a text that contains it. Postings are sorted by term, then by
+    text. Those of term t are at `starts[t]:starts[t + 1]`.
+
+    Attributes:
+        keys: Digest of each text, to recognise texts that have not changed.
+        counts: How often the term occurs in the text, by posting.
+        weights: What the term adds to the score of the text, by posting.
+        texts: Position of the text, by posting.
+        starts: First posting of each term, and the number of postings.
+        vocabulary: Numbers of the terms.
     """
 
     _ARRAYS = ("keys", "counts", "weights", "texts", "starts")
@@ -109,48 +123,64 @@ class BM25Index:
     starts: Int64[np.ndarray, " term_and_end"]
     vocabulary: Vocabulary
 
-    def __init__(self, texts: Sequence[str], before: "BM25Index | None" = None) -> None:
-        """Index `texts`; those that `before` holds are not read again. SkilltrainError: there is no term."""
-        self.keys = text_keys(texts, 0)
-        self.vocabulary = Vocabulary(before.vocabulary.numbers if before else ())
-        counts = self._counted(texts, before)
+    def __init__(self, texts: Sequence[str], previous: "BM25Index | None" = None) -> None:
+        """Index `texts`. Counts of texts that are in the `previous` index are copied.
+
+        Raises:
+            SkilltrainError: The texts have no term.
+        """
+        self.keys = text_keys(texts, max_tokens=0)  # texts are not cut
+        self.vocabulary = Vocabulary(previous.vocabulary.numbers if previous else ())
+        counts = self._count_terms(texts, previous)  # [text, term]
         if not counts.nnz:
-            raise SkilltrainError(
-                "empty-text",
-                f"none of the {len(texts)} texts holds a word to index for lexical search",
-            )
+            what = f"none of the {len(texts)} texts holds a word to index for lexical search"
+            raise SkilltrainError("empty-text", what)
+
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
         by_term = counts.T.tocsr()
         self.counts = by_term.data
         self.texts = by_term.indices.astype(np.int32)
         self.starts = by_term.indptr.astype(np.int64)
-        num_with = np.diff(self.starts)
-        saturation = K1 * (1 - B + B * lengths / lengths.mean())
-        shares = self.counts / (self.counts + saturation[self.texts])
-        self.weights = (np.repeat(_idf(len(texts), num_with), num_with) * shares).astype(np.float32)
+        num_texts = np.diff(self.starts)  # by term
+        saturation = K1 * (1 - B + B * lengths / lengths.mean())  # by text
+        frequencies = self.counts / (self.counts + saturation[self.texts])
+        idf = np.repeat(_idf(len(texts), num_texts), num_texts)
+        self.weights = (idf * frequencies).astype(np.float32)
 
-    def _counted(self, texts: Sequence[str], before: "BM25Index | None") -> Any:
+    def _count_terms(self, texts: Sequence[str], previous: "BM25Index | None") -> Any:
+        """Return the sparse matrix of counts [text, term]. New terms get numbers."""
         from scipy.sparse import csr_array, vstack
 
-        rows = places_in(before.keys, self.keys) if before else np.full(len(texts), -1)
-        new = np.flatnonzero(rows < 0)
+        if previous is None:
+            return self._count_new(texts)
+        rows = positions_in(previous.keys, self.keys)
+        new_positions = np.flatnonzero(rows < 0)
+        new_counts = self._count_new([texts[position] for position in new_positions.tolist()])
+
+        # The previous counts by text, widened by the new terms.
+        num_previous = len(previous.keys)
+        postings = (previous.counts, previous.texts, previous.starts)
+        by_term = csr_array(postings, shape=(len(previous.starts) - 1, num_previous))
+        counts = by_term.T.tocsr()
+        counts.resize((num_previous, new_counts.shape[1]))
+
+        rows[new_positions] = num_previous + np.arange(len(new_positions))
+        return vstack([counts, new_counts]).tocsr()[rows]
+
+    def _count_new(self, texts: Sequence[str]) -> Any:
+        from scipy.sparse import csr_array
+
         terms = array("i")  # 4 bytes per term
         starts = [0]
-        for position in track(new, "reading terms", len(new)):
-            terms.extend(self.vocabulary.add(texts[int(position)]))
+        for text in track(texts, "reading terms", len(texts)):
+            terms.extend(self.vocabulary.add(text))
             starts.append(len(terms))
-        width = len(self.vocabulary.numbers)
         ones = np.ones(len(terms), np.int32)
         columns = np.array(terms, dtype=np.int32)
-        counts: Any = csr_array((ones, columns, starts), shape=(len(new), width))
+        shape = (len(texts), len(self.vocabulary.numbers))
+        counts: Any = csr_array((ones, columns, starts), shape=shape)
         counts.sum_duplicates()
-        if before is None:
-            return counts
-        shape = len(before.starts) - 1, len(before.keys)
-        known = csr_array((before.counts, before.texts, before.starts), shape=shape).T.tocsr()
-        known.resize((len(before.keys), width))
-        rows[new] = len(before.keys) + np.arange(len(new))
-        return vstack([known, counts]).tocsr()[rows]
+        return counts
 
     @property
     def num_skills(self) -> int:
@@ -163,7 +193,7 @@ class BM25Index:
 
     @classmethod
     def load(cls, folder: Path) -> "BM25Index":
-        """The index that `save` wrote into `folder`."""
+        """Read the index that `save` wrote into `folder`."""
         index = cls.__new__(cls)
         for name in cls._ARRAYS:
             setattr(index, name, np.load(folder / f"{name}.npy"))
@@ -171,45 +201,57 @@ class BM25Index:
         return index
 
     def scores(self, query: str) -> Float32[np.ndarray, " text"]:
-        """The BM25 score of every indexed text; 0 where none of the query's terms occurs."""
+        """Return the BM25 score of every text, which is 0 for a text without terms of the query."""
         scores = np.zeros(len(self.keys), np.float32)
-        for _, number in self.vocabulary.find(query):
+        for _, number in self.vocabulary.numbered_words(query):
             postings = slice(self.starts[number], self.starts[number + 1])
             scores[self.texts[postings]] += self.weights[postings]
         return scores
 
-    def most(self, query: str) -> float:
-        """What a text would score that holds all of the query's terms without end, those of no text included."""
-        numbers = [self.vocabulary.numbers.get(stem) for _, stem in self.vocabulary.stems(query)]
-        num_with = [0 if n is None else int(self.starts[n + 1] - self.starts[n]) for n in numbers]
-        return float(_idf(len(self.keys), np.array(num_with, np.int64)).sum())
+    def highest_possible_score(self, query: str) -> float:
+        """Return the limit of the score of a text that repeats all of the query's terms forever.
 
-    def matched(self, query: str, position: int) -> list[str]:
-        """The words of `query` that a text holds in some form, those that count most first."""
-        words: dict[int, str] = {}
-        worth: dict[int, float] = {}
-        for word, number in self.vocabulary.find(query):
+        Terms that no text contains count too.
+        """
+        texts_by_term = np.diff(self.starts)
+        num_texts: list[int] = []
+        for _, stem in self.vocabulary.words_and_stems(query):
+            number = self.vocabulary.numbers.get(stem)
+            num_texts.append(0 if number is None else int(texts_by_term[number]))
+        return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
+
+    def matching_words(self, query: str, position: int) -> list[str]:
+        """Return the words of a query that a text contains, those that add most first.
+
+        Other forms of a word count as the word.
+        """
+        words: dict[int, str] = {}  # by term
+        scores: dict[int, float] = {}
+        for word, number in self.vocabulary.numbered_words(query):
             start, end = self.starts[number : number + 2].tolist()
-            place = start + int(np.searchsorted(self.texts[start:end], position))
-            if place < end and self.texts[place] == position:
+            posting = start + int(np.searchsorted(self.texts[start:end], position))
+            if posting < end and self.texts[posting] == position:
                 words.setdefault(number, word)
-                worth[number] = worth.get(number, 0.0) + float(self.weights[place])
-        return [words[number] for number in sorted(worth, key=lambda number: -worth[number])]
+                scores[number] = scores.get(number, 0.0) + float(self.weights[posting])
+        return [words[number] for number in sorted(scores, key=lambda number: -scores[number])]
 
-    def search(self, texts: Sequence[str], k: int) -> Found:
+    def search(self, queries: Sequence[str], k: int) -> Found:
         """Return the `k` best texts of each query. Ties go to the lower position."""
         k = min(k, len(self.keys))
-        positions = np.empty((len(texts), k), np.int64)
-        best = np.empty((len(texts), k), np.float32)
-        for row, query in enumerate(track(texts, "lexical search", len(texts))):
+        positions = np.empty((len(queries), k), np.int64)
+        best_scores = np.empty((len(queries), k), np.float32)
+        for row, query in enumerate(track(queries, "lexical search", len(queries))):
             scores = self.scores(query)
             positions[row] = top_k(scores, k)
-            best[row] = scores[positions[row]]
-        return positions, best
+            best_scores[row] = scores[positions[row]]
+        return positions, best_scores
 
-    def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
-        for text, candidates in zip(texts, positions, strict=True):
-            yield self.scores(text)[candidates]
+    def candidate_scores(
+        self, queries: Sequence[str], positions: Sequence[Positions]
+    ) -> Iterable[np.ndarray]:
+        """Yield the scores of each query's candidates."""
+        for query, candidates in zip(queries, positions, strict=True):
+            yield self.scores(query)[candidates]
 
 
 class LexicalConfig(RankerConfig):
@@ -230,20 +272,23 @@ class LexicalConfig(RankerConfig):
     def save_part(
         self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
     ) -> None:
-        """Write the index over `skills`; texts that the index `stored` holds are not read again."""
+        """Write the index over `skills`. Counts of texts that are in `stored` are copied."""
         self.index(skills, stored).save(folder)
 
     def over(self, skills: Mapping[str, Skill], kept: BM25Index | None = None) -> PoolRanker:
-        """The ranker of a pool, of which `kept` is the index."""
+        """Return the ranker of a pool, with the index `kept` if there is one."""
         return PoolRanker([*skills], kept or self.index([*skills.values()]))
 
-    def index(self, skills: Sequence[Skill], before: BM25Index | None = None) -> BM25Index:
-        """The index over the pool; texts that the index `before` holds are not read again."""
-        return BM25Index([bm25_text(skill, self.fields) for skill in skills], before)
+    def index(self, skills: Sequence[Skill], previous: BM25Index | None = None) -> BM25Index:
+        """Return the index over `skills`. Counts of texts in the `previous` index are copied."""
+        return BM25Index([bm25_text(skill, self.fields) for skill in skills], previous)
 
 
-def _idf(num_texts: int, num_with: Int64[np.ndarray, " term"]) -> Float64[np.ndarray, " term"]:
-    return np.log(1 + (num_texts - num_with + 0.5) / (num_with + 0.5))
+def _idf(
+    num_texts: int, num_containing: Int64[np.ndarray, " term"]
+) -> Float64[np.ndarray, " term"]:
+    """Return the inverse document frequency of terms that so many of all texts contain."""
+    return np.log(1 + (num_texts - num_containing + 0.5) / (num_containing + 0.5))
 
 
 def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k"]:

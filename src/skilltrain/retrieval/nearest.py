@@ -17,19 +17,22 @@ from skilltrain.templates import ChunkPool
 Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
 """Positions of skills in the pool and their scores, best first."""
 
-_NUM_SPARE = 16  # skills searched beyond k, for single precision may order close scores wrongly
+_NUM_SPARE = 16  # more skills than k, because single precision may order close scores wrongly
 _ROUNDING = 1e-5  # bounds the rounding of a single-precision product of unit vectors
-_PAIRS_AT_ONCE = 4096  # 25 MB of products at 384 dimensions
+_CHUNKS_AT_ONCE = 4096  # 25 MB of products at 384 dimensions
 _QUERIES_AT_ONCE = 64  # 27 MB of products at 100,000 chunks
 _MAX_K_ON_GPU = 2048  # limit of faiss
 
 
 @dataclass(frozen=True)
 class ChunkVectors:
-    """Unit vectors of the skills' chunks, skill after skill. Those of skill i begin at `starts[i]`.
+    """Unit vectors of the skills' chunks, skill after skill.
 
-    The score of a skill is, by `pool`, that of its best chunk (MaxP; Dai and Callan, 2019) or the
-    mean of its best two.
+    Attributes:
+        vectors: Vectors of all chunks.
+        starts: First chunk of each skill, and the number of chunks.
+        pool: How chunks make the score of a skill. `max` is its best chunk (MaxP; Dai and Callan,
+            2019), `top2` the mean of its best two.
     """
 
     vectors: Vectors
@@ -47,8 +50,9 @@ class ChunkVectors:
 
     @classmethod
     def load(cls, folder: Path) -> "ChunkVectors":
-        """What `save` wrote into `folder`."""
-        vectors, starts = (np.load(folder / f"{name}.npy") for name in ("vectors", "starts"))
+        """Read what `save` wrote into `folder`."""
+        vectors = np.load(folder / "vectors.npy")
+        starts = np.load(folder / "starts.npy")
         return cls(vectors, starts, read_json(folder / "pool.json"))
 
     @property
@@ -62,21 +66,25 @@ class ChunkVectors:
     def scores(
         self, queries: Vectors, rows: Positions, positions: Positions
     ) -> Float32[np.ndarray, " pair"]:
-        """Score each (row of `queries`, position of a skill) by products in double precision.
+        """Score pairs of a row of `queries` and the position of a skill, in double precision.
 
-        Each product is summed by itself, so equal skills have equal scores on every processor.
+        The products of one chunk are summed on their own, without a matrix product. So equal skills
+        have equal scores on every processor.
         """
-        counts = np.diff(self.starts)[positions]
-        starts = starts_of(counts)
-        pairs = np.repeat(np.arange(len(positions)), counts)
-        chunks = np.arange(len(pairs)) + (self.starts[positions] - starts[:-1])[pairs]
-        cosines = np.empty(len(pairs), dtype=np.float32)
-        for start in range(0, len(pairs), _PAIRS_AT_ONCE):
-            part = slice(start, start + _PAIRS_AT_ONCE)
-            products = queries[rows[pairs[part]]].astype(np.float64)
-            products *= self.vectors[chunks[part]]
-            cosines[part] = products.sum(axis=1)
-        return pooled(cosines[None], starts, self.pool)[0]
+        # The chunks of the pairs, pair after pair. Those of pair i begin at `pair_starts[i]`.
+        num_chunks = np.diff(self.starts)[positions]
+        pair_starts = starts_of(num_chunks)
+        pair_of_chunk = np.repeat(np.arange(len(positions)), num_chunks)
+        shifts = self.starts[positions] - pair_starts[:-1]
+        chunks = np.arange(len(pair_of_chunk)) + shifts[pair_of_chunk]
+
+        cosines = np.empty(len(chunks), dtype=np.float32)
+        for start in range(0, len(chunks), _CHUNKS_AT_ONCE):
+            block = slice(start, start + _CHUNKS_AT_ONCE)
+            products = queries[rows[pair_of_chunk[block]]].astype(np.float64)  # [chunk, dim]
+            products *= self.vectors[chunks[block]]
+            cosines[block] = products.sum(axis=1)
+        return pool_chunks(cosines[None], pair_starts, self.pool)[0]
 
     def nearest(self, queries: Vectors, k: int) -> Found:
         """Return the `k` best skills of each query. Ties go to the lower position.
@@ -89,18 +97,22 @@ class ChunkVectors:
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         positions = np.empty((len(queries), k), np.int64)
         scores = np.empty((len(queries), k), np.float32)
-        unsure = np.arange(len(queries) if k else 0)
+        unsure = np.arange(len(queries) if k else 0)  # queries to search (again)
         num_spare = _NUM_SPARE
         while len(unsure):
             width = min(k + num_spare, self.num_skills)
-            found = self._search(queries[unsure], width)
+            selected = self._search(queries[unsure], width)  # [query, width]
             rows = np.repeat(unsure, width)
-            exact = self.scores(queries, rows, found.ravel()).reshape(found.shape)
-            order = np.lexsort((found, -exact), axis=1)[:, :k]
-            positions[unsure] = np.take_along_axis(found, order, axis=1)
+            exact = self.scores(queries, rows, selected.ravel()).reshape(selected.shape)
+            order = np.lexsort((selected, -exact), axis=1)[:, :k]
+            positions[unsure] = np.take_along_axis(selected, order, axis=1)
             scores[unsure] = np.take_along_axis(exact, order, axis=1)
-            may_miss = exact.min(axis=1) >= scores[unsure, -1] - _ROUNDING
-            unsure = unsure[may_miss & (width < self.num_skills)]
+
+            if width == self.num_skills:
+                break
+            kth_scores = scores[unsure, -1]
+            may_miss = exact.min(axis=1) >= kth_scores - _ROUNDING
+            unsure = unsure[may_miss]
             num_spare *= 4
         return positions, scores
 
@@ -109,67 +121,72 @@ class ChunkVectors:
         if self.is_one_each:
             import faiss
 
-            pool = np.ascontiguousarray(self.vectors, np.float32)
+            skills = np.ascontiguousarray(self.vectors, np.float32)
             metric = faiss.METRIC_INNER_PRODUCT
             # The CPU build also has this function, and always returns 0.
             if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
                 resources = faiss.StandardGpuResources()
-                return faiss.knn_gpu(resources, queries, pool, k, metric=metric)[1]
-            return faiss.knn(queries, pool, k, metric=metric)[1]
-        found = np.empty((len(queries), k), dtype=np.int64)
+                return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
+            return faiss.knn(queries, skills, k, metric=metric)[1]
+        positions = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES_AT_ONCE):
-            part = slice(start, start + _QUERIES_AT_ONCE)
-            scores = pooled(queries[part] @ self.vectors.T, self.starts, self.pool)
-            found[part] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        return found
+            block = slice(start, start + _QUERIES_AT_ONCE)
+            scores = pool_chunks(queries[block] @ self.vectors.T, self.starts, self.pool)
+            positions[block] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return positions
 
 
 def starts_of(
     counts: Sequence[int] | Int64[np.ndarray, " part"],
 ) -> Int64[np.ndarray, " part_and_end"]:
-    """Where parts of these lengths begin that stand one behind the other, and where the last ends."""
+    """Return the cumulative sums of `counts`, beginning with 0: where each part starts."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def pooled(
+def pool_chunks(
     scores: Float32[np.ndarray, "query chunk"],
     starts: Int64[np.ndarray, " skill_and_end"],
     pool: ChunkPool,
 ) -> Float32[np.ndarray, "query skill"]:
-    """The score of each skill by those of its chunks, of which it has at least one."""
+    """Return the score of each skill from the scores of its chunks. Each has at least one."""
     counts = np.diff(starts)
     if (counts == 1).all():
         return scores
     best = np.maximum.reduceat(scores, starts[:-1], axis=1)
     if pool == "max":
         return best
+
+    # The mean of the best two. The second equals the best if that occurs twice, or is alone.
     is_best = scores == np.repeat(best, counts, axis=1)
+    num_best = np.add.reduceat(is_best, starts[:-1], axis=1, dtype=np.int64)
     second = np.maximum.reduceat(np.where(is_best, -np.inf, scores), starts[:-1], axis=1)
-    is_level = (np.add.reduceat(is_best, starts[:-1], axis=1, dtype=np.int64) > 1) | (counts == 1)
-    return ((best + np.where(is_level, best, second)) / 2).astype(np.float32)
+    second = np.where((num_best > 1) | (counts == 1), best, second)
+    return ((best + second) / 2).astype(np.float32)
 
 
 class PoolIndex(Protocol):
-    """What gives skills scores for a text, by their positions in the pool."""
+    """An index that scores the skills of a pool for queries. Skills are given by position."""
 
-    def search(self, texts: Sequence[str], k: int) -> Found:
-        """Each text's `k` best, as many as there are."""
+    def search(self, queries: Sequence[str], k: int) -> Found:
+        """Return the `k` best skills of each query, or all if there are fewer."""
         ...
 
-    def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
-        """Yield the scores of each text's own positions."""
+    def candidate_scores(
+        self, queries: Sequence[str], positions: Sequence[Positions]
+    ) -> Iterable[np.ndarray]:
+        """Yield the scores of each query's candidates."""
         ...
 
 
 @dataclass(frozen=True)
 class PoolRanker:
-    """Ranks the skills of a pool, or candidates among them, by an index."""
+    """Ranker of a pool, or of candidates in it, by an index."""
 
     skill_ids: Sequence[str]
     index: PoolIndex
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def position_by_id(self) -> dict[str, int]:
         """Position of each skill in the pool."""
         return {skill_id: position for position, skill_id in enumerate(self.skill_ids)}
 
@@ -181,9 +198,10 @@ class PoolRanker:
         else:
             positions: list[Positions] = []
             for query in queries:
-                row = [self.places[skill_id] for skill_id, _ in candidates[query.query_id]]
+                ranking = candidates[query.query_id]
+                row = [self.position_by_id[skill_id] for skill_id, _ in ranking]
                 positions.append(np.array(row, dtype=np.int64))
-            scored = zip(positions, self.index.among(texts, positions), strict=True)
+            scored = zip(positions, self.index.candidate_scores(texts, positions), strict=True)
         rankings: Rankings = {}
         for query, (row, scores) in zip(queries, scored, strict=True):
             pairs = zip(row.tolist(), scores.tolist(), strict=True)
@@ -194,18 +212,20 @@ class PoolRanker:
 
 @dataclass(frozen=True)
 class VectorIndex:
-    """The vectors of a pool, and `encode`, which returns those of queries."""
+    """Index of the vectors of a pool. `encode` returns the vectors of queries."""
 
     chunks: ChunkVectors
     encode: Callable[[Sequence[str]], Vectors]
 
-    def search(self, texts: Sequence[str], k: int) -> Found:
-        return self.chunks.nearest(self.encode(texts), k)
+    def search(self, queries: Sequence[str], k: int) -> Found:
+        return self.chunks.nearest(self.encode(queries), k)
 
-    def among(self, texts: Sequence[str], positions: Sequence[Positions]) -> Iterable[np.ndarray]:
-        queries = self.encode(texts)
-        for row, some in enumerate(positions):
-            yield self.chunks.scores(queries, np.full(len(some), row), some)
+    def candidate_scores(
+        self, queries: Sequence[str], positions: Sequence[Positions]
+    ) -> Iterable[np.ndarray]:
+        vectors = self.encode(queries)
+        for row, candidates in enumerate(positions):
+            yield self.chunks.scores(vectors, np.full(len(candidates), row), candidates)
 
     def best_chunk(self, query: str, position: int) -> int | None:
         """Return the number of the skill's chunk nearest to a query, None if it has only one."""

@@ -30,8 +30,8 @@ Parts = Iterator[tuple[Positions, Vectors]]
 class VectorCache:
     """The vectors of one model in a folder of files, each written whole and never changed.
 
-    Any number of processes, on all machines that share the folder, may add to it at once. What a
-    killed process leaves half written is never read. A damaged file is skipped with a warning.
+    Any number of processes, on all machines that share the folder, may add to it at once. Half
+    written files of a killed process are never read. A damaged file is skipped with a warning.
     """
 
     folder: Path
@@ -45,13 +45,16 @@ class VectorCache:
             raise SkilltrainError("cannot-write", what, where=self.folder) from error
 
     def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Vectors]:
-        """Return which of the distinct `keys` are here, and vectors [key, dim], of those alone."""
+        """Return which of the distinct `keys` the cache holds, and a vector for each key.
+
+        Vectors of keys that it does not hold are undefined.
+        """
         is_known = np.zeros(len(keys), dtype=bool)
         vectors = np.empty((len(keys), 0), dtype=np.float32)
         for path in self._paths() if len(keys) else ():
             try:
                 with np.load(path) as file:
-                    positions = places_in(keys, file["keys"])
+                    positions = positions_in(keys, file["keys"])
                     rows = np.flatnonzero(positions >= 0)
                     vectors = vectors if vectors.size else np.empty((len(keys), file["dim"]), "f4")
                     if len(rows):
@@ -126,6 +129,7 @@ def cached_vectors(
     vectors = np.empty((len(distinct), 0), dtype=np.float32)
     if cache:
         is_known, vectors = cache.read(distinct)
+
     missing = np.flatnonzero(~is_known)
     missing = missing[longest_first([texts[int(n)] for n in firsts[missing]])]
     new = [texts[int(n)] for n in firsts[missing]]
@@ -154,8 +158,8 @@ def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:
     return np.frombuffer(b"".join(digests), KEY)
 
 
-def places_in(keys: np.ndarray, wanted: np.ndarray) -> Positions:
-    """Return the position of each of `wanted` in `keys`, -1 for those that are not there."""
+def positions_in(keys: np.ndarray, wanted: np.ndarray) -> Positions:
+    """Return the position of each of `wanted` in `keys`, or -1 if `keys` lacks it."""
     order = np.argsort(keys, kind="stable")
     insertions = np.searchsorted(keys, wanted, sorter=order)
     positions = order[np.minimum(insertions, len(keys) - 1)]

@@ -77,7 +77,7 @@ class _OpenRouter:
         max_scores: dict[str, float] = {}
         for key, part in self.parts.items():
             if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
-                max_scores[self.labels[key]] = part.index.most(query.text)
+                max_scores[self.labels[key]] = part.index.highest_possible_score(query.text)
         return Trace(ranking_by_label, max_scores, ranking)
 
     def explain(self, query: Query, trace: Trace, skill: Skill) -> Explanation:
@@ -88,9 +88,9 @@ class _OpenRouter:
             if not isinstance(part, PoolRanker):
                 continue
             index = part.index
-            position = part.places[skill.skill_id]
+            position = part.position_by_id[skill.skill_id]
             if isinstance(index, BM25Index) and not terms:
-                terms = index.matched(query.text, position)[:_MAX_TERMS]
+                terms = index.matching_words(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
                 chunk = index.best_chunk(query.text, position)
                 if chunk is not None:

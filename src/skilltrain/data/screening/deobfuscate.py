@@ -1,8 +1,8 @@
 """Deobfuscate programs: decode and join literals, and resolve variables and names.
 
-Each step undoes one way of hiding a text, in all programming languages at once. A step leaves
-alone what it does not understand. The number of repeats and rounds and the text that variables add
-are bounded, so that the time stays linear in the length of the program.
+Each step undoes one way of hiding a text, in all programming languages at once. A step does not
+change what it does not understand. Repetitions in regular expressions, rounds and added text are
+bounded, so that the time stays linear in the length of the program.
 """
 
 import base64
@@ -11,21 +11,20 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby, takewhile
-from operator import eq
+from itertools import groupby
 from typing import NamedTuple
 from urllib.parse import unquote
 
 from skilltrain.data.screening.fragments import expand, load_rules_file
 
 Values = dict[str, str]
-"""Value by name, of the variables assigned so far. Names are in lower case."""
+"""Value of each assigned variable by its name in lower case."""
 
 Step = Callable[[re.Match[str], Values], str | None]
 """Returns what replaces a match, or None to keep it."""
 
 _NUM_ROUNDS = 3  # one hidden text may contain another
-_MIN_GROWTH = 20_000  # characters that the steps may add to a short program
+_GROWTH_OF_SHORT_PROGRAM = 20_000  # characters that the steps may add
 _MAX_VALUE_CHARS = 600  # of a variable
 _MAX_SEPARATOR_CHARS = 4  # between joined literals
 _MAX_ASCII = 127
@@ -46,10 +45,10 @@ class MappedText(NamedTuple):
 def deobfuscate(program: str) -> MappedText:
     """Return a program with its hidden texts written out."""
     values: Values = {}
-    growth_left = max(_MIN_GROWTH, len(program))  # characters
+    growth_left = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
 
-    def replace(step: Step, match: re.Match[str]) -> str | None:
-        """Return what a step makes of a match, unless the program grew too much."""
+    def apply(step: Step, match: re.Match[str]) -> str | None:
+        """Return the replacement of a match by a step, or None once the program grew too much."""
         nonlocal growth_left
         replacement = step(match, values)
         if replacement is None or replacement == match[0]:
@@ -59,13 +58,13 @@ def deobfuscate(program: str) -> MappedText:
 
     # A variable may be used above the line that assigns it, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
-        _track_variable(assignment, values)
+        _remember_or_resolve(assignment, values)
 
     mapped = MappedText(program, None)
     for _ in range(_NUM_ROUNDS):
         text_before_round = mapped.text
         for regex, step in _STEPS:
-            mapped = replace_matches(mapped, regex, partial(replace, step))
+            mapped = replace_matches(mapped, regex, partial(apply, step))
         if mapped.text == text_before_round:
             break
     return mapped
@@ -96,21 +95,10 @@ def replace_matches(
         if replacement is None:
             continue
 
-        # Skip the start that both have in common, but replace at least one character.
-        num_shared_first = min(_num_common_chars(match[0], replacement), len(match[0]) - 1)
-        start = match.start() + num_shared_first
-        replacement = replacement[num_shared_first:]
-
-        # Skip the end that both have in common, but replace at least one character by another.
-        num_common_last = _num_common_chars(text[start : match.end()][::-1], replacement[::-1])
-        num_skippable = min(match.end() - start, len(replacement)) - 1
-        num_shared_last = max(0, min(num_common_last, num_skippable))
-        end = match.end() - num_shared_last
-        replacement = replacement[: len(replacement) - num_shared_last]
-
-        pieces += [text[copied_end:start], replacement]
+        start, end, new_text = _changed_part(match, replacement)
+        pieces += [text[copied_end:start], new_text]
         offsets.extend(old_offsets[copied_end:start])
-        offsets.extend(_spread(old_offsets[start:end], len(replacement)))
+        offsets.extend(_spread(old_offsets[start:end], len(new_text)))
         copied_end = end
 
     if not pieces:
@@ -120,13 +108,31 @@ def replace_matches(
     return MappedText("".join(pieces), offsets)
 
 
+def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str]:
+    """Return (start, end, new text) of a replacement, without the ends that do not change.
+
+    At least one character is replaced, so that new text has positions to be spread over.
+    """
+    old = match[0]
+    num_first = min(_num_common_chars(old, replacement), len(old) - 1)
+    old = old[num_first:]
+    new = replacement[num_first:]
+
+    num_common_last = _num_common_chars(old[::-1], new[::-1])
+    num_last = max(0, min(num_common_last, len(old) - 1, len(new) - 1))
+    return match.start() + num_first, match.end() - num_last, new[: len(new) - num_last]
+
+
 def _num_common_chars(left: str, right: str) -> int:
     """Return the length of the common prefix of two texts."""
-    return sum(takewhile(bool, map(eq, left, right)))
+    for index, (left_char, right_char) in enumerate(zip(left, right, strict=False)):
+        if left_char != right_char:
+            return index
+    return min(len(left), len(right))
 
 
 def _spread(offsets: Sequence[int], num: int) -> list[int]:
-    """Return `num` of the offsets, evenly spaced from the first to the last, with repeats."""
+    """Return `num` offsets, evenly spaced from the first to the last. Offsets may repeat."""
     last = len(offsets) - 1
     return [offsets[last * index // max(1, num - 1)] for index in range(num)]
 
@@ -135,7 +141,7 @@ def decode_base64(literal: str) -> bytes:
     """Decode base64 in the standard or the URL-safe alphabet, with or without padding.
 
     Raises:
-        ValueError: The literal is not base64.
+        ValueError: The literal cannot be base64.
     """
     padding = "=" * (-len(literal) % 4)
     return base64.urlsafe_b64decode(literal + padding)
@@ -208,7 +214,7 @@ def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
 def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`."""
     codes = [_evaluate(number[0]) for number in _NUMBER.finditer(match[0])]
-    is_ascii = all(9 <= code < _MAX_ASCII for code in codes)
+    is_ascii = all(ord("\t") <= code < _MAX_ASCII for code in codes)
     decoded = "".join(map(chr, codes)) if is_ascii else ""
     is_call = match["call"] is not None
     if not is_call and not _WORD_OR_PATH.search(decoded):
@@ -231,14 +237,14 @@ def _decode_call(match: re.Match[str], _: Values) -> str | None:
     return _quote(decoded) if decoded and _SUSPICIOUS_DECODED.search(decoded) else None
 
 
-def _decode(literal: str, decoder: str) -> str | None:
-    """Decode a literal with the decoder that a piece of code names. The default is base64."""
-    code = decoder.lower()
+def _decode(literal: str, code_around: str) -> str | None:
+    """Decode a literal with the decoder that the code around it names. The default is base64."""
+    code = code_around.lower()
     try:
-        if "rot" in code or re.search("a-z|n-z", code):
+        if "rot" in code or re.search("a-z|n-z", code):  # `tr a-z n-za-m` is rot13
             return codecs.encode(literal, "rot13")
         if code.startswith("tr -d"):
-            deleted_character = decoder.strip("\"' ")[-1:]
+            deleted_character = code_around.strip("\"' ")[-1:]
             return literal.replace(deleted_character, "")
         if re.search(r"\brev", code) or "strrev" in code:
             return literal[::-1]
@@ -276,7 +282,7 @@ def _apply_slice(match: re.Match[str], _: Values) -> str | None:
         return _quote(text[::-1])
     bounds = [int(bound) if bound.strip() else None for bound in match["slice"].split(":")]
     if bounds[-1] == 0:
-        return None  # a step of zero is an error, and a stop of zero leaves nothing
+        return None  # the last bound is a step of zero (an error), or a stop of zero (no text)
     return _quote(text[slice(*bounds)])
 
 
@@ -325,10 +331,10 @@ def _concatenate(match: re.Match[str], values: Values) -> str | None:
     """Concatenate literals and known variables: `"cu" + x + "l"`. Unknown variables stay."""
     operands = [operand[0] for operand in _OPERAND.finditer(match[0])]
     pieces: list[str] = []
-    for is_known, run in groupby(operands, lambda operand: _value_of(operand, values) is not None):
-        if is_known:
+    for has_value, run in groupby(operands, lambda operand: _value_of(operand, values) is not None):
+        if has_value:
             text = "".join(_value_of(operand, values) or "" for operand in run)
-            pieces.append(_quote(text) or '""')
+            pieces.append(_quote(text) or '""')  # an unprintable text is dropped
         else:
             pieces += run
     return " + ".join(pieces) if len(pieces) < len(operands) else None
@@ -341,26 +347,30 @@ def _value_of(operand: str, values: Values) -> str | None:
     return values.get(operand.lower().lstrip("$"))
 
 
-def _track_variable(match: re.Match[str], values: Values) -> str | None:
-    """Remember the value of an assignment, and replace the use of a variable by its value."""
-    if not match["name"]:
-        return _resolve_variable(match, values)
+def _remember_or_resolve(match: re.Match[str], values: Values) -> str | None:
+    """Remember the value of an assignment, or replace the use of a variable by its value."""
+    if match["name"]:
+        return _remember_assignment(match, values)
+    return _resolve_variable(match, values)
 
+
+def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
+    """Remember the value of an assignment, and resolve the variables in it."""
     name = match["name"].lower()
-    written = match["value"] or match["bare"]  # a literal, or a word without quotes
-    resolved = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], written)
+    code = match["value"] or match["bare"]  # a literal, or a word without quotes
+    resolved = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], code)
     value = _unquote(resolved) if match["value"] else resolved
-    is_known = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
-    if is_known:
+    is_constant = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
+    if is_constant:
         values[name] = value
     else:
         values.pop(name, None)
 
-    if "$" not in written:
-        return None
-    if is_known and match["bare"]:
+    if "$" not in code:
+        return None  # it uses no variable, so nothing was resolved
+    if is_constant and match["bare"]:
         resolved = _quote(value) or resolved
-    return match[0].removesuffix(written) + resolved
+    return match[0].removesuffix(code) + resolved
 
 
 def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
@@ -370,7 +380,7 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
         return " "  # the field separator of a shell, used in place of a space
     value = values.get(name)
     if value is None:
-        return use["default"]
+        return use["default"]  # of `${x:-default}`
     if use["first"] is not None:
         first = int(use["first"])
         return value[first:][: int(use["length"])]
@@ -389,7 +399,8 @@ def _join_arguments(match: re.Match[str], _: Values) -> str:
         else:
             variable = argument[0].lstrip("$")
             words.append(f"${variable}")
-    call = match[0][: match.start("list") - match.start()].rstrip().rstrip("[")
+    before_list = match.string[match.start() : match.start("list")]
+    call = before_list.rstrip().rstrip("[")
     command_line = " ".join(words)
     return f'{call}"{command_line}"'
 
@@ -401,7 +412,8 @@ def _remove_inner_quotes(match: re.Match[str], _: Values) -> str:
 
 def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
     """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`."""
-    # Each form of lookup has its own pair of groups.
+    # Each form of lookup has its own pair of groups: 1 `getattr(of, name)`, 2 `of["name"](`,
+    # 3 `window["name"]`, 4 `__import__("name")`, 5 `of.send(:name)`.
     number = next(number for number in range(1, 6) if match[f"name{number}"])
     name = match[f"name{number}"]
     owner = match[f"of{number}"] or ""
@@ -415,6 +427,7 @@ def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
     return f"{owner}.{name}".lstrip(".") if _NAME_PATH.fullmatch(name) else None
 
 
+# They run in the order of rules.yaml.
 _STEPS_BY_NAME: dict[str, Step] = {
     "escapes": _decode_escapes,
     "character_codes": _decode_character_codes,
@@ -426,7 +439,7 @@ _STEPS_BY_NAME: dict[str, Step] = {
     "argument_lists": _join_arguments,
     "concatenations": _concatenate,
     "inner_quotes": _remove_inner_quotes,
-    "variables": _track_variable,
+    "variables": _remember_or_resolve,
     "attributes": _resolve_attribute,
 }
 _STEPS = [

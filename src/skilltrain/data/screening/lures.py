@@ -1,7 +1,7 @@
 """Find lures: instructions that make a person or an agent install something harmful.
 
-Examples are a command that decodes what it runs, a server without a name, a command from a paste
-site, and a program from an unknown page. A command that is only mentioned ("blocks
+Examples are a command that decodes what it runs, a server addressed by its IP address, a command
+from a paste site, and a program from an unknown page. A command that is only mentioned ("blocks
 `base64 -d | bash`") has nothing to decode, so it is not a lure.
 """
 
@@ -17,6 +17,7 @@ from skilltrain.data.screening.normalize import NormalizedText, Spans
 
 # Commands that decode a payload and run it ----------------------------------------------------
 
+# <NAME> stands for a fragment of rules.yaml (see `expand`).
 # A decoder, and the pipe into a shell after it, if there is one.
 _DECODER = re.compile(
     expand(
@@ -47,44 +48,43 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
     normalized = text.normalized
     previous_end = 0
     for decoder in _DECODER.finditer(normalized):
+        # The line before the decoder, without what an earlier decoder has used.
         line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
         start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
         before = normalized[start : decoder.start()]
         end = decoder.end()
         previous_end = end
-        substitution = _RUN_SUBSTITUTION.search(before)
 
         is_piped_to_shell = decoder["pipe_to_shell"] is not None
-        is_substituted = substitution is not None and not _TO_FILE.match(normalized[end : end + 4])
-        if not is_piped_to_shell and not is_substituted:
+        substitution = _RUN_SUBSTITUTION.search(before)
+        is_written_to_file = _TO_FILE.match(normalized[end : end + 4])
+        if not is_piped_to_shell and (substitution is None or is_written_to_file):
             continue
 
         if before.rstrip(" \\").endswith("|"):  # the payload is piped into the decoder
-            offset = substitution.start() if substitution else _last_command_start(before)
             source = before.rstrip(" \\|")
+            offset = substitution.start() if substitution else _last_command_start(source)
             span = (start + offset, end)
             if _PAYLOAD.search(source, offset) and not text.is_sample(*span):
                 yield span
         else:  # the decoder reads a file or a here-string
-            command_start = start + substitution.start() if substitution else decoder.start()
             operand_end = end if is_piped_to_shell else end + _MAX_OPERAND_CHARS
             decoder_command = normalized[decoder.start() : operand_end]
             if _has_operand(decoder_command) and not text.is_sample(*decoder.span()):
-                yield command_start, end
+                yield (start + substitution.start() if substitution else decoder.start()), end
 
 
-def _last_command_start(before: str) -> int:
-    """Return where the last command of a piped line begins, after its prompt or list mark."""
-    source = before.rstrip(" \\|")
+def _last_command_start(line: str) -> int:
+    """Return where the last command of a line begins, after its prompt or list mark (`$ `, `- `)."""
     start = 0
-    for separator in _COMMAND_START.finditer(source):
+    for separator in _COMMAND_START.finditer(line):
         start = separator.end()
-    command = source[start:]
-    return start + len(command) - len(command.lstrip(" >$*-"))
+    command = line[start:].lstrip(" >$*-")
+    return len(line) - len(command)
 
 
 def _has_operand(command: str) -> bool:
-    """Return whether a decoder reads a file or a here-string: `base64 -d x`, `base64 -d <<< x`."""
+    """Return whether a decoder with a flag reads a file or a here-string: `base64 -d <<< x`."""
     arguments = command.partition(" ")[2].lstrip()
     flag, _, operand = arguments.partition(" ")
     return flag.startswith("-") and _OPERAND.match(operand.split("|")[0]) is not None
@@ -112,6 +112,7 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
         if any(_COMMAND.search(decoded) for decoded in decoded_texts):
             yield literal.span()
 
+    # Rot13 and a reversal keep the length, so positions map back to the original.
     if _ROT13.search(text.normalized):
         for command in _COMMAND.finditer(codecs.encode(original, "rot13")):
             yield command.span()
@@ -128,7 +129,8 @@ def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
 
     Args:
         literal: Match of `_LITERAL`. Its group says the encoding.
-        max_nested: Number of nested literals to decode. Each must begin the text around it.
+        max_nested: How deep to decode literals in decoded texts. Only a literal at the very start
+            of a text is decoded.
     """
     try:
         if literal.lastgroup == "numbers":
@@ -164,16 +166,16 @@ def find_assembled_words(text: NormalizedText) -> Spans:
     Honest programs write such words out. The words are in the deobfuscated program only.
     """
     if text.offsets is None:
-        return
+        return  # nothing was deobfuscated
     for word in _ASSEMBLED_WORD.finditer(text.normalized):
         start, end = text.original_span(*word.span())
         context = text.original[max(0, start - _CONTEXT_CHARS) : end + _CONTEXT_CHARS].lower()
-        is_written_out = word[0] in context or _VARIABLE.match(text.original, start, end)
-        if not is_written_out and not text.has_warning(*word.span()):
+        is_assembled = word[0] not in context and not _VARIABLE.match(text.original, start, end)
+        if is_assembled and not text.has_warning(*word.span()):
             yield word.span()
 
 
-# Servers without a name -----------------------------------------------------------------------
+# Servers addressed by IP address --------------------------------------------------------------
 
 _ADDRESS = re.compile(expand("<ADDRESS>"), re.ASCII)
 # Addresses that documentation uses, and a public resolver. They are routable, but harmless.
@@ -193,8 +195,8 @@ _KNOWN_URLS = ("20.102.90.50:2017/wiki17",)  # an index in the manual of DSPy
 def find_ip_addresses(text: NormalizedText) -> Spans:
     """Find public servers that are addressed by their IP address instead of a name."""
     for match in _ADDRESS.finditer(text.normalized):
-        is_known = any(url in match[0] for url in _KNOWN_URLS) or text.is_sample(*match.span())
-        if _is_public(_host_of(match)) and not is_known:
+        is_known = any(url in match[0] for url in _KNOWN_URLS)
+        if _is_public(_host_of(match)) and not is_known and not text.is_sample(*match.span()):
             yield match.start(), match.start() + len(match[0].rstrip(".,;:"))
 
 
@@ -205,13 +207,13 @@ def _host_of(address: re.Match[str]) -> str:
         hosts = address.group("url", "v6", "device", "bare")
         return next(host for host in hosts if host is not None)
     is_octal = number.startswith("0") and not number.startswith("0x")
-    if is_octal or int(number, 0) >= 2**32:
+    if is_octal or int(number, 0) >= 2**32:  # `int` does not read octal numbers
         return ""
     return str(ipaddress.IPv4Address(int(number, 0)))
 
 
 def _is_public(host: str) -> bool:
-    """Return whether a host is a public IP address that is no example."""
+    """Return whether a host is a public IP address and not an example."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -241,9 +243,9 @@ def find_paste_links(text: NormalizedText) -> Spans:
         before = text.line_before(link.start(), 120)
         after = text.normalized[link.end() : link.end() + 120]
         is_run = _PIPE_TO_SHELL.match(after) or _SHELL_BEFORE.search(before)
-        # Gists hold much that is not a command, so they must be piped to a shell.
-        is_to_be_run = _VISIT_INSTRUCTION.search(before) and _RUN_INSTRUCTION.search(after)
-        if is_run or (is_to_be_run and "gist." not in link[0]):
+        asks_to_run = _VISIT_INSTRUCTION.search(before) and _RUN_INSTRUCTION.search(after)
+        # Most gists are not commands, so an instruction does not suffice for them.
+        if is_run or (asks_to_run and "gist." not in link[0]):
             yield link.span()
 
 
@@ -262,6 +264,7 @@ _DOWNLOAD_INSTRUCTION = re.compile(
 _RELEASE_FILE = re.compile(
     r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$"
 )
+_MAX_URL_DISTANCE = 300  # characters from the requirement to the end of its URL
 _KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
@@ -273,7 +276,7 @@ def find_external_programs(text: NormalizedText) -> Spans:
         if requirement.start() < previous_end:
             continue
         context = normalized[max(0, requirement.start() - 60) : requirement.end() + 60]
-        after = normalized[requirement.end() : requirement.end() + 300]
+        after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
         url = next(filter(_is_unknown_source, _URL.finditer(after)), None)
         if url is None:
             continue

@@ -56,9 +56,10 @@ class NormalizedText:
 
     Attributes:
         original: The text as written.
-        normalized: The text in lower case and in the letters that it shows, without HTML entities,
-            invisible characters and line continuations. Programs are deobfuscated.
-        offsets: `offsets[i]` is the position of `normalized[i]` in `original`. None: the same.
+        normalized: The text in lower case, without HTML entities, invisible characters and line
+            continuations. Latin letters replace look-alikes. Programs are deobfuscated.
+        offsets: `offsets[i]` is the position of `normalized[i]` in `original`. None: all positions
+            are unchanged.
         mixed_words: Spans of words in `normalized` that had letters of two scripts.
         field: Field of the skill, or `./PATH` of a bundled file.
         kind: name, description, body (any text for readers) or program.
@@ -105,8 +106,8 @@ class NormalizedText:
     def is_quoted(self, start: int) -> bool:
         """Return whether the phrase at `start` is quoted and not an order of the skill itself.
 
-        It is quoted if it is in quotation marks or code, follows words such as "such as", or is a
-        title in a list of a skill on security. This distinguishes a skill that warns of an attack
+        It is quoted if it is in quotation marks or code, follows words such as "such as", or is the
+        title of a list in a skill about security. This distinguishes a skill that warns of an attack
         from the attack. An attacker can evade it by quoting the order, but then many models do not
         follow the order either.
         """
@@ -114,8 +115,8 @@ class NormalizedText:
         if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(before):
             return False  # it is in a call of print, and an agent reads what that prints
 
-        ends_with_quote = before.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)
-        if ends_with_quote or before.count('"') % 2 or before.count("`") % 2:
+        is_after_quote = before.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)  # and list marks
+        if is_after_quote or before.count('"') % 2 or before.count("`") % 2:
             return True
         if any(before.count(opening) > before.count(closing) for opening, closing in _QUOTE_PAIRS):
             return True
@@ -127,15 +128,18 @@ class NormalizedText:
 
     def _is_in_attack_sample(self, start: int) -> bool:
         """Return whether `start` is in a code block that is introduced as an attack."""
-        parts = self.normalized[max(0, start - 500) : start].split("```")
-        is_in_code_block = len(parts) % 2 == 0
-        return is_in_code_block and bool(_INTRODUCES_ATTACK.search(parts[-2][-200:]))
+        blocks = self.normalized[max(0, start - 500) : start].split("```")
+        if len(blocks) % 2:
+            return False  # the number of fences is even, so `start` is not in a code block
+        text_before_block = blocks[-2]
+        return bool(_INTRODUCES_ATTACK.search(text_before_block[-200:]))
 
     def has_warning(self, start: int, end: int) -> bool:
         """Return whether the text around a command says that the command is an attack.
 
-        Quotation marks are no sign, because commands are usually quoted. Neither are comments in a
-        program, unless the program is a scanner, which may list what it looks for.
+        Quotation marks do not count, because commands are usually quoted. Comments in a program do
+        not count either. But a program may be a scanner, which lists the commands it looks for. If
+        the skill is about security, the words around the command decide.
         """
         if self.kind == "program" and not self.is_about_security:
             return self._is_scanner_pattern(start, end)
@@ -144,9 +148,9 @@ class NormalizedText:
         return bool(_WARNING.search(before + self.line_after(end, 200)))
 
     def _is_scanner_pattern(self, start: int, end: int) -> bool:
-        """Return whether a command in a program is an item of what a scanner looks for."""
+        """Return whether a command in a program is an entry in a scanner's list of patterns."""
         line_before = self.line_before(start, 300)
-        is_in_quotes = any(line_before.count(quote) % 2 for quote in "\"'`/")
+        is_in_quotes = any(line_before.count(quote) % 2 for quote in "\"'`/")  # `/` of a regex
         line = line_before + self.normalized[start:end].lstrip()[:80]
         if not is_in_quotes and not _LIST_ELEMENT.match(line):
             return False
@@ -156,9 +160,9 @@ class NormalizedText:
     def is_sample(self, start: int, end: int) -> bool:
         """Return whether a skill shows `normalized[start:end]` as an example of an attack.
 
-        A skill on security says so in the same section, up to the end of the line. A test of a
-        scanner says so in its first words. Programs bundled with such a test are not examples,
-        because they run all the same.
+        A skill about security warns of it in the same section, before the end of the example's
+        line. A test of a scanner says so in its first words. That never excuses bundled programs,
+        because they can be run.
         """
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
         if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
@@ -186,7 +190,7 @@ def normalize_text(text: str, field: str = "body", skill: Skill | None = None) -
     """
     kind = _kind_of(field)
     mapped = deobfuscate(text) if kind == "program" else MappedText(text, None)
-    mapped = mapped._replace(text=_to_lower_case(mapped.text))
+    mapped = mapped._replace(text=_to_plain_lower_case(mapped.text))
     mapped = replace_matches(mapped, _DISGUISE, _undisguise)
     if kind == "program":
         mapped = _resolve_aliases(mapped)
@@ -202,15 +206,15 @@ def _kind_of(field: str) -> str:
     return "body" if is_prose else "program"
 
 
-def _to_lower_case(text: str) -> str:
+def _to_plain_lower_case(text: str) -> str:
     """Lower the case of a text, and replace styled letters by ASCII. The length stays the same."""
-    # Python lowers İ to two characters, so it is kept.
+    # Python lowers İ to two characters, so only the text between two İ is lowered.
     lowered = "İ".join(part.lower() for part in text.split("İ"))
     return _STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]).lower(), lowered)
 
 
 def _undisguise(disguise: re.Match[str]) -> str | None:
-    """Return the character of an HTML entity, and nothing for the other disguises."""
+    """Return the character of an HTML entity, an empty text for other disguises, or None to keep."""
     if not disguise[0].startswith("&"):
         return ""
     character = html.unescape(disguise[0]).lower()
@@ -221,6 +225,7 @@ def _undisguise(disguise: re.Match[str]) -> str | None:
 def _resolve_aliases(mapped: MappedText) -> MappedText:
     """Replace other names for dangerous functions by the functions' own names."""
     names_by_alias: dict[str, str] = {}
+    # Either `import IMPORTED as IMPORT_ALIAS` or `VARIABLE = VALUE`.
     for imported, import_alias, variable, value in _ALIAS.findall(mapped.text)[:_MAX_ALIASES]:
         names_by_alias[import_alias or variable] = imported or value
     if not names_by_alias:
