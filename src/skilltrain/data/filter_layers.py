@@ -16,11 +16,11 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.near_duplicates import (
-    MAX_NAMES,
+    MAX_NAMES_DESCRIPTION,
     MaxNames,
     Positions,
     jaccard,
-    numbered,
+    number_values,
     read_clusters,
     trigram_sets,
 )
@@ -70,7 +70,7 @@ class FilterPool:
     @cached_property
     def name_numbers(self) -> Positions:
         """A number per skill, equal for equal `name_key`; -1 for a name without letter or digit."""
-        return numbered(name_key(skill.name) for skill in self.skills)
+        return number_values(name_key(skill.name) for skill in self.skills)
 
     @cached_property
     def chunks(self) -> ChunkVectors:
@@ -163,7 +163,7 @@ class JaccardLayer(FilterLayer):
     above: float = Field(
         default=0.6, ge=0, le=1, description="drop above this Jaccard index of body trigrams"
     )
-    max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES} (SkillRouter)")
+    max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES_DESCRIPTION} (SkillRouter)")
     reason = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
