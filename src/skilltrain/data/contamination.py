@@ -135,7 +135,7 @@ class _TrigramIndex:
                 self._positions[trigram].append(position)
 
     def similar(self, text: str, threshold: float | None) -> list[tuple[int, float]]:
-        """Return (position, Jaccard index) of the texts at `threshold` or above; none if it is None."""
+        """Return (position, Jaccard index) of texts at `threshold` or above; none if it is None."""
         if threshold is None:
             return []
         trigrams = word_trigrams(text).tolist()
@@ -295,7 +295,7 @@ class Decontaminate(Stage):
 
 
 def _known_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
-    """Return the positives that are in the pool. Raises SkilltrainError if it holds none of them."""
+    """Return the positives that are in the pool. Raises SkilltrainError if it has none."""
     known = [skill for skill in read_skills(pool) if skill.skill_id in positives]
     if positives and not known:
         fix = "give the pool that the queries were made for"

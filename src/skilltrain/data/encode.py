@@ -1,7 +1,7 @@
 """Stage `encode`: puts the vectors of a pool and of queries into a cache, on several processes.
 
-`accelerate launch -m skilltrain encode RECIPE` spreads the texts over the GPUs of one machine, or of
-several that share the cache's folder. Stages that later encode the same skills with the same model
+`accelerate launch -m skilltrain encode RECIPE` spreads the texts over the GPUs of one machine, or
+of several that share the cache's folder. Stages that later encode the same skills with the same model
 (mine, filter, candidates, evaluate, route) read their vectors from the cache. Only mine and filter
 read vectors of queries: the others encode queries anew, because they measure the time for it.
 """
@@ -60,8 +60,8 @@ class Encode(Stage):
     def run(self, out: Path) -> Summary:
         """Encode the texts that the cache lacks, and return counts of texts and tokens.
 
-        All n ranks call it. Each distinct text is encoded once. A rank takes every n-th missing text
-        in order of length, so that all have equal work, also after an interrupted run.
+        All n ranks call it. Each distinct text is encoded once. A rank takes every n-th missing
+        text in order of length, so that all have equal work, also after an interrupted run.
         """
         _join_ranks()
         encoder = open_encoder(self.encoder)

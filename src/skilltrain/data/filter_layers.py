@@ -228,8 +228,8 @@ class CeilingLayer(FilterLayer):
 
     The value is the candidate's score. NV-Retriever (Moreira et al. 2024) calls the relative margin
     TopK-PercPos (its 95% is a `relative_margin` of .05) and the absolute one TopK-MarginPos. Both
-    margins work as in `mine_hard_negatives` of sentence-transformers. Of several gold skills the one
-    with the lowest score is compared, because every gold skill of a list is a positive.
+    margins work as in `mine_hard_negatives` of sentence-transformers. Of several gold skills
+    the one with the lowest score is compared, because each gold skill of a list is a positive.
 
     The layer is as good as the scores. Of 50 dropped pairs read by a person, 1 candidate answered
     the query with an untrained MiniLM and 7 with the same model after training. The others were

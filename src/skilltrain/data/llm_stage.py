@@ -1,7 +1,7 @@
 """Shared code of stages that ask a chat model: prompts (prompts.yaml), seeds and attempts.
 
-Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the prompts
-for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
+Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the
+prompts for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
 joins these; `ask` returns the values and the rows of DROPPED.
 """
 
@@ -80,7 +80,7 @@ def questions_of(
     answer_tokens: int,
     description: str,
 ) -> Questions[ItemT, ValueT]:
-    """Return the questions of a stage (see `Questions`). Every item and attempt has its own seed."""
+    """Return the questions of a stage (see `Questions`). Each item and attempt has its own seed."""
 
     def seed_of(item: ItemT, attempt: int) -> int:
         number = stable_number(seed, item.query_id, item.skill_id, attempt)
@@ -96,7 +96,7 @@ def ask(questions: Questions[ItemT, ValueT]) -> Outcome[ItemT, ValueT]:
 
 
 def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
-    """Return the skills of a pool without safety flags, and rows of DROPPED for the flagged ones."""
+    """Return the skills of a pool without safety flags, and rows of DROPPED for flagged ones."""
     skills = read_skills(pool)
     flags = flags_to_leave_out(pool)
     reason = "the safety screening flagged the skill"

@@ -58,17 +58,17 @@ class Mine(Stage):
     )
     lexical_among: Literal["pool", "semantic"] = Field(
         default="pool",
-        description="BM25 ranks the whole pool, or only the query's semantic candidates (SkillRouter)",
+        description="BM25 ranks the pool, or only the query's semantic candidates (SkillRouter)",
     )
     num_taxonomy: int = Field(
         default=8,
         ge=0,
-        description="candidates of a positive's category; more than lists use, as the filter drops some",
+        description="candidates of a positive's category, some in reserve for the filter",
     )
     num_random: int = Field(
         default=4,
         ge=0,
-        description="candidates of other categories; more than lists use, as the filter drops some",
+        description="candidates of other categories, some in reserve for the filter",
     )
     seed: Seed = Field(default=0, description="seed of the taxonomy and random draws")
     out: Path = Field(description="folder to write: RANKINGS of all sources, DROPPED queries")

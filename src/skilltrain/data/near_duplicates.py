@@ -179,7 +179,7 @@ def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
 def trigram_sets(
     skills: Sequence[Skill], max_names: int | None, workers: WorkersConfig
 ) -> TrigramSets:
-    """Return the sets of the skills' bodies, without trigrams of templates if `max_names` is set."""
+    """Return the sets of the skills' bodies, without templates if `max_names` is set."""
     sets = TrigramSets.of([skill.body for skill in skills], workers)
     if max_names is None:
         return sets
@@ -302,8 +302,8 @@ def near_duplicate_clusters(
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
     """Return for each skill the lowest position in its cluster.
 
-    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, and more of
-    those above it. The exact Jaccard index confirms them. Pairs that are linked already are not
+    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, and more
+    above it. The exact Jaccard index confirms them. Pairs that are linked already are not
     compared.
     """
     from datasketch import MinHashLSH
@@ -335,8 +335,9 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
 def bands_and_rows(threshold: float) -> tuple[int, int]:
     """Return the LSH layout with the fewest false proposals that finds 99% of pairs at `threshold`.
 
-    A pair with Jaccard index s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et al.,
-    Mining of Massive Datasets, section 3.4.2). More rows propose fewer pairs and need more bands.
+    A pair with Jaccard index s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et
+    al., Mining of Massive Datasets, section 3.4.2). More rows propose fewer pairs, and need more
+    bands.
     """
     for rows in range(MAX_PERMUTATIONS // 2, 1, -1):
         log_missed_by_band = np.log1p(-(threshold**rows)) if threshold < 1 else -np.inf

@@ -1,7 +1,7 @@
 """Queries from a skill's own text, without a model.
 
-A passage becomes a query and is removed from the skill, as in the inverse cloze task (Lee, Chang and
-Toutanova 2019, arXiv 1906.00300). Passages are the description, quoted requests, "when to use"
+A passage becomes a query and is removed from the skill, as in the inverse cloze task (Lee, Chang
+and Toutanova 2019, arXiv 1906.00300). Passages are the description, quoted requests, "when to use"
 lines, headings and sentences. The skill's name is removed from the query.
 """
 

@@ -50,8 +50,8 @@ class Queries(Stage):
     files: InputPaths = Field(
         min_length=1,
         description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has "
-        "query or text, and skill_ids or required; optional useful, rejected, irrelevant, query_id, "
-        "origin, split, kind",
+        "query or text, and skill_ids or required; optional useful, rejected, irrelevant, "
+        "query_id, origin, split, kind",
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
@@ -283,7 +283,7 @@ class _QueryReader:
         return judgements
 
     def _kept_id(self, entry: Entry) -> str:
-        """Return the id of the judged skill, or of the skill that the pool keeps for this duplicate."""
+        """Return the id of the judged skill, or of the one that the pool keeps for a duplicate."""
         if entry.skill_id in self._pool:
             return entry.skill_id
         return self._kept_ids.get(entry.skill_id) or entry.skill_id

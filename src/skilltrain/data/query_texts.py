@@ -16,7 +16,7 @@ from skilltrain.records import Skill
 from skilltrain.texts import CJK, num_words, words_of
 
 MAX_TERSE_WORDS = 20
-# Words are counted over this many queries, because larger sets have a smaller share of distinct ones.
+# Words are counted over so many queries at most: larger sets have fewer distinct ones in relation.
 _MAX_COUNTED_QUERIES = 1000
 _REFUSAL = re.compile(
     r"(?:i['’]?m sorry|sorry,? (?:but )?i"
@@ -41,11 +41,12 @@ _PROGRAM = re.compile(
 # Shell keywords, first words of inline code, and programs that do not tell skills apart
 _COMMON_PROGRAMS = frozenset(
     words_of(
-        """alias apt awk bash break brew bun case cat cd chmod chown class cmd command conda const continue cp curl cut
-        data date def deno diff do done echo elif else env esac eval exec exit export false fi find for from
-        function git go grep head if import in install jq kill less let ln local ls make mkdir mv node npm npx
-        open pip pip3 pipx pnpm printf process ps pwd python python3 read return rm run sed set sh sleep sort
-        source ssh sudo tail tar tee test then time touch trap true uniq unset until uv uvx var wait wc wget
+        """alias apt awk bash break brew bun case cat cd chmod chown class cmd command conda const
+        continue cp curl cut data date def deno diff do done echo elif else env esac eval exec
+        exit export false fi find for from function git go grep head if import in install jq
+        kill less let ln local ls make mkdir mv node npm npx open pip pip3 pipx pnpm printf
+        process ps pwd python python3 read return rm run sed set sh sleep sort source ssh sudo
+        tail tar tee test then time touch trap true uniq unset until uv uvx var wait wc wget
         which while with xargs yarn zip"""
     )
 )

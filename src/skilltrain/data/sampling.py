@@ -24,7 +24,7 @@ def is_drawn(share: float, *parts: object) -> bool:
 def draw(
     allowed: Int64[np.ndarray, " position"], count: int, key: str
 ) -> Int64[np.ndarray, " drawn"]:
-    """Sample `count` of `allowed`, or all if there are fewer, without repetition and in random order."""
+    """Sample `count` of `allowed` without repetition, or all if there are fewer; random order."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     rng = np.random.default_rng(seed)
     chosen = rng.choice(len(allowed), size=min(count, len(allowed)), replace=False)

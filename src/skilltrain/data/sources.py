@@ -57,7 +57,7 @@ class Mining:
 
     @cached_property
     def best_by_bm25(self) -> Found:
-        """The best skills of each query by BM25, positives included; NaN where no term is shared."""
+        """The best skills of each query by BM25, with positives; NaN if no term is shared."""
         positions, scores = self.bm25.search(
             [query.text for query in self.queries], self._num_searched
         )

@@ -1,4 +1,4 @@
-"""Stage `synthesize`: requests that need a skill of the pool and never name it (SkillRouter, section 4.1).
+"""Stage `synthesize`: requests that need a skill and do not name it (SkillRouter, section 4.1).
 
 In the paper GPT-4o-mini writes them, with 160 words on average. Here any chat model can write them,
 or own_text.py makes them without a model.
@@ -96,8 +96,8 @@ class Synthesize(Stage):
     )
     prompt: PromptName = Field(
         default="styles",
-        description="styles: a style for each query; skillrouter: the paper's table 2, with the skill's "
-        "category; or a YAML file with the keys system and user",
+        description="styles: a style for each query; skillrouter: the paper's table 2, with the "
+        "skill's category; or a YAML file with the keys system and user",
     )
     style: str | None = Field(
         default=None,
