@@ -15,7 +15,7 @@ from skilltrain.data.contamination import (
     BenchmarkIndex,
     ContaminationLimits,
     Decontaminate,
-    HeldOut,
+    HeldOutBenchmark,
     open_benchmarks,
 )
 from skilltrain.data.near_duplicates import jaccard, word_trigrams
@@ -53,7 +53,7 @@ def overlaps(asked, text, **limits):
         for n, one in enumerate(asked, 1)
     )
     found = BenchmarkIndex(
-        [HeldOut("bench", tuple(tasks), ())], ContaminationLimits(**limits)
+        [HeldOutBenchmark("bench", tuple(tasks), ())], ContaminationLimits(**limits)
     ).query_matches(text)
     return [(match.reason.split()[-4], match.value, match.reason) for match in found]
 
@@ -135,7 +135,7 @@ COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its 
 )
 def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
     golds = (*GOLDS, skill("gt/void", "--", ""))
-    index = BenchmarkIndex([HeldOut("bench", (), golds)], ContaminationLimits(**limits))
+    index = BenchmarkIndex([HeldOutBenchmark("bench", (), golds)], ContaminationLimits(**limits))
     assert [
         (match.filter, match.value, match.other_id) for match in index.skill_matches(one)
     ] == matches
@@ -144,7 +144,9 @@ def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
 @given(st.lists(st.text("abc ", max_size=30), min_size=1, max_size=5), st.text("abc ", max_size=30))
 def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
     golds = [skill(f"g{at}", body=text) for at, text in enumerate(bodies)]
-    index = BenchmarkIndex([HeldOut("bench", (), tuple(golds))], ContaminationLimits(name=False))
+    index = BenchmarkIndex(
+        [HeldOutBenchmark("bench", (), tuple(golds))], ContaminationLimits(name=False)
+    )
     found = {match.other_id: match.value for match in index.skill_matches(skill("x", body=body))}
     own = word_trigrams(body)
     values = {f"g{at}": jaccard(word_trigrams(text), own) for at, text in enumerate(bodies)}

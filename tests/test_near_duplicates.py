@@ -17,7 +17,7 @@ from skilltrain.data.near_duplicates import (
     jaccard,
     link_near_duplicates,
     near_duplicate_clusters,
-    numbered,
+    number_values,
     word_trigrams,
 )
 from skilltrain.records import Skill
@@ -53,7 +53,7 @@ def test_the_sets_of_a_pool_are_those_of_its_bodies(monkeypatch):
     pool = TrigramSets.of(bodies, WorkersConfig(num=2))
     assert len(pool) == len(bodies) and pool.sizes.tolist()[:4] == [2, 0, 1, 2]
     assert all(pool[at].tolist() == word_trigrams(body).tolist() for at, body in enumerate(bodies))
-    assert numbered(["pdf", "git", "pdf", "", "a"]).tolist() == [1, 2, 1, -1, 3]
+    assert number_values(["pdf", "git", "pdf", "", "a"]).tolist() == [1, 2, 1, -1, 3]
 
 
 @given(

@@ -51,27 +51,29 @@ class ContaminationLimits(Config):
         default=0.5,
         gt=0,
         le=1,
-        description="Jaccard index of word trigrams from which two queries are one; null: off",
+        description="Jaccard index of word trigrams from which two queries are the same; null: off",
     )
     name: bool = Field(default=True, description="a positive with a gold skill's name contaminates")
     jaccard: float | None = Field(
         default=0.6,
         gt=0,
         le=1,
-        description="Jaccard index of body trigrams from which two skills are one; null: off",
+        description="Jaccard index of body trigrams from which two skills are the same; null: off",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
-    """A benchmark to compare training data with; without gold skills only queries are compared."""
+class HeldOutBenchmark:
+    """A benchmark to compare training data with. Without gold skills only queries are compared."""
 
     name: str
     tasks: tuple[Task, ...]
     golds: tuple[Skill, ...]
 
 
-def open_benchmarks(paths: Sequence[Path], pool: Path | None, need_golds: bool) -> list[HeldOut]:
+def open_benchmarks(
+    paths: Sequence[Path], pool: Path | None, need_golds: bool
+) -> list[HeldOutBenchmark]:
     """Read benchmarks without their queries of split `train`.
 
     One folder may hold both training queries and held-out ones. The text of a gold skill comes
@@ -82,44 +84,46 @@ def open_benchmarks(paths: Sequence[Path], pool: Path | None, need_golds: bool) 
             `need_golds` is set and a gold skill has no text.
     """
     names = [path.resolve().name for path in paths]
-    benchmarks: list[HeldOut] = []
+    benchmarks: list[HeldOutBenchmark] = []
     for path, name in zip(paths, names, strict=True):
         unique_name = name if names.count(name) == 1 else str(path)
         benchmarks.append(_open_benchmark(path, unique_name, pool, need_golds))
     return benchmarks
 
 
-def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) -> HeldOut:
+def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) -> HeldOutBenchmark:
     benchmark = load_benchmark(path)
     tasks = tuple(task for task in benchmark.tasks if task.query.split != TRAIN)
     if not tasks:
-        what = f"all {len(benchmark.tasks)} queries are of split '{TRAIN}': this is training data, not a benchmark"
-        raise SkilltrainError(
-            "empty-split", what, where=path, fix="give a folder with queries of another split"
+        what = (
+            f"all {len(benchmark.tasks)} queries are of split '{TRAIN}': "
+            "this is training data, not a benchmark"
         )
+        fix = "give a folder with queries of another split"
+        raise SkilltrainError("empty-split", what, where=path, fix=fix)
     if not need_golds:
-        return HeldOut(name, tasks, ())
+        return HeldOutBenchmark(name, tasks, ())
 
-    task_ids: dict[str, str] = {}  # gold skill → the first task that asks for it
+    first_task_of: dict[str, str] = {}  # id of the first task with this gold skill
     for task in tasks:
         for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
-            task_ids.setdefault(skill_id, task.query.query_id)
+            first_task_of.setdefault(skill_id, task.query.query_id)
     skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
-    if pool is not None and task_ids.keys() - skills.keys():
+    if pool is not None and first_task_of.keys() - skills.keys():
+        # The text of the benchmark replaces that of the pool.
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
-    if missing := [skill_id for skill_id in task_ids if skill_id not in skills]:
-        what = f"gold skill '{missing[0]}' of task {task_ids[missing[0]]} has no text in the benchmark or the pool"
-        raise SkilltrainError(
-            "missing-gold-skill",
-            what,
-            where=path,
-            fix="give a pool that holds the benchmark's skills",
+    if missing := [skill_id for skill_id in first_task_of if skill_id not in skills]:
+        what = (
+            f"gold skill '{missing[0]}' of task {first_task_of[missing[0]]} "
+            "has no text in the benchmark or the pool"
         )
-    return HeldOut(name, tasks, tuple(skills[skill_id] for skill_id in task_ids))
+        fix = "give a pool that holds the benchmark's skills"
+        raise SkilltrainError("missing-gold-skill", what, where=path, fix=fix)
+    return HeldOutBenchmark(name, tasks, tuple(skills[skill_id] for skill_id in first_task_of))
 
 
 class _TrigramIndex:
-    """Texts by their word trigrams, to be compared with many other texts."""
+    """An index of the word trigrams of texts, to find texts similar to a given one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._sizes: list[int] = []
@@ -131,7 +135,7 @@ class _TrigramIndex:
                 self._positions[trigram].append(position)
 
     def similar(self, text: str, threshold: float | None) -> list[tuple[int, float]]:
-        """Return (position, Jaccard index) of the texts at `threshold` and above; none for None."""
+        """Return (position, Jaccard index) of texts at `threshold` or above; none if it is None."""
         if threshold is None:
             return []
         trigrams = word_trigrams(text).tolist()
@@ -148,9 +152,12 @@ class _TrigramIndex:
 
 
 class BenchmarkIndex:
-    """The queries and gold skills of benchmarks, to be looked for in training data."""
+    """An index of the queries and gold skills of benchmarks, to find them in training data.
 
-    def __init__(self, benchmarks: Sequence[HeldOut], limits: ContaminationLimits) -> None:
+    Its methods return rows of DROPPED. Those of single matches have no query id yet.
+    """
+
+    def __init__(self, benchmarks: Sequence[HeldOutBenchmark], limits: ContaminationLimits) -> None:
         self._limits = limits
         self._tasks: list[tuple[str, Task]] = []  # (benchmark, task)
         self._golds: list[tuple[str, Skill]] = []  # (benchmark, gold skill)
@@ -162,7 +169,7 @@ class BenchmarkIndex:
         self._queries = _TrigramIndex(task.query.text for _, task in self._tasks)
 
     def query_matches(self, text: str) -> list[Dropped]:
-        """Return a row without query_id for each benchmark query that `text` repeats."""
+        """Return a row, without query id, for each benchmark query that `text` repeats."""
         matches: list[Dropped] = []
         for position, value in self._queries.similar(text, self._limits.query_overlap):
             benchmark, task = self._tasks[position]
@@ -172,7 +179,7 @@ class BenchmarkIndex:
         return matches
 
     def skill_matches(self, skill: Skill) -> list[Dropped]:
-        """Return a row without query_id for each gold skill that `skill` equals or resembles."""
+        """Return a row, without query id, for each gold skill that `skill` is or resembles."""
         matches: list[Dropped] = []
 
         def add(position: int, ground: str, value: float, relation: str) -> None:
@@ -181,12 +188,13 @@ class BenchmarkIndex:
             row = Dropped("", skill.skill_id, ground, reason, value, benchmark, gold.skill_id)
             matches.append(row)
 
-        name = name_key(skill.name)
-        for position, gold_name in enumerate(self._names if self._limits.name else ()):
-            if self._golds[position][1].skill_id == skill.skill_id:
-                add(position, "name", 1.0, "is")
-            elif name and name == gold_name:
-                add(position, "name", 1.0, "same name as")
+        if self._limits.name:
+            name = name_key(skill.name)
+            for position, (_, gold) in enumerate(self._golds):
+                if gold.skill_id == skill.skill_id:
+                    add(position, "name", 1.0, "is")
+                elif name and name == self._names[position]:
+                    add(position, "name", 1.0, "same name as")
         for position, value in self._bodies.similar(skill.body, self._limits.jaccard):
             add(position, "jaccard", value, f"body overlap {value:.3f} with")
         return matches
@@ -206,7 +214,7 @@ class BenchmarkIndex:
             (empty for the query itself), `source` the benchmark, `other_id` its gold skill.
         """
         matches = [*self.query_matches(text), *skill_matches]
-        strongest: dict[tuple[int, str], Dropped] = {}
+        strongest: dict[tuple[int, str], Dropped] = {}  # by (index of ground, benchmark)
         for match in sorted(matches, key=lambda match: -(match.value or 0)):
             key = GROUNDS.index(match.filter), match.source or ""
             strongest.setdefault(key, replace(match, query_id=query_id))
@@ -228,10 +236,10 @@ class Decontaminate(Stage):
         description="folder with QUERIES and JUDGEMENTS, and LISTS to be cleaned with them"
     )
     benchmarks: InputPaths = Field(
-        min_length=1, description="folders of benchmarks; queries of split train aside"
+        min_length=1, description="folders of benchmarks, without their queries of split train"
     )
     split: str | None = Field(
-        default=TRAIN, description="clean the queries of this split alone; null: all"
+        default=TRAIN, description="clean the queries of this split only; null: all"
     )
     limits: ContaminationLimits = Field(
         default=ContaminationLimits(), description="what counts as contaminated"
@@ -241,17 +249,19 @@ class Decontaminate(Stage):
     def run(self, out: Path) -> Summary:
         """Write the clean tables and DROPPED; return counts by ground and benchmark.
 
-        A dropped query has a row for each benchmark and ground, so the counts by ground add up to
-        more than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts
+        A dropped query has a row for each benchmark and ground, so the counts by ground can add up
+        to more than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts
         them as gold if it has the pool's clusters.
         """
         positives = {
-            query: positives_of(judged) for query, judged in select_judged(self.queries, self.split)
+            query: positives_of(verdicts)
+            for query, verdicts in select_judged(self.queries, self.split)
         }
         skills = _known_positives(self.pool, set().union(*positives.values()))
         need_golds = self.limits.name or self.limits.jaccard is not None
         benchmarks = open_benchmarks(self.benchmarks, self.pool, need_golds)
         index = BenchmarkIndex(benchmarks, self.limits)
+
         matches = {
             skill.skill_id: index.skill_matches(skill)
             for skill in track(skills, "comparing skills", len(skills))
@@ -262,13 +272,16 @@ class Decontaminate(Stage):
             for skill_id in positives[query]:
                 skill_matches += matches.get(skill_id, ())
             rows += index.contaminations(query.query_id, query.text, skill_matches)
+
         dropped = {row.query_id for row in rows}
         if len(dropped) == len(positives):
             what = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
-            fix = "hold out other benchmarks, or set limits"
+            fix = "hold out other benchmarks, or loosen the limits"
             raise SkilltrainError("nothing-left", what, where=self.queries, fix=fix)
         counts = _write_clean(self.queries, dropped, out)
         write_table(rows, DROPPED, out)
+
+        # Count each query once for a ground, and once for a benchmark.
         by_ground = Counter(ground for _, ground in {(row.query_id, row.filter) for row in rows})
         by_benchmark = Counter(name for _, name in {(row.query_id, row.source) for row in rows})
         return {
@@ -277,12 +290,12 @@ class Decontaminate(Stage):
             "num_dropped": len(dropped),
             **counts,
             "dropped_by_ground": {ground: by_ground[ground] for ground in GROUNDS},
-            "dropped_by_benchmark": {held.name: by_benchmark[held.name] for held in benchmarks},
+            "dropped_by_benchmark": {item.name: by_benchmark[item.name] for item in benchmarks},
         }
 
 
 def _known_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
-    """Return the positives that are in the pool. Raises SkilltrainError where none is."""
+    """Return the positives that are in the pool. Raises SkilltrainError if it has none."""
     known = [skill for skill in read_skills(pool) if skill.skill_id in positives]
     if positives and not known:
         fix = "give the pool that the queries were made for"

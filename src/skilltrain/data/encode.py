@@ -1,9 +1,9 @@
-"""Stage `encode`: put the vectors of a pool, and of queries, into a cache, on several processes.
+"""Stage `encode`: puts the vectors of a pool and of queries into a cache, on several processes.
 
-`accelerate launch -m skilltrain encode RECIPE` spreads the texts over the GPUs of one machine, or of
-several that share the cache's folder. Stages that encode the same skills by the same model later
-(mine, filter, candidates, evaluate, route) find the vectors there. Only mine and filter find those
-of queries: systems encode queries anew, so that they can be timed.
+`accelerate launch -m skilltrain encode RECIPE` spreads the texts over the GPUs of one machine, or
+of several that share the cache's folder. Stages that later encode the same skills with the same model
+(mine, filter, candidates, evaluate, route) read their vectors from the cache. Only mine and filter
+read vectors of queries: the others encode queries anew, because they measure the time for it.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class Encode(Stage):
         "out=runs/encoded"
     )
     result = "vectors of {num_tokens} tokens added to {vectors}"
-    on_ranks = True
+    on_ranks = True  # every process of `accelerate launch` runs it
 
     stage: Literal["encode"]
     pool: InputPath = Field(description="folder of the pool")
@@ -52,7 +52,7 @@ class Encode(Stage):
     out: Path = Field(description="folder for the summary; the vectors are in the cache")
 
     @model_validator(mode="after")
-    def _keeps_vectors(self) -> Self:
+    def _check_cache(self) -> Self:
         if self.encoder.cache is None:
             raise ValueError("encoder.cache is missing: the folder that the vectors go to")
         return self
@@ -60,8 +60,8 @@ class Encode(Stage):
     def run(self, out: Path) -> Summary:
         """Encode the texts that the cache lacks, and return counts of texts and tokens.
 
-        All ranks call it. Each distinct text is encoded once. A rank takes every n-th missing text
-        in order of length, so that all have equal work, also after an interrupted run.
+        All n ranks call it. Each distinct text is encoded once. A rank takes every n-th missing
+        text in order of length, so that all have equal work, also after an interrupted run.
         """
         _join_ranks()
         encoder = open_encoder(self.encoder)
@@ -70,17 +70,17 @@ class Encode(Stage):
         chunks: list[str] = []
         for skill in read_skills(self.pool):
             chunks += settings.chunk_texts(skill)
-        inputs = {
-            "skills" if settings.chunks.windows == 1 else "chunks": (chunks, settings.max_tokens)
-        }
+        kind = "skills" if settings.chunks.windows == 1 else "chunks"
+        inputs_by_kind = {kind: (chunks, settings.max_tokens)}
         if self.queries is not None:
-            requests = read_table(self.queries, QUERIES).column("text").to_pylist()
-            queries = [settings.template.render_query(text) for text in requests]
-            inputs["queries"] = queries, settings.query_max_tokens
+            query_texts = read_table(self.queries, QUERIES).column("text").to_pylist()
+            inputs = [settings.template.render_query(text) for text in query_texts]
+            inputs_by_kind["queries"] = inputs, settings.query_max_tokens
+
         started = monotonic()
         summary: dict[str, Any] = {}
         total = Counter[str]()
-        for kind, (texts, max_tokens) in inputs.items():
+        for kind, (texts, max_tokens) in inputs_by_kind.items():
             counts = _encode(encoder, kind, texts, max_tokens)
             total += counts
             summary[f"num_{kind}"] = len(texts)
@@ -101,11 +101,14 @@ class Encode(Stage):
 
 
 def _join_ranks() -> None:
-    """Connect the processes of `accelerate launch`, by gloo also on GPUs: they exchange little."""
+    """Connect the processes of `accelerate launch`.
+
+    They use gloo even on GPUs, because they exchange little data.
+    """
     if launched_ranks() > 1:
         is_cpu = default_device().type == "cpu"
         if is_cpu:
-            # Without it DeepSpeed prints on stdout that it looked for an accelerator.
+            # Otherwise DeepSpeed prints to stdout that it looks for an accelerator.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         from accelerate import PartialState
 
@@ -116,7 +119,7 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     """Encode this rank's share of the texts that the cache lacks.
 
     Returns:
-        Numbers of texts, tokens and slots (see `encode_texts`), over all ranks.
+        Numbers of texts, tokens and slots (tokens with padding), over all ranks.
     """
     cache = encoder.cache
     assert cache is not None
@@ -129,22 +132,27 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
         )
         fix = "give all machines the same files and set precision"
         raise SkilltrainError("ranks-differ", what, where=encoder.source, fix=fix)
-    distinct, firsts = np.unique(keys, return_index=True)
+    distinct_keys, first_positions = np.unique(keys, return_index=True)
     cache.make()
     # The first rank decides what is missing: the others may see an older state of the folder.
-    missing = firsts[made_by_first_rank(lambda: cache.missing(distinct))]
+    missing_keys = made_by_first_rank(lambda: cache.missing(distinct_keys))
+    missing = first_positions[missing_keys]  # positions in `texts`
     missing = missing[longest_first([texts[position] for position in missing.tolist()])]
     share = missing[rank::world]
+
     description = f"encoding {kind}" + (f" (rank 0 of {world})" if world > 1 else "")
     counts = Counter[str]()
-    own_texts = [texts[position] for position in share.tolist()]
-    for part, vectors in encoder.encode_texts(own_texts, max_tokens, description, counts):
-        cache.add(keys[share[part]], vectors)
+    share_texts = [texts[position] for position in share.tolist()]
+    for part, vectors in encoder.encode_texts(share_texts, max_tokens, description, counts):
+        cache.add(keys[share[part]], vectors)  # `part` holds positions in `share_texts`
+
     names = ("texts", "tokens", "slots")
     sums = torch.tensor([counts[name] for name in names])
     if world > 1:
         torch.distributed.all_reduce(sums)
         if rank == 0 and (num_lost := len(cache.missing(keys[missing]))):
-            what = "of other ranks are not visible here: all machines must share this folder"
-            say(f"warning: {cache.folder}: {num_lost:,} vectors {what}")
+            say(
+                f"warning: {cache.folder}: {num_lost:,} vectors of other ranks are not visible "
+                "here: all machines must share this folder"
+            )
     return Counter(dict(zip(names, sums.tolist(), strict=True)))

@@ -74,7 +74,7 @@ class Filter(Stage):
     )
     judged_positives: Literal["drop", "keep"] = Field(
         default="drop",
-        description="drop or keep a query's own positives; a reranker's lists need them for their ranks",
+        description="drop a query's own positives, or keep them for a reranker's lists with ranks",
     )
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: RANKINGS kept, DROPPED")

@@ -16,11 +16,11 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.near_duplicates import (
-    MAX_NAMES,
+    MAX_NAMES_DESCRIPTION,
     MaxNames,
     Positions,
     jaccard,
-    numbered,
+    number_values,
     read_clusters,
     trigram_sets,
 )
@@ -70,7 +70,7 @@ class FilterPool:
     @cached_property
     def name_numbers(self) -> Positions:
         """A number per skill, equal for equal `name_key`; -1 for a name without letter or digit."""
-        return numbered(name_key(skill.name) for skill in self.skills)
+        return number_values(name_key(skill.name) for skill in self.skills)
 
     @cached_property
     def chunks(self) -> ChunkVectors:
@@ -163,7 +163,7 @@ class JaccardLayer(FilterLayer):
     above: float = Field(
         default=0.6, ge=0, le=1, description="drop above this Jaccard index of body trigrams"
     )
-    max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES} (SkillRouter)")
+    max_names: MaxNames = Field(default=5, description=f"{MAX_NAMES_DESCRIPTION} (SkillRouter)")
     reason = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
@@ -228,8 +228,8 @@ class CeilingLayer(FilterLayer):
 
     The value is the candidate's score. NV-Retriever (Moreira et al. 2024) calls the relative margin
     TopK-PercPos (its 95% is a `relative_margin` of .05) and the absolute one TopK-MarginPos. Both
-    margins work as in `mine_hard_negatives` of sentence-transformers. Of several gold skills the one
-    with the lowest score is compared, because every gold skill of a list is a positive.
+    margins work as in `mine_hard_negatives` of sentence-transformers. Of several gold skills
+    the one with the lowest score is compared, because each gold skill of a list is a positive.
 
     The layer is as good as the scores. Of 50 dropped pairs read by a person, 1 candidate answered
     the query with an untrained MiniLM and 7 with the same model after training. The others were

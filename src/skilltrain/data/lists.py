@@ -160,7 +160,7 @@ class Lists(Stage):
 
 
 class Candidate(NamedTuple):
-    """A skill of a list; `rank` counts from 1 within `source`, and is 0 for an unranked gold skill."""
+    """A skill of a list. `rank` counts from 1 within `source`; 0 is an unranked gold skill."""
 
     skill_id: str
     source: str

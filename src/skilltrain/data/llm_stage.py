@@ -1,7 +1,7 @@
-"""What stages that ask a chat model share: prompts (prompts.yaml), seeds and attempts.
+"""Shared code of stages that ask a chat model: prompts (prompts.yaml), seeds and attempts.
 
-Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the prompts
-for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
+Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the
+prompts for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
 joins these; `ask` returns the values and the rows of DROPPED.
 """
 
@@ -31,19 +31,20 @@ from skilltrain.texts import clean_text, one_line
 PROMPTS: Final[dict[str, Any]] = yaml.safe_load(
     (files("skilltrain.data") / "prompts.yaml").read_text(encoding="utf-8")
 )
+# Two plug-ins of the kind `prompt`, which the registry loads by these names
 STYLES: Final = PROMPTS["styles"]
 SKILLROUTER: Final = PROMPTS["skillrouter"]
 ATTEMPTS = 3  # answers asked for before an item is dropped
-TOKENS_PER_WORD = 1.5  # of an answer, in the mean of English (1.3) and languages that take more
+TOKENS_PER_WORD = 1.5  # of answers on average; English takes 1.3, other languages more
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 
 Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
-"""A text in an answer that shall stand on one line."""
+"""A text in an answer, cleaned and put on one line."""
 
 
 def load_prompt(name: str | Path) -> Mapping[str, Any]:
-    """Return a prompt with the keys `system` and `user`: that of a plug-in, or that of a YAML file."""
+    """Return a prompt with the keys `system` and `user`, from a plug-in or a YAML file."""
     texts = load_recipe(name) if isinstance(name, Path) else load_plugin("prompt", name)
     if not {"system", "user"} <= texts.keys():
         raise SkilltrainError("invalid-recipe", "a prompt has the keys system and user", where=name)
@@ -52,19 +53,18 @@ def load_prompt(name: str | Path) -> Mapping[str, Any]:
 
 @cache
 def _template(text: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined
-    )  # what is filled in is text, never a template
-    environment.filters["named"] = language_named
+    # Untrusted texts are values of a template, and Jinja2 never renders a value as a template.
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.filters["named"] = language_phrase
     return environment.from_string(text)
 
 
-def prompt(texts: Mapping[str, Any], untrusted: str, **values: object) -> tuple[str, str]:
+def render_prompt(texts: Mapping[str, Any], untrusted: str, **values: object) -> tuple[str, str]:
     """Render the system and the user message of a prompt.
 
     Args:
         texts: The prompt (see `load_prompt`), or one of PROMPTS.
-        untrusted: Texts of strangers; the template's `fenced` puts them between two marked lines.
+        untrusted: Texts of strangers. The template gets them as `fenced`, between two marked lines.
         values: All other values of the template.
     """
     values["fenced"] = fenced(untrusted)
@@ -80,7 +80,7 @@ def questions_of(
     answer_tokens: int,
     description: str,
 ) -> Questions[ItemT, ValueT]:
-    """Return the questions of a stage (see `Questions`). Every item and attempt has its own seed."""
+    """Return the questions of a stage (see `Questions`). Each item and attempt has its own seed."""
 
     def seed_of(item: ItemT, attempt: int) -> int:
         number = stable_number(seed, item.query_id, item.skill_id, attempt)
@@ -90,23 +90,27 @@ def questions_of(
 
 
 def ask(questions: Questions[ItemT, ValueT]) -> Outcome[ItemT, ValueT]:
-    """Say what the questions will cost, then ask them."""
+    """Print the estimated cost of the questions, then ask them."""
     estimate_cost(questions)
     return ask_all(questions)
 
 
 def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
-    """The skills of a pool that its safety screening has not flagged, and the rows of DROPPED of the others."""
-    skills, flags = read_skills(pool), flags_to_leave_out(pool)
-    why = "the safety screening flagged the skill"
-    dropped = [
-        Dropped("", skill.skill_id, "flagged", why) for skill in skills if skill.skill_id in flags
-    ]
+    """Return the skills of a pool without safety flags, and rows of DROPPED for flagged ones."""
+    skills = read_skills(pool)
+    flags = flags_to_leave_out(pool)
+    reason = "the safety screening flagged the skill"
+    flagged_ids = [skill.skill_id for skill in skills if skill.skill_id in flags]
+    dropped = [Dropped("", skill_id, "flagged", reason) for skill_id in flagged_ids]
     return [skill for skill in skills if skill.skill_id not in flags], dropped
 
 
-def language_named(lang: str | None, text: str) -> str:
-    """A skill's language outside the fence: only a code is believed, for all else it is `the language of {text}`."""
+def language_phrase(lang: str | None, text: str) -> str:
+    """Return how a prompt names the language of a skill.
+
+    The field `lang` is untrusted, so only a language code is used. Otherwise the phrase is
+    "the language of {text}".
+    """
     if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"
     return _LANGUAGES.get(lang, f"the language with the code {lang}")

@@ -1,4 +1,4 @@
-"""Stage `mine`: candidates for a query's hard negatives, from four sources (SkillRouter, section 4.2)."""
+"""Stage `mine`: candidates for hard negatives, from four sources (SkillRouter, section 4.2)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from skilltrain.terminal import say, track
 
 
 def _known_source(name: str) -> str:
+    """Return the name. Raises an error if there is no such source."""
     chosen_plugin("source", name)
     return name
 
@@ -57,25 +58,29 @@ class Mine(Stage):
     )
     lexical_among: Literal["pool", "semantic"] = Field(
         default="pool",
-        description="BM25 ranks the whole pool, or a query's semantic candidates alone, as SkillRouter",
+        description="BM25 ranks the pool, or only the query's semantic candidates (SkillRouter)",
     )
     num_taxonomy: int = Field(
-        default=8, ge=0, description="candidates of a positive's category; more than are used"
+        default=8,
+        ge=0,
+        description="candidates of a positive's category, some in reserve for the filter",
     )
     num_random: int = Field(
-        default=4, ge=0, description="candidates of other categories; more than are used"
+        default=4,
+        ge=0,
+        description="candidates of other categories, some in reserve for the filter",
     )
     seed: Seed = Field(default=0, description="seed of the taxonomy and random draws")
     out: Path = Field(description="folder to write: RANKINGS of all sources, DROPPED queries")
 
     @model_validator(mode="after")
-    def _has_what_bm25_orders(self) -> "Mine":
+    def _check_lexical_among(self) -> "Mine":
         if self.lexical_among == "semantic" and not {"semantic", "lexical"} <= {*self.sources}:
             raise ValueError("lexical_among: semantic needs both semantic and lexical in 'sources'")
         return self
 
     def limits(self) -> dict[str, int]:
-        """Return the number of candidates per query by source in use, built-in sources first."""
+        """Return the most candidates per query, by source in use, built-in sources first."""
         limits = {"taxonomy": self.num_taxonomy, "random": self.num_random}
         names = dict.fromkeys((*plugin_paths("source"), *self.sources))
         return {name: limits.get(name, self.depth) for name in names if name in self.sources}
@@ -83,67 +88,83 @@ class Mine(Stage):
     def run(self, out: Path) -> Summary:
         """Write RANKINGS (one stage per source, with its own ranks and scores) and DROPPED.
 
-        Scores are cosines, for `lexical` BM25 scores. A query's judged positives are never candidates.
-        A query without a positive in the pool is dropped: neither filter nor lists can use it.
+        Scores are cosines; those of `lexical` are BM25 scores. A query's judged positives are never
+        candidates. A query without a positive in the pool is dropped, because the stages filter and
+        lists cannot use it.
         """
         skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
         if not skills:
             raise SkilltrainError("empty-pool", "the pool holds no skill to mine", where=self.pool)
-        position = {skill.skill_id: place for place, skill in enumerate(skills)}
-        asked, lost = list[tuple[Query, Positions]](), list[Dropped]()
-        for query, judged in select_judged(self.queries, self.split):
-            golds = positives_of(judged)
-            if known := [position[skill_id] for skill_id in golds if skill_id in position]:
-                asked.append((query, np.array(known, dtype=np.int64)))
+        positions = {skill.skill_id: position for position, skill in enumerate(skills)}
+
+        queries: list[Query] = []
+        positives: list[Positions] = []
+        dropped: list[Dropped] = []
+        for query, verdicts in select_judged(self.queries, self.split):
+            positive_ids = positives_of(verdicts)
+            in_pool = [positions[skill_id] for skill_id in positive_ids if skill_id in positions]
+            if in_pool:
+                queries.append(query)
+                positives.append(np.array(in_pool, dtype=np.int64))
                 continue
-            why = (
-                f"none of its {len(golds)} positive skill(s) is in the pool"
-                if golds
-                else "it has no positive skill"
-            )
-            lost.append(Dropped(query.query_id, min(golds, default=""), "no_positive", why))
-        if not asked:
+            reason = "it has no positive skill"
+            if positive_ids:
+                reason = f"none of its {len(positive_ids)} positive skill(s) is in the pool"
+            first_id = min(positive_ids, default="")
+            dropped.append(Dropped(query.query_id, first_id, "no_positive", reason))
+        if not queries:
             what = f"no query of {self.queries} has a positive in the pool"
-            raise SkilltrainError("wrong-pool", what, where=self.pool, fix="give the queries' pool")
-        ranked = mine(self, skills, asked)
-        write_table(
-            _table(ranked, [query.query_id for query, _ in asked], list(position)), RANKINGS, out
-        )
-        write_table(lost, DROPPED, out)
-        counts = dict.fromkeys((*plugin_paths("source"), *ranked[0]), 0)
-        for candidates in ranked:
-            for source, (positions, _) in candidates.items():
-                counts[source] += len(positions)
-        for source, limit in self.limits().items():
-            if limit and not counts[source]:
-                fix = (
-                    "; give the pool categories: skilltrain pool categories=taxonomy"
-                    if source == "taxonomy"
-                    else ""
-                )
-                say(f"warning: no query has a {source} candidate{fix}")
+            fix = "give the pool that the queries were made for"
+            raise SkilltrainError("wrong-pool", what, where=self.pool, fix=fix)
+
+        candidates = mine_candidates(self, skills, queries, positives)
+        query_ids = [query.query_id for query in queries]
+        write_table(_as_rankings(candidates, query_ids, list(positions)), RANKINGS, out)
+        write_table(dropped, DROPPED, out)
         return {
-            "num_queries": len(asked),
-            "num_queries_dropped": len(lost),
+            "num_queries": len(queries),
+            "num_queries_dropped": len(dropped),
             "num_skills": len(skills),
-            "num_candidates": counts,
+            "num_candidates": self._count_by_source(candidates),
         }
 
+    def _count_by_source(self, candidates: Sequence[Mapping[str, Ranked]]) -> dict[str, int]:
+        """Count the candidates, and warn of each source in use without any.
 
-def mine(
-    config: Mine, skills: Sequence[Skill], asked: Sequence[tuple[Query, Positions]]
+        Built-in sources that are not in use count 0.
+        """
+        counts = dict.fromkeys(plugin_paths("source"), 0)
+        for source, limit in self.limits().items():
+            counts[source] = sum(len(of_query[source][0]) for of_query in candidates)
+            if limit and not counts[source]:
+                hint = ""
+                if source == "taxonomy":
+                    hint = "; give the pool categories: skilltrain pool categories=taxonomy"
+                say(f"warning: no query has a {source} candidate{hint}")
+        return counts
+
+
+def mine_candidates(
+    config: Mine,
+    skills: Sequence[Skill],
+    queries: Sequence[Query],
+    positives: Sequence[Positions],
 ) -> list[dict[str, Ranked]]:
-    """Return each query's candidates by source. They do not depend on the other queries.
+    """Return the candidates of each query by source.
+
+    A query's candidates do not depend on the other queries.
 
     Args:
-        asked: Each query with its positives.
+        config: Settings of the stage.
+        skills: The pool.
+        queries: Queries to mine for.
+        positives: Positions in the pool of each query's positives.
     """
-    queries = [query for query, _ in asked]
     encoder = open_encoder(config.encoder)
     mining = Mining(
         skills,
         queries,
-        [positives for _, positives in asked],
+        positives,
         encoder.encode_queries([query.text for query in queries]),
         encoder.encode_chunks(skills),
         config.depth,
@@ -153,28 +174,31 @@ def mine(
     del encoder  # frees its memory
     limits = config.limits()
     sources = {name: load_plugin("source", name)() for name in limits}
-    ranked: list[dict[str, Ranked]] = []
+    candidates: list[dict[str, Ranked]] = []
     for row in track(range(len(queries)), "mining candidates", len(queries)):
-        ranked.append(
+        candidates.append(
             {name: source.find(mining, row, limits[name]) for name, source in sources.items()}
         )
-    return ranked
+    return candidates
 
 
-def _table(
-    ranked: Sequence[Mapping[str, Ranked]], query_ids: list[str], skill_ids: list[str]
+def _as_rankings(
+    candidates: Sequence[Mapping[str, Ranked]], query_ids: list[str], skill_ids: list[str]
 ) -> pa.Table:
-    """RANKINGS of all queries, query by query and source by source."""
-    sources = list(ranked[0])
-    found = [candidates[source] for candidates in ranked for source in sources]
-    counts = np.array([len(positions) for positions, _ in found])
-    pairs = np.repeat(np.arange(len(counts)), counts)  # of a query and a source
-    ranks = np.arange(len(pairs)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    """Return the RANKINGS of all queries, query by query and source by source."""
+    sources = list(candidates[0])
+    # One (positions, scores) for each query and source; `group` is its index for each candidate.
+    groups = [of_query[source] for of_query in candidates for source in sources]
+    counts = np.array([len(positions) for positions, _ in groups])
+    group = np.repeat(np.arange(len(groups)), counts)
+    starts = np.cumsum(counts) - counts
+    ranks = np.arange(len(group)) - starts[group] + 1  # 1, 2, ... within each group
+    positions = np.concatenate([positions for positions, _ in groups])
     columns = [
-        pa.array(query_ids).take(pa.array(pairs // len(sources))),
-        pa.array(skill_ids).take(pa.array(np.concatenate([positions for positions, _ in found]))),
+        pa.array(query_ids).take(pa.array(group // len(sources))),
+        pa.array(skill_ids).take(pa.array(positions)),
         pa.array(ranks, pa.int32()),
-        pa.array(np.concatenate([scores for _, scores in found]), pa.float64()),
-        pa.array(sources).take(pa.array(pairs % len(sources))),
+        pa.array(np.concatenate([scores for _, scores in groups]), pa.float64()),
+        pa.array(sources).take(pa.array(group % len(sources))),
     ]
     return pa.Table.from_arrays(columns, schema=RANKINGS.schema)

@@ -1,4 +1,4 @@
-"""Stage `clusters`: which skills of a pool are copies of one another, by the word trigrams of their bodies."""
+"""Stage `clusters`: finds near-duplicate skills of a pool by the word trigrams of their bodies."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,12 +29,14 @@ MAX_PERMUTATIONS = 100
 MIN_RECALL = 0.99
 SAME_NAME_OVERLAP = 0.3  # Jaccard index from which a skill of the same name is a copy
 _BLOCK = 512  # bodies or skills that a worker reads at once
+# Odd constants: multiplying by one modulo 2^64 loses no bit.
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
-_ALONE = WorkersConfig(num=1)
+_ONE_WORKER = WorkersConfig(num=1)
 
 MaxNames = Annotated[int | None, Field(ge=1)]
-MAX_NAMES = (
-    "trigrams under more skill names than this are a template's, and left out; null: none are"
+MAX_NAMES_DESCRIPTION = (
+    "trigrams under more skill names than this belong to a template and are left out; "
+    "null: none is left out"
 )
 Trigrams = UInt64[np.ndarray, " trigram"]
 Positions = Int64[np.ndarray, " position"]
@@ -42,69 +44,81 @@ Positions = Int64[np.ndarray, " position"]
 
 @cache
 def _word_hash(word: str) -> int:
-    """64 bits, the same in every process."""
+    """Return a 64-bit hash that is the same in every process."""
     return int.from_bytes(
         blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little"
     )
 
 
 def word_trigrams(text: str) -> Trigrams:
-    """The sorted distinct word trigrams of `text`, as 64-bit hashes; a text of one or two words is one "trigram".
+    """Return the sorted distinct word trigrams of `text` as 64-bit hashes.
 
-    SkillRouter (section 4.2) says "trigram" and not of what. Words, because all long texts of a language share its few
-    character trigrams (two unrelated bodies of 10,000 characters a third), and because words survive another layout.
+    A text of one or two words is one "trigram". SkillRouter (section 4.2) does not say whether its
+    trigrams are of words or characters. All long texts of one language share their few character
+    trigrams: a third of them in two unrelated bodies of 10,000 characters. Words also stay the same
+    when the layout changes.
     """
     words = words_of(text)
     numbers = np.fromiter(map(_word_hash, words), dtype=np.uint64, count=len(words))
     width = min(3, len(numbers))
     if not width:
         return numbers
-    mixed = np.zeros(len(numbers) - width + 1, dtype=np.uint64)
+    # Hash all trigrams at once: one array operation per word, not one hash per trigram.
+    hashes = np.zeros(len(numbers) - width + 1, dtype=np.uint64)
     for offset in range(width):
-        # Multiplying by odd constants modulo 2^64 tells the order of the words apart; the shift spreads high bits.
-        part = (numbers[offset : offset + len(mixed)] + np.uint64(offset)) * _MIX[offset]
-        mixed = (mixed ^ (part ^ (part >> np.uint64(29)))) * _MIX[0]
-    return _distinct(np.sort(mixed))
+        # Each place has its own constant, so the order of the words counts. The shift spreads the
+        # high bits; the last product makes one word's bits depend on those of the words before.
+        part = (numbers[offset : offset + len(hashes)] + np.uint64(offset)) * _MIX[offset]
+        hashes = (hashes ^ (part ^ (part >> np.uint64(29)))) * _MIX[0]
+    return _distinct(np.sort(hashes))
 
 
 def _distinct(ordered: np.ndarray) -> np.ndarray:
-    """The distinct values of a sorted array; on millions of integers many times faster than numpy's `unique`."""
+    """Return the distinct values of a sorted array, much faster than `np.unique` for millions."""
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
 
 
 def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
-    """Return the positions of values that occur more than `times` times, and a number per value."""
-    order = np.argsort(values, kind="stable")  # the fastest: sets are sorted already
+    """Find the values that occur more than `times` times.
+
+    Returns:
+        Their positions, equal values together; and for each position a number of its value, from 0.
+    """
+    order = np.argsort(values, kind="stable")  # the fastest for sets that are sorted already
     ordered = values[order]
-    counts = np.diff(np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])))
+    is_boundary = np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])
+    counts = np.diff(np.flatnonzero(is_boundary))  # occurrences of each distinct value
     is_repeated = counts > times
     positions = order[np.flatnonzero(np.repeat(is_repeated, counts))]
     return positions, np.repeat(np.arange(np.count_nonzero(is_repeated)), counts[is_repeated])
 
 
 def jaccard(left: Trigrams, right: Trigrams) -> float:
-    """Return the shared trigrams over all trigrams of two sets; 0 if one is empty."""
+    """Return the Jaccard index of two sets, 0 if one is empty."""
     both = np.sort(np.concatenate([left, right]))
     num_shared = int(np.count_nonzero(both[1:] == both[:-1]))
     return num_shared / (len(both) - num_shared) if num_shared else 0.0
 
 
-def numbered(values: Iterable[str]) -> Positions:
-    """Return a number for each value: the same for equal values, -1 for an empty one."""
+def number_values(values: Iterable[str]) -> Positions:
+    """Return a number from 1 for each value, the same for equal values; -1 for an empty one."""
     numbers = {"": -1}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TrigramSets:
-    """The trigram sets of a pool, one after the other in one array."""
+    """The trigram sets of a pool, one after the other in one array.
+
+    Set i is `trigrams[starts[i] : starts[i + 1]]`.
+    """
 
     trigrams: Trigrams
     starts: Int64[np.ndarray, " boundary"]
 
     @classmethod
     def of(cls, bodies: Sequence[str], workers: WorkersConfig) -> "TrigramSets":
-        """Return the sets of `bodies`, read by `workers`."""
+        """Return the trigram sets of `bodies`, computed by `workers`."""
         blocks = [bodies[start : start + _BLOCK] for start in range(0, len(bodies), _BLOCK)]
         sizes = [np.zeros(1, dtype=np.int64)]
         trigrams = [np.zeros(0, dtype=np.uint64)]
@@ -128,32 +142,35 @@ class TrigramSets:
         return np.diff(self.starts)
 
     def without_templates(self, names: Positions, max_names: int) -> "TrigramSets":
-        """Return these sets without the trigrams of more than `max_names` different names.
+        """Return these sets without trigrams that occur under more than `max_names` names.
 
-        Many skills are filled into one template ("Automate … tasks via Rube MCP"): they share most
-        of their trigrams and not their function. Copies of one skill share as much, but under one
-        name or few. So a trigram is counted by the distinct names of the skills that have it.
+        Many skills are made from one template ("Automate … tasks via Rube MCP"): they share most
+        of their trigrams but not their function. Copies of one skill share as many, but have one
+        name or few. So the distinct names of the skills with a trigram are counted.
 
         Args:
             names: A number for the name of each skill, -1 for a skill without one.
-            max_names: A trigram of more names than this is removed.
+            max_names: Trigrams under more names than this are removed.
         """
         # Only a trigram of many skills can have many names.
         positions, numbers = _find_repeated(self.trigrams, max_names)
         if not len(positions):
             return self
-        owners = np.repeat(names, self.sizes)[positions] + 1
+
+        # Count the distinct pairs of trigram and name. Names start at -1, so that 1 is added.
+        owner_names = np.repeat(names, self.sizes)[positions] + 1
         num_names = names.max() + 2
-        pairs = np.sort(numbers * num_names + owners, kind="stable")
+        pairs = np.sort(numbers * num_names + owner_names, kind="stable")
         is_template = np.bincount(_distinct(pairs) // num_names) > max_names
+
         is_removed = np.zeros(len(self.trigrams), dtype=bool)
         is_removed[positions] = is_template[numbers]
-        starts = self.starts - np.searchsorted(np.flatnonzero(is_removed), self.starts)
-        return TrigramSets(self.trigrams[~is_removed], starts)
+        num_removed_before = np.searchsorted(np.flatnonzero(is_removed), self.starts)
+        return TrigramSets(self.trigrams[~is_removed], self.starts - num_removed_before)
 
 
 def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
-    """Return the sizes and the trigrams of some bodies."""
+    """Return the sizes of the trigram sets of `bodies`, and the sets one after the other."""
     sets = [word_trigrams(body) for body in bodies]
     sizes = np.array([len(trigrams) for trigrams in sets], dtype=np.int64)
     return sizes, np.concatenate(sets)
@@ -162,11 +179,13 @@ def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
 def trigram_sets(
     skills: Sequence[Skill], max_names: int | None, workers: WorkersConfig
 ) -> TrigramSets:
-    """The sets of the skills' bodies, without the trigrams of templates unless `max_names` is None."""
+    """Return the sets of the skills' bodies, without templates if `max_names` is set."""
     sets = TrigramSets.of([skill.body for skill in skills], workers)
     if max_names is None:
         return sets
-    return sets.without_templates(numbered(name_key(skill.name) for skill in skills), max_names)
+    return sets.without_templates(
+        number_values(name_key(skill.name) for skill in skills), max_names
+    )
 
 
 class Clusters(Stage):
@@ -180,12 +199,16 @@ class Clusters(Stage):
     threshold: float = Field(
         default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links skills"
     )
-    max_names: MaxNames = Field(default=5, description=MAX_NAMES)
+    max_names: MaxNames = Field(default=5, description=MAX_NAMES_DESCRIPTION)
     workers: WorkersConfig = Field(default=WorkersConfig(), description="who computes")
     out: Path = Field(description="folder to write: CLUSTERS, one row per skill")
 
     def run(self, out: Path) -> Summary:
-        """Write CLUSTERS; return counts of clusters of two and more, the largest by their first id."""
+        """Write CLUSTERS and return counts.
+
+        The counts are of clusters of at least two skills: their number, their skills, and the
+        sizes of the five largest clusters by their first skill id.
+        """
         skills = read_skills(self.pool)
         clusters = near_duplicate_clusters(skills, self.threshold, self.max_names, self.workers)
         rows = [
@@ -193,12 +216,13 @@ class Clusters(Stage):
         ]
         write_table(rows, CLUSTERS, out)
         sizes = Counter(clusters.values())
+        # The first id of a cluster comes last here, and replaces the others.
         first_ids = {cluster: skill_id for skill_id, cluster in reversed(clusters.items())}
-        copies = [size for size in sizes.values() if size > 1]
+        shared_sizes = [size for size in sizes.values() if size > 1]
         return {
             "num_skills": len(skills),
-            "num_clusters": len(copies),
-            "num_skills_in_clusters": sum(copies),
+            "num_clusters": len(shared_sizes),
+            "num_skills_in_clusters": sum(shared_sizes),
             "largest": {
                 first_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1
             },
@@ -206,7 +230,7 @@ class Clusters(Stage):
 
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
-    """Read a CLUSTERS table as skill_id → cluster.
+    """Read a CLUSTERS table: the number of the cluster by skill id.
 
     Raises:
         SkilltrainError: One of `skill_ids` is in no cluster.
@@ -225,37 +249,40 @@ def copies_of(
 ) -> dict[str, list[str]]:
     """Return the other skills of a pool that do the same job, for those `skill_ids` that have any.
 
-    Two skills are copies if they are in one cluster, or if they have one name (`name_key`) and the
-    Jaccard index of their plain body trigrams is at least .3: later versions and translations share
-    a skill's name, its commands and less than .6 of its words.
+    Two skills are copies if they are in one cluster, or if they have the same `name_key` and the
+    Jaccard index of their plain body trigrams is at least .3. Later versions and translations share
+    a skill's name and commands but less than .6 of its trigrams.
 
     Raises:
         SkilltrainError: A skill is in no cluster of the table `clusters`.
     """
     known_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
     cluster_of = read_clusters(clusters, known_ids)
-    names = {skill_id: name_key(skill.name) for skill_id, skill in skills.items()}
-    members: defaultdict[int | str, list[str]] = defaultdict(list)  # cluster or name → its skills
-    for skill_id, name in names.items():
-        members[name].append(skill_id)
-        members[cluster_of.get(skill_id, -1)].append(skill_id)
+    ids_by_cluster: defaultdict[int | None, list[str]] = defaultdict(list)
+    ids_by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for skill_id, skill in skills.items():
+        ids_by_cluster[cluster_of.get(skill_id)].append(skill_id)
+        ids_by_name[name_key(skill.name)].append(skill_id)
+
     trigrams = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
-    copies: dict[str, list[str]] = {}
+    copies_by_id: dict[str, list[str]] = {}
     for skill_id in known_ids:
-        others = {*members[cluster_of[skill_id]]}
-        for other_id in members[names[skill_id]] if names[skill_id] else ():
-            if jaccard(trigrams(skill_id), trigrams(other_id)) >= SAME_NAME_OVERLAP:
-                others.add(other_id)
-        if others := others - {skill_id}:
-            copies[skill_id] = sorted(others)
-    return copies
+        copies = set(ids_by_cluster[cluster_of[skill_id]])
+        name = name_key(skills[skill_id].name)
+        for other_id in ids_by_name[name]:
+            if name and jaccard(trigrams(skill_id), trigrams(other_id)) >= SAME_NAME_OVERLAP:
+                copies.add(other_id)
+        copies.discard(skill_id)
+        if copies:
+            copies_by_id[skill_id] = sorted(copies)
+    return copies_by_id
 
 
 def near_duplicate_clusters(
     skills: Sequence[Skill],
     threshold: float,
     max_names: int | None = None,
-    workers: WorkersConfig = _ALONE,
+    workers: WorkersConfig = _ONE_WORKER,
 ) -> dict[str, int]:
     """Return the cluster of each skill, in order of id.
 
@@ -263,17 +290,21 @@ def near_duplicate_clusters(
     `threshold` links them. Clusters are numbered in the order of their lowest skill_id.
     """
     sets = trigram_sets(skills, max_names, workers)
-    roots = link_near_duplicates(sets, threshold, workers)
-    numbers: dict[int, int] = {}
-    pairs = sorted((skill.skill_id, root) for skill, root in zip(skills, roots, strict=True))
-    return {skill_id: numbers.setdefault(root, len(numbers)) for skill_id, root in pairs}
+    lowest_positions = link_near_duplicates(sets, threshold, workers)
+    skill_ids = [skill.skill_id for skill in skills]
+    numbers: dict[int, int] = {}  # cluster number by the lowest position in the cluster
+    clusters: dict[str, int] = {}
+    for skill_id, lowest in sorted(zip(skill_ids, lowest_positions, strict=True)):
+        clusters[skill_id] = numbers.setdefault(lowest, len(numbers))
+    return clusters
 
 
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
-    """Return the lowest position in the cluster of each skill.
+    """Return for each skill the lowest position in its cluster.
 
-    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, more above
-    it; exact Jaccard confirms them. Pairs that are already linked are not compared.
+    MinHash (Broder 1997) and banding propose at least 99% of the pairs at the threshold, and more
+    above it. The exact Jaccard index confirms them. Pairs that are linked already are not
+    compared.
     """
     from datasketch import MinHashLSH
     from scipy.cluster.hierarchy import DisjointSet
@@ -296,26 +327,28 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
             if jaccard(sets[position], sets[other]) >= threshold:
                 linked.merge(position, other)
         lsh.insert(position, sketch)
+    # The first position that is met in a cluster is its lowest.
     lowest: dict[int, int] = {}
     return [lowest.setdefault(linked[position], position) for position in range(len(sets))]
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:
-    """The LSH layout with the fewest false proposals that still finds 99% of the pairs at `threshold`.
+    """Return the LSH layout with the fewest false proposals that finds 99% of pairs at `threshold`.
 
-    A pair of Jaccard s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive
-    Datasets, section 3.4.2); more rows propose fewer pairs, and then more bands are needed.
+    A pair with Jaccard index s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et
+    al., Mining of Massive Datasets, section 3.4.2). More rows propose fewer pairs, and need more
+    bands.
     """
     for rows in range(MAX_PERMUTATIONS // 2, 1, -1):
-        missed = np.log1p(-(threshold**rows)) if threshold < 1 else -np.inf
-        bands = max(2, int(np.ceil(np.log(1 - MIN_RECALL) / missed)))
+        log_missed_by_band = np.log1p(-(threshold**rows)) if threshold < 1 else -np.inf
+        bands = max(2, int(np.ceil(np.log(1 - MIN_RECALL) / log_missed_by_band)))
         if bands * rows <= MAX_PERMUTATIONS:
             return bands, rows
     return MAX_PERMUTATIONS, 1
 
 
 def _sketch_block(num_permutations: int, sets: Sequence[Trigrams]) -> list["LeanMinHash"]:
-    """The MinHash sketch of each set. Trigrams are hashes already: their upper halves go in as they are."""
+    """Return the MinHash sketch of each set. The upper 32 bits of trigrams serve as its hashes."""
     from datasketch import LeanMinHash, MinHash
 
     empty = MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")

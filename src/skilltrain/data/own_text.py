@@ -1,7 +1,8 @@
-"""Queries from a skill's own text, without any model: a passage becomes a query, and the skill is left without it.
+"""Queries from a skill's own text, without a model.
 
-Self-supervised pairs, after the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv 1906.00300), of the
-description, quoted requests, "when to use" lines, headings and sentences. The skill's name is taken out of the query.
+A passage becomes a query and is removed from the skill, as in the inverse cloze task (Lee, Chang
+and Toutanova 2019, arXiv 1906.00300). Passages are the description, quoted requests, "when to use"
+lines, headings and sentences. The skill's name is removed from the query.
 """
 
 import random
@@ -15,111 +16,135 @@ from skilltrain.data.sampling import stable_number
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 
-MIN_WORDS, MAX_WORDS = 4, 60
+MIN_WORDS = 4
+MAX_WORDS = 60
 Kind = Literal["description", "quote", "use", "heading", "sentence"]
 
-_BODY_CHARS = 20_000
+_BODY_CHARS = 20_000  # the rest of a longer body is not read
+# A Markdown code block, up to the end of the body if it is not closed
 _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
-_LINE = re.compile(r"(#{1,6}|[-*+•]|\d+[.)、]|>)?\s*(.*)")  # (mark, text)
+# The mark of a heading, list item or quotation, and the text after it
+_LINE = re.compile(r"(#{1,6}|[-*+•]|\d+[.)、]|>)?\s*(.*)")
 _QUOTED = re.compile('["“「]([^"“”「」\n]{8,200})["”」]')
 _MARKUP = (
-    (re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"[*`|]|<[^>]+>|(?<!\w)_|_(?!\w)"), ""),
+    (re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), r"\1"),  # a link or image becomes its text
+    (re.compile(r"[*`|]|<[^>]+>|(?<!\w)_|_(?!\w)"), ""),  # emphasis, tables, HTML tags
+    # "Step 2:", "3.1 - "
     (re.compile(r"^(?:(?:step|phase|part)\s*)?\d+(?:\.\d+)*\s*[:.)、-]\s*", re.I), ""),
 )
-_UNFIT = re.compile(r"[{}<>=$@\\]|\w\(|://|\w/\w+/|--\w|\.\w+\(")  # signs of code
+_CODE_SIGN = re.compile(r"[{}<>=$@\\]|\w\(|://|\w/\w+/|--\w|\.\w+\(")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])")
-_USE = re.compile(
+# Headings of sections that say when to use the skill
+_WHEN_TO_USE = re.compile(
     r"when (?:to|should)|use (?:this|when|cases?)|trigger|使用场景|适用|何时|什么时候|触发", re.I
 )
-_ASIDE = re.compile(
-    r"\bnot\b|n['’]t\b|avoid|instead|install|setup|prerequisite|require|config|troubleshoot|error|licen[sc]e|reference"
-    r"|api key|不|安装|配置|设置|要求|错误|参考|许可",
+# Headings of sections that are skipped: they do not say what the skill is for
+_SKIPPED_HEADING = re.compile(
+    r"\bnot\b|n['’]t\b|avoid|instead|install|setup|prerequisite|require|config|troubleshoot"
+    r"|error|licen[sc]e|reference|api key|不|安装|配置|设置|要求|错误|参考|许可",
     re.I,
 )
-# What a line says about the user before it says what the user wants.
+# The start of a line that speaks about the user: "Use this skill when the user wants to"
 _LEAD = re.compile(
     r"^(?:use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+|when(?:ever)?\s+|if\s+)?"
     r"(?:(?:the |a )?users? (?:wants?|needs?|asks?|requests?)|you (?:want|need))(?: you| help)?"
-    r"(?: to| for| with| about)?\s|^use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+|^when(?:ever)?\s+"
+    r"(?: to| for| with| about)?\s"
+    r"|^use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+"
+    r"|^when(?:ever)?\s+"
     r"|^(?:当|如果)?(?:用户|你)(?:想要?|需要|要求|希望|询问)?",
     re.I,
 )
 
 
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
-    """(at most `count` queries, the skill without their passages); each kind gives one before any gives a second.
+    """Make queries from passages of a skill.
 
-    In half of the skills quotes and "when to use" lines come first, so that not every skill loses its description.
+    Each kind of passage gives one query before any kind gives a second. In half of the skills
+    quotes and "when to use" lines come first, so that not every skill loses its description.
+
+    Returns:
+        At most `count` queries, and the skill without their passages.
     """
-    chance = random.Random(stable_number(seed, "passages", skill.skill_id))
-    first: list[Kind] = (
-        ["description", "quote", "use"]
-        if chance.random() < 0.5
-        else ["quote", "use", "description"]
-    )
-    by_kind: dict[Kind, list[str]] = {kind: [] for kind in (*first, "heading", "sentence")}
+    rng = random.Random(stable_number(seed, "passages", skill.skill_id))
+    kinds: list[Kind] = ["quote", "use", "description"]
+    if rng.random() < 0.5:
+        kinds = ["description", "quote", "use"]
+    passages_by_kind: dict[Kind, list[str]] = {kind: [] for kind in (*kinds, "heading", "sentence")}
     for kind, text in _passages(skill):
-        by_kind[kind].append(text)
-    for found in by_kind.values():
-        chance.shuffle(found)
-    queries: dict[str, str] = {}
+        passages_by_kind[kind].append(text)
+    for passages in passages_by_kind.values():
+        rng.shuffle(passages)
+
+    queries: dict[str, str] = {}  # by casefolded text, so that no two are equal
     rest = skill
-    while len(queries) < count and any(by_kind.values()):
-        for kind, found in by_kind.items():
-            query, used = _first_usable(kind, found, skill.name)
-            if used and query.casefold() not in queries and len(queries) < count:
+    while len(queries) < count and any(passages_by_kind.values()):
+        for kind, passages in passages_by_kind.items():
+            query, passage = _next_query(kind, passages, skill.name)
+            if passage and query.casefold() not in queries and len(queries) < count:
                 queries[query.casefold()] = query
-                description = "" if kind == "description" else rest.description.replace(used, "")
-                rest = replace(rest, description=description, body=rest.body.replace(used, ""))
+                # The body often repeats the description, and the description a line of the body.
+                description = rest.description.replace(passage, "")
+                if kind == "description":
+                    description = ""
+                rest = replace(rest, description=description, body=rest.body.replace(passage, ""))
     return list(queries.values()), rest
 
 
-def _first_usable(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
-    """(query, passage) of the first passage that makes a query; it and those before it are taken off the list."""
+def _next_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
+    """Take passages off the end of the list until one makes a query.
+
+    Returns:
+        The query and its passage; both are empty if no passage makes one.
+    """
     while passages:
-        text = passages.pop()
-        query = _query_of(text)
+        passage = passages.pop()
+        query = _query_of(passage)
         if names_skill(query, name):
             query = without_name(query, name)
-        unfit = kind != "description" and _UNFIT.search(query)
-        if (
-            not unfit
-            and MIN_WORDS <= num_words(query) <= MAX_WORDS
-            and not names_skill(query, name)
-        ):
-            return query, text
+        # `without_name` does not find every form of a name.
+        is_usable = MIN_WORDS <= num_words(query) <= MAX_WORDS and not names_skill(query, name)
+        looks_like_code = kind != "description" and _CODE_SIGN.search(query)
+        if is_usable and not looks_like_code:
+            return query, passage
     return "", ""
 
 
 def _passages(skill: Skill) -> Iterator[tuple[Kind, str]]:
-    """Everything in a skill that may become a query, as it stands there."""
+    """Yield the passages of a skill that may become queries, unchanged, with their kinds."""
     yield "description", skill.description
-    for text in _QUOTED.findall(skill.description):
-        yield "quote", text
+    for quote in _QUOTED.findall(skill.description):
+        yield "quote", quote
     heading = ""
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
         mark, text = _LINE.findall(line.strip())[0]
-        heading = text if text and mark.startswith("#") else heading
-        if not text or _ASIDE.search(heading):
+        is_heading = mark.startswith("#")
+        if text and is_heading:
+            heading = text
+        if not text or _SKIPPED_HEADING.search(heading):
             continue
-        if mark.startswith("#"):
-            if not _USE.search(heading):
+        is_about_use = _WHEN_TO_USE.search(heading)
+        if is_heading:
+            if not is_about_use:
                 yield "heading", heading
-        elif _USE.search(heading):
+        elif is_about_use:
             quotes = _QUOTED.findall(line)
-            for one in quotes or [text]:
-                yield ("quote" if quotes else "use"), one
+            for quote in quotes:
+                yield "quote", quote
+            if not quotes:
+                yield "use", text
         else:
-            for one in filter(None, _SENTENCE_END.split(text)):
-                yield "sentence", one
+            for sentence in filter(None, _SENTENCE_END.split(text)):
+                yield "sentence", sentence
 
 
-def _query_of(text: str) -> str:
-    """A passage as a query: on one line, without markup and lead-in, of a description the first sentences."""
+def _query_of(passage: str) -> str:
+    """Return a passage as a query: one line, without markup and lead-in.
+
+    Only the first sentences of a long passage are kept.
+    """
     for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)
-    sentences = _SENTENCE_END.split(" ".join(text.split()).strip(" -–—:："))
+        passage = pattern.sub(replacement, passage)
+    sentences = _SENTENCE_END.split(" ".join(passage.split()).strip(" -–—:："))
     while len(sentences) > 1 and num_words(" ".join(sentences)) > MAX_WORDS:
         sentences.pop()
     return _LEAD.sub("", " ".join(sentences).strip())

@@ -1,4 +1,4 @@
-"""The stage `queries`: files of queries and R3-like judgements become tables over a pool."""
+"""Stage `queries`: reads files of queries and judged skills into tables over a pool."""
 
 import hashlib
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_que
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
-# The first of two verdicts on one skill counts.
+# If a row gives one skill two verdicts, that of the first key here counts.
 VERDICT_KEYS = {
     "skill_ids": Verdict.REQUIRED,
     "required": Verdict.REQUIRED,
@@ -49,19 +49,21 @@ class Queries(Stage):
     stage: Literal["queries"] = "queries"
     files: InputPaths = Field(
         min_length=1,
-        description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has query or text, and "
-        "skill_ids or required; optional useful, rejected, irrelevant, query_id, origin, split, kind",
+        description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has "
+        "query or text, and skill_ids or required; optional useful, rejected, irrelevant, "
+        "query_id, origin, split, kind",
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
     )
     split: Split | None = Field(
-        default=None, description="of all queries; null: the row's own, or the file's name"
+        default=None,
+        description="split of all queries; null: that of the row, else the file's name",
     )
     origin: str = Field(
         default="unknown",
         min_length=1,
-        description="who wrote the queries, where a row does not say",
+        description="author of the queries whose rows do not name one",
     )
     missing_gold: Literal["error", "drop"] = Field(
         default="error",
@@ -85,8 +87,9 @@ class Queries(Stage):
         """Write QUERIES, JUDGEMENTS and DROPPED; return their counts.
 
         Raises:
-            SkilltrainError: A row is no query, an id appears twice, a required skill is not in the pool
-                (with `missing_gold: error`), or no query is left (DROPPED is then beside `out`).
+            SkilltrainError: A row is no query, an id appears twice, a required skill is not in the
+                pool (with `missing_gold: error`), or no query is left. In the last case DROPPED is
+                written beside `out`.
         """
         reader = _QueryReader(self)
         for path in self.files:
@@ -94,36 +97,41 @@ class Queries(Stage):
                 reader.add(values, path, where)
         judgements = reader.consistent_judgements()
         dropped = reader.dropped
-        missing = [drop for drop in dropped if drop.filter == "missing_gold"]
-        missing_ids = {drop.query_id for drop in missing}
+
+        # Leave out queries that require a skill which is not in the pool.
+        missing = [row for row in dropped if row.filter == "missing_gold"]
+        incomplete_ids = {row.query_id for row in missing}
         if missing and self.missing_gold == "error":
-            first = missing[0]
-            more = f" (and {len(missing_ids) - 1} more)" if len(missing_ids) > 1 else ""
-            what = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not in {self.pool}{more}"
-            fix = "add its source to the pool, or set missing_gold: drop"
-            raise SkilltrainError(
-                "unknown-skill", what, where=reader.queries[first.query_id].where, fix=fix
+            query_id = missing[0].query_id
+            num_more = len(incomplete_ids) - 1
+            what = (
+                f"query '{query_id}' requires skill '{missing[0].skill_id}', which is not in "
+                f"{self.pool}" + (f" (and {num_more} more)" if num_more else "")
             )
-        judgements = [
-            judgement for judgement in judgements if judgement.query_id not in missing_ids
+            where = reader.queries[query_id].where
+            fix = "add its source to the pool, or set missing_gold: drop"
+            raise SkilltrainError("unknown-skill", what, where=where, fix=fix)
+        judgements = [row for row in judgements if row.query_id not in incomplete_ids]
+        queries = [
+            item.query
+            for query_id, item in reader.queries.items()
+            if query_id not in incomplete_ids
         ]
-        queries = [item.query for item in reader.queries.values()]
-        queries = [query for query in queries if query.query_id not in missing_ids]
         if not queries:
             file = self.out.with_name(f"{self.out.name}.dropped.parquet")
             write_table(dropped, DROPPED, file)
-            first = f"; the first: {dropped[0].filter}: {dropped[0].reason}" if dropped else ""
-            what = (
-                f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows{first}"
-            )
+            what = f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows"
+            if dropped:
+                what += f"; the first: {dropped[0].filter}: {dropped[0].reason}"
             raise SkilltrainError("nothing-left", what, fix=f"all reasons are in {file}")
+
         write_queries(queries, judgements, dropped, out)
         return {
             "num_queries": len(queries),
             "num_by_split": counted(query.split for query in queries),
             "num_by_kind": counted(query.kind for query in queries),
             "num_by_verdict": counted(judgement.verdict for judgement in judgements),
-            "num_dropped": counted(drop.filter for drop in dropped),
+            "num_dropped": counted(row.filter for row in dropped),
             "profile": query_profile([query.text for query in queries]),
         }
 
@@ -133,8 +141,10 @@ def _optional_line(value: Any) -> str | None:
 
 
 def _as_entries(value: Any) -> list[Any]:
-    """Return one skill id, a list of ids and maps, or None as a list of maps."""
-    items = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    """Return a list of maps, made of one skill id, of a list of ids and maps, or of None."""
+    if value is None:
+        return []
+    items = value if isinstance(value, list | tuple) else [value]
     return [item if isinstance(item, dict) else {"skill_id": item} for item in items]
 
 
@@ -185,96 +195,118 @@ class JudgedQuery(NamedTuple):
 
 
 class _QueryReader:
-    """The queries of all rows by id, and what is dropped from the rows."""
+    """Collects the queries of all rows by id, and the rows of DROPPED."""
 
     def __init__(self, config: Queries) -> None:
         self.queries: dict[str, JudgedQuery] = {}
         self.dropped: list[Dropped] = []
         self._config = config
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
+        # DROPPED beside the pool's SKILLS names the skill that is kept for each duplicate.
         file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
         self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
     def add(self, values: dict[str, Any], path: Path, where: str) -> None:
-        """Add the query of a row."""
+        """Add the query of a row, or drop it.
+
+        Raises:
+            SkilltrainError: The row is no query, or has the id of an earlier row.
+        """
         if VERDICT_KEYS.keys().isdisjoint(values):
             keys = ", ".join(map(str, list(values)[:8]))
             what = f"is no query: no key skill_ids or required among {keys}"
             raise SkilltrainError("invalid-row", what, where=where)
         own_id = values.get("query_id")
         row = validate(QueryRow, values, f"{where}, query {own_id}" if own_id else where)
-        text = clean_text(row.text or "").strip()
+        row_id = _optional_line(row.query_id)
         required = sorted({self._kept_id(entry) for entry in (*row.skill_ids, *row.required)})
+        query = self._query_of(row, row_id, required, path)
+        judgements = self._judge(row, query, where)
+        if "group_id" in values and len(judgements) < 2:
+            what = (
+                f"group '{row_id}' holds {len(judgements)} skill(s): "
+                "a group is judged against one another"
+            )
+            raise SkilltrainError("invalid-row", what, where=where)
+
+        if not query.text:
+            self._drop(query, "", "empty_query", f"{where} has no query text")
+        elif not required:
+            self._drop(query, "", "no_gold", f"{where} requires no skill")
+        elif query.query_id not in self.queries:
+            self.queries[query.query_id] = JudgedQuery(query, judgements, where)
+        else:
+            # A repeated id of the rows is an error. An id made here repeats with the content.
+            earlier = self.queries[query.query_id].where
+            if row_id:
+                what = f"query_id '{row_id}' stands in {earlier} too"
+                raise SkilltrainError("repeated-id", what, where=where)
+            self._drop(query, "", "duplicate_query", f"{where} repeats {earlier}")
+
+    def _query_of(
+        self, row: QueryRow, row_id: str | None, required: list[str], path: Path
+    ) -> Query:
+        """Return the query of a row, with an id, a kind and a split where the row has none."""
+        text = clean_text(row.text or "").strip()
         stem = path.name.split(".")[0]
-        split = self._config.split or row.split or (stem if stem in get_args(Split) else None)
-        if split is None:
+        split = self._config.split or row.split or stem
+        if split not in get_args(Split):
             what = "neither its rows nor its file name give a split"
             raise SkilltrainError("choose-split", what, where=path, fix="set split: train")
-        # An id that we make up comes from the content, so it stays when rows are added or moved.
+        # An id from the content stays the same when rows are added or moved.
         digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
-        row_id = _optional_line(row.query_id)
         query_id = row_id or f"{clean_text(stem)}-{digest}"
         kind = row.kind or ("multi" if len(required) > 1 else "single")
-        query = Query(query_id, text, kind, row.origin or self._config.origin, split)
-        item = JudgedQuery(query, self._judge(row, query, where), where)
-        if "group_id" in values and len(item.judgements) < 2:
-            what = f"group '{row_id}' holds {len(item.judgements)} skill(s): a group is judged against one another"
-            raise SkilltrainError("invalid-row", what, where=where)
-        if not text:
-            self._drop(item.query, "", "empty_query", f"{where} has no query text")
-        elif not required:
-            self._drop(item.query, "", "no_gold", f"{where} requires no skill")
-        elif query_id not in self.queries:
-            self.queries[query_id] = item
-        elif row_id:
-            earlier = self.queries[query_id].where
-            raise SkilltrainError(
-                "repeated-id", f"query_id '{query_id}' stands in {earlier} too", where=where
-            )
-        else:
-            reason = f"{where} repeats {self.queries[query_id].where}"
-            self._drop(item.query, "", "duplicate_query", reason)
+        return Query(query_id, text, kind, row.origin or self._config.origin, split)
 
     def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
-        """Return the judgements of a row by skill; contradicting ones are dropped."""
+        """Return the judgements of a row by skill id, and drop all but the first of a skill."""
         judgements: dict[str, Judgement] = {}
         for key, verdict in VERDICT_KEYS.items():
             for entry in getattr(row, key):
                 skill_id = self._kept_id(entry)
                 judgement = Judgement(
-                    *(query.query_id, skill_id, verdict, query.origin),
-                    *(entry.reason, entry.why, entry.group),
+                    query.query_id,
+                    skill_id,
+                    verdict,
+                    query.origin,
+                    entry.reason,
+                    entry.why,
+                    entry.group,
                 )
-                if judgements.setdefault(skill_id, judgement).verdict is not verdict:
-                    reason = f"{where} says {verdict} and another verdict, which stands"
+                first = judgements.setdefault(skill_id, judgement)
+                if first.verdict is not verdict:
+                    reason = f"{where} says {verdict} and another verdict, which is kept"
                     self._drop(query, skill_id, "contradiction", reason)
         return judgements
 
     def _kept_id(self, entry: Entry) -> str:
-        """Return the id in the pool: a duplicate's verdict goes to the skill kept in its place."""
+        """Return the id of the judged skill, or of the one that the pool keeps for a duplicate."""
         if entry.skill_id in self._pool:
             return entry.skill_id
         return self._kept_ids.get(entry.skill_id) or entry.skill_id
 
     def consistent_judgements(self) -> list[Judgement]:
-        """Return the judgements of skills in the pool.
+        """Return the judgements of skills in the pool; drop the others.
 
-        A judgement against a skill that another query of the same text calls an answer is dropped.
+        Also drops a negative judgement of a skill that is a positive of the same text elsewhere.
         """
-        answers: dict[tuple[str, str], str] = {}  # (text, skill) → the row that says so
+        # File and row of the first positive judgement of a text and a skill.
+        first_positive: dict[tuple[str, str], str] = {}
         for item in self.queries.values():
-            for judgement in item.judgements.values():
+            for skill_id, judgement in item.judgements.items():
                 if judgement.verdict in POSITIVE:
-                    answers.setdefault((item.query.text, judgement.skill_id), item.where)
+                    first_positive.setdefault((item.query.text, skill_id), item.where)
+
         consistent: list[Judgement] = []
         for item in self.queries.values():
             for skill_id, judgement in item.judgements.items():
-                answer = answers.get((item.query.text, skill_id))
+                positive_where = first_positive.get((item.query.text, skill_id))
                 says = f"{item.where} says {judgement.verdict}"
-                if answer is not None and judgement.verdict not in POSITIVE:
-                    reason = f"{says}, and {answer}, of the same text, that it is an answer"
+                if positive_where is not None and judgement.verdict not in POSITIVE:
+                    reason = f"{says}, but {positive_where}, of the same text, calls it an answer"
                     self._drop(item.query, skill_id, "contradiction", reason)
                 elif skill_id in self._pool:
                     consistent.append(judgement)
@@ -290,7 +322,11 @@ class _QueryReader:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and row, row). Raises SkilltrainError for a file that cannot be read."""
+    """Yield each row after a text that names its file and row.
+
+    Raises:
+        SkilltrainError: The file cannot be read.
+    """
     check_regular(path)
     kind = path.suffix.lower()
     if kind in (".jsonl", ".gz"):

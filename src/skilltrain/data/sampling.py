@@ -1,4 +1,4 @@
-"""Draws that come out the same in every process and on every machine."""
+"""Random choices that are the same in every process and on every machine."""
 
 import hashlib
 import random
@@ -12,72 +12,84 @@ from skilltrain.records import Skill
 
 
 def stable_number(*parts: object) -> int:
-    """A 64-bit number drawn from `parts`."""
+    """Return a 64-bit number that depends only on `parts`, like a random one."""
     return int.from_bytes(hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()[:8])
 
 
 def is_drawn(share: float, *parts: object) -> bool:
-    """Whether a draw that `parts` decide falls into the first `share` of all."""
+    """Return True with probability `share`, always the same for the same `parts`."""
     return stable_number(*parts) < share * 2**64
 
 
 def draw(
     allowed: Int64[np.ndarray, " position"], count: int, key: str
 ) -> Int64[np.ndarray, " drawn"]:
-    """`count` of `allowed` (all where there are fewer), uniform, in no order and without repetition."""
+    """Sample `count` of `allowed` without repetition, or all if there are fewer; random order."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    chosen = np.random.default_rng(seed).choice(
-        len(allowed), size=min(count, len(allowed)), replace=False
-    )
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(len(allowed), size=min(count, len(allowed)), replace=False)
     return allowed[chosen]
 
 
 def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> list[Skill]:
-    """At most `max_skills` of the pool, in its order; each (category, lang) keeps its share by largest remainder."""
+    """Sample at most `max_skills` skills and return them in the order of the pool.
+
+    The sample is stratified by category and language: each pair keeps its share of the pool.
+    """
     if max_skills is None or max_skills >= len(pool):
         return list(pool)
     strata: dict[tuple[str, str], list[str]] = defaultdict(list)
     for skill in pool:
         strata[skill.category or "", skill.lang or ""].append(skill.skill_id)
-    quotas = largest_remainder(
-        {key: len(skill_ids) for key, skill_ids in strata.items()}, max_skills
-    )
+    sizes = {key: len(skill_ids) for key, skill_ids in strata.items()}
+    quotas = largest_remainder(sizes, max_skills)
     chosen: set[str] = set()
     for key, skill_ids in strata.items():
-        chosen.update(
-            random.Random(stable_number(seed, "sample", *key)).sample(
-                sorted(skill_ids), quotas[key]
-            )
-        )
+        rng = random.Random(stable_number(seed, "sample", *key))
+        chosen.update(rng.sample(sorted(skill_ids), quotas[key]))
     return [skill for skill in pool if skill.skill_id in chosen]
 
 
 def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int) -> dict[str, str]:
-    """Group → dev or train, so that no skill is on both sides: groups that share a skill stay together.
+    """Split groups of skills into dev and train so that no skill is on both sides.
 
-    About `share` of the groups are dev; what hangs together and would exceed that is train.
+    Groups that share a skill stay together. About `share` of the groups are dev. Linked groups
+    that would exceed this share are train.
+
+    Args:
+        groups: Skill ids by name of the group.
+        share: Share of dev.
+        seed: Seed of the order in which linked groups are put into dev.
+
+    Returns:
+        "dev" or "train" by name of the group.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
     linked = DisjointSet(groups)
-    first: dict[str, str] = {}
+    first_group_of: dict[str, str] = {}  # by skill id
     for name, skill_ids in groups.items():
         for skill_id in skill_ids:
-            linked.merge(first.setdefault(skill_id, name), name)
-    room, split = round(share * len(groups)), dict.fromkeys(groups, "train")
-    for names in sorted(
-        linked.subsets(), key=lambda names: stable_number(seed, "split", min(names))
-    ):
-        if len(names) <= room:
-            room -= len(names)
-            split |= dict.fromkeys(names, "dev")
-    return split
+            linked.merge(first_group_of.setdefault(skill_id, name), name)
+    components = linked.subsets()
+    components.sort(key=lambda names: stable_number(seed, "split", min(names)))
+
+    num_free = round(share * len(groups))
+    splits = dict.fromkeys(groups, "train")
+    for names in components:
+        if len(names) <= num_free:
+            num_free -= len(names)
+            splits |= dict.fromkeys(names, "dev")
+    return splits
 
 
 def largest_remainder(
     sizes: Mapping[tuple[str, str], int], total: int
 ) -> dict[tuple[str, str], int]:
-    """`total` seats shared in proportion to `sizes` (Hamilton's method); equal remainders go to the smaller key."""
+    """Divide `total` seats in proportion to `sizes` (Hamilton's method).
+
+    Of equal remainders the smaller key gets the seat.
+    """
     whole = sum(sizes.values())
     quotas = {key: size * total // whole for key, size in sizes.items()}
     by_remainder = sorted(sizes, key=lambda key: (-(sizes[key] * total % whole), key))

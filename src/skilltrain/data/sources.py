@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from skilltrain.data.near_duplicates import Positions, numbered
+from skilltrain.data.near_duplicates import Positions, number_values
 from skilltrain.data.sampling import draw
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
@@ -20,19 +20,19 @@ from skilltrain.retrieval.nearest import ChunkVectors, Found
 from skilltrain.texts import name_key
 
 Ranked = tuple[Positions, Float32[np.ndarray, " candidate"]]
-"""Positions in the pool and their scores, best first."""
+"""Candidates of one query, best first: positions in the pool, and scores."""
 
 
 @dataclass
 class Mining:
-    """What sources may use. Searches and indexes are computed when a source first needs them.
+    """The data that sources may use. Searches and indexes are computed when a source needs them.
 
     Attributes:
-        positives: Positions of each query's positives in `skills`.
+        positives: Positions in `skills` of each query's positives.
         query_vectors: One unit vector per query.
         chunks: Vectors of the skills.
-        depth: Number of candidates that a search returns beside the positives.
-        lexical_among: What BM25 ranks: the pool, or the semantic candidates of a query.
+        depth: Number of candidates that a search returns in addition to the positives.
+        lexical_among: Skills that BM25 ranks: the pool, or the semantic candidates of a query.
         seed: Seed of all samples.
     """
 
@@ -57,7 +57,7 @@ class Mining:
 
     @cached_property
     def best_by_bm25(self) -> Found:
-        """The best skills of each query by BM25, positives included; NaN where no term is shared."""
+        """The best skills of each query by BM25, with positives; NaN if no term is shared."""
         positions, scores = self.bm25.search(
             [query.text for query in self.queries], self._num_searched
         )
@@ -65,36 +65,40 @@ class Mining:
 
     @property
     def _num_searched(self) -> int:
+        """Number of skills to search for: `without_positives` removes the positives again."""
         return self.depth + max(map(len, self.positives))
 
     @cached_property
-    def names(self) -> Positions:
-        """Equal numbers for equal names (`name_key`); -1 for a name of separators only."""
-        return numbered(name_key(skill.name) for skill in self.skills)
+    def name_numbers(self) -> Positions:
+        """A number per skill, equal for equal `name_key`; -1 for a name without letter or digit."""
+        return number_values(name_key(skill.name) for skill in self.skills)
 
     @cached_property
-    def categories(self) -> Positions:
-        """Equal numbers for equal categories; -1 for a skill without one."""
-        return numbered((skill.category or "").strip() for skill in self.skills)
+    def category_numbers(self) -> Positions:
+        """A number per skill, equal for equal categories; -1 for a skill without a category."""
+        return number_values((skill.category or "").strip() for skill in self.skills)
 
     def has_category_of_positive(self, row: int) -> Bool[np.ndarray, " skill"]:
-        """Return which skills share a category with a positive of the query."""
-        categories = self.categories
+        """Return a mask of the skills that share a category with a positive of the query."""
+        categories = self.category_numbers
         return np.isin(categories, categories[self.positives[row]]) & (categories >= 0)
 
     def without_positives(self, row: int, found: Found, limit: int) -> Ranked:
-        """Return the best skills of the query that have a score and are no positives."""
+        """Return the `limit` best skills of the query, without positives and NaN scores."""
         positions = found[0][row]
         scores = found[1][row]
         is_candidate = ~np.isin(positions, self.positives[row]) & ~np.isnan(scores)
         return positions[is_candidate][:limit], scores[is_candidate][:limit]
 
     def sample(self, source: str, row: int, allowed: Positions, limit: int) -> Ranked:
-        """Sample skills for the query, and rank them by cosine. Each source has its own stream."""
-        key = f"{self.seed}/{self.queries[row].query_id}/{source}"
-        positions = draw(allowed, limit, key)
-        vector = self.query_vectors[row : row + 1]
-        scores = self.chunks.scores(vector, np.zeros(len(positions), np.int64), positions)
+        """Sample skills for the query and rank them by cosine.
+
+        Each source and query has its own random stream.
+        """
+        seed = f"{self.seed}/{self.queries[row].query_id}/{source}"
+        positions = draw(allowed, limit, seed)
+        query_rows = np.full(len(positions), row)
+        scores = self.chunks.scores(self.query_vectors, query_rows, positions)
         return best_first(positions, scores)
 
 
@@ -105,13 +109,17 @@ def best_first(positions: Positions, scores: Float32[np.ndarray, " candidate"]) 
 
 
 class NegativeSource(ABC):
-    """Base of a source. `limit` is the setting `depth` of the stage, for taxonomy and random another."""
+    """Base of a source.
+
+    `limit` is the setting `depth` of the stage `mine`. For the source `taxonomy` it is
+    `num_taxonomy`, for `random` `num_random`.
+    """
 
     @abstractmethod
     def find(self, mining: Mining, row: int, limit: int) -> Ranked:
-        """Return at most `limit` distinct candidates of the query in this row, no positives.
+        """Return at most `limit` distinct candidates, without positives, of the query at `row`.
 
-        They do not depend on the other queries.
+        Candidates must not depend on the other queries.
         """
 
 
@@ -134,17 +142,17 @@ class LexicalSource(NegativeSource):
 
 
 class TaxonomySource(NegativeSource):
-    """A sample of the skills that share a category with a positive, and a name with none."""
+    """A sample of the skills with the category of a positive, but not the name of one."""
 
     def find(self, mining: Mining, row: int, limit: int) -> Ranked:
         related = np.flatnonzero(mining.has_category_of_positive(row))
-        positive_names = mining.names[mining.positives[row]]
-        allowed = related[~np.isin(mining.names[related], positive_names)]
+        positive_names = mining.name_numbers[mining.positives[row]]
+        allowed = related[~np.isin(mining.name_numbers[related], positive_names)]
         return mining.sample("taxonomy", row, allowed, limit)
 
 
 class RandomSource(NegativeSource):
-    """A sample of the skills that share a category with no positive."""
+    """A sample of the skills that do not have the category of any positive."""
 
     def find(self, mining: Mining, row: int, limit: int) -> Ranked:
         is_unrelated = ~mining.has_category_of_positive(row)

@@ -1,12 +1,15 @@
-"""Stage `synthesize`: requests that need a skill of the pool and never name it (SkillRouter, section 4.1).
+"""Stage `synthesize`: requests that need a skill and do not name it (SkillRouter, section 4.1).
 
-The paper has GPT-4o-mini write them, 160 words in the mean; here any chat model does, or own_text.py without one.
+In the paper GPT-4o-mini writes them, with 160 words on average. Here any chat model can write them,
+or own_text.py makes them without a model.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -19,13 +22,13 @@ from skilltrain.data.llm_stage import (
     TOKENS_PER_WORD,
     ask,
     load_prompt,
-    prompt,
     questions_of,
+    render_prompt,
     unflagged_skills,
 )
 from skilltrain.data.near_duplicates import read_clusters
 from skilltrain.data.own_text import own_queries
-from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query, query_profile
+from skilltrain.data.query_texts import MAX_TERSE_WORDS, query_profile, usable_query
 from skilltrain.data.sampling import is_drawn, sample_skills, stable_number
 from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
@@ -36,11 +39,12 @@ from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
 from skilltrain.texts import num_words
 
+# The style of `rewrite` begins with "in", which the prompt of `synthesize` does not need.
 TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
 
 
 class OwnTextConfig(Config):
-    """Passages of the skills' own texts: no model, no key, no network."""
+    """Settings for queries from the skills' own texts, which need no model, key or network."""
 
     kind: Literal["own_text"] = "own_text"
 
@@ -50,9 +54,10 @@ def _as_path(name: object) -> object:
     return Path(str(name)) if is_file else name
 
 
-def _can_render(name: str | Path) -> str | Path:
+def _check_renders(name: str | Path) -> str | Path:
+    """Return the name of a prompt. Raises ValueError if its templates cannot be rendered."""
     try:
-        prompt(load_prompt(name), "", number=1, total=1, length="", lang="en", style="")
+        render_prompt(load_prompt(name), "", number=1, total=1, length="", lang="en", style="")
     except SkilltrainError as error:
         raise ValueError(error.what) from error
     except jinja2.TemplateError as error:
@@ -61,9 +66,9 @@ def _can_render(name: str | Path) -> str | Path:
 
 
 PromptName = Annotated[
-    str | Path, InputMark(), BeforeValidator(_as_path), AfterValidator(_can_render)
+    str | Path, InputMark(), BeforeValidator(_as_path), AfterValidator(_check_renders)
 ]
-"""A prompt of the kind `prompt` of plug-ins, or the path of a YAML file."""
+"""A plug-in of the kind `prompt`, or the path of a YAML file."""
 
 
 class Synthesize(Stage):
@@ -81,7 +86,7 @@ class Synthesize(Stage):
         default=OwnTextConfig(), description="who writes: kind own_text (no model) or openai"
     )
     flagged: Literal["leave_out", "use"] = Field(
-        default="leave_out", description="skills that the screening flagged"
+        default="leave_out", description="what to do with skills that the screening flagged"
     )
     num_queries_per_skill: int = Field(
         default=1, ge=1, le=1000, description="queries asked for each skill"
@@ -91,17 +96,20 @@ class Synthesize(Stage):
     )
     prompt: PromptName = Field(
         default="styles",
-        description="styles: a style for each query; skillrouter: the paper's table 2, with the skill's "
-        "category; or a YAML file with the keys system and user",
+        description="styles: a style for each query; skillrouter: the paper's table 2, with the "
+        "skill's category; or a YAML file with the keys system and user",
     )
     style: str | None = Field(
         default=None,
         min_length=1,
         max_length=200,
-        description="of all queries, in words, which their origin names too; null: one of seven, drawn for each",
+        description="one style for all queries, in words, also part of their origin; null: one of "
+        "seven, drawn for each query",
     )
     num_words: int = Field(
-        default=160, ge=5, description="words asked for (the paper's mean); half more are refused"
+        default=160,
+        ge=5,
+        description="words to ask for (mean of the paper); over 1.5 times as many are refused",
     )
     terse_share: float = Field(
         default=0.0, ge=0, le=1, description="share of queries written in 4 to 14 words"
@@ -115,20 +123,20 @@ class Synthesize(Stage):
     )
     seed: Seed = Field(default=0, description="decides sample, styles, split and the models' seeds")
     out: Path = Field(
-        description="folder for queries, judgements, dropped; of own_text also the pool without these"
+        description="folder for queries, judgements, dropped; with own_text also the pool without "
+        "the passages used"
     )
 
     @model_validator(mode="after")
-    def _style_is_used(self) -> "Synthesize":
-        if self.style is not None and (
-            self.prompt != "styles" or isinstance(self.llm, OwnTextConfig)
-        ):
+    def _check_style(self) -> "Synthesize":
+        uses_style = self.prompt == "styles" and isinstance(self.llm, LLMConfig)
+        if self.style is not None and not uses_style:
             raise ValueError("style is for a chat model and prompt: styles")
         return self
 
     @property
     def origin(self) -> str:
-        """Who writes, as the tables name it."""
+        """Author of the queries, as the tables name it."""
         if isinstance(self.llm, OwnTextConfig):
             return OWN_TEXT
         return f"llm:{self.llm.model}" + (f", {self.style}" if self.style else "")
@@ -139,39 +147,31 @@ class Synthesize(Stage):
         Raises:
             SkilltrainError: No query was made at all.
         """
-        wanted, flagged = _wanted(self)
+        wanted, flagged = _plan_queries(self)
         if isinstance(self.llm, OwnTextConfig):
-            asked = _from_own_text(self, wanted, out)
+            outcome = _from_own_text(self, wanted, out)
         else:
-            asked = ask(_questions(self, self.llm, wanted))
+            outcome = ask(_questions(self, self.llm, wanted))
         num_skills = len(wanted) // self.num_queries_per_skill
-        if not asked.values:
-            first = asked.dropped[0].reason if asked.dropped else "every skill is flagged"
-            fix = (
-                "answers are kept in llm.cache; set another seed to have others asked for"
-                if asked.used
-                else ""
-            )
-            raise SkilltrainError(
-                "nothing-generated",
-                f"made no query for {num_skills} skills; the first reason: {first}",
-                fix=fix,
-            )
+        if not outcome.values:
+            reason = outcome.dropped[0].reason if outcome.dropped else "every skill is flagged"
+            what = f"made no query for {num_skills} skills; the first reason: {reason}"
+            fix = ""
+            if outcome.used:
+                fix = "answers are kept in llm.cache; set another seed to have others asked for"
+            raise SkilltrainError("nothing-generated", what, fix=fix)
 
-        origin, cluster_of, dropped = (
-            self.origin,
-            _cluster_of(self.clusters),
-            flagged + asked.dropped,
-        )
-        queries, judgements = list[Query](), list[Judgement]()
-        for one, text in asked.values:
-            is_dev = is_drawn(
-                self.dev_share, self.seed, "split", cluster_of.get(one.skill_id, one.skill_id)
-            )
-            queries.append(
-                Query(one.query_id, text, "single", origin, "dev" if is_dev else "train")
-            )
-            judgements.append(Judgement(one.query_id, one.skill_id, Verdict.REQUIRED, origin))
+        origin = self.origin
+        first_id_of = _first_ids_of_clusters(self.clusters)
+        dropped = flagged + outcome.dropped
+        queries: list[Query] = []
+        judgements: list[Judgement] = []
+        for query, text in outcome.values:
+            split_key = first_id_of.get(query.skill_id, query.skill_id)
+            is_dev = is_drawn(self.dev_share, self.seed, "split", split_key)
+            split = "dev" if is_dev else "train"
+            queries.append(Query(query.query_id, text, "single", origin, split))
+            judgements.append(Judgement(query.query_id, query.skill_id, Verdict.REQUIRED, origin))
         write_queries(queries, judgements, dropped, out)
         return {
             "num_skills": num_skills,
@@ -182,26 +182,27 @@ class Synthesize(Stage):
             "num_dev": sum(query.split == "dev" for query in queries),
             "mean_words": round(sum(num_words(query.text) for query in queries) / len(queries), 1),
             "origin": origin,
-            **asked.used,
+            **outcome.used,
             "profile": query_profile([query.text for query in queries]),
         }
 
     def dry_run(self) -> Summary:
         """Count the queries and estimate their cost. Asks no chat model."""
-        wanted, flagged = _wanted(self)
-        num_skills = len(wanted) // self.num_queries_per_skill
-        cost = (
-            {}
-            if isinstance(self.llm, OwnTextConfig)
-            else estimate_cost(_questions(self, self.llm, wanted))
-        )
-        counts = {"num_skills": num_skills, "num_flagged": len(flagged), "num_asked": len(wanted)}
-        return counts | {"origin": self.origin} | cost
+        wanted, flagged = _plan_queries(self)
+        summary = {
+            "num_skills": len(wanted) // self.num_queries_per_skill,
+            "num_flagged": len(flagged),
+            "num_asked": len(wanted),
+            "origin": self.origin,
+        }
+        if isinstance(self.llm, LLMConfig):
+            summary |= estimate_cost(_questions(self, self.llm, wanted))
+        return summary
 
 
 @dataclass(frozen=True, slots=True)
 class WantedQuery:
-    """The `number`-th query of a skill; `is_terse`, in few words."""
+    """A query to be written. `number` counts the queries of a skill from 1."""
 
     query_id: str
     skill_id: str
@@ -210,63 +211,69 @@ class WantedQuery:
     is_terse: bool
 
 
-def _wanted(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]:
-    """The queries to be made, skill by skill, and the skills left out because they are flagged."""
-    usable, flagged = (
-        unflagged_skills(config.pool)
-        if config.flagged == "leave_out"
-        else (read_skills(config.pool), [])
-    )
-    if not usable and not flagged:
+def _plan_queries(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]:
+    """Return the queries to write, skill by skill, and rows of DROPPED for flagged skills."""
+    skills: list[Skill]
+    flagged: list[Dropped] = []
+    if config.flagged == "leave_out":
+        skills, flagged = unflagged_skills(config.pool)
+    else:
+        skills = read_skills(config.pool)
+    if not skills and not flagged:
         raise SkilltrainError("empty-pool", "the pool holds no skill", where=config.pool)
-    # Six digits for all that tells one run's queries from another's of the same skills, so that both can be merged.
-    parts = config.origin, config.seed, config.num_words, config.terse_share, config.body_chars
-    parts += (
-        (config.prompt, config.style) if (config.prompt, config.style) != ("styles", None) else ()
+
+    # Ids contain a hash of the settings, so that the queries of several runs can be merged. The
+    # default prompt and style are not hashed: ids of versions without these settings stay the same.
+    settings = (
+        config.origin,
+        config.seed,
+        config.num_words,
+        config.terse_share,
+        config.body_chars,
     )
-    run = hashlib.sha256(repr(parts).encode()).hexdigest()[:6]
+    if config.prompt != "styles" or config.style is not None:
+        settings += (config.prompt, config.style)
+    run_hash = hashlib.sha256(repr(settings).encode()).hexdigest()[:6]
+
     wanted: list[WantedQuery] = []
-    for skill in sample_skills(usable, config.max_skills, config.seed):
+    for skill in sample_skills(skills, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
             is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
-            query_id = f"{skill.skill_id}#{run}-{number}"
+            query_id = f"{skill.skill_id}#{run_hash}-{number}"
             wanted.append(WantedQuery(query_id, skill.skill_id, skill, number, is_terse))
     return wanted, flagged
 
 
 def query_prompt(config: Synthesize, wanted: WantedQuery) -> tuple[str, str]:
-    """What a chat model is told, so that it writes a query. Its style is the same in every attempt."""
-    skill, styles = wanted.skill, PROMPTS["styles"]["drawn"]
-    drawn = styles[
-        stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}") % len(styles)
-    ]
+    """Return the system and the user message for one query, the same in every attempt."""
+    skill = wanted.skill
+    styles = PROMPTS["styles"]["drawn"]
+    number = stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}")
+    style = config.style or styles[number % len(styles)]
     material = untrusted_skill(skill, 500, config.body_chars)
     texts = load_prompt(config.prompt)
     if texts.get("shows_category"):
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
-    return prompt(
+    return render_prompt(
         texts,
         material,
         number=wanted.number,
         total=config.num_queries_per_skill,
         length=TERSE if wanted.is_terse else f"about {config.num_words} words",
         lang=skill.lang or "en",
-        style="terse" if wanted.is_terse else config.style or drawn,
+        style="terse" if wanted.is_terse else style,
     )
 
 
 def _questions(
     config: Synthesize, llm: LLMConfig, wanted: Sequence[WantedQuery]
 ) -> Questions[WantedQuery, str]:
+    """Return the questions that ask the chat model for the queries."""
     seen: set[str] = set()
 
-    def read(one: WantedQuery, answer: str) -> str:
-        return fit_query(
-            answer,
-            seen,
-            MAX_TERSE_WORDS if one.is_terse else config.num_words * 3 // 2,
-            [one.skill],
-        )
+    def read(query: WantedQuery, answer: str) -> str:
+        max_words = MAX_TERSE_WORDS if query.is_terse else config.num_words * 3 // 2
+        return usable_query(answer, seen, max_words, [query.skill])
 
     tokens = round(config.num_words * TOKENS_PER_WORD)
     return questions_of(
@@ -277,38 +284,45 @@ def _questions(
 def _from_own_text(
     config: Synthesize, wanted: Sequence[WantedQuery], out: Path
 ) -> Outcome[WantedQuery, str]:
-    """Queries from the skills' own texts; SKILLS in `out` has the pool without the passages that they are."""
-    written, dropped = list[tuple[WantedQuery, str]](), list[Dropped]()
-    rest = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    texts, first = list[str](), dict[str, str]()
-    for one in wanted:
-        if one.number == 1:
-            texts, rest[one.skill_id] = own_queries(
-                one.skill, config.num_queries_per_skill, config.seed
-            )
-        if not texts:
-            reason = "its own text holds no further passage that can be a query"
-            dropped.append(Dropped(one.query_id, one.skill_id, "empty", reason))
-            continue
-        text = texts.pop(0)
-        if (other_id := first.setdefault(text.casefold(), one.skill_id)) != one.skill_id:
+    """Make queries from the skills' own texts.
+
+    Also writes to `out` the pool without the passages that became queries, and its flags.
+    """
+    values: list[tuple[WantedQuery, str]] = []
+    dropped: list[Dropped] = []
+    pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
+    first_skill: dict[str, str] = {}  # first skill id with a casefolded text
+    for skill_id, group in groupby(wanted, key=attrgetter("skill_id")):
+        texts, pool[skill_id] = own_queries(
+            pool[skill_id], config.num_queries_per_skill, config.seed
+        )
+        for query, text in zip_longest(group, texts):
+            if text is None:
+                reason = "its own text holds no further passage that can be a query"
+                dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
+                continue
+            first_id = first_skill.setdefault(text.casefold(), skill_id)
+            if first_id == skill_id:
+                values.append((query, text))
+                continue
             reason = "another skill has the same passage"
             dropped.append(
-                Dropped(one.query_id, one.skill_id, "duplicate", reason, other_id=other_id)
+                Dropped(query.query_id, skill_id, "duplicate", reason, other_id=first_id)
             )
-        else:
-            written.append((one, text))
-    write_table(rest.values(), SKILLS, out)
+    write_table(pool.values(), SKILLS, out)
     if (flags := read_flags(config.pool)) is not None:
         write_flags(flags, out)
-    return Outcome(written, dropped, {})
+    return Outcome(values, dropped, {})
 
 
-def _cluster_of(clusters: Path | None) -> dict[str, str]:
-    """skill_id → the lowest one of its cluster, which decides the split: a grown pool seldom moves a cluster."""
-    found = read_clusters(clusters, ()) if clusters is not None else {}
+def _first_ids_of_clusters(clusters: Path | None) -> dict[str, str]:
+    """Return the lowest skill id of its cluster for each skill, nothing without `clusters`.
+
+    This id decides the split of all skills of the cluster. It seldom changes when the pool grows.
+    """
+    cluster_of = read_clusters(clusters, ()) if clusters is not None else {}
     lowest: dict[int, str] = {}
     return {
         skill_id: lowest.setdefault(cluster, skill_id)
-        for skill_id, cluster in sorted(found.items())
+        for skill_id, cluster in sorted(cluster_of.items())
     }

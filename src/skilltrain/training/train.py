@@ -16,7 +16,7 @@ from skilltrain.data.contamination import (
     GROUNDS,
     BenchmarkIndex,
     ContaminationLimits,
-    HeldOut,
+    HeldOutBenchmark,
     open_benchmarks,
 )
 from skilltrain.errors import SkilltrainError
@@ -300,7 +300,7 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
         benchmark = load_benchmark(dev.benchmark, dev.split)
         command = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
         fix = f"choose another dev.split, or {command}"
-        held_out = HeldOut(benchmark.name, benchmark.tasks, ())
+        held_out = HeldOutBenchmark(benchmark.name, benchmark.tasks, ())
         counts["num_lists_of_dev_queries"] = _num_contaminated([held_out], data, source, fix)
     return counts
 
@@ -314,7 +314,7 @@ def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str 
 
 
 def _num_contaminated(
-    benchmarks: Sequence[HeldOut], data: TrainingSet, source: ListsSource, fix: str
+    benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet, source: ListsSource, fix: str
 ) -> int:
     """Count contaminated lists. Raises SkilltrainError for the first, unless the recipe allows it."""
     index = BenchmarkIndex(benchmarks, ContaminationLimits())

@@ -23,12 +23,12 @@ from skilltrain.data.llm_stage import (
     TOKENS_PER_WORD,
     Line,
     ask,
-    language_named,
-    prompt,
+    language_phrase,
     questions_of,
+    render_prompt,
     unflagged_skills,
 )
-from skilltrain.data.query_texts import fit_query
+from skilltrain.data.query_texts import usable_query
 from skilltrain.data.sampling import draw, split_groups, stable_number
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
@@ -225,7 +225,7 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
     parts = [f"Request: {untrusted_line(group.request, 4000)}"] if group.request else []
     for number, skill in enumerate(group.skills, 1):
         parts.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
-    return prompt(
+    return render_prompt(
         PROMPTS[name], "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words
     )
 
@@ -253,9 +253,9 @@ def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> J
             f"{num_required} capabilities are required, two or more are wanted, or a refusal"
         )
     if language_of(judged.request) not in (group.lang, None):
-        language = language_named(group.lang, "the capabilities")
+        language = language_phrase(group.lang, "the capabilities")
         raise AnswerError("language", f"the request is not in {language}")
-    request = fit_query(judged.request, seen, max_words, group.skills)
+    request = usable_query(judged.request, seen, max_words, group.skills)
     return judged.model_copy(update={"request": request, "verdicts": verdicts})
 
 

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from skilltrain.config import InputPath, Seed
-from skilltrain.data.llm_stage import PROMPTS, TOKENS_PER_WORD, ask, prompt, questions_of
-from skilltrain.data.query_texts import MAX_TERSE_WORDS, fit_query
+from skilltrain.data.llm_stage import PROMPTS, TOKENS_PER_WORD, ask, questions_of, render_prompt
+from skilltrain.data.query_texts import MAX_TERSE_WORDS, usable_query
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
@@ -95,7 +95,7 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
 
     def render(item: Rewriting) -> tuple[str, str]:
         names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
-        return prompt(
+        return render_prompt(
             PROMPTS["rewrite"], untrusted_text(item.query.text, 4000), style=style, names=names
         )
 
@@ -107,7 +107,7 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
         language = language_of(text)
         if language and language_of(answer) not in (language, None):
             raise AnswerError("language", "it is in another language than the query")
-        return fit_query(answer, seen, max_words, item.golds)
+        return usable_query(answer, seen, max_words, item.golds)
 
     mean_words = sum(num_words(item.query.text) for item in items) / len(items)
     num_tokens = round(TOKENS_PER_WORD * mean_words)

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from skilltrain.config import InputPath, Seed
 from skilltrain.data.contamination import open_benchmarks
-from skilltrain.data.llm_stage import PROMPTS, Line, ask, prompt, questions_of
+from skilltrain.data.llm_stage import PROMPTS, Line, ask, questions_of, render_prompt
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
@@ -189,7 +189,7 @@ def _render(item: Distractor) -> tuple[str, str]:
         "Not these either:",
         *(siblings or ["(none)"]),
     ]
-    return prompt(
+    return render_prompt(
         PROMPTS["distractor"],
         "\n".join(lines),
         strategy=STRATEGIES[item.strategy],
