@@ -85,7 +85,12 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
                 }
             )
 
-    layers = np.mean(shares, axis=0)  # [layer, field]
+    means = _layer_means(np.mean(shares, axis=0))
+    return {"model": model, **means, "tokens": _by_field(np.mean(tokens, axis=0)), "pairs": rows}
+
+
+def _layer_means(layers: Float[np.ndarray, "layer field"]) -> Row:
+    """Return the shares of each layer, of groups of layers, and of all layers."""
     quarter = len(layers) // 4
     groups = {
         "early": layers[:quarter],
@@ -93,12 +98,9 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         "late": layers[len(layers) - quarter :],
     }
     return {
-        "model": model,
         "layers": [_by_field(layer) for layer in layers],
         "groups": {name: _by_field(part.mean(0)) for name, part in groups.items() if len(part)},
         "overall": _by_field(layers.mean(0)),
-        "tokens": _by_field(np.mean(tokens, axis=0)),
-        "pairs": rows,
     }
 
 
