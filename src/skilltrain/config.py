@@ -6,7 +6,6 @@ import sys
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -138,10 +137,9 @@ def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
         # An alias to a node that contains it would count without end.
         sizes[node] = _MAX_NODES
         children: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            children += chain.from_iterable(node.value)  # (key, value) pairs
-        elif isinstance(node, yaml.SequenceNode):
-            children += node.value
+        if isinstance(node, yaml.CollectionNode):
+            for item in node.value:  # a node, or a (key, value) pair of nodes
+                children += item if isinstance(item, tuple) else (item,)
         sizes[node] = 1 + sum(_count_nodes(child, sizes) for child in children)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
@@ -434,13 +432,12 @@ def _sections(parts: Sequence[Any]) -> list[type[BaseModel]]:
 
 def tags_of(section: type[BaseModel]) -> dict[str, str]:
     """Return the settings that allow one value only, with this value: they choose the section."""
-    tags: dict[str, str] = {}
-    for name, field in section.model_fields.items():
-        if typing.get_origin(field.annotation) is typing.Literal:
-            choices = typing.get_args(field.annotation)
-            if len(choices) == 1:
-                tags[name] = str(choices[0])
-    return tags
+    literals = {
+        name: typing.get_args(field.annotation)
+        for name, field in section.model_fields.items()
+        if typing.get_origin(field.annotation) is typing.Literal
+    }
+    return {name: str(values[0]) for name, values in literals.items() if len(values) == 1}
 
 
 def _short(value: Any) -> str:

@@ -132,10 +132,7 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
             what = f"{fault} column {column!r} in a row for table {spec.name}"
             raise SkilltrainError("wrong-columns", what, where=f"row {position}")
 
-    columns: list[pa.Array] = []
-    for field in spec.schema:
-        values = [row.get(field.name) for row in rows]
-        columns.append(_column(values, field, spec))
+    columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
 

@@ -300,8 +300,7 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             if not is_folder and name != "skill.md" and not name.endswith(_SHARDS):
                 continue
             target = Path(os.path.realpath(path))  # no error for folders that may not be read
-            is_link = target != path
-            if is_link and not (target.is_relative_to(root) and target.exists()):
+            if target != path and not (target.is_relative_to(root) and target.exists()):
                 place = _relative_path(path, root)
                 reason = f"{place} is a link that leads out of {clean_text(root.name)} or nowhere"
                 refused.append(Dropped("", "", "link", reason))
@@ -322,8 +321,8 @@ def _relative_path(path: Path, root: Path) -> str:
 def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     place = _relative_path(path, root)
     source = clean_text(root.name)
-    is_root = path.parent == root  # the folder itself is the skill
-    skill_id = source if is_root else _relative_path(path.parent, root)
+    # If the folder itself is the skill, its name is the id.
+    skill_id = source if path.parent == root else _relative_path(path.parent, root)
     try:
         if not path.is_file():
             return Dropped("", skill_id, "unreadable", f"{place} is not a plain file")
@@ -414,9 +413,7 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     loaded: Any = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
     splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
     # A dataset with one split needs no name of a split.
-    chosen_split = split
-    if not split and len(splits) == 1:
-        chosen_split = next(iter(splits))
+    chosen_split = split or (next(iter(splits)) if len(splits) == 1 else "")
     if chosen_split not in splits:
         fault = f"has no split '{split}'" if split else "has several splits"
         what = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"

@@ -70,11 +70,10 @@ class Pool(Stage):
     def _parse_sources(cls, value: Any) -> Any:
         """Return a list, with texts as paths unless they start with `hf:`."""
         values = value if isinstance(value, list | tuple) else [value]
-        sources: list[Any] = []
-        for source in values:
-            is_path = isinstance(source, str) and not source.startswith(HF_PREFIX)
-            sources.append(Path(source) if is_path else source)
-        return sources
+        return [
+            value if not isinstance(value, str) or value.startswith(HF_PREFIX) else Path(value)
+            for value in values
+        ]
 
     @model_validator(mode="before")
     @classmethod
@@ -125,11 +124,8 @@ class Pool(Stage):
 
         # Files beside a SKILL.md are screened with it.
         roots = [source for source in self.sources if isinstance(source, Path) and source.is_dir()]
-        folders: dict[str, Path] = {}
-        for skill in skills:
-            file = find_skill_file(roots, skill.skill_id)
-            if file:
-                folders[skill.skill_id] = file.parent
+        files = {skill.skill_id: find_skill_file(roots, skill.skill_id) for skill in skills}
+        folders = {skill_id: file.parent for skill_id, file in files.items() if file}
         flags = screen_pool(skills, self.workers, folders)
 
         write_table(skills, SKILLS, out)

@@ -1,8 +1,8 @@
-"""Stage `equivalents`: a chat model says which skills serve a query as well as its gold skill.
+"""Stage `equivalents`: a chat model judges which skills serve a query as well as its gold skill.
 
-Their rows of JUDGEMENTS are `required`, with the gold skill as `group`: `evaluate` takes whichever
-of them a ranking puts first for that gold skill, and no training takes them for negatives.
-SkillRouter's supplement judges its pool so.
+An equivalent is `required` in JUDGEMENTS, with the gold skill as `group`. `evaluate` counts the
+gold skill or its first-ranked equivalent, and training never uses equivalents as negatives.
+Source: SkillRouter's supplement.
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ class Equivalents(Stage):
     )
     llm: LLMConfig = Field(description="the chat model that judges")
     depth: int = Field(
-        default=20, ge=1, le=50, description="candidates judged for each gold skill, the best first"
+        default=20, ge=1, le=50, description="best candidates that are judged for each gold skill"
     )
     seed: Seed = Field(default=0, description="decides the model's seeds")
     out: Path = Field(description="folder for queries, judgements and dropped")
@@ -57,7 +57,7 @@ class Equivalents(Stage):
         """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
         outcome = ask(_questions(self))
         judge = f"llm:{self.llm.model}"
-        # An equivalent of two gold skills of a query stands for the last of them.
+        # An equivalent of two gold skills of a query counts for the last of them.
         equivalents: dict[tuple[str, str], Judgement] = {}
         for group, skills in outcome.values:
             for skill in skills:
@@ -78,6 +78,7 @@ class Equivalents(Stage):
 
 
 def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
+    """Return a request for each gold skill, with the unjudged candidates of its query."""
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
     rows = rows_by_query(rankings)
@@ -88,11 +89,13 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     for query, verdicts in select_judged(config.queries, None):
         skill_ids = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
         unjudged = [
-            skill_id for skill_id in skill_ids if skill_id in skills and skill_id not in verdicts
+            skills[skill_id]
+            for skill_id in skill_ids
+            if skill_id in skills and skill_id not in verdicts
         ]
-        candidates = [skills[skill_id] for skill_id in unjudged[: config.depth]]
+        candidates = unjudged[: config.depth]
         for skill_id, verdict in sorted(verdicts.items()):
-            # A required skill whose group is another one was found before: it is no gold skill.
+            # A required skill whose group is another judged skill is an earlier equivalent.
             is_gold = (
                 verdict is Verdict.REQUIRED and gold_of[query.query_id, skill_id] not in verdicts
             )
@@ -104,6 +107,6 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
 
 
 def _read(group: Group, answer: str) -> list[Skill]:
-    """Return the skills whose numbers an answer lists. Raises AnswerError unless all are from 2."""
+    """Return the skills whose numbers an answer lists. AnswerError for 1, the gold skill."""
     numbers = read_numbers(answer, range(2, len(group.skills) + 1))
     return [skill for number, skill in enumerate(group.skills, 1) if number in numbers]

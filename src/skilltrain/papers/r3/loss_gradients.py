@@ -31,22 +31,27 @@ IN_BATCH = "in-batch"
 DIRECTIONS = "other directions"
 Vectors = Float[Tensor, "row dim"]
 Part = tuple[str, str]
-"""Where a gradient is taken (scores, queries, skills); its verdict or kind of candidate."""
+"""`scores`, `queries` or `skills` (where a gradient is taken); verdict or kind of candidate."""
 Rows = Float[Tensor, "row 5"]
-"""For each query or skill: norm, share, cosine to the whole, product with the whole, and slope."""
+"""The columns norm, share, cosine, product and slope, for each query or skill.
+
+Cosine and product are those of the part's gradient and the whole gradient. See `PartOfGradient`.
+"""
 
 
 @dataclass(frozen=True)
 class PartOfGradient:
-    """What one part of a loss does at the scores, or at the vectors of queries or skills.
+    """Gradient of one part of a loss, at the scores or at the vectors of queries or skills.
 
     Attributes:
-        num: Number of rows (queries or skills); the other values are means over them.
+        at: `scores`, `queries` or `skills`.
+        part: Verdict or kind of candidate.
+        num: Number of rows (queries or skills). The other values are means over them.
         norm: Norm of the part's gradient.
-        share: Its share of the norms of all parts.
-        cosine: Its cosine to the gradient of the whole loss.
-        survival: How far the whole goes along the part's gradient, in lengths of it. 1: all of it
-            survives; below 0: the reverse.
+        share: Share of the sum of the norms of all parts.
+        cosine: Cosine to the gradient of the whole loss.
+        survival: <whole, part> / |part|^2. At 1 the other parts do not weaken the part's gradient;
+            below 0 they outweigh it.
         slope: d loss / d score.
     """
 
@@ -61,14 +66,17 @@ class PartOfGradient:
 
 
 def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
-    """Measure the parts over the first batches of a training run, with the model it starts from.
+    """Measure the parts over the first batches of a training run, without training.
 
-    Nothing is trained.
+    Args:
+        config: Settings of the training run. The model is the one that training starts from.
+        num_batches: Number of batches.
 
     Raises:
         SkilltrainError: The loss does not see one table of scores, or no list holds a rejected
             skill.
     """
+    # An encoder's loss that fits a reranker uses nothing but scores.
     is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
     if is_late or not config.loss.fits_reranker:
         raise SkilltrainError(
@@ -85,22 +93,23 @@ def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
             where="data.lists",
             fix="give a quota judged",
         )
+
     step = open_step(config, data, default_device()).eval()
     lists = chain.from_iterable(step_batches(step.data.lists, config.training))
     batches = [*islice(lists, num_batches)]
-    take_apart = _encoder_parts if isinstance(step, EncoderStep) else _reranker_parts
+    measure_batch = _encoder_parts if isinstance(step, EncoderStep) else _reranker_parts
     rows_by_part: dict[Part, list[Rows]] = defaultdict(list)
     for batch in track(batches, "taking gradients apart", len(batches)):
-        for part, rows in take_apart(step, batch):
+        for part, rows in measure_batch(step, batch):
             rows_by_part[part].append(rows)
     joined = {part: torch.cat(rows) for part, rows in rows_by_part.items()}
     return [mean_of(*part, rows) for part, rows in joined.items() if len(rows)]
 
 
 def mean_of(at: str, part: str, rows: Rows) -> PartOfGradient:
-    """Return the means of a part's rows.
+    """Average a part's rows.
 
-    Survival is that of all rows together, because a single row may have next to no norm.
+    Survival is mean product / mean squared norm, because a single row may have a norm near 0.
     """
     norm, share, cosine, product, slope = rows.mean(0).tolist()
     mean_square = float((rows[:, 0] ** 2).mean())
@@ -117,6 +126,7 @@ def write_gradients(parts: Sequence[PartOfGradient], config: Train, num_batches:
         "gains": {str(verdict): gain for verdict, gain in config.data.gains.items()},
         "num_batches": num_batches,
     }
+    # `places` and `found` are names in the templates.
     places = [*dict.fromkeys(part.at for part in parts)]
     values = {"about": about, "places": places, "found": parts}
     with staged_folder(config.out) as folder:
@@ -126,6 +136,7 @@ def write_gradients(parts: Sequence[PartOfGradient], config: Train, num_batches:
 
 
 def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
+    """Yield the rows of each part at the scores, the query vectors and the skill vectors."""
     skill_ids = sorted({*chain.from_iterable(row.skill_ids for row in batch)})
     texts = [step.query_ids[row.query] for row in batch]
     texts += [step.skill_ids[skill_id] for skill_id in skill_ids]
@@ -133,16 +144,20 @@ def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[P
         vectors = step(TextsToEncode(texts)).double().cpu()
     queries = vectors[: len(batch)].clone().requires_grad_()
     skills = vectors[len(batch) :].clone().requires_grad_()
+
+    # One process: the batch and its queries are also those of all ranks.
     scored = encoder_scores(batch, batch, queries, queries, skill_ids, skills, step.context)
     inputs = (scored.scores, queries, skills)
     slopes, query_gradients, skill_gradients = torch.autograd.grad(step.loss(scored), inputs)
 
-    names = [[IN_BATCH if counts else "" for counts in row] for row in scored.valid.tolist()]
-    for cells, row in zip(names, batch, strict=True):
+    # The part of each cell [query, skill]: a verdict, or an in-batch negative.
+    names = [[IN_BATCH if is_valid else "" for is_valid in row] for row in scored.valid.tolist()]
+    for row_names, row in zip(names, batch, strict=True):
         for skill_id, verdict in zip(row.skill_ids, row.verdicts, strict=True):
-            cells[skill_ids.index(skill_id)] = str(verdict)
+            row_names[skill_ids.index(skill_id)] = str(verdict)
     yield from at_scores(slopes, names)
 
+    # A score is the product of two vectors: d loss / d query = slopes @ skills.
     queries = queries.detach()
     skills = skills.detach()
     slopes_by_part = {part: torch.where(mask, slopes, 0.0) for part, mask in _masks(names).items()}
@@ -153,17 +168,20 @@ def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[P
 
 
 def _reranker_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
+    """Yield the rows of each part at the scores."""
     with torch.no_grad():
         scores = step(PairsToScore([step.make_pairs(row) for row in batch])).double().cpu()
     scored = list_scores(batch, scores.requires_grad_(), step.loss.needs.teacher_scores)
     (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)
-    width = slopes.shape[1]
-    names = [[*map(str, row.verdicts)] + [""] * (width - len(row.verdicts)) for row in batch]
+    names: list[list[str]] = []
+    for row in batch:
+        padding = [""] * (slopes.shape[1] - len(row.verdicts))
+        names.append([*map(str, row.verdicts), *padding])
     yield from at_scores(slopes, names)
 
 
 def _masks(names: Sequence[Sequence[str]]) -> dict[str, Bool[Tensor, "query skill"]]:
-    """Return the cells of each name."""
+    """Return a mask of the cells of each part."""
     parts = sorted({*chain.from_iterable(names)} - {""})
     return {part: torch.tensor([[name == part for name in row] for row in names]) for part in parts}
 
@@ -175,13 +193,14 @@ def at_scores(
 
     Args:
         slopes: d loss / d score.
-        names: The part of each cell, "" for none.
+        names: The part of each cell; "" for no part.
     """
     masks = _masks(names)
     totals = (slopes.abs() * sum(masks.values())).sum(1).clamp(min=1e-300)  # [query]
     for part, mask in masks.items():
         norm = (slopes.abs() * mask).sum(1)  # [query]
         slope = (slopes * mask).sum(1) / mask.sum(1)  # [query]
+        # At the scores no part weakens another: the cosine is 1, and the product is norm^2.
         rows = torch.stack([norm, norm / totals, torch.ones_like(norm), norm**2, slope], 1)
         yield ("scores", part), rows[mask.any(1)]
 
@@ -191,16 +210,23 @@ def at_vectors(
 ) -> Iterator[tuple[Part, Rows]]:
     """Yield the rows of each part at the vectors, one for each vector that the part reaches.
 
-    The rest of the `whole` that the parts' `gradients` do not add up to comes from a loss's other
-    directions. Of all gradients only what turns the unit `vectors` counts.
+    The part DIRECTIONS is the difference between the whole gradient and the sum of the parts: it
+    comes from other directions of a loss, such as from skill to query.
+
+    Args:
+        at: `queries` or `skills`.
+        gradients: Gradient by part.
+        whole: Gradient of the whole loss.
+        vectors: Unit vectors. Gradients are projected onto the tangents of the unit sphere, because
+            only these components turn a unit vector.
     """
 
-    def turning(gradient: Vectors) -> Vectors:
+    def project(gradient: Vectors) -> Vectors:
         return gradient - (gradient * vectors).sum(1, keepdim=True) * vectors
 
     rest = whole - sum(gradients.values())
-    parts = {part: turning(rows) for part, rows in {**gradients, DIRECTIONS: rest}.items()}
-    whole = turning(whole)
+    parts = {part: project(rows) for part, rows in {**gradients, DIRECTIONS: rest}.items()}
+    whole = project(whole)
     norms = {part: rows.norm(dim=1) for part, rows in parts.items()}  # [row]
     totals = torch.stack([*norms.values()]).sum(0)  # [row]
     for part, norm in norms.items():

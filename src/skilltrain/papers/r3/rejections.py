@@ -1,8 +1,9 @@
 """Stage `rejections`: requests for groups of skills, and why a chat model rejects some (R3).
 
 R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills
-must not be retrieved together. How its groups are drawn and its prompts are not public; kinds,
-directions and words here are ours.
+must not be retrieved together. How it samples groups and what its prompts are is not public; the
+kinds of groups and the prompts here are ours. A direction is the language of the request and the
+language of the skills.
 """
 
 import hashlib
@@ -43,9 +44,9 @@ from skilltrain.texts import language_of, name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
 Language = Literal["en", "zh"]
-_TOKENS_PER_VERDICT = 40  # of an answer, a reason and its 20 words among them
-_BODY_CHARS = 1000  # shown of each skill
-_NEAR = 3  # neighbours are drawn from so many times as many as are wanted
+_TOKENS_PER_VERDICT = 40  # of an answer, with a reason and an explanation of 20 words
+_BODY_CHARS = 1000  # characters of each body that the model sees
+_NEAREST_FACTOR = 3  # n neighbours are sampled from the 3 x n nearest skills
 
 
 class Rejections(Stage):
@@ -76,7 +77,7 @@ class Rejections(Stage):
         description="finds neighbours; across languages too, if it was trained for that"
     )
     num_groups: int = Field(
-        default=1000, ge=1, description="groups asked for, by turns of all directions and kinds"
+        default=1000, ge=1, description="number of groups; all directions and kinds take turns"
     )
     group_size: int = Field(
         default=7, ge=2, le=20, description="skills in a group, the anchor among them"
@@ -84,7 +85,8 @@ class Rejections(Stage):
     kinds: tuple[Kind, ...] = Field(
         default=("neighbours", "category", "across", "languages"),
         min_length=1,
-        description="neighbours of the anchor; its category; other categories; half of them of another language",
+        description="neighbours of the anchor; its category; other categories; neighbours, half "
+        "of them of another language",
     )
     languages: tuple[Language, ...] = Field(
         default=("en", "zh"),
@@ -109,7 +111,8 @@ class Rejections(Stage):
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
-        read = partial(read_request, set(), 2 * self.num_words)
+        seen_requests: set[str] = set()
+        read = partial(read_request, seen_requests, 2 * self.num_words)
         outcome = ask(_questions(self, self.llm, groups, read))
         dropped += outcome.dropped
         if not outcome.values:
@@ -127,12 +130,12 @@ class Rejections(Stage):
         judgements: list[Judgement] = []
         requested: list[Group] = []
         for group, answer in outcome.values:
-            kind = "single" if answer.refusal else "multi"
+            kind = "single" if answer.refusal else "multi"  # a refusal needs the anchor alone
             split = splits[group.query_id]
             queries.append(Query(group.query_id, answer.request, kind, judge, split))
             judgements += _judgements(group, answer.verdicts, judge)
             requested.append(replace(group, request=answer.request))
-        second = _judge_twice(self, requested, judgements, out)
+        second_summary = _judge_twice(self, requested, judgements, out)
         write_queries(queries, judgements, dropped, out)
         return {
             "num_groups": len(groups),
@@ -143,13 +146,14 @@ class Rejections(Stage):
             "by_verdict": counted(row.verdict for row in judgements),
             "by_reason": counted(row.reason for row in judgements if row.reason),
             "dropped": counted(row.filter for row in dropped),
-            **second,
+            **second_summary,
             **outcome.used,
         }
 
     def dry_run(self) -> Summary:
         """Count the groups and estimate the cost. Asks no chat model."""
         groups, dropped = _make_groups(self)
+        # An estimate does not call the reader of answers.
         estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
         estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))
         if self.second_judge is not None:
@@ -221,7 +225,7 @@ def _questions(
 
 
 def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
-    """Render the prompt `name` for a group; a request shall have about so many `words`."""
+    """Render the prompt `name` for a group. A new request should have about `words` words."""
     parts = [f"Request: {untrusted_line(group.request, 4000)}"] if group.request else []
     for number, skill in enumerate(group.skills, 1):
         parts.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
@@ -231,24 +235,32 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
 
 
 def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> JudgedRequest:
-    """Read a request with one verdict for each skill; a refusal rejects all but the anchor.
+    """Read a request with one verdict for each skill. A refusal rejects all but the anchor.
 
-    Raises AnswerError or ValueError if the answer is not usable.
+    Args:
+        seen: Earlier requests, which must not be repeated; the new one is added.
+        max_words: Longest request.
+        group: The group.
+        answer: Answer of the model.
+
+    Raises:
+        AnswerError: The answer is not usable.
+        ValueError: The answer is not usable.
     """
     judged = read_object(answer, JudgedRequest)
     verdicts = judged.verdicts
+    min_required = 2
     if judged.refusal is not None:
+        min_required = 1
+        anchor = SkillVerdict(skill=1, verdict=Verdict.REQUIRED)
         rejected = SkillVerdict(
             skill=0, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
         )
         numbers = range(2, len(group.skills) + 1)
-        verdicts = (
-            SkillVerdict(skill=1, verdict=Verdict.REQUIRED),
-            *(rejected.model_copy(update={"skill": number}) for number in numbers),
-        )
+        verdicts = (anchor, *(rejected.model_copy(update={"skill": num}) for num in numbers))
     _check_verdicts(verdicts, group)
     num_required = sum(row.verdict is Verdict.REQUIRED for row in verdicts)
-    if num_required < 1 + (judged.refusal is None):
+    if num_required < min_required:
         raise ValueError(
             f"{num_required} capabilities are required, two or more are wanted, or a refusal"
         )
@@ -291,7 +303,10 @@ def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> l
 def _judge_twice(
     config: Rejections, groups: Sequence[Group], first: Sequence[Judgement], out: Path
 ) -> dict[str, Any]:
-    """Have the second judge judge a sample of groups, skills in another order; return kappa."""
+    """Have the second judge judge a sample of groups, with the skills of each in another order.
+
+    Writes the second judge's JUDGEMENTS and DROPPED, and returns kappa and costs.
+    """
     if config.second_judge is None:
         return {}
 
@@ -305,21 +320,24 @@ def _judge_twice(
         shuffled.append(replace(group, skills=tuple(skills)))
     outcome = ask(_questions(config, config.second_judge, shuffled, read_verdicts))
     judge = f"llm:{config.second_judge.model}"
-    second = [_judgements(group, answer.verdicts, judge) for group, answer in outcome.values]
-    write_table(chain.from_iterable(second), JUDGEMENTS, out / "second")
+    second_rows = [_judgements(group, answer.verdicts, judge) for group, answer in outcome.values]
+    write_table(chain.from_iterable(second_rows), JUDGEMENTS, out / "second")
     write_table(outcome.dropped, DROPPED, out / "second")
-    verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
-    pairs = [
-        [(verdicts[row.query_id, row.skill_id], row.verdict) for row in rows] for rows in second
-    ]
+
+    # Pairs of verdicts by both judges, group by group.
+    first_verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
+    pairs_by_group: list[list[tuple[Verdict, Verdict]]] = []
+    for rows in second_rows:
+        pairs = [(first_verdicts[row.query_id, row.skill_id], row.verdict) for row in rows]
+        pairs_by_group.append(pairs)
     return {
-        "kappa": asdict(agreement(pairs)),
-        "second_judge": {"num_groups": len(second), **outcome.used},
+        "kappa": asdict(agreement(pairs_by_group)),
+        "second_judge": {"num_groups": len(second_rows), **outcome.used},
     }
 
 
 def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
-    """Return the groups, all directions and kinds in turn, and the skills and groups left out."""
+    """Make the groups; all directions and kinds take turns. Also return what was left out."""
     pool, dropped = unflagged_skills(config.pool)
     skills: list[Skill] = []
     for skill in pool:
@@ -375,7 +393,7 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
 
 
 class _GroupSampler:
-    """Samples the other skills of a group, independently of the groups before."""
+    """Samples the other skills of a group, independently of earlier groups."""
 
     def __init__(self, config: Rejections, skills: Sequence[Skill]) -> None:
         self.num_others = config.group_size - 1
@@ -386,32 +404,34 @@ class _GroupSampler:
         self.categories = np.array([skill.category or "" for skill in skills])
 
     def sample(self, anchor: int, kind: Kind, group_id: str) -> list[int]:
-        """Return positions of up to `group_size` - 1 skills of other names; [] if none fits."""
+        """Return positions of up to `group_size` - 1 skills with other names; [] if none fits."""
         other_name = self.names != self.names[anchor]
         same_lang = self.langs == self.langs[anchor]
         same_category = self.categories == self.categories[anchor]
-        foreign: list[int] = []
+        allowed = other_name & same_lang
+        foreign: list[int] = []  # skills in another language
         if kind == "category":
-            allowed = same_category & (self.categories != "")
+            allowed &= same_category & (self.categories != "")
         elif kind == "across":
-            allowed = ~same_category
+            allowed &= ~same_category
+        elif kind == "neighbours":
+            allowed = self._nearest(anchor, allowed)
         else:
-            allowed = self._nearest(anchor, other_name & same_lang)
-        if kind == "languages":
-            near = self._nearest(anchor, other_name & ~same_lang)
-            foreign = self._draw(near, (self.num_others + 1) // 2, f"{group_id}/far")
+            allowed = self._nearest(anchor, allowed)
+            nearest = self._nearest(anchor, other_name & ~same_lang)
+            foreign = self._draw(nearest, (self.num_others + 1) // 2, f"{group_id}/far")
             if not foreign:
                 return []
-        allowed &= other_name & same_lang
         return foreign + self._draw(allowed, self.num_others - len(foreign), group_id)
 
     def _nearest(
         self, anchor: int, allowed: Bool[np.ndarray, " skill"]
     ) -> Bool[np.ndarray, " skill"]:
-        # Each cosine is summed by itself: equal skills are equally near on every processor.
+        """Restrict `allowed` to the skills nearest to the anchor."""
+        # Not `@`: its sums depend on the processor, and equal skills must be equally near.
         cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)
         similarities = np.where(allowed, cosines, -np.inf)
-        nearest = np.argsort(-similarities, kind="stable")[: _NEAR * self.num_others]
+        nearest = np.argsort(-similarities, kind="stable")[: _NEAREST_FACTOR * self.num_others]
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
     def _draw(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:

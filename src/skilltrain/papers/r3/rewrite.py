@@ -1,4 +1,4 @@
-"""Stage `rewrite`: queries as a person would type them, tersely, or as a paraphrase.
+"""Stage `rewrite`: rewrite queries as a person would type them, tersely, or as a paraphrase.
 
 R3's prompt is not public; this one is ours.
 """
@@ -85,6 +85,7 @@ class Rewrite(Stage):
 
 
 def _questions(config: Rewrite) -> Questions[Rewriting, str]:
+    """Return a request for each query."""
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     items: list[Rewriting] = []
     for query, verdicts in select_judged(config.queries, None):

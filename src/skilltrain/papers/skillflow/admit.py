@@ -1,7 +1,8 @@
 """A chat model that admits a few candidates, or none: SkillFlow's two filters (section A.6).
 
-Relevancy judges all candidates in one answer, specificity each relevant one alone. The prompts are our own. Candidates
-are untrusted (llm/untrusted.py): an answer can only admit one of them.
+The filter "relevancy" judges all candidates in one answer. The filter "specificity" judges each
+relevant candidate in an answer of its own. The prompts are our own. Candidates are untrusted
+(llm/untrusted.py): an answer can only admit one of them.
 """
 
 import re
@@ -15,20 +16,31 @@ from skilltrain.llm.query_prompts import UNTRUSTED, Ask, Prompt, questions_of
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.select import Chooser, ChoosingConfig
 
-_RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of instructions that the \
-agent reads before it works. You get one task and a numbered list of candidates, and say which of them are relevant: \
-about the domain, the techniques, the files or the tools that this very task needs. Often only a few are, or none.
+_RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of \
+instructions that the \
+agent reads before it works. You get one task and a numbered list of candidates, and say which of \
+them are relevant: \
+about the domain, the techniques, the files or the tools that this very task needs. Often only a \
+few are, or none.
 {UNTRUSTED}
-Reply with a JSON list of the numbers of the relevant candidates, like [2, 5] or [], and with nothing else."""
-_WHICH = "Which of the candidates 1 to {count} are relevant to the task? Reply with a JSON list of numbers only."
-_SPECIFICITY = f"""You decide whether a skill is worth the attention of an AI agent that works on a task. A skill is a \
+Reply with a JSON list of the numbers of the relevant candidates, like [2, 5] or [], and with \
+nothing else."""
+_WHICH = (
+    "Which of the candidates 1 to {count} are relevant to the task? "
+    "Reply with a JSON list of numbers only."
+)
+_SPECIFICITY = f"""You decide whether a skill is worth the attention of an AI agent that works on \
+a task. A skill is a \
 set of instructions that the agent reads before it works. You get the task and one candidate.
 {UNTRUSTED}
-Say INJECT if it holds knowledge of this domain that would spare the agent real search and trial: commands, formats, \
-interfaces, limits, pitfalls, working code. Say REJECT if it holds general method, check lists, or what a capable \
-model knows or sees from the task's own files. Reply with INJECT or REJECT, and with nothing else."""
+Say INJECT if it holds knowledge of this domain that would spare the agent real search and trial: \
+commands, formats, \
+interfaces, limits, pitfalls, working code. Say REJECT if it holds general method, check lists, or \
+what a capable \
+model knows or sees from the task's own files. Reply with INJECT or REJECT, and with nothing \
+else."""
 _IS_WORTH_IT = "Is candidate 1 worth it? Reply with INJECT or REJECT only."
-_VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)
+_VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)  # with quotes or a full stop around it
 
 
 def read_relevant(ask: Ask, answer: str) -> list[Skill]:
@@ -50,16 +62,16 @@ class AdmitConfig(ChoosingConfig):
 
     kind: Literal["admit"] = "admit"
     keep: int = Field(
-        default=10, ge=1, description="candidates that it sees; the others are dropped"
+        default=10, ge=1, description="number of candidates that it sees; the others are dropped"
     )
     most: int = Field(
-        default=5, ge=1, description="skills that it admits at most; it may admit none"
+        default=5, ge=1, description="largest number of skills that it admits; it may admit none"
     )
     specificity: bool = Field(
-        default=False, description="a second filter: relevant skills that tell nothing new go"
+        default=False, description="a second filter drops relevant skills that tell nothing new"
     )
     body_chars: int | None = Field(
-        default=16_000, ge=0, description="how much of a body; null: it sees no body"
+        default=16_000, ge=0, description="characters of a body that it sees; null: it sees no body"
     )
     prompt = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy")
     min_candidates = 1
@@ -72,16 +84,17 @@ _SPECIFICITY_PROMPT = Prompt(_SPECIFICITY, _IS_WORTH_IT, read_verdict, 12, "spec
 
 
 class Admit(Chooser):
-    """A chat model that admits candidates. `counts` also says how many skills each filter accepted."""
+    """A chat model that admits candidates. `counts` also counts what each filter accepted."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the admitted ones of the first `keep` candidates.
+        """Return the admitted candidates among the first `keep` of each query.
 
         If the model is down, or an answer is not usable, all are admitted, with a warning.
         """
         assert candidates is not None, "a chat model needs candidates"
         llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
-        admitted = self._admit(llm, self.ask(llm, queries, candidates, keep))
+        relevancy = self.ask(llm, queries, candidates, keep)
+        admitted = self._admit(llm, relevancy)
         rankings: Rankings = {}
         for query in queries:
             query_id = query.query_id
@@ -102,6 +115,8 @@ class Admit(Chooser):
         for item, skills in outcome.values:
             relevant += [config.ask(item.query, [skill], skill.skill_id) for skill in skills]
             admitted[item.query_id] = {skill.skill_id for skill in skills}
+
+        # Without the second filter nothing is asked, and all counts are 0.
         asks = relevant if config.specificity else ()
         questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
         second = ask_all(questions, drop_if_down=True)

@@ -1,4 +1,4 @@
-"""Write chosen skills as an agent reads them: a folder each, with SKILL.md and bundled files."""
+"""Write retrieved skills to folders for an agent: SKILL.md and bundled files of each skill."""
 
 import re
 import unicodedata
@@ -24,7 +24,7 @@ from skilltrain.terminal import say
 from skilltrain.texts import printable
 
 NAMES_FILE = "provisioned.json"
-_MAX_NAME = 64  # characters of a skill's name that agents take
+_MAX_NAME = 64  # longest skill name that agents accept, in characters
 
 Flagged = Literal["leave_out", "use"]
 
@@ -34,15 +34,18 @@ def provision(
 ) -> dict[str, int]:
     """Write the first `top` skills of each query into `out`/QUERY/SKILL.
 
-    Every skill is screened with the files that go with it, as they are now. Folders are named after
-    query and skill in letters, digits, `_` and `-`, so that no name leads elsewhere;
-    `provisioned.json` says which is which.
+    Every skill is screened with its current bundled files. Folder names only have letters, digits,
+    `_` and `-`, so that no name leads out of `out`. `provisioned.json` maps folders to skill ids.
 
     Args:
+        rankings: Ranking by query id.
+        pool: Pool that was ranked.
+        top: Number of skills for each query.
+        out: Folder to write.
         flagged: Whether to leave out or to write skills that screening flags.
 
     Returns:
-        Numbers of skills written, and of skills left out because they are flagged.
+        Number of folders written, and number of skills left out because they are flagged.
 
     Raises:
         SkilltrainError: The pool lacks a skill, or `out` exists and is no empty folder.
@@ -79,7 +82,7 @@ def provision(
 
 
 def _files_of(skill: Skill, folders: list[Path], flagged: Flagged) -> list[BundledFile] | None:
-    """Return the files that go with a skill, as they were screened; None for a flagged skill."""
+    """Screen a skill and return its bundled files; None if it is flagged and left out."""
     original = find_skill_file(folders, skill.skill_id)
     files, num_left_out = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
@@ -87,19 +90,21 @@ def _files_of(skill: Skill, folders: list[Path], flagged: Flagged) -> list[Bundl
     if flags:
         finding = f"{flags[0].rule} in its {flags[0].field}: {printable(flags[0].span, 80)}"
         say(
-            f"left out: {name}, which the safety screening flags ({finding}); `--flagged use` writes it"
+            f"left out: {name}, which the safety screening flags ({finding}); "
+            "`--flagged use` writes it"
         )
         return None
     if num_left_out:
         limit = f"{MAX_FILES} files and {MAX_BYTES // 2**20} MiB"
         say(
-            f"warning: {name} comes without {num_left_out} of its files: more than {limit} are not screened"
+            f"warning: {name} comes without {num_left_out} of its files: more than {limit} are "
+            "not screened"
         )
     return files
 
 
 def free_name(text: str, folder: Path) -> str:
-    """Return a name made of `text` that is free in `folder`: `read-pdf`, `read-pdf-2`, …"""
+    """Return an unused name in `folder`, made from `text`: `read-pdf`, `read-pdf-2`, …"""
     plain = unicodedata.normalize("NFKC", text).lower()
     name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME].strip("-") or "skill"
     candidate = name
@@ -111,7 +116,7 @@ def free_name(text: str, folder: Path) -> str:
 
 
 def write_skill(skill: Skill, folder: Path, files: Sequence[BundledFile]) -> None:
-    """Write SKILL.md as the pool has it, named like its folder, with its other files beside it."""
+    """Write a skill's SKILL.md, with the folder's name as its name, and its bundled files."""
     folder.mkdir()
     for file in files:
         copy = folder / file.path

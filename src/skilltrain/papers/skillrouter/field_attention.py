@@ -20,11 +20,11 @@ FIELDS = FIELDS_SEEN["full"]
 
 
 def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> Row:
-    """Measure how the attention to a skill is shared by its fields, averaged over pairs.
+    """Measure how the attention to a skill is distributed over its fields, averaged over pairs.
 
-    Attention is that of the last position (of the first in models with a classification token),
-    averaged over heads and normalised over the fields of a pair. A field that is empty, not in the
-    template, or cut away whole has the share 0.
+    The attention of the scoring position (see `attention_rows`) is averaged over heads and
+    normalised over the fields of a pair. A field that is empty, not in the template, or cut away
+    has the share 0.
 
     Args:
         reranker: The model.
@@ -32,17 +32,18 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         model: Name of the reranker in a report.
 
     Returns:
-        `layers` has field → share for each layer; `groups` the means of the first quarter of
-        layers, the middle half and the last quarter (of 28 layers 0–6, 7–20 and 21–27, the
-        paper's); `overall` the mean of all layers; `tokens` the fields' share of tokens, which
-        attention without a preference would give; `pairs` both of each pair, and the number of
-        tokens cut away.
+        `layers`: share by field, for each layer. `groups`: means of the first quarter of layers,
+        the middle half and the last quarter (layers 0-6, 7-20 and 21-27 of 28, as in the paper).
+        `overall`: mean of all layers. `tokens`: share of the tokens by field, which uniform
+        attention would give. `pairs`: `overall`, `tokens` and the number of tokens cut away, for
+        each pair.
 
     Raises:
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
             single scoring position.
     """
-    if (pooling := getattr(reranker.network.config, "classifier_pooling", "cls")) != "cls":
+    pooling = getattr(reranker.network.config, "classifier_pooling", "cls")
+    if pooling != "cls":
         raise SkilltrainError(
             "unsupported-model", f"a classifier with {pooling} pooling has no scoring position"
         )
@@ -63,9 +64,12 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
                 raise SkilltrainError("nothing-to-analyse", fault, where=f"skill {skill.skill_id}")
             attention = attention_rows(reranker, pair)[:, pair.second_start :]  # [layer, token]
             weights = attention[:, : len(fields)] @ fields  # [layer, field]
-            silent = np.flatnonzero(~(weights.sum(1) > 0))  # nothing, or no number
-            if silent.size:
-                fault = f"layer {silent[0]} gives the skill's fields no attention that could be compared"
+            bad_layers = np.flatnonzero(~(weights.sum(1) > 0))  # 0 or NaN
+            if bad_layers.size:
+                fault = (
+                    f"layer {bad_layers[0]} gives the skill's fields no attention that could be "
+                    "compared"
+                )
                 raise SkilltrainError(
                     "nothing-to-analyse", fault, where=f"{model}, skill {skill.skill_id}"
                 )
@@ -75,12 +79,18 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
                 {
                     "query_id": query.query_id,
                     "skill_id": skill.skill_id,
-                    "overall": _named(shares[-1].mean(0)),
-                    "tokens": _named(tokens[-1]),
+                    "overall": _by_field(shares[-1].mean(0)),
+                    "tokens": _by_field(tokens[-1]),
                     "num_cut": pair.num_cut,
                 }
             )
-    layers = np.mean(shares, axis=0)  # [layer, field]
+
+    means = _layer_means(np.mean(shares, axis=0))
+    return {"model": model, **means, "tokens": _by_field(np.mean(tokens, axis=0)), "pairs": rows}
+
+
+def _layer_means(layers: Float[np.ndarray, "layer field"]) -> Row:
+    """Return the shares of each layer, of groups of layers, and of all layers."""
     quarter = len(layers) // 4
     groups = {
         "early": layers[:quarter],
@@ -88,16 +98,13 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         "late": layers[len(layers) - quarter :],
     }
     return {
-        "model": model,
-        "layers": [_named(layer) for layer in layers],
-        "groups": {name: _named(part.mean(0)) for name, part in groups.items() if len(part)},
-        "overall": _named(layers.mean(0)),
-        "tokens": _named(np.mean(tokens, axis=0)),
-        "pairs": rows,
+        "layers": [_by_field(layer) for layer in layers],
+        "groups": {name: _by_field(part.mean(0)) for name, part in groups.items() if len(part)},
+        "overall": _by_field(layers.mean(0)),
     }
 
 
-def _named(row: Float[np.ndarray, " field"]) -> dict[str, float]:
+def _by_field(row: Float[np.ndarray, " field"]) -> dict[str, float]:
     return dict(zip(FIELDS, row.tolist(), strict=True))
 
 
@@ -116,19 +123,22 @@ def _eager(network: Any) -> Iterator[None]:
 def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "layer token"]:
     """Return the attention of the scoring position in each layer, averaged over heads.
 
-    The scoring position is the last token in a causal model, else the first. Only its row is kept
-    of a layer's matrices. Raises SkilltrainError if not every layer shows them.
+    The scoring position is the last token in a causal model, and else the first.
+
+    Raises:
+        SkilltrainError: The attention of a layer cannot be read.
     """
     network = reranker.network
     position = 0 if reranker.yes_no_ids is None else -1
     rows: list[np.ndarray] = []
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
-        """Keep a row of a module's matrices [1, head, token, token]; outer modules do not see them."""
+        """Store one row of attention weights [1, head, token, token], and remove the weights."""
         values = [*outputs] if isinstance(outputs, tuple) else []
         weights = values[1] if len(values) > 1 else None
         if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
             return None
+        # Only this row is kept, because all matrices together would take too much memory.
         rows.append(weights[0, :, position].double().mean(0).cpu().numpy())
         return (values[0], None, *values[2:])
 
@@ -136,7 +146,7 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     try:
         if reranker.yes_no_ids is None:
             reranker([pair])
-        else:  # without what `forward` does to score several pairs at once
+        else:  # not `reranker.forward`, which changes the attention to score several pairs at once
             network.get_decoder()(torch.tensor([pair.ids], device=reranker.device), use_cache=False)
     finally:
         for hook in hooks:
@@ -154,15 +164,13 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
     """Return which field each token of `reranker.pair_tokenizer.skill_ids([skill])` belongs to, at most one.
 
-    It is the field that most of the token's characters come from: ` pods` is of the name, though
-    its space is not. Tokens of separators and of the template's own words belong to none. The
-    pieces of a character that takes several tokens each count.
+    A token belongs to the field that most of its characters come from: ` pods` belongs to the name,
+    although its space does not. Tokens of separators and of the template's own words belong to no
+    field. If a character takes several tokens, each of them counts.
     """
     template = reranker.settings.template
     prompt = template.skill_prompt()
-    lead = (
-        f"\n{prompt}" if prompt else ""
-    )  # PairTokenizer has the tokenizer read it before the skill
+    lead = f"\n{prompt}" if prompt else ""  # PairTokenizer puts it before the skill
     text = lead + template.render_skill(skill)
     ids, spans = reranker.pair_tokenizer.text.ids_and_spans(text)
     (skill_ids,) = reranker.pair_tokenizer.skill_ids([skill])

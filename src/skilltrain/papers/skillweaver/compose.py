@@ -21,9 +21,9 @@ from skilltrain.papers.skillweaver.rules import GIVES, TAKES, Round, dependencie
 from skilltrain.records import Query, Ranking, Skill
 from skilltrain.texts import printable, words_of
 
-NUM_CANDIDATES = 10  # skills retrieved for a step: as deep as plans are measured
+NUM_CANDIDATES = 10  # skills retrieved for a step, the largest cutoff of `plan_measures`
 _LABEL_CHARS = 80
-_MERMAID_SYNTAX = re.compile(r"[^\w .,:/()'’，。：-]")  # characters written by number in a label
+_MERMAID_SYNTAX = re.compile(r"[^\w .,:/()'’，。：-]")  # characters that a label escapes
 
 
 class ComposeConfig(Config):
@@ -39,6 +39,7 @@ class Step:
     """A step of a plan.
 
     Attributes:
+        text: The step in words.
         after: Positions of the earlier steps that it waits for.
         candidates: Retrieved skills, best first.
         skill: The chosen skill; None if nothing fits.
@@ -51,7 +52,8 @@ class Step:
 
     @property
     def skill_id(self) -> str | None:
-        return self.skill and self.skill.skill_id
+        """Id of the chosen skill."""
+        return self.skill.skill_id if self.skill else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def compose(
     """Return a step for each text, with one of the skills retrieved for it."""
     steps: list[Step] = []
     for text, after, ranking in zip(texts, dependencies(task, texts), rankings, strict=True):
-        # BM25 scores 0 where it knows no word of a text: nothing fits.
+        # BM25 gives every skill the score 0 if it knows no word of a text: no skill fits.
         candidates = ranking if any(score for _, score in ranking) else []
         earlier = [step.skill for step in steps if step.skill]
         skill = _best_skill(candidates, earlier, skills, alpha) if candidates else None
@@ -99,7 +101,7 @@ def compose(
 def _best_skill(
     ranking: Ranking, earlier: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
 ) -> Skill:
-    """Return the skill with the highest score; of equal ones the first."""
+    """Return the skill with the highest total score; of equal ones the first."""
     scores = [score for _, score in ranking]
     lowest = min(scores)
     width = max(scores) - lowest
@@ -116,10 +118,10 @@ def _best_skill(
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
-    """Return how well one skill follows another, from 0 to 1: the mean of three shares.
+    """Return how well one skill follows another, from 0 to 1.
 
-    These are of common categories (Jaccard), of common words, and of the kinds of data that the
-    later skill takes and the earlier gives.
+    This is the mean of three shares: common categories (Jaccard), common words, and those kinds of
+    data that the later skill takes which the earlier skill gives.
     """
     first = _traits(earlier)
     second = _traits(later)
@@ -133,7 +135,7 @@ def compatibility(earlier: Skill, later: Skill) -> float:
 
 
 class _Traits(NamedTuple):
-    """What name and description tell of a skill; `gives` and `takes` are kinds of data."""
+    """Traits of a skill, from its name and description; `gives` and `takes` are kinds of data."""
 
     categories: frozenset[str]
     words: frozenset[str]
@@ -143,6 +145,7 @@ class _Traits(NamedTuple):
 
 @lru_cache(maxsize=20_000)
 def _traits(skill: Skill) -> _Traits:
+    # Short Latin words such as "the" tell nothing; a Chinese word is short.
     text = f"{skill.name}. {skill.description}"
     categories = (part.strip().lower() for part in (skill.category or "").split(","))
     words = (word for word in words_of(text) if len(word) > 3 or not word.isascii())

@@ -1,9 +1,9 @@
 """Plans for compound tasks: decompose, retrieve, compose (SkillWeaver, section 4).
 
-Skill-Aware Decomposition shows the model the skills retrieved for its steps, and it plans again. A
-round is a set of steps with these hints and their Jaccard similarity to the hints of the previous
-round. The paper stops above .6, which its own rounds (.32, .47, .52) never reach: there the number
-of rounds decides.
+In Skill-Aware Decomposition, the model sees the skills that were retrieved for its steps (hints)
+and plans again. A round holds the steps, the hints, and the Jaccard similarity of the hints to
+those of the previous round. The paper stops above 0.6. Its own rounds (0.32, 0.47, 0.52) never
+reach that, so that the number of rounds decides.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ from skilltrain.records import Dropped, Query, Ranking, Skill
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
-"""Retrieves a number of skills for each text."""
+"""Retrieve a number of skills for each text."""
 AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
 _DESCRIPTION_CHARS = 140
 _NUM_READ = 5  # skills that ReAct reads after each search
@@ -53,10 +53,14 @@ class HintsConfig(Config):
 
     count: int = Field(default=15, ge=1, description="skills named to the model (H)")
     rounds: int = Field(
-        default=1, ge=0, description="how often it plans anew at most (T); 0: without hints"
+        default=1, ge=0, description="largest number of times it plans again (T); 0: without hints"
     )
     stop_above: float = Field(
-        default=0.6, ge=0, le=1, description="Jaccard of two rounds' hints that ends it (tau)"
+        default=0.6,
+        ge=0,
+        le=1,
+        description="planning ends when the hints of two rounds are more similar than this "
+        "(Jaccard, tau)",
     )
     show: Literal["names", "described"] = Field(
         default="names", description="what the model sees of a hint"
@@ -72,7 +76,8 @@ class PlannerConfig(Config):
         Field(discriminator="kind"),
     ] = Field(default=RulesConfig(), description="what cuts a task into steps")
     hints: HintsConfig = Field(
-        default=HintsConfig(), description="what is found goes back to the model (kind llm)"
+        default=HintsConfig(),
+        description="skills that are shown to the model before it plans again (kind llm)",
     )
     compose: ComposeConfig = Field(
         default=ComposeConfig(), description="how a skill is chosen for each step"
@@ -87,7 +92,7 @@ class Planner:
         config: How to plan.
         skills: The pool.
         find: Retrieves skills of the pool.
-        golds: Gold skills by query id, where known: LLM-Direct always sees them.
+        golds: Gold skills by query id, if known. LLM-Direct always sees them.
         lenient: Let rules plan, with a note, if the chat model is down. Otherwise that is an error.
     """
 
@@ -114,7 +119,7 @@ class Planner:
         retrieved = find_each(self.find, [final.texts for final in final_rounds], NUM_CANDIDATES)
         plans: list[Plan] = []
         for task, final, rankings in zip(tasks, final_rounds, retrieved, strict=True):
-            if final.chosen:
+            if final.chosen:  # LLM-Direct chose the skills itself
                 rankings = [[(skill_id, 1.0)] for skill_id in final.chosen]
             alpha = self.config.compose.alpha
             steps = compose(task.text, final.texts, rankings, self.skills, alpha)
@@ -130,7 +135,7 @@ class Planner:
         """Ask the model to plan each task.
 
         Returns:
-            Rounds by query id; reason by query id, for tasks that it has no steps for.
+            Rounds by query id; reason by query id, for tasks without a plan.
         """
         llm = LLM(config.llm)  # one for all requests, because it counts the budget
 
@@ -144,10 +149,11 @@ class Planner:
             outcome = ask(self._choices(config, tasks))
         else:
             outcome = ask([Ask(task) for task in tasks])
-        rounds = {item.query_id: [steps] for item, steps in outcome.values}
+        rounds = {item.query_id: [first_round] for item, first_round in outcome.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(ask, [item.query for item, _ in outcome.values], rounds)
 
+        # A task without rounds and without a fault is one for which ReAct never searched.
         faults = {
             task.query_id: "the model looked for nothing"
             for task in tasks
@@ -163,34 +169,40 @@ class Planner:
 
         A task for which the model fails keeps the steps it has.
         """
-        settings = self.config.hints
-        for number in range(settings.rounds + 1):
-            texts = [rounds[task.query_id][-1].texts for task in tasks]
-            retrieved = find_each(self.find, texts, settings.count)
-            asks: list[Ask] = []
-            for task, rankings in zip(tasks, retrieved, strict=True):
-                history = rounds[task.query_id]
-                # The first skill of every step comes before the second of any step.
-                by_rank = chain.from_iterable(zip_longest(*rankings))
-                skill_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
-                hints = tuple(skill_ids)[: settings.count]
-                jaccard = None
-                if number:
-                    earlier = set(history[-2].hints)
-                    jaccard = len(earlier & {*hints}) / len(earlier | {*hints})
-                history[-1] = replace(history[-1], hints=hints, jaccard=jaccard)
-                if hints and (jaccard is None or jaccard <= settings.stop_above):
-                    lines = self._describe(hints, settings.show == "described")
-                    asks.append(Ask(task, ((_MAY_HELP, lines),)))
-            if number == settings.rounds or not asks:
-                break
+        for _ in range(self.config.hints.rounds):
+            asks = self._add_hints(tasks, rounds)
+            if not asks:
+                return
             outcome = ask(asks)
             tasks = [item.query for item, _ in outcome.values]
-            for item, steps in outcome.values:
-                rounds[item.query_id].append(steps)
+            for item, next_round in outcome.values:
+                rounds[item.query_id].append(next_round)
+        self._add_hints(tasks, rounds)  # for the report
+
+    def _add_hints(self, tasks: Sequence[Query], rounds: Mapping[str, list[Round]]) -> list[Ask]:
+        """Add hints to the last round of each task; return requests for tasks that go on."""
+        settings = self.config.hints
+        texts = [rounds[task.query_id][-1].texts for task in tasks]
+        retrieved = find_each(self.find, texts, settings.count)
+        asks: list[Ask] = []
+        for task, rankings in zip(tasks, retrieved, strict=True):
+            history = rounds[task.query_id]
+            # The first skill of every step comes before the second of any step.
+            by_rank = chain.from_iterable(zip_longest(*rankings))
+            skill_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
+            hints = tuple(skill_ids)[: settings.count]
+            jaccard = None
+            if len(history) > 1:
+                earlier = set(history[-2].hints)
+                jaccard = len(earlier & {*hints}) / len(earlier | {*hints})
+            history[-1] = replace(history[-1], hints=hints, jaccard=jaccard)
+            if hints and (jaccard is None or jaccard <= settings.stop_above):
+                lines = self._describe(hints, settings.show == "described")
+                asks.append(Ask(task, ((_MAY_HELP, lines),)))
+        return asks
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
-        """Return what LLM-Direct sees: skills by id, so that gold ones do not stand out."""
+        """Return a request for each task, with skills in order of id to hide the gold ones."""
         asks: list[Ask] = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
@@ -211,6 +223,7 @@ class Planner:
         for _ in range(MAX_STEPS):
             outcome = ask(asks)
             faults += outcome.dropped
+            # An empty search means that the model is done.
             turns = [(item, search) for item, search in outcome.values if search]
             if not turns:
                 break

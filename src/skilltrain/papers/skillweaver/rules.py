@@ -1,9 +1,9 @@
-"""Rules of English and Chinese that cut a task into steps and order them, without a model.
+"""Rules for English and Chinese that split a task into steps and order them, without a model.
 
-Sentences and list items are cut first, then clauses: at words of order (then, finally, 然后), and
-where "and" or a comma stands before a verb of action. A clause without such a verb and without a
-question is the task's setting, not a step. What steps take and give is read by a list of kinds of
-data. All of this is rough, and no better than its word lists.
+Tasks are split into sentences and list items, then into clauses: at words of order (then, finally,
+然后), and where "and" or a comma precedes a verb of action. A clause without such a verb and without
+a question describes the setting of the task and is no step. The data that a step takes or gives is
+recognised by a list of kinds of data. The rules are rough, and as good as their word lists.
 """
 
 import re
@@ -45,30 +45,40 @@ _ZH_VERBS = _any_of(
     展示 训练 标注 识别 更新 删除 添加 设置 配置 备份 查 画 写 存 找 做 用
     """
 )
+# Verb of action; the lookahead _START is a verb after words such as "also" or "then".
 _VERB = rf"(?:re-?)?(?:{_VERBS})\b"
 _ZH_VERB = f"(?:{_ZH_VERBS}|[把将用给])"
 _START = rf"(?=(?:(?:also|please|finally|lastly|then|next|automatically)\s+)*{_VERB})"
+# End of a sentence, with the mark of a list item after it.
 _SENTENCE = re.compile(
     r"(?:(?<=[.!?;:])\s+|[。！？；]|\n)+(?:(?:[-*•]|\d+[.)、])\s*)?|^\s*(?:[-*•]|\d+[.)、])\s+",
     re.M,
 )
+# Between clauses: words of order, or "and" or a comma before a verb.
 _ORDER = re.compile(
-    r"[,;]?\s*\b(?:and\s+then|and\s+finally|after\s+(?:that|which)|afterwards|followed\s+by|once\s+done|"
+    r"[,;]?\s*\b(?:and\s+then|and\s+finally|after\s+(?:that|which)|afterwards|followed\s+by|"
+    r"once\s+done|"
     rf"then|finally|lastly|next(?=\s*,))\b\s*,?\s*|\s*[,;&]?\s*\band\s+{_START}|\s*[,;&]\s*{_START}"
-    rf"|[，,、]?\s*(?:然后|接着|随后|之后|并且|最后|同时|再(?={_ZH_VERB})|并(?={_ZH_VERB}))\s*[，,]?|[，,]\s*(?={_ZH_VERB})",
+    rf"|[，,、]?\s*(?:然后|接着|随后|之后|并且|最后|同时|再(?={_ZH_VERB})|并(?={_ZH_VERB}))\s*[，,]?|"
+    rf"[，,]\s*(?={_ZH_VERB})",
     re.I,
 )
 # after X, Y | before X, Y | Y after doing X | Y before doing X
 _TWO = re.compile(
-    r"^(?:after|once|when|(before))\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+(?:after|(before))\s+(\w+ing\b.{4,})$",
+    r"^(?:after|once|when|(before))\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+(?:after|"
+    r"(before))\s+(\w+ing\b.{4,})$",
     re.I,
 )
+# Words at the beginning of a clause that say nothing about the step.
 _OPENING = re.compile(
-    r"^(?:(?:first(?:ly)?|second(?:ly)?|third(?:ly)?|then|next|finally|lastly|also|and|now|please|so|start\s+by|"
-    r"(?:can|could|would)\s+you(?:\s+please)?|i\s+(?:want|need|would\s+like|'d\s+like)\s+(?:you\s+)?to|help\s+me(?:\s+to)?|"
+    r"^(?:(?:first(?:ly)?|second(?:ly)?|third(?:ly)?|then|next|finally|lastly|also|and|now|"
+    r"please|so|start\s+by|"
+    r"(?:can|could|would)\s+you(?:\s+please)?|i\s+(?:want|need|would\s+like|"
+    r"'d\s+like)\s+(?:you\s+)?to|help\s+me(?:\s+to)?|"
     r"let's|we\s+need\s+to)\b[,:]?\s*|(?:请|帮我|首先|先|我想要?|我要|需要|然后|并|再|最后)[，,]?\s*)+",
     re.I,
 )
+# A question, a wish, or a gerund.
 _ASKS = r"^(?:what|how|which|who|where|why|\w{3,}ing)\b|\bI\s+(?:need|want)\b|[什怎如哪]\w"
 _ACTS = re.compile(rf"\b{_VERB}|{_ZH_VERB}|{_ASKS}", re.I)
 _KINDS = _any_of(
@@ -81,29 +91,44 @@ _KINDS = _any_of(
     """
 )
 _HAN_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
+# Groups: Latin kind, Chinese kind.
 _KIND = re.compile(rf"\b({_KINDS})s?\b|({_HAN_KINDS})", re.I)
+# Verbs of making, with up to 6 words after them (or 12 Chinese characters).
 GIVES = re.compile(
-    r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|generat|get|into|mak|output|"
-    r"plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b(?:\W+\w+){0,6}|[生创写绘制下导提保获]\w{1,12}",
+    r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|"
+    r"generat|get|into|mak|output|"
+    r"plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b(?:\W+\w+){0,6}|"
+    r"[生创写绘制下导提保获]\w{1,12}",
     re.I,
 )
+# Verbs of working on something, with up to 6 words after them that are no "to" or "and".
 TAKES = re.compile(
-    r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|publish|read|send|shar|"
-    r"summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b(?:\W+(?!(?:in)?to\b|and\b)\w+){0,6}|[读分转总翻发上]\w{1,12}",
+    r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|"
+    r"publish|read|send|shar|"
+    r"summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b(?:\W+(?!(?:in)?to\b|"
+    r"and\b)\w+){0,6}|[读分转总翻发上]\w{1,12}",
     re.I,
 )
+# Words that refer back to an earlier step.
 _BACK = re.compile(
-    r"\b(?:it|its|them|this|these|those|the\s+(?:result|output|finding|file|data)s?|resulting|above|previous|then|after|"
-    r"afterwards|followed|finally|lastly|next|before|once|based\s+on)\b|[它其该这]|结果|然后|接着|随后|之后|最后|根据|基于|再",
+    r"\b(?:it|its|them|this|these|those|the\s+(?:result|output|finding|file|data)s?|resulting|"
+    r"above|previous|then|after|"
+    r"afterwards|followed|finally|lastly|next|before|once|based\s+on)\b|[它其该这]|结果|然后|接着|随后|之后|最后|"
+    r"根据|基于|再",
     re.I,
 )
+# Words for a step that runs beside its predecessor.
 _APART = re.compile(
-    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|并行",
+    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|"
+    r"并行",
     re.I,
 )
+# A step that begins with a verb of finding.
 _FETCHES = re.compile(
-    r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|scrap|load|open|monitor|"
-    r"recommend|track|watch|book|locat|discover|identif|extract|view|browse|research)|[查搜找读]|获取|下载|检索|推荐|抓取|收集|提取",
+    r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|"
+    r"scrap|load|open|monitor|"
+    r"recommend|track|watch|book|locat|discover|identif|extract|view|browse|research)|[查搜找读]|获取|"
+    r"下载|检索|推荐|抓取|收集|提取",
     re.I,
 )
 
@@ -117,9 +142,9 @@ class Round:
     """One decomposition of a task.
 
     Attributes:
-        texts: The steps.
-        chosen: The skill of each step, if a model chose them.
-        hints: Skills retrieved for the steps.
+        texts: The steps in words.
+        chosen: Id of the skill of each step, if a model chose the skills.
+        hints: Ids of the skills retrieved for the steps.
         jaccard: Similarity of the hints to those of the previous round.
     """
 
@@ -130,7 +155,7 @@ class Round:
 
 
 def steps_by_rules(task: str) -> tuple[str, ...]:
-    """Return the first 20 steps of a task in order. A task that no rule cuts is one step."""
+    """Return the first MAX_STEPS steps of a task. A task that no rule splits is one step."""
     clauses: list[str] = []
     for sentence in _SENTENCE.split(task):
         if sentence:
@@ -146,7 +171,7 @@ def _clauses(sentence: str) -> list[str]:
     if match:
         first = match[2] or match[6]
         second = match[3] or match[4]
-        if match[1] or match[5]:  # before
+        if match[1] or match[5]:  # the word "before"
             return _clauses(second) + _clauses(first)
         return _clauses(first) + _clauses(second)
     parts = [_OPENING.sub("", part).strip(" ,;:.!?，。") for part in _ORDER.split(plain)]
@@ -158,7 +183,8 @@ def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
 
     Args:
         text: The text.
-        near: `GIVES` for kinds that the text says are made, `TAKES` for kinds that are worked on.
+        near: `GIVES` for kinds that are made according to the text, `TAKES` for kinds that are
+            worked on. None for all kinds.
     """
     if near is not None:
         text = " ".join(near.findall(text))
@@ -166,14 +192,14 @@ def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
 
 
 def dependencies(task: str, texts: Sequence[str]) -> Waits:
-    """Return what each step of a task waits for.
+    """Return the positions of the earlier steps that each step waits for.
 
-    - A step beside its predecessor (also, 同时) waits for what the predecessor waits for.
-    - A step that brings something new (find, download, 查找) waits for none, unless it or the words
-      before it point back (it, the result, then, 然后).
-    - Any other step works on what is there: it waits for all earlier steps that no step waits for
-      yet.
-    - A step that names a kind of data waits for the last earlier step that makes it.
+    - A step that runs beside its predecessor (also, 同时) waits for the same steps as it.
+    - A step that brings something new (find, download, 查找) waits for no step, unless it, or the
+      words before it, refer back (it, the result, then, 然后).
+    - Any other step uses earlier results: it waits for all
+    earlier steps that no step waits for yet.
+    - A step that names a kind of data also waits for the last earlier step that makes it.
     """
     task = one_line(task)
     after: list[tuple[int, ...]] = []
@@ -197,7 +223,7 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
 def _between(task: str, first: str, second: str) -> str:
     """Return the words of the task between two steps.
 
-    "before" if it names the second step first, "" if it does not quote both.
+    This is "before" if the task names the second step first, and "" if a step is not in the task.
     """
     if first not in task or second not in task:
         return ""

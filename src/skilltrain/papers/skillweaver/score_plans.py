@@ -31,12 +31,14 @@ from skilltrain.retrieval.executor import OpenRankers, run_rankers, with_keeps
 from skilltrain.stage import Stage, Summary
 from skilltrain.version import __version__
 
+# Measures that the report shows for each slice of the tasks.
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
-_MOST_VALUES = 50  # of a label: categories are many
+_DIFFICULTIES = {0: "easy", 1: "easy", 2: "easy", 3: "medium"}  # by number of steps, else hard
+_MAX_SLICES = 50  # values of one label that get a slice
 
 
 class Plans(Stage):
-    """Plan a benchmark's compound tasks, and score the plans step by step."""
+    """Plan the compound tasks of a benchmark, and score the plans step by step."""
 
     example = (
         "benchmark=livemcpbench system.name=bm25 'system.rankers=[{kind: lexical}]' out=runs/plans"
@@ -45,19 +47,20 @@ class Plans(Stage):
 
     stage: Literal["plans"]
     benchmark: InputPath = Field(
-        description="folder of a benchmark whose tasks have steps: ours, LiveMCPBench"
+        description="folder of a benchmark whose tasks have steps, such as ours or LiveMCPBench"
     )
     split: str | None = Field(
         default=None, description="score the queries of this split only; null for all"
     )
     pool: InputPath | None = Field(
-        default=None, description="the skills to find; null: the benchmark's own"
+        default=None, description="skills that can be found; null: the benchmark's own"
     )
     held_out: InputPath | None = Field(
-        default=None, description="skills not to be found, only their categories count"
+        default=None,
+        description="skills that are hidden from the planners; only their categories count",
     )
     system: SystemConfig = Field(
-        description="what finds skills for a step, which is asked like a query"
+        description="system that retrieves skills for a step, with the step as query"
     )
     planners: tuple[PlannerConfig, ...] = Field(
         default=(PlannerConfig(name="rules"),),
@@ -66,17 +69,18 @@ class Plans(Stage):
     )
     compare: tuple[str, ...] = Field(
         default=("DA", "DA±1", "CatR@1", "Skill R@10"),
-        description="measures by which the others are compared to it",
+        description="measures by which the other planners are compared to the baseline",
     )
     out: Path = Field(
         description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl"
     )
 
     @model_validator(mode="after")
-    def _names_differ(self) -> "Plans":
+    def _check_names_and_measures(self) -> "Plans":
         if len({planner.name for planner in self.planners}) < len(self.planners):
             raise ValueError("two planners have the same name")
-        if unknown := sorted({*self.compare} - {*self.scored}):
+        unknown = sorted({*self.compare} - {*self.scored})
+        if unknown:
             raise ValueError(
                 f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}"
             )
@@ -89,13 +93,19 @@ class Plans(Stage):
 
     @property
     def num_systems(self) -> int:
-        """Number of ways to plan."""
+        """Number of planners."""
         return len(self.planners)
 
     def run(self, out: Path) -> Summary:
-        """Write the plans and their scores; the summary holds the means over all tasks."""
+        """Write the plans and their scores.
+
+        Returns:
+            Numbers of tasks and skills, and the means over all tasks by planner.
+        """
         benchmark, skills, pool = _open(self)
         tasks = benchmark.tasks
+
+        # Plan and measure.
         find = finder(self.system, pool)
         golds = {task.query.query_id: task.relevance.gold for task in tasks}
         plans = {
@@ -107,57 +117,39 @@ class Plans(Stage):
         for result in results:
             labels = _labels(tasks, result, skills)
             slices[result.name] = distinct_slices(
-                means_by_slice([result], labels, self.scored, max_values=_MOST_VALUES)
+                means_by_slice([result], labels, self.scored, max_values=_MAX_SLICES)
             )
-        rounds = {name: _rounds(tasks, own) for name, own in plans.items()}
+
+        # Write the report, and the values behind it.
         pairs = [(results[0].name, other.name) for other in results[1:]]
-        compared = compare(results, pairs, self.compare)
-        notes = [*benchmark.notes, *_notes(plans)]
-        about = {
+        rounds = {name: _rounds(tasks, task_plans) for name, task_plans in plans.items()}
+        comparisons = compare(results, pairs, self.compare)
+        metrics = {
             "benchmark": benchmark.name,
             "num_tasks": len(tasks),
             "num_skills": len(pool),
-            "notes": notes,
+            "notes": [*benchmark.notes, *_notes(plans)],
         }
-        values = {
-            "slices": slices,
-            "rounds": rounds,
-            "comparisons": compared,
-            "measures": self.scored,
-        }
-        write_text(
-            out / "report.md",
-            markdown("plans", **about, **values, meanings=MEANINGS, sliced=_SLICED),
+        report = markdown(
+            "plans",
+            **metrics,
+            slices=slices,
+            rounds=rounds,
+            comparisons=comparisons,
+            measures=self.scored,
+            meanings=MEANINGS,
+            sliced=_SLICED,
         )
-        by_slice = {
-            name: [
-                {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
-                for s in own
-            ]
-            for name, own in slices.items()
-        }
-        found = {
-            "skilltrain": __version__,
-            **about,
-            "planners": by_slice,
-            "rounds": rounds,
-            "comparisons": compared,
-        }
-        write_json(out / "metrics.json", to_jsonable_python(found))
-        scores: list[dict[str, Any]] = []
-        for result in results:
-            for query_id, row in result.per_query.items():
-                scores.append({"system": result.name, "query_id": query_id, **row})
-        write_jsonl(out / "per_query.jsonl", scores)
-        rows: list[dict[str, Any]] = []
-        for name, task_plans in plans.items():
-            for plan in task_plans:
-                rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
-        write_jsonl(out / "plans.jsonl", rows)
-        means = {
-            name: {measure: round(mean.mean, 4) for measure, mean in parts[0].means[name].items()}
-            for name, parts in slices.items()
-        }
+        write_text(out / "report.md", report)
+        metrics = {"skilltrain": __version__, **metrics, "planners": _slice_rows(slices)}
+        metrics |= {"rounds": rounds, "comparisons": comparisons}
+        write_json(out / "metrics.json", to_jsonable_python(metrics))
+        _write_rows(results, plans, out)
+
+        means: dict[str, dict[str, float]] = {}
+        for name, planner_slices in slices.items():
+            all_tasks = planner_slices[0].means[name]  # the first slice holds all tasks
+            means[name] = {measure: round(mean.mean, 4) for measure, mean in all_tasks.items()}
         return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
     def dry_run(self) -> Summary:
@@ -173,13 +165,42 @@ class Plans(Stage):
         return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
+def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the slices of each planner as rows of metrics.json."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, planner_slices in slices.items():
+        rows[name] = [
+            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
+            for s in planner_slices
+        ]
+    return rows
+
+
+def _write_rows(
+    results: Sequence[SystemResult], plans: Mapping[str, Sequence[Plan]], out: Path
+) -> None:
+    """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
+    scores: list[dict[str, Any]] = []
+    for result in results:
+        for query_id, values in result.per_query.items():
+            scores.append({"system": result.name, "query_id": query_id, **values})
+    write_jsonl(out / "per_query.jsonl", scores)
+
+    rows: list[dict[str, Any]] = []
+    for name, task_plans in plans.items():
+        for plan in task_plans:
+            rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
+    write_jsonl(out / "plans.jsonl", rows)
+
+
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
-    """Return a function that retrieves skills for steps by `system`, whose models stay open."""
+    """Return a function that retrieves skills for steps. The models of `system` stay open."""
     pool = OpenRankers(skills)
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
         queries = [
-            Query(f"step {number}", text, "step", "plan", "") for number, text in enumerate(texts)
+            Query(f"step {number}", text, kind="step", origin="plan", split="")
+            for number, text in enumerate(texts)
         ]
         rankings = run_rankers(with_keeps(system.rankers, keep), queries, None, pool)
         return [rankings[query.query_id][:keep] for query in queries]
@@ -190,8 +211,8 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     """Return the benchmark, all skills by id, and the skills that can be found.
 
-    Raises SkilltrainError for a model that is not there, and for a benchmark without steps, pool or
-    gold skills.
+    Raises:
+        SkilltrainError: A model is missing, or the benchmark has no steps, pool or gold skills.
     """
     check_systems([config.system])
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -220,7 +241,7 @@ def _results(
     find: Find,
     skills: Mapping[str, Skill],
 ) -> list[SystemResult]:
-    """Measure every plan. The oracle retrieves skills for the gold steps' own words."""
+    """Measure every plan. The oracle retrieves skills for the words of the gold steps."""
     gold_texts = [[step.text for step in task.steps] for task in tasks]
     oracle = [_skill_ids(row) for row in find_each(find, gold_texts, NUM_CANDIDATES)]
     tokens = {
@@ -252,9 +273,13 @@ def _labels(
     for task in tasks:
         query_id = task.query.query_id
         num_steps = len(task.steps)
-        surplus = result.per_query[query_id]["steps"] - num_steps
-        planned = "too many" if surplus > 0 else "too few" if surplus else "as many as gold"
-        difficulty = "easy" if num_steps <= 2 else "medium" if num_steps == 3 else "hard"
+        num_planned = result.per_query[query_id]["steps"]
+        planned = "as many as gold"
+        if num_planned > num_steps:
+            planned = "too many"
+        elif num_planned < num_steps:
+            planned = "too few"
+        difficulty = _DIFFICULTIES.get(num_steps, "hard")
         gold = [skills[step.skill_id] for step in task.steps if step.skill_id]
         categories = tuple(dict.fromkeys(skill.category or "none" for skill in gold))
         labels[query_id] = {
@@ -276,6 +301,7 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
         rounds = [plan.rounds[: number + 1][-1] for plan in plans]
         counts = [len(row.texts) for row in rounds]
         exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+        # The first round has no hints of an earlier round to compare with.
         jaccards = [row.jaccard for row in rounds if number and row.jaccard is not None]
         rows.append(
             {
@@ -290,7 +316,7 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
 
 
 def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
-    """Say how many tasks rules planned in place of a model, and how many steps no skill fits."""
+    """Note how many tasks were planned by rules instead of a model, and steps without a skill."""
     notes: list[str] = []
     for name, task_plans in plans.items():
         by_rules = [plan.notes[0] for plan in task_plans if plan.notes]
