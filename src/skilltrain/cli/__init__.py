@@ -1,4 +1,4 @@
-"""The command line: `skilltrain STAGE [RECIPE] [key=value …]`; commands that evaluate, route, compare and export."""
+"""The command line: `skilltrain COMMAND [RECIPE] [key=value …]`, with a command for each stage."""
 
 import atexit
 import io
@@ -18,81 +18,93 @@ from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
 __all__ = ["app", "as_program", "evaluation", "main", "papers", "publishing", "routing", "stages"]
-_FAULT, _INTERRUPTED, _SIGNALS = 2, 130, 128
+# Exit codes.
+_FAULT = 2
+_INTERRUPTED = 130
+_SIGNAL = 128  # plus the number of the signal
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line as a program (`as_program`)."""
+    """Run the command line. `arguments` are those of the process by default."""
 
-    def program(given: list[str]) -> Any:
-        given = given or ["--help"]
-        if ":" in given[0]:
-            stages.add_stage(given[0])
+    def run(words: list[str]) -> Any:
+        words = words or ["--help"]
+        if ":" in words[0]:  # the import path of a stage
+            stages.add_stage(words[0])
         command = typer.main.get_command(app)
-        return command.main(given, prog_name="skilltrain", standalone_mode=False)
+        return command.main(words, prog_name="skilltrain", standalone_mode=False)
 
-    as_program(program, arguments)
+    as_program(run, arguments)
 
 
 def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> None:
-    """Run a program with its arguments. Every fault is one line on stderr and exit code 2, a traceback with --debug.
+    """Run a program, and end the process with its exit code if that is not 0.
 
-    Ctrl-C ends it with 130, SIGTERM in a training with 143.
+    A fault is printed as one line on stderr and has exit code 2; with --debug it has a traceback.
+    Ctrl-C has exit code 130, and SIGTERM in a training run 143.
+
+    Args:
+        run: Program. It gets the arguments without --debug, and returns an exit code or None.
+        arguments: Arguments of the program; None for those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack letters of a skill
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal may not be able to show all characters of a skill.
             stream.reconfigure(errors="backslashreplace")
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     code: Any = 0
     try:
-        code = run([argument for argument in given if argument != "--debug"]) or 0
-        if code == _INTERRUPTED:  # what typer makes of Ctrl-C
+        code = run([word for word in words if word != "--debug"]) or 0
+        if code == _INTERRUPTED:  # typer returns it for Ctrl-C
             raise KeyboardInterrupt
     except (KeyboardInterrupt, Exception) as error:
-        if "--debug" in given and not isinstance(
-            error, KeyboardInterrupt | typer.TyperException | typer.Abort
-        ):
+        is_expected = isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort)
+        if "--debug" in words and not is_expected:
             raise
-        message, code = _in_words(error)
-        print_line(f"error: {one_line(message)}", style="bold red")
+        code = _exit_code(error)
+        print_line(f"error: {one_line(_message(error))}", style="bold red")
     _exit(code)
 
 
-def _in_words(error: BaseException) -> tuple[str, int]:
-    """(what to tell a person, the exit code); an error that is none of ours says its kind and how to see its place."""
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return "interrupted; what was finished is kept", _INTERRUPTED
-    if isinstance(error, typer.TyperException):  # a fault in the command line itself
-        return f"{_usage_fault(error)} (see skilltrain --help)", _FAULT
+        return _INTERRUPTED
+    if isinstance(error, StoppedError):
+        return _SIGNAL + error.number
+    return _FAULT
+
+
+def _message(error: BaseException) -> str:
+    """Return the message of an error for the user."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "interrupted; what was finished is kept"
+    if isinstance(error, typer.TyperException):  # the command line itself is wrong
+        return f"{_usage_fault(error)} (see skilltrain --help)"
     if isinstance(error, SkilltrainError):
-        message = f"{error} [{error.code}]"
-        return message, _SIGNALS + error.number if isinstance(error, StoppedError) else _FAULT
+        return f"{error} [{error.code}]"
     if isinstance(error, OSError):
-        return f"{error.filename}: {reason_of(error)}" if error.filename else reason_of(
-            error
-        ), _FAULT
+        reason = reason_of(error)
+        return f"{error.filename}: {reason}" if error.filename else reason
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser's
-        return "there is no home folder, which ~ stands for (set HOME)", _FAULT
-    return (
-        f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)",
-        _FAULT,
-    )
+        return "there is no home folder, which ~ stands for (set HOME)"
+    kind = type(error).__name__
+    return f"{kind}: {error} (unexpected: add --debug to see where it happened)"
 
 
 def _usage_fault(error: typer.TyperException) -> str:
-    """Return what is wrong with the command line; a removed name is answered with its replacement."""
+    """Return what is wrong with the command line, and the new name of a name that was removed."""
     message = error.format_message().rstrip(".")
-    given, _, _ = message.partition("Did you mean")
-    for word in re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", given):  # quoted names, options
+    fault, _, _ = message.partition("Did you mean")
+    for word in re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", fault):  # quoted names, options
         message += removed_advice(word)
     return message
 
 
 def _exit(code: int) -> None:
-    """End the process if `code` says that it failed, or if it is one of several ranks.
+    """End the process if it failed or is one of several ranks.
 
-    A rank leaves without the interpreter's own end: gloo's threads may still let go of a tensor then, which aborts the
-    process (exit code -6) after all its work was done, and the launcher takes the whole run for failed.
+    A rank skips the interpreter's shutdown. A thread of gloo may free a tensor during it, which
+    aborts the process (exit code -6), and the launcher would report a finished run as failed.
     """
     if launched_ranks() > 1:
         atexit._run_exitfuncs()

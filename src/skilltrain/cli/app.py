@@ -1,4 +1,4 @@
-"""The command line's one program, and what its commands share: settings, their --help, and how answers are printed."""
+"""The program that commands are added to, and their common code: settings, --help, output."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ PAPERS = {
 
 
 class Program(TyperGroup):
-    """The program, whose commands are listed panel by panel."""
+    """The program. Its --help lists the commands by panel."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         commands: Any = self.commands
@@ -40,7 +40,7 @@ class Program(TyperGroup):
 
 
 class ExampleCommand(TyperCommand):
-    """A command whose --help begins with its examples, the last paragraphs of its docstring."""
+    """Command whose --help begins with its examples: the last paragraphs of its docstring."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.help, *examples = (self.help or "").split("\n\nExample: ")
@@ -50,7 +50,7 @@ class ExampleCommand(TyperCommand):
 
 
 class App(typer.Typer):
-    """Adds commands to the program. A command named `r3 gradients` goes into the group of the paper r3."""
+    """Typer app. A command named `r3 gradients` is added to the group of the paper r3."""
 
     papers: ClassVar[dict[str, typer.Typer]] = {}
 
@@ -75,10 +75,12 @@ for _paper, _help in PAPERS.items():
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="RECIPE.yaml (optional) and key=value settings")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print what came out as JSON")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be done, and do nothing")]
-AS_WRITTEN: dict[str, Any] = {"ignore_unknown_options": True}
-"""For commands whose settings may also be written `--key value`."""
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="print what the command would do, and do nothing")
+]
+DASHED_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True}
+"""Typer settings of commands whose settings may also be written `--key value`."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,11 +98,15 @@ def program(
     """Fine-tune the encoder and the reranker that route an agent's task to the right skill."""
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
+# Settings ---------------------------------------------------------------------------------------
 
 
-def settings_of(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, Any], object]:
-    """(the settings that a recipe and key=value arguments give, where a fault in them stands)."""
+def read_settings(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, Any], object]:
+    """Read the settings of a stage from a recipe, if one is given, and key=value arguments.
+
+    Returns:
+        Settings, and the location that errors in them name.
+    """
     files, overrides = split_arguments(arguments or [])
     if len(files) > 1:
         raise SkilltrainError(
@@ -117,8 +123,8 @@ def settings_of(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, 
     return {"stage": stage} | values, where
 
 
-def only_settings(arguments: Sequence[str] | None) -> list[str]:
-    """The key=value settings of a command that takes no recipe behind its options."""
+def read_overrides(arguments: Sequence[str] | None) -> list[str]:
+    """Read the key=value settings of a command that takes no recipe here."""
     files, overrides = split_arguments(arguments or [])
     if files:
         raise SkilltrainError(
@@ -131,24 +137,27 @@ def only_settings(arguments: Sequence[str] | None) -> list[str]:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(recipe files, key=value settings); `--key value` and `--key=value` are other ways to write a setting."""
+    """Split arguments into recipe files and key=value settings.
+
+    A setting may also be written `--key value` or `--key=value`.
+    """
     files: list[str] = []
     overrides: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
+    remaining = iter(arguments)
+    for argument in remaining:
+        # A file's name may hold "=".
+        is_recipe = argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
         if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
+            name, equals, value = argument.removeprefix("--").partition("=")
+            if not equals:
+                value = next(remaining, None)
             key = name.replace("-", "_")
-            if not equals and (value := next(rest, None)) is None:
-                raise SkilltrainError(
-                    "unknown-option",
-                    f"--{name} is no option of this command, or has no value",
-                    fix=f"a setting is written {key}=VALUE; see --help",
-                )
+            if value is None:
+                what = f"--{name} is no option of this command, or has no value"
+                fix = f"a setting is written {key}=VALUE; see --help"
+                raise SkilltrainError("unknown-option", what, fix=fix)
             overrides.append(f"{key}={value}")
-        elif "=" not in argument or (
-            argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
-        ):
+        elif is_recipe or "=" not in argument:
             files.append(argument)
         else:
             overrides.append(argument)
@@ -156,7 +165,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class SettingsCommand(ExampleCommand):
-    """A command named like its stage. Its --help imports the stage and lists the settings."""
+    """Command named after its stage. Its --help imports the stage and lists its settings."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         name = str(self.name)
@@ -185,37 +194,42 @@ HelpAll = Annotated[
 def describe_fields(
     config_class: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str] | None
 ) -> Iterator[str]:
-    """The settings of a section, one a line, each followed by those of its own sections; `[]` marks a list's items.
+    """Describe settings, one per line. The settings of a section follow it.
 
-    A class of settings is told once: `seen` maps it to the place where it was. None: the first level alone.
+    Args:
+        config_class: Class of the settings.
+        prefix: Path of the section, such as `training.`. `[]` marks the items of a list.
+        seen: Path of each section that has been described, by its class. Such a section is not
+            described again. None: sections are not described.
     """
     for name, field in config_class.model_fields.items():
         if name in tags_of(config_class):
             continue
-        sections, default = sections_of(field), "required"
+        sections = sections_of(field)
+        default = "required"
         if not field.is_required():
-            default = (
-                f"default {brief(field.get_default(call_default_factory=True, validated_data={}))}"
-            )
+            value = field.get_default(call_default_factory=True, validated_data={})
+            default = f"default {brief(value)}"
         if seen is None and sections:
             default = "a section, required" if field.is_required() else "a section"
         yield f"  {prefix}{name}: {field.description or ''} ({default})".replace(":  (", ": (")
         if seen is None:
             continue
-        place = f"{prefix}{name}{'[]' if get_origin(field.annotation) in (list, tuple) else ''}"
+        is_list = get_origin(field.annotation) in (list, tuple)
+        path = f"{prefix}{name}[]" if is_list else f"{prefix}{name}"
         for section in sections:
             tag = ", ".join(f"{key}={value}" for key, value in tags_of(section).items())
             if section in seen:
-                yield f"  {place}.…: {tag + ': ' if tag else ''}as {seen[section]}.…"
+                yield f"  {path}.…: {tag + ': ' if tag else ''}as {seen[section]}.…"
                 continue
-            seen[section] = place
+            seen[section] = path
             if tag:
-                yield f"  {place} with {tag}:"
-            yield from describe_fields(section, f"{place}.", seen)
+                yield f"  {path} with {tag}:"
+            yield from describe_fields(section, f"{path}.", seen)
 
 
 def brief(value: Any) -> str:
-    """A default as YAML could say it, cut to a line."""
+    """Return a value as YAML, shortened to one line."""
     if isinstance(value, str):
         text = value if value.strip() == value and value.isprintable() else json.dumps(value)
     else:
@@ -224,11 +238,11 @@ def brief(value: Any) -> str:
     return shorten(text, 70, "...")
 
 
-# What is printed ------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------
 
 
 def execute(stage: Stage, is_dry_run: bool, resume: bool = False, as_json: bool = False) -> None:
-    """Run the stage, or only say what it would do, and print what came out."""
+    """Run a stage and print its result, or print what it would do."""
     if is_dry_run:
         estimates = quietly(dry_run, stage)
         show({"dry_run": estimates} if estimates else {})
@@ -238,7 +252,7 @@ def execute(stage: Stage, is_dry_run: bool, resume: bool = False, as_json: bool 
 
 
 def conclude(summary: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print `lines` for a person, or the summary as JSON, by one process of a run."""
+    """Print `lines`, or the summary as JSON. Of several processes only one prints."""
     if as_json:
         show(summary)
     elif is_main_process():
@@ -247,19 +261,19 @@ def conclude(summary: dict[str, Any], lines: Sequence[str], as_json: bool) -> No
 
 
 def quietly(function: Callable[P, ResultT], *arguments: P.args, **options: P.kwargs) -> ResultT:
-    """What `function` returns; what libraries print meanwhile goes to stderr, for stdout is for a command's answer."""
+    """Call a function with stdout redirected to stderr. Stdout is for the command's result."""
     with redirect_stdout(sys.stderr):
         return function(*arguments, **options)
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print what a command found as JSON, by one process of a run."""
+    """Print a result as JSON. Of several processes only one prints."""
     if summary and is_main_process():
         typer.echo(json_text(summary))
 
 
 def json_text(value: Any) -> str:
-    """JSON in which every character that could steer a terminal is written as \\uXXXX; it means the same."""
+    """Return a value as JSON. Characters that could control a terminal are escaped as \\uXXXX."""
     is_utf = "utf" in (sys.stdout.encoding or "utf").lower()
     text = json.dumps(value, ensure_ascii=not is_utf, indent=1)
     return "".join(

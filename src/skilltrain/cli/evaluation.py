@@ -1,4 +1,4 @@
-"""Commands that compare systems, and grids of runs."""
+"""Commands that compare systems, and variants of training runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 from pydantic_core import to_jsonable_python
 
 from skilltrain.cli.app import (
-    AS_WRITTEN,
+    DASHED_SETTINGS,
     AsJson,
     DryRun,
     HelpAll,
@@ -17,9 +17,9 @@ from skilltrain.cli.app import (
     app,
     conclude,
     execute,
-    only_settings,
     quietly,
-    settings_of,
+    read_overrides,
+    read_settings,
     show,
 )
 from skilltrain.errors import SkilltrainError
@@ -28,7 +28,7 @@ from skilltrain.stage import parse_recipe
 from skilltrain.terminal import console
 
 
-@app.command(cls=SettingsCommand, context_settings=AS_WRITTEN, rich_help_panel="Evaluate")
+@app.command(cls=SettingsCommand, context_settings=DASHED_SETTINGS, rich_help_panel="Evaluate")
 def evaluate(
     arguments: Overrides = None,
     encoder: Annotated[
@@ -43,17 +43,18 @@ def evaluate(
     scores: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="file for the means of one predictions file, with queries beside it"
+            "--json",
+            help="file for the means of one predictions file; values by query go beside it",
         ),
     ] = None,
     is_dry_run: DryRun = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Compare systems on a benchmark, with 95% intervals; or score predictions that other software made.
+    """Compare systems on a benchmark, with 95% intervals, or score predictions of other software.
 
     Example: skilltrain evaluate --benchmark bench --predictions predictions.json --json scores.json
     """
-    values, where = settings_of("evaluate", arguments)
+    values, where = read_settings("evaluate", arguments)
     if predictions:
         values["predictions"] = [str(file) for file in predictions]
         if scores is not None and scores.resolve() in {file.resolve() for file in predictions}:
@@ -63,15 +64,17 @@ def evaluate(
                 where=scores,
                 fix="name another file",
             )
-    named = encoder or reranker
-    if named and "systems" in values:
+    has_models = bool(encoder or reranker)
+    if has_models and "systems" in values:
         raise SkilltrainError(
             "conflicting-settings",
             "the recipe lists systems already",
             where=where,
             fix="leave --encoder and --reranker out",
         )
-    if "systems" not in values and (named or (values.get("pool") is not None and not predictions)):
+    # A pool without models and predictions is ranked by BM25.
+    needs_bm25 = values.get("pool") is not None and not predictions
+    if "systems" not in values and (has_models or needs_bm25):
         values["systems"] = _systems(encoder or [], reranker)
     if predictions and "out" not in values and "systems" not in values:
         _score_predictions(values, scores, is_dry_run)
@@ -85,34 +88,36 @@ def evaluate(
         execute(parse_recipe(values, where), is_dry_run)
 
 
-@app.command(context_settings=AS_WRITTEN, rich_help_panel="Evaluate")
+@app.command(context_settings=DASHED_SETTINGS, rich_help_panel="Evaluate")
 def ablate(
-    grid: Annotated[Path, typer.Argument(help="a file of recipes/ablations, or one like it")],
+    grid: Annotated[Path, typer.Argument(help="a file like those in recipes/ablations")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value settings of the grid")
     ] = None,
     is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run every cell of a grid of variants and seeds, and compare the variants, with 95% intervals.
+    """Run variants with several seeds, and compare the variants, with 95% intervals.
 
-    Steps that cells share run once; run again, what is finished is left as it is, and what was killed goes on.
+    Steps that cells share run once. The same command continues a grid that was stopped.
 
     Example: skilltrain ablate recipes/ablations/filter.yaml seeds='[1, 2, 3]'
     """
     from skilltrain.evaluation.ablate import dry_run_ablation, run_ablation
 
     if is_dry_run:
-        show(quietly(dry_run_ablation, grid, only_settings(overrides)))
+        show(quietly(dry_run_ablation, grid, read_overrides(overrides)))
         return
-    found = quietly(run_ablation, grid, only_settings(overrides))
-    conclude(
-        found, [f"{found['out']}/ablation.html: {found['num_cells']} cells, compared"], as_json
-    )
+    summary = quietly(run_ablation, grid, read_overrides(overrides))
+    line = f"{summary['out']}/ablation.html: {summary['num_cells']} cells, compared"
+    conclude(summary, [line], as_json)
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: bool) -> None:
-    """Print the means of one predictions file, by section; with `scores` they go there too, and each query's beside."""
+    """Print the means of one predictions file, overall and by kind of query.
+
+    If `scores` is a file, the means are written to it, and the values by query beside it.
+    """
     from skilltrain.evaluation.evaluate import PREDICTION_MEASURES, score_predictions
     from skilltrain.evaluation.write import terminal_table, write_per_query
 
@@ -145,7 +150,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: 
 
 
 def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:
-    """BM25, each encoder, and the reranker on the last of them."""
+    """Return BM25, each encoder, and the reranker after the last encoder (or BM25) as systems."""
     systems: list[dict[str, Any]] = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
     systems += [
         {"name": f"encoder {source}", "rankers": [{"kind": "dense", "source": source}]}

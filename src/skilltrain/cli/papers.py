@@ -1,6 +1,7 @@
-"""Commands of single papers, each in the group of its paper."""
+"""Commands that belong to one paper."""
 
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,13 +9,13 @@ import typer
 from rich.table import Table
 
 from skilltrain.cli.app import (
-    AS_WRITTEN,
+    DASHED_SETTINGS,
     AsJson,
     Overrides,
     app,
     conclude,
-    only_settings,
     quietly,
+    read_overrides,
     show,
 )
 from skilltrain.cli.routing import AllowServer, PoolFolder, RouterFolder, Task, open_routing
@@ -25,17 +26,17 @@ from skilltrain.terminal import console
 from skilltrain.texts import printable
 
 
-@app.command("r3 gradients", context_settings=AS_WRITTEN)
+@app.command("r3 gradients", context_settings=DASHED_SETTINGS)
 def gradients(
     file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
     num_batches: Annotated[
-        int, typer.Option("--batches", min=1, help="batches of the training to look at")
+        int, typer.Option("--batches", min=1, help="number of batches to measure")
     ] = 20,
 ) -> None:
-    """Take a loss's gradient apart: what becomes of the push away from rejected skills, beside everything else.
+    """Split a loss's gradient into parts, and measure how much of the rejections' part survives.
 
-    Trains nothing. A trained model is looked at with model.source=FOLDER.
+    Nothing is trained. model.source=FOLDER measures a trained model.
 
     Example: skilltrain r3 gradients recipes/r3_emb_0.6b.yaml --batches 50 out=runs/gradients
     """
@@ -46,16 +47,11 @@ def gradients(
         raise SkilltrainError(
             "output-exists", "exists already", where=config.out, fix="name another folder: out=…"
         )
-    found = quietly(measure_gradients, config, num_batches)
-    write_gradients(found, config, num_batches)
-    lost = ", ".join(
-        f"{row.survival:.2f} at the {row.at}" for row in found if row.part == "rejected"
-    )
-    conclude(
-        {},
-        [f"{config.out}/gradients.html: of the rejections' gradient survive {lost}"],
-        as_json=False,
-    )
+    rows = quietly(measure_gradients, config, num_batches)
+    write_gradients(rows, config, num_batches)
+    shares = [f"{row.survival:.2f} at the {row.at}" for row in rows if row.part == "rejected"]
+    line = f"{config.out}/gradients.html: of the rejections' gradient survive {', '.join(shares)}"
+    conclude({}, [line], as_json=False)
 
 
 @app.command("skillflow agents")
@@ -64,14 +60,17 @@ def agents(
         Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, …")
     ],
     benchmark: Annotated[
-        Path | None, typer.Option(help="the tasks, to count gold skills among the retrieved")
+        Path | None,
+        typer.Option(
+            help="benchmark with the tasks, to count gold skills among the retrieved ones"
+        ),
     ] = None,
     ceiling: Annotated[
         str | None, typer.Option(help="the condition in which agents had the gold skills")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what agents did under several conditions, each with the first: no skills, gold skills, skills found.
+    """Compare what agents achieve under several conditions, each with the first one.
 
     Example: skilltrain skillflow agents trials.jsonl --benchmark bench --ceiling gold
     """
@@ -80,24 +79,22 @@ def agents(
     from skilltrain.papers.skillflow.agent_results import CHIEF, agent_results, read_trials
 
     relevances = load_benchmark(benchmark).relevances if benchmark else {}
-    found = agent_results(read_trials(trials), relevances, ceiling)
+    results = agent_results(read_trials(trials), relevances, ceiling)
     if as_json:
-        show(asdict(found))
+        show(asdict(results))
         return
-    table = Table(
-        "", *map(printable, found.means), title="means over tasks, 95% bootstrap intervals"
-    )
-    for measure in dict.fromkeys(measure for row in found.means.values() for measure in row):
-        table.add_row(measure, *(str(row.get(measure, "–")) for row in found.means.values()))
+    title = "means over tasks, 95% bootstrap intervals"
+    table = Table("", *map(printable, results.means), title=title)
+    rows = results.means.values()
+    for measure in dict.fromkeys(chain.from_iterable(rows)):
+        table.add_row(measure, *(str(row.get(measure, "–")) for row in rows))
     console.print(table)
-    for c in found.comparisons:
-        difference, p = signed_interval(c.difference), p_equals(c.p_holm)
-        typer.echo(
-            printable(
-                f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"
-            )
-        )
-    for name, share in found.of_ceiling.items():
+    for c in results.comparisons:
+        difference = signed_interval(c.difference)
+        p = p_equals(c.p_holm)
+        line = f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"
+        typer.echo(printable(line))
+    for name, share in results.of_ceiling.items():
         typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {CHIEF}"))
 
 
@@ -109,37 +106,42 @@ def provision_skills(
     pool: Annotated[Path, typer.Option(help="the pool that was ranked")],
     out: Annotated[
         Path,
-        typer.Option(help="folder to write: a folder for each query, in it one for each skill"),
+        typer.Option(help="folder to write: QUERY/SKILL/SKILL.md"),
     ],
     stage: Annotated[
-        str | None, typer.Option(help="whose ranking, where the table holds several")
+        str | None, typer.Option(help="ranking to use, if the table holds several")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="skills of a query at most")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="number of skills per query")] = 5,
     flagged: Annotated[
-        Literal["leave_out", "use"], typer.Option(help="for skills that screening flags")
+        Literal["leave_out", "use"],
+        typer.Option(help="what to do with skills that screening flags"),
     ] = "leave_out",
     as_json: AsJson = False,
 ) -> None:
     """Write the skills that a system chose for each query into folders, as agents read them.
 
-    Example: skilltrain skillflow provision runs/report --stage cascade --pool runs/pool --out runs/agent_skills
+    Example: skilltrain skillflow provision runs/report --stage cascade --pool runs/pool --out out
     """
     from skilltrain.papers.skillflow.provision import NAMES_FILE, provision
     from skilltrain.retrieval.rankings import read_rankings
 
-    found = read_rankings(rankings, stage)
-    counts = quietly(provision, found, pool, top, out, flagged)
-    line = f"{out}: {counts['num_skills']:,} skills for {len(found):,} queries; {out / NAMES_FILE} says which is which"
-    conclude({"out": str(out), "num_queries": len(found)} | counts, [line], as_json)
+    chosen = read_rankings(rankings, stage)
+    counts = quietly(provision, chosen, pool, top, out, flagged)
+    line = (
+        f"{out}: {counts['num_skills']:,} skills for {len(chosen):,} queries; "
+        f"{out / NAMES_FILE} says which is which"
+    )
+    conclude({"out": str(out), "num_queries": len(chosen)} | counts, [line], as_json)
 
 
-@app.command("skillweaver plan", context_settings=AS_WRITTEN)
+@app.command("skillweaver plan", context_settings=DASHED_SETTINGS)
 def plan(
     task: Task,
     router: RouterFolder = None,
     pool: PoolFolder = None,
     llm: Annotated[
-        str | None, typer.Option(help="what cuts the task: '{kind: openai, …}'; else rules")
+        str | None,
+        typer.Option(help="chat model that splits the task: '{kind: openai, …}'; default: rules"),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Argument(help="key=value: hints.rounds, compose.alpha, …")
@@ -148,31 +150,32 @@ def plan(
     allow_server: AllowServer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cut a compound task into steps, find a skill for each (without a router by BM25), and say which waits for which.
+    """Split a compound task into steps, find a skill for each step, and order the steps.
 
-    Example: skilltrain skillweaver plan "download the data, clean it and draw a chart" --pool examples/skill_library/skills
+    With --pool instead of --router, BM25 finds the skills.
+
+    Example: skilltrain skillweaver plan "clean the data and draw a chart" --pool my_skills
     """
     from skilltrain.api import plan_task
     from skilltrain.papers.skillweaver.compose import plan_json, plan_lines, plan_mermaid
     from skilltrain.papers.skillweaver.planner import PlannerConfig
 
-    values = (
-        {"decomposer": {"kind": "llm", "llm": {"temperature": 0.1} | parse_yaml(llm, "--llm")}}
-        if llm
-        else {}
-    )
-    config = validate(
-        PlannerConfig,
-        apply_overrides(values, only_settings(settings)),
-        "skilltrain skillweaver plan",
-    )
-    rankers = [{"kind": "lexical"}]
-    opened = quietly(
-        open_routing, router, pool, rankers, "skilltrain skillweaver plan", allow_server
-    )
-    made, flags = quietly(plan_task, config, task, opened)
+    where = "skilltrain skillweaver plan"
+    values: dict[str, Any] = {}
+    if llm:
+        client = {"temperature": 0.1} | parse_yaml(llm, "--llm")
+        values["decomposer"] = {"kind": "llm", "llm": client}
+    values = apply_overrides(values, read_overrides(settings))
+    config = validate(PlannerConfig, values, where)
+    opened = quietly(open_routing, router, pool, [{"kind": "lexical"}], where, allow_server)
+    task_plan, flags_by_skill = quietly(plan_task, config, task, opened)
     if as_json:
-        found = {skill_id: [asdict(flag) for flag in own] for skill_id, own in flags.items()}
-        show(plan_json(made) | {"flags": found})
+        flags = {
+            skill_id: [*map(asdict, skill_flags)]
+            for skill_id, skill_flags in flags_by_skill.items()
+        }
+        show(plan_json(task_plan) | {"flags": flags})
+    elif mermaid:
+        typer.echo(plan_mermaid(task_plan))
     else:
-        typer.echo(plan_mermaid(made) if mermaid else "\n".join(plan_lines(made, flags)))
+        typer.echo("\n".join(plan_lines(task_plan, flags_by_skill)))

@@ -13,12 +13,14 @@ from skilltrain.texts import visible
 AsForm = Annotated[
     Form | None,
     typer.Option(
-        "--form", help="what else than the plain folder: for vLLM, late interaction, a runtime"
+        "--form", help="special form of the folder: for vLLM, late interaction or a runtime"
     ),
 ]
 Reports = Annotated[
     list[Path] | None,
-    typer.Option("--report", help="report of `evaluate` for the card's results; may be repeated"),
+    typer.Option(
+        "--report", help="report of `evaluate`, for the results in the card; may be repeated"
+    ),
 ]
 License = Annotated[
     str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")
@@ -27,27 +29,27 @@ License = Annotated[
 
 @app.command(rich_help_panel="Publish")
 def export(
-    run: Annotated[Path, typer.Argument(help="folder of a training, finished or not")],
+    run: Annotated[Path, typer.Argument(help="folder of a training run, finished or not")],
     out: Annotated[Path, typer.Option(help="folder to write the model to")],
     checkpoint: Annotated[
-        str | None, typer.Option(help="step-N or best; else what the run ended with")
+        str | None, typer.Option(help="step-N or best; default: the end of the run")
     ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="the adapter (LoRA) alone, for peft")
+        bool, typer.Option("--adapter", help="write only the adapter (LoRA), for peft")
     ] = False,
     form: AsForm = None,
     reports: Reports = None,
     repo: Annotated[
-        str | None, typer.Option(help="OWNER/NAME on the Hub, for the model card's programs")
+        str | None, typer.Option(help="OWNER/NAME on the Hub, for the code in the model card")
     ] = None,
     license_id: License = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
+    """Write the model of a training run, or of one of its checkpoints, to a folder.
 
     Example: skilltrain export runs/full/sr_emb_0.6b --checkpoint best --out models/sr_emb
 
-    Example: skilltrain export runs/full/sr_rank_0.6b --form sequence_classification --out models/sr_rank_vllm
+    Example: skilltrain export runs/reranker --form sequence_classification --out models/reranker
     """
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run
@@ -65,13 +67,13 @@ def export(
 @app.command(rich_help_panel="Publish")
 def push(
     run: Annotated[
-        Path, typer.Argument(help="folder of a finished training, or one that `export` wrote")
+        Path, typer.Argument(help="folder of a finished training run, or one that `export` wrote")
     ],
     repo: Annotated[
-        str, typer.Option(help="OWNER/NAME on the Hub; made if it is not there, and private")
+        str, typer.Option(help="OWNER/NAME on the Hub; if missing, it is created as private")
     ],
     public: Annotated[
-        bool, typer.Option("--public", help="everyone may read the repository")
+        bool, typer.Option("--public", help="let everyone read the repository")
     ] = False,
     into_existing: Annotated[
         bool,
@@ -83,9 +85,10 @@ def push(
     is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a model with its card to the Hugging Face Hub, after a check that others open it with the same scores.
+    """Upload a model with its card to the Hugging Face Hub.
 
-    The token is HF_TOKEN, or that of `hf auth login`. --dry-run checks all, shows files and card, and asks no server.
+    First it checks that other libraries compute the same scores. The token is HF_TOKEN, or that
+    of `hf auth login`. --dry-run makes the checks, shows the files and the card, and sends nothing.
 
     Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
     """

@@ -1,4 +1,4 @@
-"""Commands that make a router, ask it and serve it."""
+"""Commands that make a router, use it and serve it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skilltrain.cli.app import (
-    AS_WRITTEN,
+    DASHED_SETTINGS,
     AsJson,
     DryRun,
     app,
     conclude,
-    only_settings,
     quietly,
+    read_overrides,
     show,
 )
 from skilltrain.config import apply_overrides, parse_yaml, validate
@@ -23,10 +23,10 @@ from skilltrain.files import cache_folder
 from skilltrain.texts import printable
 
 RouterFolder = Annotated[
-    Path | None, typer.Option(help="folder of `skilltrain fit` or `skilltrain index`")
+    Path | None, typer.Option(help="router that `skilltrain fit` or `skilltrain index` wrote")
 ]
 PoolFolder = Annotated[
-    Path | None, typer.Option(help="without a router: the pool, or a folder of SKILL.md files")
+    Path | None, typer.Option(help="pool, or folder of SKILL.md files, instead of a router")
 ]
 Task = Annotated[str, typer.Argument(help="a task in plain words")]
 AllowServer = Annotated[
@@ -38,17 +38,20 @@ if TYPE_CHECKING:
     from skilltrain.serving.router import Router
 
 
-@app.command(context_settings=AS_WRITTEN, rich_help_panel="Start here")
+@app.command(context_settings=DASHED_SETTINGS, rich_help_panel="Start here")
 def fit(
     skills: Annotated[
         Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")
     ],
-    out: Annotated[Path, typer.Option(help="folder of the router, and of what it is made of")],
+    out: Annotated[
+        Path, typer.Option(help="folder to write: the router, and the results of all steps")
+    ],
     queries: Annotated[
         list[Path] | None, typer.Option(help="a file of queries; may be repeated")
     ] = None,
     llm: Annotated[
-        str | None, typer.Option(help="what writes queries if none are given: '{kind: openai, …}'")
+        str | None,
+        typer.Option(help="chat model that writes queries if none are given: '{kind: openai, …}'"),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")
@@ -56,11 +59,11 @@ def fit(
     is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a router of a folder of skills: pool, queries, negatives, a trained encoder joined with BM25.
+    """Make a router from a folder of skills: train an encoder, and combine it with BM25.
 
-    Stopped, the same line goes on. DIR/recipes holds every recipe that it ran.
+    The same command continues a run that was stopped. OUT/recipes has the recipe of each step.
 
-    Example: skilltrain fit my_skills --out runs/router && skilltrain route --router runs/router "merge these PDFs"
+    Example: skilltrain fit my_skills --out runs/router
     """
     from skilltrain.serving.fit import FitConfig, dry_run_fit, run_fit
 
@@ -69,20 +72,22 @@ def fit(
         "out": str(out),
         "queries": [str(file) for file in queries or []],
     }
-    values |= {"llm": parse_yaml(llm, "--llm")} if llm else {}
-    config = validate(FitConfig, apply_overrides(values, only_settings(settings)), "skilltrain fit")
+    if llm:
+        values["llm"] = parse_yaml(llm, "--llm")
+    config = validate(
+        FitConfig, apply_overrides(values, read_overrides(settings)), "skilltrain fit"
+    )
     if is_dry_run:
         show(quietly(dry_run_fit, config))
         return
-    found = quietly(run_fit, config)
-    lines = [
-        f"{out}: a router over {found['num_skills']:,} skills, trained on {found['num_lists']:,} lists"
-    ]
-    if "Hit@1" in found:
-        hits = ", ".join(f"{name} {value:.3f}" for name, value in found["Hit@1"].items())
+    summary = quietly(run_fit, config)
+    num_lists = f"{summary['num_lists']:,}"
+    lines = [f"{out}: a router over {summary['num_skills']:,} skills, trained on {num_lists} lists"]
+    if "Hit@1" in summary:
+        hits = ", ".join(f"{name} {value:.3f}" for name, value in summary["Hit@1"].items())
         lines.append(f"Hit@1 of queries held out: {hits}; look at {out}/report/report.html")
     lines.append(f"next: skilltrain route --router {quote(str(out))} 'a task in plain words'")
-    conclude(found, lines, as_json)
+    conclude(summary, lines, as_json)
 
 
 @app.command(rich_help_panel="Start here")
@@ -91,25 +96,26 @@ def route(
     router: RouterFolder = None,
     pool: PoolFolder = None,
     encoder: Annotated[
-        str | None, typer.Option(help="encoder; BM25 finds the candidates without one")
+        str | None, typer.Option(help="encoder that finds the candidates; default: BM25")
     ] = None,
     reranker: Annotated[
         str | None, typer.Option(help="reranker for the first 20 candidates")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="how many skills to show")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="number of skills to show")] = 5,
     allow_server: AllowServer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the skills for a task, those marked that the safety screening flags; or say that none fits.
+    """Find the skills for a task, or say that none fits. Skills that screening flags are marked.
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --router runs/router
 
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
     rankers: list[dict[str, Any]] = [{"kind": "lexical"}]
-    if encoder:  # its vectors are kept for the next task
+    if encoder:  # the cache keeps its vectors for the next task
         rankers = [{"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}]
-    rankers += [{"kind": "rerank", "source": reranker}] if reranker else []
+    if reranker:
+        rankers.append({"kind": "rerank", "source": reranker})
     opened = quietly(open_routing, router, pool, rankers, "skilltrain route", allow_server)
     answer = quietly(opened.route, task, top)
     if as_json:
@@ -125,15 +131,15 @@ def route(
 
 
 def _print(routed: "RoutedSkill") -> None:
-    name, place = printable(routed.name, 90), printable(str(routed.path or routed.skill_id))
-    sure = "" if routed.probability is None else f"  {routed.probability:.0%}"
-    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}{sure}  {name}  ({place})")
+    name = printable(routed.name, 90)
+    location = printable(str(routed.path or routed.skill_id))
+    probability = "" if routed.probability is None else f"  {routed.probability:.0%}"
+    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}{probability}  {name}  ({location})")
     typer.echo(f"                {printable(routed.description, 90)}")
     typer.echo(f"                {printable(str(routed.why), 120)}")
     for flag in routed.flags:
-        typer.echo(
-            f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {printable(flag.span, 120)}"
-        )
+        span = printable(flag.span, 120)
+        typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {span}")
 
 
 def open_routing(
@@ -143,7 +149,11 @@ def open_routing(
     where: str,
     allow_server: list[str] | None,
 ) -> "Router":
-    """Open a router, or rank a pool without one. Raises SkilltrainError if both or none are given."""
+    """Open a router, or make one from a pool and rankers.
+
+    Raises:
+        SkilltrainError: Both a router and a pool are given, or neither.
+    """
     from skilltrain.api import open_router
     from skilltrain.serving.router import Router
 
@@ -160,7 +170,8 @@ def serve(
         Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
     ],
     mcp: Annotated[
-        Literal["stdio", "http"], typer.Option(help="stdio: for one agent that starts it")
+        Literal["stdio", "http"],
+        typer.Option(help="stdio is for one agent, which starts the command"),
     ] = "stdio",
     watch: Annotated[
         list[Path] | None,
@@ -168,15 +179,17 @@ def serve(
             exists=True,
             file_okay=False,
             resolve_path=True,
-            help="folder of SKILL.md files: changes go into the router; may be repeated",
+            help="folder of SKILL.md files whose changes the router takes up; may be repeated",
         ),
     ] = None,
     allow_server: AllowServer = None,
     flagged: Annotated[
-        Literal["mark", "withhold"], typer.Option(help="for skills that screening flags")
+        Literal["mark", "withhold"],
+        typer.Option(help="what to do with skills that screening flags"),
     ] = "mark",
     log: Annotated[
-        Path | None, typer.Option(help="folder for requests and answers, as QUERIES and RANKINGS")
+        Path | None,
+        typer.Option(help="folder for a log of requests and answers (QUERIES, RANKINGS)"),
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
@@ -185,13 +198,14 @@ def serve(
         typer.Option(help="host name that clients may use (http); loopback names by default"),
     ] = None,
     allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="web page that may ask (http), e.g. https://a.example")
+        list[str] | None,
+        typer.Option(help="origin of web pages that may use it (http), e.g. https://a.example"),
     ] = None,
     token_env: Annotated[
-        str, typer.Option(help="environment variable that holds the token to ask for (http)")
+        str, typer.Option(help="environment variable with the token that clients must send (http)")
     ] = "",
 ) -> None:
-    """Serve a router: MCP over stdio, or over HTTP with /route, /embed, /rerank, /health and /metrics beside it.
+    """Serve a router over MCP: on stdio, or on HTTP with /route, /embed, /rerank and /metrics.
 
     Example: skilltrain serve runs/router --mcp http --watch my_skills
     """

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from skilltrain.cli.app import (
-    AS_WRITTEN,
+    DASHED_SETTINGS,
     AsJson,
     DryRun,
     HelpAll,
@@ -18,9 +18,9 @@ from skilltrain.cli.app import (
     app,
     conclude,
     execute,
-    only_settings,
     quietly,
-    settings_of,
+    read_overrides,
+    read_settings,
     show,
 )
 from skilltrain.config import load_recipe
@@ -38,24 +38,23 @@ from skilltrain.stage import (
 from skilltrain.terminal import console
 from skilltrain.texts import printable
 
-_CELL_CHARS = 60
-
-
+_CELL_CHARS = 60  # of a value that is shown
 # Package of a stage → panel of its command.
 _PANELS = {"data": "Data", "evaluation": "Data", "serving": "Use", "papers": "Papers"}
-_OWN_COMMANDS = ("train_encoder", "train_reranker", "evaluate")  # have more options than settings
+# Stages whose commands have further options.
+_OWN_COMMANDS = ("train_encoder", "train_reranker", "evaluate")
 
 
 def add_stage(name: str) -> None:
-    """Add the command of a stage, which may be named by its import path."""
-    elsewhere = ("another.package", "Run this stage of another package.")
-    path, summary = STAGES.get(name, elsewhere)
+    """Add the command of a stage. `name` may be an import path."""
+    plugin = ("another.package", "Run this stage of another package.")
+    path, summary = STAGES.get(name, plugin)
 
     @app.command(
         command_of(name),
         cls=SettingsCommand,
         help=summary,
-        context_settings=AS_WRITTEN,
+        context_settings=DASHED_SETTINGS,
         rich_help_panel=_PANELS.get(path.split(".")[1], "Plug-ins"),
     )
     def run_stage(
@@ -64,7 +63,7 @@ def add_stage(name: str) -> None:
         as_json: AsJson = False,
         help_all: HelpAll = False,
     ) -> None:
-        execute(parse_recipe(*settings_of(name, arguments)), is_dry_run, as_json=as_json)
+        execute(parse_recipe(*read_settings(name, arguments)), is_dry_run, as_json=as_json)
 
 
 def _add_command(name: str) -> None:
@@ -74,7 +73,7 @@ def _add_command(name: str) -> None:
         name,
         help="Run this command of another package.",
         add_help_option=False,
-        context_settings=AS_WRITTEN | {"allow_extra_args": True},
+        context_settings=DASHED_SETTINGS | {"allow_extra_args": True},
         rich_help_panel="Plug-ins",
     )
     def run_command(context: typer.Context) -> Any:
@@ -93,13 +92,13 @@ for _name in plugin_paths("command"):
     _add_command(_name)
 
 
-@app.command(context_settings=AS_WRITTEN, rich_help_panel="Train")
+@app.command(context_settings=DASHED_SETTINGS, rich_help_panel="Train")
 def train(
-    file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
+    file: Annotated[Path, typer.Argument(help="recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
     is_dry_run: DryRun = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the newest checkpoint")
+        bool, typer.Option("--resume", help="continue from the newest checkpoint")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -113,8 +112,8 @@ def train(
 
 
 def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
-    """Return the training stage of a recipe. Raises SkilltrainError for a recipe of another stage."""
-    stage = parse_recipe(load_recipe(file, only_settings(overrides)), file)
+    """Return the training stage of a recipe. Raises SkilltrainError for any other stage."""
+    stage = parse_recipe(load_recipe(file, read_overrides(overrides)), file)
     if isinstance(stage, TrainingStage):
         return stage
     fix = f"run: skilltrain {command_of(stage.stage)} {file}"
@@ -124,14 +123,14 @@ def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
 @app.command(rich_help_panel="Start here")
 def recipes(
     stage: Annotated[
-        str | None, typer.Argument(help="list recipes of this stage only, e.g. train_encoder")
+        str | None, typer.Argument(help="list only recipes of this stage, e.g. train_encoder")
     ] = None,
-    folder: Annotated[Path, typer.Option("--dir", help="where the recipes are")] = Path("recipes"),
+    folder: Annotated[Path, typer.Option("--dir", help="folder of the recipes")] = Path("recipes"),
     schema: Annotated[
-        bool, typer.Option("--schema", help="print what a recipe may hold, as JSON Schema")
+        bool, typer.Option("--schema", help="print the JSON Schema of recipes")
     ] = False,
 ) -> None:
-    """List the recipes of a folder, or print what a recipe may hold, as JSON Schema.
+    """List the recipes of a folder, or print the JSON Schema of recipes.
 
     Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
     """
@@ -151,43 +150,40 @@ def recipes(
 def inspect_lists(
     lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
     out: Annotated[
-        Path | None, typer.Option(help="page to write; else LISTS.html beside the folder")
+        Path | None, typer.Option(help="page to write; default: LISTS.html beside the folder")
     ] = None,
     pool: Annotated[
         Path | None, typer.Option(help="the pool, if it has moved since the lists were made")
     ] = None,
     max_lists: Annotated[
-        int, typer.Option(min=1, help="lists to show; if there are more, a sample of them")
+        int, typer.Option(min=1, help="number of lists to show; of more lists, a sample is shown")
     ] = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page about training lists: counts, checks, and samples of lists and drops to search.
+    """Write an HTML page about training lists: counts, checks, and samples of lists and drops.
 
     Example: skilltrain inspect runs/encoder_lists --out lists.html
     """
     from skilltrain.evaluation.inspect_data import inspect_lists as inspect
 
-    found = quietly(inspect, lists, out, pool, max_lists)
-    odd = (
-        ", ".join(f"{name} {count:,}" for name, count in found["worth_a_look"].items()) or "nothing"
-    )
-    conclude(
-        found, [f"{found['page']}: {found['num_lists']:,} lists; worth a look: {odd}"], as_json
-    )
+    summary = quietly(inspect, lists, out, pool, max_lists)
+    findings = [f"{check} {count:,}" for check, count in summary["worth_a_look"].items()]
+    line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: "
+    conclude(summary, [line + (", ".join(findings) or "nothing")], as_json)
 
 
 @app.command("show", rich_help_panel="Data")
 def show_table(
     file: Annotated[Path, typer.Argument(help="a .parquet file of any stage")],
     where: Annotated[
-        list[str] | None, typer.Argument(help="column=value: only rows whose column holds value")
+        list[str] | None, typer.Argument(help="column=value: show only rows with this value")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="how many rows to show")] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="number of rows to show")] = 10,
     as_json: Annotated[
         bool, typer.Option("--json", help="print all matching rows, one JSON object per line")
     ] = False,
 ) -> None:
-    """Show the columns and the first rows of a table, or those rows that hold certain values.
+    """Show the first rows of a table, or those with certain values.
 
     Example: skilltrain show runs/pool/dropped.parquet filter=duplicate
     """
@@ -195,11 +191,8 @@ def show_table(
     import pyarrow.parquet as pq
 
     if not file.is_file():
-        fix = (
-            f"its tables: {', '.join(path.name for path in sorted(file.glob('*.parquet')))}"
-            if file.is_dir()
-            else ""
-        )
+        tables = ", ".join(path.name for path in sorted(file.glob("*.parquet")))
+        fix = f"its tables: {tables}" if file.is_dir() else ""
         raise SkilltrainError("not-found", "no such file", where=file, fix=fix)
     try:
         table = pq.read_table(file)
@@ -207,16 +200,17 @@ def show_table(
         raise SkilltrainError(
             "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=file
         ) from error
-    wanted = dict(item.split("=", 1) for item in only_settings(where))
-    if unknown := wanted.keys() - set(table.column_names):
+    value_by_column = dict(item.split("=", 1) for item in read_overrides(where))
+    unknown = value_by_column.keys() - set(table.column_names)
+    if unknown:
         fix = f"its columns: {', '.join(table.column_names)}"
         raise SkilltrainError("missing-column", f"no column '{min(unknown)}'", where=file, fix=fix)
-    matching = [row for batch in table.to_batches() for row in batch.to_pylist()]
-    for name, value in wanted.items():
-        is_list = pa.types.is_list(table.schema.field(name).type)
-        matching = [
-            row for row in matching if value in (row[name] if is_list else [_text(row[name])])
-        ]
+    matching = table.to_pylist()
+    for name, value in value_by_column.items():
+        if pa.types.is_list(table.schema.field(name).type):
+            matching = [row for row in matching if value in row[name]]
+        else:
+            matching = [row for row in matching if value == _text(row[name])]
     if as_json:
         for row in matching:
             typer.echo(json.dumps(row, default=str))

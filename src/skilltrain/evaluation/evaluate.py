@@ -186,24 +186,14 @@ class _Data(NamedTuple):
     Attributes:
         benchmark: Tasks that can be scored.
         pools: Skills by id for each part of the benchmark. An empty pool allows all skill ids.
+        skills: Skills of all pools by id.
         predictions: Predictions by the name of their file.
     """
 
     benchmark: Benchmark
     pools: Sequence[Mapping[str, Skill]]
+    skills: Mapping[str, Skill]
     predictions: Mapping[str, Predictions]
-
-    @property
-    def skills(self) -> dict[str, Skill]:
-        """Skills of all pools by id."""
-        return _merge(self.pools)
-
-
-def _merge(pools: Sequence[Mapping[str, Skill]]) -> dict[str, Skill]:
-    skills: dict[str, Skill] = {}
-    for pool in pools:
-        skills |= pool
-    return skills
 
 
 def _load(config: Evaluate) -> _Data:
@@ -225,11 +215,12 @@ def _load(config: Evaluate) -> _Data:
         skills = read_pool(config.pool)
         pools = [part.with_gold(skills) for part in benchmark.parts]
     parts: list[Benchmark] = []
+    skills_by_id: dict[str, Skill] = {}
     for part, pool in zip(benchmark.parts, pools, strict=True):
         parts.append(check_pool(part, pool.keys()) if pool else part)
+        skills_by_id |= pool
     benchmark = join_tiers(parts)
 
-    skills_by_id = _merge(pools)
     names = {system.name for system in config.systems}
     predictions: dict[str, Predictions] = {}
     for file in config.predictions:
@@ -248,7 +239,7 @@ def _load(config: Evaluate) -> _Data:
             needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
         copies = copies_of(needed_ids, skills_by_id, config.clusters)
         benchmark = add_copies(benchmark, copies)
-    return _Data(benchmark, pools, predictions)
+    return _Data(benchmark, pools, skills_by_id, predictions)
 
 
 def _rank(
@@ -272,8 +263,9 @@ def _rank(
         if not stages_by_system:  # this is the first part
             queries += unserved
         tier = f", {part.name}" if data.benchmark.tiers else ""
-        num_timed = config.analysis.num_timed
-        ranked = run_systems(config.systems, queries, [*pool.values()], depth, num_timed)
+        ranked = run_systems(
+            config.systems, queries, [*pool.values()], depth, config.analysis.num_timed
+        )
         for system, stages in ranked.items():
             for stage in stages:
                 if stage.counts:

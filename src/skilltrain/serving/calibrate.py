@@ -237,29 +237,22 @@ def _cross_validate(
     """
     fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
     calibrators = fit_out_of_fold(fit, cases, folds)
-    confidence: list[float] = []
-    num_likely: list[int] = []
-    is_answered: list[bool] = []
-    is_contained: list[bool] = []
-    for case, calibrator in zip(cases, calibrators, strict=True):
-        size = calibrator.num_likely(case.trace)
-        confidence.append(max(calibrator.probabilities(case.trace), default=0.0))
-        num_likely.append(size)
-        is_answered.append(calibrator.fits(case.trace))
-        is_contained.append(any(case.is_right[:size]))
-
+    pairs = [*zip(cases, calibrators, strict=True)]
+    confidence = np.array([max(c.probabilities(case.trace), default=0.0) for case, c in pairs])
+    num_likely = np.array([c.num_likely(case.trace) for case, c in pairs])
+    answered = np.array([c.fits(case.trace) for case, c in pairs])
     served = np.array([case.is_served for case in cases])
     right = np.array([any(case.is_right[:1]) for case in cases])
-    answered = np.array(is_answered)
+    contained = [any(case.is_right[:size]) for case, size in zip(cases, num_likely, strict=True)]
     return {
         "right": share(right[served]),
         "answered": share(answered[served]),
         "right_if_answered": share(right[served & answered]),
         "falsely_answered": share(answered[~served]),
-        "contained": share(np.array(is_contained)[served]),
-        "num_likely": float(np.array(num_likely)[served].mean()),
-        "calibration_error": calibration_error(np.array(confidence), right),
-        "risk_coverage": risk_coverage(np.array(confidence), right),
+        "contained": share(np.array(contained)[served]),
+        "num_likely": float(num_likely[served].mean()),
+        "calibration_error": calibration_error(confidence, right),
+        "risk_coverage": risk_coverage(confidence, right),
     }
 
 
