@@ -311,7 +311,7 @@ def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
     transformers creates lists of these lengths when it reads config.json, so the check comes first.
     """
     # A layer has at least one tensor, and a label at least one element.
-    limits = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes))
+    limits: dict[str, int] = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes))
     limits["num_labels"] = sum(sizes)
     config = read_json_object(folder / "config.json")
     nested_sections = [value for value in config.values() if isinstance(value, dict)]
