@@ -1,4 +1,4 @@
-"""What every loss is, and what it sees: scores, gains and which candidates count."""
+"""The base class of losses, and the batch of scores and gains that a loss gets."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Needs:
     Attributes:
         teacher_scores: `ScoredBatch.teacher_scores`.
         vectors: `ScoredBatch.vectors`, which only an encoder has.
-        directions: `ScoredBatch.negatives` and the queries of all ranks, which only an encoder
-            has. They come with `vectors`.
+        directions: `ScoredBatch.negatives` and `Vectors.all_queries`, for directions other than
+            from query to skill. Only an encoder has them. They need `vectors`.
     """
 
     teacher_scores: bool = False
@@ -38,7 +38,10 @@ class Needs:
 class Vectors:
     """Unit vectors of a step, whose cosines are the scores.
 
-    `all_queries` are those of all ranks, for a loss that needs other directions; else there are none.
+    Attributes:
+        queries: Queries of this rank.
+        skills: Skills of all ranks.
+        all_queries: Queries of all ranks. It has 0 rows unless the loss needs other directions.
     """
 
     queries: Float[Tensor, "query dim"]
@@ -51,36 +54,44 @@ class Vectors:
 
     def truncated(self, dim: int) -> "Vectors":
         """Return the first `dim` coordinates, made unit vectors again."""
-        whole = (self.queries, self.skills, self.all_queries)
+        matrices = (self.queries, self.skills, self.all_queries)
         with torch.autocast(self.skills.device.type, enabled=False):
-            parts = [torch.nn.functional.normalize(part[:, :dim], dim=1) for part in whole]
-        return Vectors(*parts)
+            truncated = [torch.nn.functional.normalize(each[:, :dim], dim=1) for each in matrices]
+        return Vectors(*truncated)
 
 
 def cosines(
     left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]
 ) -> Float[Tensor, "left right"]:
-    """Return the cosines of unit vectors in their own number format, also under autocast."""
+    """Return the cosines of unit vectors in the dtype of these, even under autocast."""
     with torch.autocast(left.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
         return left @ right.T
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Scores of candidates, the gains that a recipe gives to their verdicts, and which of them count.
+    """Scores and gains of the candidates of this rank's queries.
 
-    Losses return the sum over queries: the trainer divides by the number of queries in the global step, so that
-    neither ranks nor accumulation change what a query weighs. Gradients through invalid candidates are exactly zero.
+    A loss returns the sum over queries. The trainer divides it by the number of queries in the
+    step, so that a query has the same weight for any number of ranks and any accumulation.
 
-    Gains are any finite numbers; a trainer counts them from that of an irrelevant skill, so that in-batch negatives,
-    which nobody judged, have 0. `positive` names the skills to find, by their verdicts; None: those of gain > 0.
+    Attributes:
+        scores: Scores of the model. No gradient goes through those of invalid candidates.
+        gains: Relevance of each candidate, from its label. The trainer subtracts the gain of an
+            irrelevant skill, so unjudged in-batch negatives have 0, and rejected skills less.
+        valid: Whether the candidate counts.
+        optional_teacher_scores: For a loss that needs `teacher_scores`. Every valid candidate then
+            has one.
+        positive: Whether the candidate is relevant; None if those with a gain above 0 are.
+        optional_vectors: For a loss that needs `vectors`.
+        negatives: For a loss that needs `directions`, which columns are negatives of each row:
 
-    The other parts are there for a loss that declares them in `Loss.needs`. Where a loss learns from
-    teacher scores, every valid candidate has one. `negatives` says for each direction but the first
-    which others are negatives of a row. The rows are this rank's queries or, in the directions from
-    skills, its positives in the order of `is_positive`: one row for each query that a positive
-    answers. The others are all queries, or all skills, of the step. A row's negatives depend on no
-    other row, so that ranks add up.
+            - query_to_query: rows are this rank's queries, columns the queries of all ranks.
+            - skill_to_query: rows are positives, columns the queries of all ranks.
+            - skill_to_skill: rows are positives, columns all skills.
+
+            Positives are the (query, skill) pairs of `is_positive`, in its order. Rows do not
+            depend on each other, so the losses of ranks can be added.
     """
 
     scores: Float[Tensor, "query candidate"]
@@ -93,8 +104,9 @@ class ScoredBatch:
 
     @property
     def is_positive(self) -> Bool[Tensor, "query candidate"]:
-        """Which valid candidates are to be found."""
-        return (self.gains > 0 if self.positive is None else self.positive) & self.valid
+        """Which valid candidates are relevant."""
+        positive = self.gains > 0 if self.positive is None else self.positive
+        return positive & self.valid
 
     @property
     def teacher_scores(self) -> Float[Tensor, "query candidate"]:
@@ -111,7 +123,7 @@ class ScoredBatch:
         return self.optional_vectors
 
     def filled(self, filler: float) -> Float[Tensor, "query candidate"]:
-        """Scores with `filler` for invalid candidates, whatever theirs are: no gradient reaches them."""
+        """Return the scores with `filler` at invalid candidates, so that these get no gradient."""
         return self.scores.masked_fill(~self.valid, filler)
 
     def truncated(self, dim: int) -> "ScoredBatch":
@@ -142,6 +154,7 @@ class Loss(Config):
 
     fits_reranker: ClassVar[bool] = True
     """False for a loss that always needs vectors."""
+    # Of type Any, so that a subclass can have a Literal or a str.
     name: Any = Field(description="name of the loss, or its import path")
 
     @property
@@ -154,6 +167,7 @@ class Loss(Config):
         """Return the loss, summed over queries."""
 
 
+# Losses in recipes are found by name; `only` is the class attribute that must be true.
 EncoderLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name")]
 RerankerLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="fits_reranker")]
 
@@ -161,6 +175,10 @@ RerankerLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="f
 def gain_shares(
     batch: ScoredBatch, counted: Bool[Tensor, "query candidate"]
 ) -> Float[Tensor, "query candidate"]:
-    """Each counted candidate's share in their gains: a query's sum to 1, or to 0 where it has none."""
+    """Return each counted candidate's share of the gains of its query's counted candidates.
+
+    The shares of one query sum to 1, or to 0 if it has no counted candidate. `counted` candidates
+    must not have negative gains.
+    """
     gains = torch.where(batch.valid & counted, batch.gains, 0.0).to(batch.scores)
     return gains / gains.sum(1, keepdim=True).clamp(min=torch.finfo(gains.dtype).tiny)

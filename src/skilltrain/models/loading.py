@@ -46,9 +46,9 @@ _RUN_FILE = "run.json"  # the record of a training run, which may lie in the mod
 
 _TOKENIZER_PROBE = "a b c d e"  # every complete tokenizer has tokens for these letters
 
-# config.json may describe more weights than the files have: a pooler and a new head may be
-# missing, and two 4-bit weights are stored in one byte.
-_MAX_WEIGHTS_RATIO = 2
+# How many weights config.json may describe for each element in the files. The files may lack a
+# pooler or a new head, and store two 4-bit weights as one element.
+_MAX_DECLARED_PER_STORED = 2
 
 _LAYER_COUNT_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
@@ -75,7 +75,7 @@ class ModelConfig(Config):
         description="folder, Hub id owner/name, or package:NAME (a package that ships a model)"
     )
     fields: SkillFields | None = Field(
-        default=None, description=f"what it sees, in place of its template's; {SEEN}"
+        default=None, description=f"skill fields it sees, instead of its template's; {SEEN}"
     )
     precision: Precision = Field(default="float32", description="number format of the weights")
 
@@ -136,11 +136,7 @@ def _package_folder(source: str) -> Path:
 
 @functools.cache
 def _download(source: str, weights: bool) -> Path:
-    """Download a model from the Hub, or find it in the cache, and return its cached folder.
-
-    Offline, the cache may lack some of the model's files. Without a settings file the results
-    would differ, so the user gets a message.
-    """
+    """Download a model from the Hub, or find it in the cache, and return its cached folder."""
     import httpx2
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
@@ -161,6 +157,8 @@ def _download(source: str, weights: bool) -> Path:
         fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
         raise SkilltrainError("download-failed", fault, where=source) from error
 
+    # Offline, the cache may lack some of the model's files. Without a settings file the results
+    # would differ, so the user gets a message.
     try:
         get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
@@ -182,7 +180,8 @@ def _check_files(folder: Path, source: str) -> None:
             "not-a-model", "is no model folder: it has no config.json", where=source, fix=fix
         )
     for name in _shard_names(folder):
-        if PurePath(name).name != name:
+        is_plain_name = PurePath(name).name == name
+        if not is_plain_name:
             fault = f"the path {name!r} leaves its folder"
             raise SkilltrainError("path-outside-folder", fault, where=folder / _INDEX_FILE)
 
@@ -241,7 +240,8 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
             raise SkilltrainError("not-a-model", fault, where=file, fix="export the model again")
         return str(record["kind"]), record["settings"]
 
-    # A model of another program: its architecture and modules.json may tell the kind.
+    # A model of another program: its architecture may tell the kind, or the names of the
+    # sentence-transformers modules in modules.json.
     architectures = str(read_json_object(folder / "config.json").get("architectures"))
     modules_file = folder / "modules.json"
     modules = str(read_json(modules_file)) if modules_file.is_file() else ""
@@ -299,7 +299,7 @@ def load_model_config(folder: Path) -> Any:
         raise _weights_mismatch(folder, printable(str(error), 200)) from error
 
     num_weights = network.num_parameters()
-    if num_weights > _MAX_WEIGHTS_RATIO * sum(sizes):
+    if num_weights > _MAX_DECLARED_PER_STORED * sum(sizes):
         reason = f"it describes {num_weights:,} weights, there are {sum(sizes):,}"
         raise _weights_mismatch(folder, reason)
     return config
@@ -308,9 +308,11 @@ def load_model_config(folder: Path) -> Any:
 def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
     """Check the numbers of layers and labels in config.json against the sizes of the tensors.
 
-    This comes before transformers reads config.json: it creates a list of that length for both.
+    transformers creates lists of these lengths when it reads config.json, so the check comes first.
     """
-    limits = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes)) | {"num_labels": sum(sizes)}
+    # A layer has at least one tensor, and a label at least one element.
+    limits: dict[str, int] = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes))
+    limits["num_labels"] = sum(sizes)
     config = read_json_object(folder / "config.json")
     nested_sections = [value for value in config.values() if isinstance(value, dict)]
     for section in [config, *nested_sections]:
@@ -389,13 +391,14 @@ def load_network(
     checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = load_pretrained(auto_class, folder, "weights", **checks, **options)
     weights_by_fault = {
-        "missing": _unusable_without(network, set(report["missing_keys"]), folder, new_head),
-        "of another shape": {str(key[0]) for key in report["mismatched_keys"]},
+        "missing": _missing_weights(network, set(report["missing_keys"]), folder, new_head),
+        "of another shape": {str(name) for name, *_ in report["mismatched_keys"]},
         "unknown": _unknown_weights(network, report["unexpected_keys"]),
     }
     for fault, names in weights_by_fault.items():
         if names:
-            raise _weights_mismatch(folder, f"{len(names)} are {fault}, such as {min(names)}")
+            example = min(names)
+            raise _weights_mismatch(folder, f"{len(names)} are {fault}, such as {example}")
 
     # Weights on the CPU are mapped from the file. If it shrank later, this process would crash.
     for parameter in network.parameters():
@@ -413,8 +416,8 @@ def load_network(
     return network
 
 
-def _unusable_without(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
-    """Return the missing weights without which the network cannot be used.
+def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
+    """Return the missing weights without those that may be missing.
 
     Raises:
         SkilltrainError: The head is missing and `new_head` is false.
@@ -422,10 +425,12 @@ def _unusable_without(network: Any, missing: set[str], folder: Path, new_head: b
     if network.base_model is network:
         return {name for name in missing if "pooler." not in name}  # vectors do not use the pooler
 
+    if not missing:
+        return set()
     prefix = f"{network.base_model_prefix}."
-    is_only_head = all("pooler." in name or not name.startswith(prefix) for name in missing)
-    if not missing or not is_only_head:
-        return missing
+    for name in missing:
+        if name.startswith(prefix) and "pooler." not in name:  # a weight of the backbone
+            return missing
     if not new_head:
         fault = f"its weights lack the head that gives the score: {min(missing)} is missing"
         raise SkilltrainError(
@@ -436,10 +441,18 @@ def _unusable_without(network: Any, missing: set[str], folder: Path, new_head: b
 
 
 def _unknown_weights(network: Any, unexpected: Collection[str]) -> set[str]:
-    """Return the unexpected weights that belong to a module of the backbone."""
+    """Return the unexpected weights that belong to a module of the backbone.
+
+    With such weights, config.json describes a smaller backbone than the files hold.
+    """
     prefix = f"{network.base_model_prefix}."
     modules = {name.partition(".")[0] for name, _ in network.base_model.named_parameters()}
-    return {name for name in unexpected if name.removeprefix(prefix).partition(".")[0] in modules}
+    unknown: set[str] = set()
+    for name in unexpected:
+        module = name.removeprefix(prefix).partition(".")[0]
+        if module in modules:
+            unknown.add(name)
+    return unknown
 
 
 def loading_options(config: ModelConfig, model_config: Any, device: torch.device) -> dict[str, Any]:
@@ -456,8 +469,8 @@ def loading_options(config: ModelConfig, model_config: Any, device: torch.device
 def backbone_options(model_config: Any) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that BERT-like backbones need.
 
-    They switch off attention dropout, which is slow on a CPU, and the pooler. It is not used, and
-    DDP would stop at the second step because the pooler gets no gradient.
+    They switch off attention dropout, which is slow on a CPU, and the pooler. The pooler is not
+    used, so it gets no gradient, and DDP would stop at the second step.
     """
     from transformers import MODEL_MAPPING
 
@@ -476,9 +489,9 @@ def backbone_options(model_config: Any) -> dict[str, Any]:
 
 
 def heads(network: Any) -> list[nn.Module]:
-    """Return the layers with weights that a sequence classification model has on its backbone.
+    """Return the layers of a sequence classification model's head that have weights.
 
-    Other models have none.
+    Other models have no such layers.
     """
     if "SequenceClassification" not in type(network).__name__:
         return []

@@ -1,4 +1,4 @@
-"""The settings of the two training stages, and the model that they name."""
+"""Settings that both training stages share."""
 
 from typing import Annotated
 
@@ -15,8 +15,8 @@ from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
 from skilltrain.training.log import TrackerName
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
-# These measures ask only which skills stand in the top k, in whatever order.
-_WITHOUT_ORDER = ("Hit", "Recall", "Precision", "FC", "COMP")
+# The order of the skills in the top k does not change these measures.
+_UNORDERED_MEASURES = ("Hit", "Recall", "Precision", "FC", "COMP")
 
 
 def _known_measure(text: str) -> str:
@@ -24,7 +24,7 @@ def _known_measure(text: str) -> str:
         measure = parse_measure(text)
     except SkilltrainError as error:
         raise ValueError(str(error)) from error
-    if not measure.cutoff:  # such a measure may be undefined for a query
+    if not measure.cutoff:  # a measure without cutoff may be undefined for a query
         raise ValueError(f"no step can be chosen by {text}, which is not defined for every query")
     return str(measure)
 
@@ -50,11 +50,13 @@ class DevConfig(Config):
         description="as in `evaluate`; source: self is this model",
     )
     max_skills: int | None = Field(
-        default=None, ge=1, description="rank so many: the judged and a sample; null: all"
+        default=None,
+        ge=1,
+        description="rank the judged skills and a sample, so many in all; null: all",
     )
     every: int = Field(default=50, ge=1, description="optimiser steps between evaluations")
     metric: _MeasureName = Field(
-        default="MRR@10", description="what decides which step is best, e.g. nDCG@10"
+        default="MRR@10", description="the metric that decides which step is best, e.g. nDCG@10"
     )
     patience: int | None = Field(
         default=None, ge=1, description="evaluations without a new best until it stops"
@@ -66,33 +68,40 @@ class DevConfig(Config):
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """What is measured, the metric that decides among it."""
+        """All measures, with the one that decides."""
         return parse_measures([*DEV_MEASURES, self.metric])
 
     def check(self, kind: str, example: str) -> None:
-        """Raises ValueError for rankers that cannot rank, or in which the model in training is not one of `kind`."""
-        measure, last = parse_measure(self.metric), self.rankers[-1]
-        own = [part for part in parts_of(self.rankers) if part.is_own]
+        """Check the rankers and the metric for a model of `kind`, such as `dense`.
+
+        Raises:
+            ValueError: The rankers cannot rank, the model in training is not one of them or is of
+                another kind (the error gives the `example`), or the metric cannot change.
+        """
         if any(part.only_orders for part in self.rankers[0].parts()):
             raise ValueError(
-                "dev.rankers: the first one finds skills, for instance {kind: saved, rankings: FOLDER}"
+                "dev.rankers: the first one finds skills, "
+                "for instance {kind: saved, rankings: FOLDER}"
             )
-        if not own:
+        models = [part for part in parts_of(self.rankers) if part.is_own]
+        if not models:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
-        if not all(part.kind == kind for part in own):
+        if not all(part.kind == kind for part in models):
             raise ValueError(f"dev.rankers: {example}")
-        if (
-            last.num_read is not None
-            and measure.name in _WITHOUT_ORDER
-            and measure.cutoff >= last.num_read
-        ):
+
+        # A reranker only orders the candidates that it reads.
+        measure = parse_measure(self.metric)
+        last = self.rankers[-1]
+        if last.num_read is None or measure.name not in _UNORDERED_MEASURES:
+            return
+        if measure.cutoff >= last.num_read:
             raise ValueError(
                 f"dev.metric: {self.metric} is the same for every order of {last.keep} candidates"
             )
 
 
 class TrainingConfig(Config):
-    """How to train; the defaults are SkillRouter's where the paper gives a value."""
+    """How to train. The defaults are SkillRouter's, if the paper gives a value."""
 
     epochs: int = Field(default=1, ge=1, description="passes over the lists")
     batch_size: int = Field(
@@ -130,11 +139,13 @@ class TrainingConfig(Config):
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
 
     def token_budget_on(self, device: torch.device) -> int:
-        """The `token_budget`; without one, what keeps `device` busy: a GPU waits for its host below 16,384."""
+        """Return `token_budget`, or the default for a device.
+
+        With fewer tokens than 16,384, a GPU waits for its host.
+        """
         return self.token_budget or (16384 if device.type == "cuda" else 4096)
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
-        """The number format to compute in on `device`."""
-        return resolve_dtype(
-            self.precision or ("auto" if device.type == "cuda" else "float32"), device
-        )
+        """Return the dtype to compute in on a device."""
+        default: Precision = "auto" if device.type == "cuda" else "float32"
+        return resolve_dtype(self.precision or default, device)

@@ -42,7 +42,7 @@ from skilltrain.terminal import is_main_process, say
 from skilltrain.training.checkpoint import load_weights
 from skilltrain.training.dev import open_dev
 from skilltrain.training.engine import new_accelerator, shards_weights
-from skilltrain.training.estimates import counts_of, cut_share, estimate_run, held_bytes
+from skilltrain.training.estimates import counts_of, estimate_run, held_bytes, truncated_share
 from skilltrain.training.loop import GIB, Run, train
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import DevConfig, TrainingConfig
@@ -60,7 +60,8 @@ class Train(TrainingStage):
 
     result = "{num_steps} steps on {num_lists} lists, last loss {last_loss}"
 
-    if TYPE_CHECKING:  # fields of both stages; each has its own order of them
+    # Declared for type checkers only: each stage defines them in its own order.
+    if TYPE_CHECKING:
         model: Any
         adapter: AdapterConfig | None
         data: ListsSource
@@ -76,9 +77,14 @@ class Train(TrainingStage):
         data = load_data(self)
         contaminated = check_held_out(self, data)
         step = open_step(
-            self, data, default_device(), cache_folder("tokens"), shards_weights(accelerator)
+            self,
+            data,
+            default_device(),
+            token_cache=cache_folder("tokens"),
+            sharded=shards_weights(accelerator),
         )
-        if share := cut_share(step):
+        share = truncated_share(step)
+        if share:
             limit = f"model.max_tokens={step.model.settings.max_tokens}"
             say(f"warning: {share:.1%} of the positives are longer than {limit}, and cut there")
         dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
@@ -94,10 +100,9 @@ class Train(TrainingStage):
             "seconds": round(position.seconds, 1),
             "checkpoint": checkpoint.name,
         }
-        if position.best.step:
-            summary["dev"] = {
-                name: asdict(figure) for name, figure in position.best.figures.items()
-            }
+        best = position.best
+        if best.step:  # 0 without an evaluation
+            summary["dev"] = {name: asdict(metric) for name, metric in best.figures.items()}
         if is_main_process():
             save_trained(self, checkpoint, out, summary)
         accelerator.wait_for_everyone()
@@ -108,7 +113,7 @@ class Train(TrainingStage):
         """Count what training would read, and estimate memory and time. Loads no weights."""
         data = load_data(self)
         check_held_out(self, data)
-        # 4-bit layers are made while they load.
+        # Weights become 4-bit weights while they are loaded, which the device meta cannot show.
         device = default_device() if is_quantized(self) else torch.device("meta")
         return estimate_run(open_step(self, data, device), self.training)
 
@@ -136,16 +141,17 @@ class TrainEncoder(Train):
         default=0.6,
         gt=0,
         le=1,
-        description="Jaccard of bodies from which skills are no in-batch negatives",
+        description="skills whose bodies are this similar (Jaccard) are no in-batch negatives",
     )
     training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
     out: Path = Field(description="folder to write the model to")
 
     @model_validator(mode="after")
-    def _can_be_trained(self) -> "TrainEncoder":
+    def _check(self) -> "TrainEncoder":
         if self.dev is not None:
-            self.dev.check("dense", "an encoder in training is {kind: dense, source: self}")
+            fault = "an encoder in training is {kind: dense, source: self}"
+            self.dev.check("dense", fault)
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
         pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
@@ -153,7 +159,8 @@ class TrainEncoder(Train):
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
-                "late_interaction needs all tokens' vectors, and training.varlen computes the last alone"
+                "late_interaction needs all tokens' vectors, "
+                "and training.varlen computes only the last one"
             )
         return self
 
@@ -179,10 +186,11 @@ class TrainReranker(Train):
     out: Path = Field(description="folder to write the model to")
 
     @model_validator(mode="after")
-    def _can_be_trained(self) -> "TrainReranker":
+    def _check(self) -> "TrainReranker":
         if self.loss.needs.directions:
             raise ValueError(
-                "loss: a reranker compares skills with its own query only: directions: [query_to_skill]"
+                "loss: a reranker compares skills only with their query: "
+                "directions: [query_to_skill]"
             )
         if self.loss.needs.vectors:
             raise ValueError(f"loss: {self.loss.name} needs vectors, which only an encoder has")
@@ -190,9 +198,8 @@ class TrainReranker(Train):
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:
             example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            self.dev.check(
-                "rerank", f"a reranker in training orders the candidates of others: {example}"
-            )
+            fault = f"a reranker in training orders the candidates of others: {example}"
+            self.dev.check("rerank", fault)
         return self
 
 
@@ -202,7 +209,10 @@ def is_quantized(config: Train) -> bool:
 
 
 def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
-    """Load the model that training starts from, with its adapter. New layers depend on the seed alone."""
+    """Load the model that training starts from, with its adapter.
+
+    New layers depend only on the seed.
+    """
     set_seed(config.training.seed)
     source = config.model
     if config.adapter is None:
@@ -212,8 +222,8 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
-            what = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
-            raise SkilltrainError("exceeds-model", what, where="loss.dims")
+            fault = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
+            raise SkilltrainError("exceeds-model", fault, where="loss.dims")
     else:
         model = load_reranker(source, device, options, new_head=True)
     if config.adapter is not None:
@@ -244,7 +254,10 @@ def save_trained(
 
 
 def load_data(config: Train) -> TrainingSet:
-    """Read and check the lists; for an encoder with in-batch negatives, cluster near-duplicate skills."""
+    """Read and check the lists.
+
+    Near-duplicate skills are clustered for an encoder with in-batch negatives.
+    """
     is_encoder = isinstance(config, TrainEncoder)
     near_duplicates = config.near_duplicates if is_encoder and config.in_batch_negatives else None
     data = load_training_set(config.data, near_duplicates)
@@ -259,7 +272,7 @@ def open_step(
     token_cache: Path | None = None,
     sharded: bool = False,
 ) -> StepModule:
-    """Return the module that computes the loss on the lists of `data`, with the model to start from."""
+    """Load the model, and return the module that computes its loss on the lists of `data`."""
     model = load_model(config, device)
     training = config.training
     settings = StepSettings(
@@ -281,10 +294,14 @@ def open_step(
 
 
 def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
-    """Count contaminated lists, by summary key. A key is there if its benchmark was compared.
+    """Count contaminated lists.
 
-    The queries and positives of the lists are compared with the benchmarks of `held_out`, and the
-    queries alone with the dev benchmark: a dev set measures trained skills by other queries.
+    The queries and positives of the lists are compared with the benchmarks of `held_out`. Only the
+    queries are compared with the dev benchmark, because it may ask for trained skills with other
+    queries.
+
+    Returns:
+        Number of lists by summary key. There is no key for a benchmark that the recipe lacks.
 
     Raises:
         SkilltrainError: A list is contaminated, and the recipe does not allow it.
@@ -300,14 +317,14 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
         benchmark = load_benchmark(dev.benchmark, dev.split)
         command = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
         fix = f"choose another dev.split, or {command}"
-        held_out = HeldOutBenchmark(benchmark.name, benchmark.tasks, ())
+        held_out = HeldOutBenchmark(benchmark.name, benchmark.tasks, ())  # without gold skills
         counts["num_lists_of_dev_queries"] = _num_contaminated([held_out], data, source, fix)
     return counts
 
 
 def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
     """Return the advice for contaminated lists: the command that cleans them."""
-    queries = source.lists if isinstance(source.lists, Path) else "FOLDER"  # of each in turn
+    queries = source.lists if isinstance(source.lists, Path) else "FOLDER"  # one run per folder
     names = ", ".join(map(str, benchmarks))
     command = f"skilltrain decontaminate pool={source.pool} queries={queries}"
     return f"run `{command} 'benchmarks=[{names}]' {limits}out=…` and train on what it writes"
@@ -316,42 +333,49 @@ def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str 
 def _num_contaminated(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet, source: ListsSource, fix: str
 ) -> int:
-    """Count contaminated lists. Raises SkilltrainError for the first, unless the recipe allows it."""
+    """Count contaminated lists.
+
+    Raises:
+        SkilltrainError: There is one, and the recipe does not allow it.
+    """
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     contaminations: list[Dropped] = []
-    for row in data.lists:
-        marked = zip(row.skill_ids, row.is_positive, strict=True)
+    for training_list in data.lists:
+        marked = zip(training_list.skill_ids, training_list.is_positive, strict=True)
         positives = [skill_id for skill_id, is_positive in marked if is_positive]
         skill_matches = chain.from_iterable(map(matches, positives))
-        contaminations += index.contaminations(row.query_id, row.query, skill_matches)
+        contaminations += index.contaminations(
+            training_list.query_id, training_list.query, skill_matches
+        )
     if not contaminations:
         return 0
 
-    num_lists = len({drop.query_id for drop in contaminations})
-    num_by_ground = Counter(
-        ground for _, ground in {(c.query_id, c.filter) for c in contaminations}
-    )
+    num_lists = len({contamination.query_id for contamination in contaminations})
+    # A list counts once for each ground.
+    lists_and_grounds = {(each.query_id, each.filter) for each in contaminations}
+    num_by_ground = Counter(ground for _, ground in lists_and_grounds)
     grounds = [f"{ground} {num_by_ground[ground]:,}" for ground in GROUNDS if num_by_ground[ground]]
     first = contaminations[0]
     where = f"query {first.query_id}"
     if first.skill_id:
         where += f", positive {first.skill_id}"
-    what = f"{num_lists:,} list(s) are contaminated ({', '.join(grounds)})"
-    what += f"; the first, {where}: {first.reason}"
+    fault = f"{num_lists:,} list(s) are contaminated ({', '.join(grounds)})"
+    fault += f"; the first, {where}: {first.reason}"
     if source.contamination == "refuse":
         folders = ", ".join(map(str, source.folders))
         raise SkilltrainError(
-            "contaminated", what, where=folders, fix=f"{fix}, or set data.contamination=allow"
+            "contaminated", fault, where=folders, fix=f"{fix}, or set data.contamination=allow"
         )
-    say(f"warning: {what}; figures on that benchmark will be too high (data.contamination: allow)")
+    say(f"warning: {fault}; figures on that benchmark will be too high (data.contamination: allow)")
     return num_lists
 
 
 def check_fits(config: Train) -> None:
     """Raise SkilltrainError if weights, gradients and moments exceed the GPU. Reads no weights.
 
-    Activations come on top. 4-bit weights are not checked, because they are made while they load.
+    Activations need more memory, which is not counted. 4-bit weights are not checked, because
+    weights are quantised only while they are loaded.
     """
     device = default_device()
     if device.type != "cuda" or is_quantized(config):
@@ -359,14 +383,10 @@ def check_fits(config: Train) -> None:
     held = held_bytes(load_model(config, torch.device("meta")))
     total = torch.cuda.get_device_properties(device).total_memory
     if held > total:
-        what = f"its weights, gradients and AdamW's moments take {held / GIB:.1f} GiB on each GPU"
-        lighter = (
-            "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
+        fault = (
+            f"its weights, gradients and AdamW's moments take {held / GIB:.1f} GiB on each GPU, "
+            f"which has {total / GIB:.1f}"
         )
-        fix = f"{lighter}, or share it by launch/fsdp2.yaml"
-        raise SkilltrainError(
-            "out-of-memory",
-            f"{what}, which has {total / GIB:.1f}",
-            where=config.model.source,
-            fix=fix,
-        )
+        fix = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
+        fix += ", or shard the model over GPUs by launch/fsdp2.yaml"
+        raise SkilltrainError("out-of-memory", fault, where=config.model.source, fix=fix)
