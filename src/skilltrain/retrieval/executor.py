@@ -1,4 +1,4 @@
-"""The one executor: every list of rankers runs here, for evaluation, training, teacher scores and routing."""
+"""Run a list of rankers, for evaluation, training, teacher scores and routing."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,16 +54,16 @@ def run_rankers(
 ) -> Rankings:
     """Run rankers one after the other. Each orders what the one before it found.
 
-    In a distributed run, all processes go on with the rankings of the first: a last bit that
-    differs must not give them different candidates.
+    In a distributed run, all processes continue with the rankings of the first, because rounding
+    could give them different candidates.
 
     Args:
-        rankers: What ranks; all have a `keep` (see `with_keeps`).
-        queries: What is ranked for.
-        candidates: What the first ranker orders; None to rank the pool.
-        pool: The rankers that are open, and the pool.
+        rankers: Settings of the rankers. All have a `keep` (see `with_keeps`).
+        queries: The queries.
+        candidates: Rankings that the first ranker orders; None to rank the pool.
+        pool: The pool and its open rankers.
         observe: Called with the answers of each ranker, before the next one runs.
-        without: Skills to rank as if the pool did not hold them.
+        without: Ids of skills to leave out.
 
     Returns:
         Rankings of the last ranker.
@@ -72,7 +72,7 @@ def run_rankers(
         legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
         leg_top_ks = config.leg_top_ks(candidates)
         is_search = candidates is None
-        # The legs of a fused ranker find more than is needed anyway.
+        # Fused rankers already find more skills than they return.
         num_spare = len(without) if is_search and len(legs) == 1 else 0
 
         started = time.perf_counter()
@@ -82,26 +82,26 @@ def run_rankers(
             if without and is_search:
                 rankings = _leave_out(rankings, without, leg_top_k)
             by_leg.append(rankings)
-        joined: Rankings = {}
+        combined: Rankings = {}
         for query in queries:
-            rows = [rankings[query.query_id] for rankings in by_leg]
-            joined[query.query_id] = config.combine(rows)
+            leg_rankings = [rankings[query.query_id] for rankings in by_leg]
+            combined[query.query_id] = config.combine(leg_rankings)
         seconds = (time.perf_counter() - started) / len(queries)
 
-        joined = of_first_rank(joined)
-        counts = getattr(legs[0], "counts", {})
-        observe(RankerRun(config, candidates, by_leg, joined, seconds, counts))
-        candidates = joined
+        combined = of_first_rank(combined)
+        counts = getattr(legs[0], "counts", {})  # only single rankers ask a chat model
+        observe(RankerRun(config, candidates, by_leg, combined, seconds, counts))
+        candidates = combined
     return candidates or {}
 
 
 def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
-    """Fill in how many skills each ranker keeps: at least `depth`, and what the later rankers need."""
+    """Fill in `keep` where it is not set: `depth`, or more if a later ranker keeps more."""
     filled: list[RankerConfig] = []
-    highest = max(depth, 1)
+    num_needed = max(depth, 1)
     for ranker in reversed(rankers):
-        keep = highest if ranker.keep is None else ranker.keep
-        highest = max(highest, keep)
+        keep = num_needed if ranker.keep is None else ranker.keep
+        num_needed = max(num_needed, keep)
         filled.append(ranker.model_copy(update={"keep": keep}))
     return filled[::-1]
 

@@ -23,38 +23,49 @@ from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.terminal import track
 
-_QUERY_TOKENS = 2**18  # of the queries in memory at once; 400 MB of vectors with MiniLM
-_TEXTS = 512  # skills that are tokenised at once
+_MAX_QUERY_TOKENS = 2**18  # in memory at once; 400 MB of vectors with MiniLM
+_SKILLS_AT_ONCE = 512  # skills that are tokenised at once
+
+_SCALE_BYTES = 4  # of the scale in each row
 
 
 @dataclass(frozen=True)
 class TokenVectors:
     """Unit vectors of skills' tokens in 8 bits, which changes cosines by up to 1e-3.
 
-    `file` holds a `row` (a scale and 8-bit values) for each token. Rows of skill i begin at `starts[i]`.
+    Attributes:
+        file: A row for each token: a scale and 8-bit values.
+        starts: First row of each skill, and the number of rows.
+        row_dtype: Type of a row.
     """
 
     file: BinaryIO
     starts: Int64[np.ndarray, " skill_and_end"]
-    row: np.dtype[Any]
+    row_dtype: np.dtype[Any]
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
-        """Open what `save_part` wrote into `folder`: gigabytes for a large pool, so a skill's are read when needed."""
+        """Open what `save_part` wrote into `folder`.
+
+        A large pool has gigabytes, so the rows of a skill are read when they are needed.
+        """
         starts = np.load(folder / "starts.npy")
         file = (folder / "tokens.bin").open("rb")
         num_bytes = os.fstat(file.fileno()).st_size
-        return cls(file, starts, _rows_of(num_bytes // starts[-1] - 4))
+        dim = num_bytes // starts[-1] - _SCALE_BYTES
+        return cls(file, starts, _row_dtype(dim))
 
     @property
     def num_skills(self) -> int:
         return len(self.starts) - 1
 
-    def of(self, position: int) -> np.ndarray:
+    def rows_of_skill(self, position: int) -> np.ndarray:
         start, end = self.starts[position : position + 2].tolist()
-        size = self.row.itemsize
+        size = self.row_dtype.itemsize
         rows = os.pread(self.file.fileno(), (end - start) * size, start * size)
-        return np.frombuffer(rows, self.row, end - start)  # raises ValueError if the file was cut
+        return np.frombuffer(
+            rows, self.row_dtype, end - start
+        )  # raises ValueError if the file was cut
 
 
 class LateConfig(OpenConfig, RankerConfig):
@@ -69,13 +80,13 @@ class LateConfig(OpenConfig, RankerConfig):
         return Late(open_encoder(self, opened).model, {}, self.token_budget)
 
 
-def _rows_of(dim: int) -> np.dtype[Any]:
+def _row_dtype(dim: int) -> np.dtype[Any]:
     return np.dtype([("scale", "<f4"), ("values", "i1", dim)])
 
 
 def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
     values = vectors.float().cpu().numpy()
-    rows = np.empty(len(values), _rows_of(values.shape[1]))
+    rows = np.empty(len(values), _row_dtype(values.shape[1]))
     rows["scale"] = np.abs(values).max(1) / 127
     rows["values"] = np.rint(values / rows["scale"][:, None])
     return rows
@@ -105,30 +116,52 @@ class Late:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the `keep` best candidates of each query by MaxSim.
 
-        Each distinct skill text is encoded once for some 4,000 queries.
+        Queries are scored in blocks of some 4,000. Each block encodes a distinct skill text once.
         """
         assert candidates is not None, "late interaction needs candidates"
-        rows = [[skill_id for skill_id, _ in candidates[query.query_id]] for query in queries]
-        sources = self._first_with_text(chain.from_iterable(rows))
-        scores: list[dict[str, float]] = [{} for _ in queries]  # by source
+        skill_ids = [[skill_id for skill_id, _ in candidates[query.query_id]] for query in queries]
+        representatives = self._first_with_text(chain.from_iterable(skill_ids))
+        skills_by_query = [
+            dict.fromkeys(representatives[skill_id] for skill_id in row) for row in skill_ids
+        ]
+        scores: list[dict[str, float]] = [{} for _ in queries]  # by representative
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
-        for block in micro_batches([len(ids) for ids in token_ids], _QUERY_TOKENS):
-            readers: dict[str, list[int]] = {}  # positions of queries by source
-            for position in block:
-                for source in dict.fromkeys(sources[skill_id] for skill_id in rows[position]):
-                    readers.setdefault(source, []).append(position)
+        for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
             encoded = self._encode([token_ids[position] for position in block])
-            vectors = {block[number]: tokens for number, tokens in encoded}
-            for source, tokens in track(self._skills(readers), "late interaction", len(readers)):
-                positions = readers[source]
-                values = max_sim([vectors[position] for position in positions], [tokens])[:, 0]
-                for position, value in zip(positions, values.tolist(), strict=True):
-                    scores[position][source] = value
+            vectors = {block[index]: tokens for index, tokens in encoded}
+            self._score_block(vectors, [(n, skills_by_query[n]) for n in block], scores)
+
         rankings: Rankings = {}
-        for query, row, values in zip(queries, rows, scores, strict=True):
-            ranking = [(skill_id, values[sources[skill_id]]) for skill_id in row]
+        for query, row, values in zip(queries, skill_ids, scores, strict=True):
+            ranking = [(skill_id, values[representatives[skill_id]]) for skill_id in row]
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
+
+    def _score_block(
+        self,
+        vectors: Mapping[int, Float[Tensor, "token dim"]],
+        block: Sequence[tuple[int, Iterable[str]]],
+        scores: Sequence[dict[str, float]],
+    ) -> None:
+        """Score a block of queries, given as pairs (position, skill ids), and add to `scores`.
+
+        Args:
+            vectors: Token vectors of a query by position.
+            block: The queries.
+            scores: Score by skill id, for each position.
+        """
+        queries_by_skill: dict[str, list[int]] = {}
+        for position, skill_ids in block:
+            for skill_id in skill_ids:
+                queries_by_skill.setdefault(skill_id, []).append(position)
+        skills = track(
+            self._token_vectors(queries_by_skill), "late interaction", len(queries_by_skill)
+        )
+        for skill_id, tokens in skills:
+            positions = queries_by_skill[skill_id]
+            values = max_sim([vectors[position] for position in positions], [tokens])[:, 0]
+            for position, value in zip(positions, values.tolist(), strict=True):
+                scores[position][skill_id] = value
 
     @torch.inference_mode()
     def save_part(
@@ -145,52 +178,61 @@ class Late:
             positions: Position of each skill in `stored`; -1 for a new or changed skill.
         """
         new = self.over({skill.skill_id: skill for skill in skills})
-        sources = [*new._first_with_text(new.skills).values()]
-        num_skills = Counter(sources)
-        known: dict[str, np.ndarray] = {}
+        skill_ids = [*new._first_with_text(new.skills).values()]  # equal texts have the same id
+        num_uses = Counter(skill_ids)
+        rows_by_skill: dict[str, np.ndarray] = {}
         if stored is not None:
-            for source, position in zip(sources, positions, strict=True):
+            for skill_id, position in zip(skill_ids, positions, strict=True):
                 if position >= 0:
-                    known[source] = stored.of(position)
+                    rows_by_skill[skill_id] = stored.rows_of_skill(position)
+
         counts: list[int] = []
         with (folder / "tokens.bin").open("wb") as file:
-            starts = range(0, len(skills), _TEXTS)
+            starts = range(0, len(skills), _SKILLS_AT_ONCE)
             for start in track(starts, "encoding tokens", len(starts)):
-                block = sources[start : start + _TEXTS]
-                missing = [source for source in dict.fromkeys(block) if source not in known]
-                encoded = {source: _as_rows(tokens) for source, tokens in new._skills(missing)}
-                for source in block:
-                    rows = encoded[source] if source in encoded else known[source]
+                block = skill_ids[start : start + _SKILLS_AT_ONCE]
+                missing = [
+                    skill_id for skill_id in dict.fromkeys(block) if skill_id not in rows_by_skill
+                ]
+                for skill_id, tokens in new._token_vectors(missing):
+                    rows_by_skill[skill_id] = _as_rows(tokens)
+                for skill_id in block:
+                    rows = rows_by_skill[skill_id]
                     file.write(rows.tobytes())
                     counts.append(len(rows))
-                known |= {source: encoded[source] for source in missing if num_skills[source] > 1}
+                # Keep the rows of texts that other skills share, and free the others.
+                for skill_id in missing:
+                    if num_uses[skill_id] == 1:
+                        del rows_by_skill[skill_id]
         np.save(folder / "starts.npy", starts_of(counts))
 
     def _first_with_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
-        """Return for each skill the first of them that has the same text."""
-        firsts: dict[str, str] = {}
-        sources: dict[str, str] = {}
+        """Return for each skill the first of the skills with its text."""
+        first_by_text: dict[str, str] = {}
+        representatives: dict[str, str] = {}
         for skill_id in skill_ids:
-            if skill_id not in sources:
+            if skill_id not in representatives:
                 text = self._render(skill_id)
-                sources[skill_id] = firsts.setdefault(text, skill_id)
-        return sources
+                representatives[skill_id] = first_by_text.setdefault(text, skill_id)
+        return representatives
 
     def _render(self, skill_id: str) -> str:
         return self.encoder.settings.template.render_skill(self.skills[skill_id])
 
-    def _skills(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
-        """Yield each skill's token vectors: the stored ones, else encoded, long texts first."""
+    def _token_vectors(
+        self, skill_ids: Iterable[str]
+    ) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
+        """Yield (skill id, its token vectors), stored or encoded. Long texts are encoded first."""
         if self.stored is not None:
             for skill_id in skill_ids:
-                rows = self.stored.of(self._positions[skill_id])
+                rows = self.stored.rows_of_skill(self._positions[skill_id])
                 tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
                 yield skill_id, tokens.to(self.encoder.device)
             return
         texts = {skill_id: self._render(skill_id) for skill_id in skill_ids}
         ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
-        for start in range(0, len(ordered), _TEXTS):
-            block = ordered[start : start + _TEXTS]
+        for start in range(0, len(ordered), _SKILLS_AT_ONCE):
+            block = ordered[start : start + _SKILLS_AT_ONCE]
             max_tokens = self.encoder.settings.max_tokens
             token_ids = self.encoder.tokenize([texts[skill_id] for skill_id in block], max_tokens)
             for position, tokens in self._encode(token_ids):
@@ -204,4 +246,5 @@ class Late:
             batch = [texts[position] for position in group]
             rows = self.encoder.with_tokens(batch, max(map(len, batch)))
             for position, row in zip(group, rows, strict=True):
+                # Row 0 is the vector of the whole text, and padding follows the tokens.
                 yield position, row[1 : 1 + len(texts[position])]

@@ -18,6 +18,8 @@ from skilltrain.retrieval.rankers import RankerConfig
 from skilltrain.terminal import track
 
 _MAX_REMEMBERED = 10_000  # queries whose scores are kept in memory
+TextKey = bytes
+"""The token ids of a skill's part of a pair. Skills with the same text have the same key."""
 
 
 class RerankConfig(RerankerConfig, RankerConfig):
@@ -34,7 +36,9 @@ class RerankConfig(RerankerConfig, RankerConfig):
         default=20, ge=1, description="candidates that it orders; the others stay behind these"
     )
     first_weight: float = Field(
-        default=0.0, ge=0, description="of the score before, which is added; SkillRouter: 0"
+        default=0.0,
+        ge=0,
+        description="weight of the previous ranker's score, which is added; SkillRouter: 0",
     )
 
     only_orders = True
@@ -48,7 +52,7 @@ class RerankConfig(RerankerConfig, RankerConfig):
         stored_settings(resolve_model(self.source, weights=False), "reranker")
 
     def open(self, opened: dict[str, Any]) -> "Rerank":
-        """Open the reranker without `first_weight`, so that systems share it whatever theirs is."""
+        """Open the reranker. Systems with different `first_weight` share it."""
         reranker = load_reranker(self, default_device())
         pack_linear_layers(reranker.network.base_model, self.token_budget)
         return Rerank(reranker, {}, self.token_budget)
@@ -73,43 +77,46 @@ class Rerank:
     token_budget: int
     first_weight: float = 0.0
     forward: Callable[[Iterable[list[PairIds]]], Iterable[list[float]]] | None = None
-    _scores: dict[Query, dict[bytes, float]] = field(default_factory=dict)
-    _tokens: dict[str, bytes] = field(default_factory=dict)
+    _scores: dict[Query, dict[TextKey, float]] = field(default_factory=dict)
+    _keys: dict[str, TextKey] = field(default_factory=dict)  # by skill id
 
     def over(self, skills: Mapping[str, Skill]) -> "Rerank":
-        return replace(self, skills=skills, _scores={}, _tokens={})
+        return replace(self, skills=skills, _scores={}, _keys={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Order the first `keep` candidates of each query; the others follow in their order."""
         assert candidates is not None, "a reranker needs candidates"
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
-        tokens: list[dict[str, bytes]] = []
-        remembered: list[dict[bytes, float]] = []  # another thread may clear `_scores`
-        new_ids: list[list[bytes]] = []
+        keys_by_query: list[dict[str, TextKey]] = []
+        scores_by_query: list[dict[TextKey, float]] = []  # another thread may clear `_scores`
+        new_keys_by_query: list[list[TextKey]] = []
         for query in track(queries, "tokenizing", len(queries)):
-            row = self._tokenize([skill_id for skill_id, _ in candidates[query.query_id][:keep]])
-            known = self._scores.setdefault(query, {})
-            tokens.append(row)
-            remembered.append(known)
-            new_ids.append([ids for ids in dict.fromkeys(row.values()) if ids not in known])
-        lists = map(self._pairs, queries, new_ids)
+            keys = self._tokenize([skill_id for skill_id, _ in candidates[query.query_id][:keep]])
+            scores = self._scores.setdefault(query, {})
+            keys_by_query.append(keys)
+            scores_by_query.append(scores)
+            new_keys = [key for key in dict.fromkeys(keys.values()) if key not in scores]
+            new_keys_by_query.append(new_keys)
+
+        # Both maps are lazy, so pairs are made and scored query by query in the loop below.
+        lists = map(self._pairs, queries, new_keys_by_query)
         values = self.forward(lists) if self.forward else map(self._score, lists)
         rankings: Rankings = {}
         progress = track(queries, "reranking", len(queries))
-        rows = zip(progress, tokens, remembered, new_ids, values, strict=True)
-        for query, row, known, ids, scores in rows:
-            known.update(zip(ids, scores, strict=True))
-            by_skill = {skill_id: known[ids] for skill_id, ids in row.items()}
+        rows = zip(progress, keys_by_query, scores_by_query, new_keys_by_query, values, strict=True)
+        for query, keys, scores, new_keys, new_scores in rows:
+            scores.update(zip(new_keys, new_scores, strict=True))
+            by_skill = {skill_id: scores[key] for skill_id, key in keys.items()}
             ranking = candidates[query.query_id]
-            rankings[query.query_id] = reordered(ranking, keep, by_skill, self.first_weight)
+            rankings[query.query_id] = reorder(ranking, keep, by_skill, self.first_weight)
         return rankings
 
-    def _pairs(self, query: Query, skills: Sequence[bytes]) -> list[PairIds]:
-        """Return the pairs of a query and skills, given by their token ids."""
+    def _pairs(self, query: Query, keys: Sequence[TextKey]) -> list[PairIds]:
+        """Return the pairs of a query and of skills, given by their keys."""
         tokenizer = self.reranker.pair_tokenizer
-        query_ids = tokenizer.query_ids(query.text) if skills else ()
-        return [tokenizer.join(query_ids, np.frombuffer(ids, np.int32)) for ids in skills]
+        query_ids = tokenizer.query_ids(query.text) if keys else ()
+        return [tokenizer.join(query_ids, np.frombuffer(key, np.int32)) for key in keys]
 
     @torch.inference_mode()
     def _score(self, pairs: list[PairIds]) -> list[float]:
@@ -118,30 +125,35 @@ class Rerank:
         groups = self.reranker.micro_batches([pairs], self.token_budget)
         return run_micro_batches(self.reranker, pairs, groups).tolist()
 
-    def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, bytes]:
-        """Return the token ids of each skill's part of a pair, which identify its text."""
-        new = [skill_id for skill_id in skill_ids if skill_id not in self._tokens]
-        token_ids = self.reranker.pair_tokenizer.skill_ids(
-            [self.skills[skill_id] for skill_id in new]
-        )
+    def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, TextKey]:
+        """Return the key of each skill."""
+        new = [skill_id for skill_id in skill_ids if skill_id not in self._keys]
+        token_ids = self.reranker.pair_tokenizer.skill_ids([self.skills[skill_id] for skill_id in new])
         for skill_id, ids in zip(new, token_ids, strict=True):
-            self._tokens[skill_id] = np.array(ids, np.int32).tobytes()
-        return {skill_id: self._tokens[skill_id] for skill_id in skill_ids}
+            self._keys[skill_id] = np.array(ids, np.int32).tobytes()
+        return {skill_id: self._keys[skill_id] for skill_id in skill_ids}
 
 
-def reordered(
-    before: Ranking, keep: int, scores: Mapping[str, float], first_weight: float
+def reorder(
+    ranking: Ranking, keep: int, scores: Mapping[str, float], first_weight: float
 ) -> Ranking:
-    """The first `keep` of a ranking, best first (ties keep their order), and the others behind them in their order.
+    """Sort the first `keep` skills of a ranking by score, and append the others in their order.
 
-    Best by `scores`, to which the scores before are added, times `first_weight`: with few lists to learn from, two
-    models err on different queries. The others score below all these; their size means nothing.
+    Args:
+        ranking: The previous ranker's answer.
+        keep: Number of skills to sort. Ties keep their order.
+        scores: Score of each of them.
+        first_weight: Weight of the previous score, which is added. With few lists to learn from,
+            the two models err on different queries.
+
+    Returns:
+        The new ranking. The appended skills have scores below the sorted ones, without meaning.
     """
-    scored = [
-        (skill_id, scores[skill_id] + first_weight * score) for skill_id, score in before[:keep]
-    ]
-    top = sorted(scored, key=lambda pair: -pair[1])
-    lowest = top[-1][1] if top else 0.0
-    return top + [
-        (skill_id, lowest - place) for place, (skill_id, _) in enumerate(before[keep:], 1)
-    ]
+    scored: Ranking = []
+    for skill_id, previous_score in ranking[:keep]:
+        scored.append((skill_id, scores[skill_id] + first_weight * previous_score))
+    reranked = sorted(scored, key=lambda pair: -pair[1])
+    lowest = reranked[-1][1] if reranked else 0.0
+    for distance, (skill_id, _) in enumerate(ranking[keep:], 1):
+        reranked.append((skill_id, lowest - distance))
+    return reranked
