@@ -1,9 +1,10 @@
 """Stage `encode`: puts the vectors of a pool and of queries into a cache, on several processes.
 
 `accelerate launch -m skilltrain encode RECIPE` spreads the texts over the GPUs of one machine, or
-of several that share the cache's folder. Stages that later encode the same skills with the same model
-(mine, filter, candidates, evaluate, route) read their vectors from the cache. Only mine and filter
-read vectors of queries: the others encode queries anew, because they measure the time for it.
+of several that share the cache's folder. Stages that later encode the same skills with the same
+model (mine, filter, candidates, evaluate, route) read their vectors from the cache. Only mine and
+filter read vectors of queries: the others encode queries anew, because they measure the time for
+it.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Shared code of stages that ask a chat model: prompts (prompts.yaml), seeds and attempts.
 
 Such a stage has items with a `query_id` and a `skill_id`, a function that renders one of the
-prompts for an item, and a function that reads the value in an answer or raises AnswerError. `questions_of`
-joins these; `ask` returns the values and the rows of DROPPED.
+prompts for an item, and a function that reads the value in an answer or raises AnswerError.
+`questions_of` joins these; `ask` returns the values and the rows of DROPPED.
 """
 
 import re
