@@ -176,7 +176,11 @@ def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatc
 
     assert len(encoded) == 1 + 1
     vectors = TokenVectors.load(tmp_path / "new")
-    assert vectors.rows_of_skill(0).tobytes() == vectors.rows_of_skill(1).tobytes() == vectors.rows_of_skill(2).tobytes()
+    assert (
+        vectors.rows_of_skill(0).tobytes()
+        == vectors.rows_of_skill(1).tobytes()
+        == vectors.rows_of_skill(2).tobytes()
+    )
 
 
 def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(

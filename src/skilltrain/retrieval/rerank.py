@@ -128,7 +128,9 @@ class Rerank:
     def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, TextKey]:
         """Return the key of each skill."""
         new = [skill_id for skill_id in skill_ids if skill_id not in self._keys]
-        token_ids = self.reranker.pair_tokenizer.skill_ids([self.skills[skill_id] for skill_id in new])
+        token_ids = self.reranker.pair_tokenizer.skill_ids(
+            [self.skills[skill_id] for skill_id in new]
+        )
         for skill_id, ids in zip(new, token_ids, strict=True):
             self._keys[skill_id] = np.array(ids, np.int32).tobytes()
         return {skill_id: self._keys[skill_id] for skill_id in skill_ids}
