@@ -70,7 +70,7 @@ class Mining:
 
     @cached_property
     def name_numbers(self) -> Positions:
-        """A number per skill, equal for equal `name_key`; -1 for a name without letter or digit."""
+        """A number per skill, equal for equal `name_key`; -1 for an empty key."""
         return number_values(name_key(skill.name) for skill in self.skills)
 
     @cached_property
