@@ -182,7 +182,7 @@ def test_blocks_groups_and_packed_layers_give_each_texts_own_vector(
 
 
 def test_a_slow_models_vectors_come_before_the_block_is_done(open_encoder_of, monkeypatch):
-    monkeypatch.setattr(dense, "_SAVE_SECONDS", 0)
+    monkeypatch.setattr(dense, "_MAX_SECONDS_BETWEEN_YIELDS", 0)
     parts = [part for part, _ in encoded(open_encoder_of("bert"), texts_of(30), 48)]
     assert len(parts) > 5 and sorted(np.concatenate(parts).tolist()) == list(range(30))
 

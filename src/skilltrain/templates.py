@@ -74,14 +74,14 @@ class SkillTemplate(Config):
         return self.separator.join(self.parts(skill).values())
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
-        """Return a copy of the skill for each window, with a body that begins at the window."""
+        """Return a copy of the skill for each window. Its body begins there; `render` cuts it."""
         starts = self.window_starts(skill, chunks)
         return [replace(skill, body=skill.body[start:]) if start else skill for start in starts]
 
     def window_starts(self, skill: Skill, chunks: Chunks) -> range:
         """Return the positions in the body where its windows begin.
 
-        There are as many windows as reach the end of the body, but at most `chunks.windows`.
+        There are enough windows to reach the end of the body, but at most `chunks.windows`.
         """
         num_chars_after_first = len(skill.body.rstrip()) - self.body_chars
         has_body = "body" in FIELDS_SEEN[self.fields]
@@ -180,7 +180,7 @@ class RerankerTemplate(Config):
     )
 
     def query_prompt(self) -> str:
-        """Return the text before a query, which follows the chat prefix."""
+        """Return the text between the chat prefix and a query."""
         if self.form == "pair":
             return ""
         return f"<Instruct>: {self.instruction}{self.separator}<Query>: "

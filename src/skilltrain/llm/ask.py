@@ -20,7 +20,7 @@ _FINAL_FAULTS = ("failed", "budget")  # another attempt would fail for the same 
 
 
 class Item(Protocol):
-    """What a question is about. Rows of DROPPED identify it by these two ids."""
+    """The subject of a question. Rows of the table `dropped` identify it by these two ids."""
 
     @property
     def query_id(self) -> str: ...
@@ -78,7 +78,7 @@ class Outcome(Generic[ItemT, ValueT]):
     Attributes:
         values: Items with a usable answer, and its value, in the order of the items.
         dropped: Rows of DROPPED for the other items.
-        used: Tokens and dollars by column of the summary.
+        used: Tokens and dollars, by their names in the summary.
     """
 
     values: list[tuple[ItemT, ValueT]]
@@ -181,7 +181,7 @@ def _ask_round(
         except AnswerError as error:
             return position, error
 
-    # Cached answers come first, so that the budget counts them before a request is sent.
+    # Cached answers count towards the budget, so they come before any request is sent.
     for position in pending:
         cached = llm.recall(request_of(position))
         if cached is not None:
@@ -205,7 +205,7 @@ def _ask_round(
 
 def _usable_text(answer: Answer) -> str:
     if isinstance(answer, AnswerError):
-        raise answer
+        raise answer  # so that the caller treats it like an answer that cannot be read
     return answer.usable_text()
 
 
@@ -261,7 +261,10 @@ def _read_list(answer: str, is_expected: Callable[[Any], bool], expected: str) -
 
 
 def _read_json(answer: str, opening: str) -> Any:
-    """Return the JSON value of an answer that begins with `opening`, or of its code block."""
+    """Return the JSON value of an answer, or of its code block.
+
+    A code block is ignored if the answer itself begins with `opening`.
+    """
     text = answer.strip()
     code_block = _CODE_BLOCK.search(text)
     if code_block and not text.startswith(opening):

@@ -1,4 +1,4 @@
-"""Prompts about a query: a chat model sees the query, skills or other parts as untrusted text, and a question."""
+"""Prompts about a query. A chat model sees a question and, as untrusted text, query and skills."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
     """A prompt of a chat model.
 
     Attributes:
-        system: System message; `{mark}` stands for what begins the lines between parts.
+        system: System message; `{mark}` stands for the start of each line between parts.
         question: End of the user message; `{count}` stands for the number of choices.
         read: Returns the value in an answer, or raises AnswerError.
         answer_tokens: Expected length of an answer.
@@ -73,7 +73,7 @@ class Prompt(NamedTuple):
 def questions_of(
     config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]
 ) -> Questions[Ask, Any]:
-    """Return the questions of a prompt (see `Questions`). Seeds count from `config.seed` on."""
+    """Return the questions of a prompt. Attempt k, from 0, has the seed `config.seed + k`."""
 
     def messages(ask: Ask) -> tuple[str, str]:
         task = ("task", untrusted_text(ask.query.text, config.query_chars))

@@ -1,7 +1,7 @@
 """Put untrusted texts into a prompt so that they do not steer the model (prompt injection).
 
-Every text stands between lines with a mark. The mark is made from a digest of all texts, so no text
-can contain it, close its own part or open a false one. Tokens that end a turn are broken up. A
+Every text is between lines with a mark. The mark is made from a digest of all texts, so no text can
+contain it, and thus end early or pretend that another text begins. Tokens that end a turn are broken up. A
 model may still believe what it reads.
 """
 
@@ -50,7 +50,7 @@ def untrusted_skill(skill: Skill, description_chars: int, body_chars: int | None
 
 
 def mark_of(texts: Iterable[str]) -> str:
-    """Return a mark for lines that occurs in none of `texts`. Equal texts have equal marks."""
+    """Return a mark that occurs in none of `texts`. Equal texts have equal marks."""
     joined = "\x00".join(texts)
     digest = hashlib.sha256(joined.encode()).hexdigest()[:12]
     while digest in joined:  # practically impossible

@@ -44,7 +44,7 @@ class RankedStage:
         kind: Kind of the ranker.
         rankings: Its rankings.
         seconds: Mean time of a query when all were ranked together.
-        alone: Time of each query that was ranked by itself.
+        alone: Seconds for each query that was ranked by itself.
         counts: Report of a ranker that asks a chat model.
         num_passed: How many skills the next ranker reads; None for all.
         gpu_bytes: Peak GPU memory of the queries ranked by themselves, models included; 0 for a
@@ -71,7 +71,7 @@ class RankedStage:
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
 
     def joined(self, other: "RankedStage") -> "RankedStage":
-        """Return the answers of the same ranker over this pool and another."""
+        """Add the answers of the same ranker to other queries, over another pool."""
         rankings = self.rankings | other.rankings
         seconds = self.seconds * len(self.rankings) + other.seconds * len(other.rankings)
         return replace(
@@ -100,8 +100,8 @@ class Cascade:
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
         """Run all rankers in order and return one stage per ranker.
 
-        The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time,
-        to measure latency; not by rankers from the first that asks a server or reads a file.
+        The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time, to
+        measure latency. Rankers from the first remote one on are not timed.
         """
         rankers = with_keeps(system.rankers, self.depth)
         remote = [any(part.is_remote for part in ranker.parts()) for ranker in rankers]
@@ -153,7 +153,8 @@ class Cascade:
         runs: list[RankerRun] = []
         gpu_bytes = 0
         with without_bars():
-            for number, query in enumerate([self.queries[0], *self.queries[:num_timed]]):
+            warm_up = self.queries[0]
+            for number, query in enumerate([warm_up, *self.queries[:num_timed]]):
                 # A new id, so that no score that a ranker remembers helps.
                 alone = replace(query, query_id=f"{stage.name} {number}")
                 candidates = run.candidates and {alone.query_id: run.candidates[query.query_id]}
@@ -162,9 +163,10 @@ class Cascade:
                 allocated = torch.cuda.memory_allocated()
                 run_rankers([run.config], [alone], candidates, self.pool, runs.append)
                 peak = torch.cuda.max_memory_allocated()
-                if number and peak > allocated:
+                is_warm_up = number == 0
+                if peak > allocated and not is_warm_up:
                     gpu_bytes = max(gpu_bytes, peak)
-        latencies = tuple(run.seconds for run in runs[1:])
+        latencies = tuple(timed.seconds for timed in runs[1:])
         return replace(stage, alone=latencies, gpu_bytes=gpu_bytes)
 
 
