@@ -14,7 +14,7 @@ CODE = re.compile(r"[a-z]+(-[a-z]+)*")
 ROW = re.compile(r"^\| `([^`]+)` \| [^|]+\. \| [^|]+\. \|$", re.MULTILINE)
 
 
-def error_calls(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.Call]]:
+def error_calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
     """Yield every call that makes an error, with the function around it."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -24,24 +24,39 @@ def error_calls(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.Call]]:
                 yield function, node
 
 
-def assigned_texts(function: ast.AST, name: str) -> list[str]:
-    """Return the texts that a function assigns to a variable."""
+def assigned_texts(function: ast.AST, name: str, tables: dict[str, list[str]]) -> list[str]:
+    """Return the texts that a function assigns to a variable, directly or by `TABLE.get(key, text)`."""
     texts: list[str] = []
     for node in ast.walk(function):
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+        if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != name:
             continue
-        if ast.unparse(node.targets[0]) == name:
+        if isinstance(node.value, ast.Constant):
             texts.append(str(node.value.value))
+        elif isinstance(node.value, ast.Call):
+            default = node.value.args[-1]
+            assert isinstance(default, ast.Constant)
+            table = ast.unparse(node.value.func).removesuffix(".get")
+            texts += [*tables[table], str(default.value)]
     return texts
 
 
-def codes_of(function: ast.AST, call: ast.Call) -> list[str]:
+def text_tables(tree: ast.Module) -> dict[str, list[str]]:
+    """Return the values of a module's constant dictionaries of texts, by name."""
+    tables: dict[str, list[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            values = [value.value for value in node.value.values if isinstance(value, ast.Constant)]
+            tables[ast.unparse(node.targets[0])] = [str(value) for value in values]
+    return tables
+
+
+def codes_of(function: ast.AST, call: ast.Call, tables: dict[str, list[str]]) -> list[str]:
     """Return the codes that a call may have; none for the code of an error that is raised again."""
     code = call.args[0]
     if isinstance(code, ast.Constant):
         return [str(code.value)]
     if isinstance(code, ast.Name):
-        texts = assigned_texts(function, code.id)
+        texts = assigned_texts(function, code.id, tables)
         assert texts, ast.unparse(call)
         return texts
     assert ast.unparse(code) == "error.code", ast.unparse(call)
@@ -51,8 +66,9 @@ def codes_of(function: ast.AST, call: ast.Call) -> list[str]:
 def codes_of_source() -> set[str]:
     codes: set[str] = set()
     for path in (ROOT / "src").rglob("*.py"):
-        for function, call in error_calls(ast.parse(path.read_text(encoding="utf-8"))):
-            codes.update(codes_of(function, call))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function, call in error_calls(tree):
+            codes.update(codes_of(function, call, text_tables(tree)))
     return codes
 
 

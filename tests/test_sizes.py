@@ -17,8 +17,8 @@ MAX_FUNCTION_LINES = 80  # 60 when issue 3 has rewritten the code
 MAX_PARAMETERS = 7
 # Tokens of code in thousands (comments, docstrings and layout are free; an f-string is one token), by ring.
 # ROOM lets a contribution pass; whoever needs more raises the budget in the same commit and says why.
-# The plan for the core was 140; plug-ins of ten kinds, provenance, formats and plain names took 6 more.
-BUDGETS = {"core": 146, "serving": 16, "papers": 22}
+# The plan for the core was 140. Plug-ins of ten kinds, provenance, formats, error codes and plain code took 9 more.
+BUDGETS = {"core": 149, "serving": 16, "papers": 22}
 ROOM = 1.05
 FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # Python 3.12 and newer
 FSTRING_END = getattr(tokenize, "FSTRING_END", -1)

@@ -13,7 +13,7 @@ from skilltrain.terminal import say
 STAGES = {
     "pool": (
         "skilltrain.data.pool.skill_pool:Pool",
-        "Make one pool of skills from many sources, and screen it for malware and prompt injections.",
+        "Make one pool of skills from many sources, and screen it for malware and injections.",
     ),
     "queries": ("skilltrain.data.queries:Queries", "Read queries and judgements from files."),
     "synthesize": (
@@ -87,7 +87,7 @@ STAGES = {
     ),
     "plans": (
         "skilltrain.papers.skillweaver.score_plans:Plans",
-        "Plan a benchmark's compound tasks, and score the plans step by step.",
+        "Plan the compound tasks of a benchmark, and score the plans step by step.",
     ),
 }
 """Class and summary of each stage by name, in the order of use.
