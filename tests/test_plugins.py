@@ -20,7 +20,7 @@ from skilltrain.data.sources import Mining, NegativeSource
 from skilltrain.losses import KL, InfoNCE, ListNet, ListwiseCE, MarginMSE, PointwiseBCE, RankNet
 from skilltrain.metrics.benchmarks.load import TABLES
 from skilltrain.metrics.measures import has_cutoff
-from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
+from skilltrain.plugins import BUILT_IN, OneOf, load_plugin, plugin_paths
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker
@@ -99,6 +99,15 @@ def test_entry_point_adds_a_name(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "acme", "measure.Acme = skilltrain.metrics.measures:hit")
 
     assert load_plugin("measure", "Acme") is load_plugin("measure", "Hit")
+
+
+def test_plugin_of_another_class_is_not_allowed(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, "acme", "ranker.text = string:Formatter")
+
+    classes = OneOf("ranker", only="can_be_leg").classes()
+
+    assert [plugin.__name__ for plugin in classes if plugin.__module__ == "string"] == []
+    assert len(classes) > 3
 
 
 def test_name_of_two_packages_is_refused(tmp_path, monkeypatch):

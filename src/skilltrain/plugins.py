@@ -175,7 +175,7 @@ class OneOf:
         return [plugin for plugin in loaded if self._allows(plugin)]
 
     def _allows(self, plugin: type[BaseModel]) -> bool:
-        return not self.only or getattr(plugin, self.only)
+        return not self.only or getattr(plugin, self.only, False)
 
     def _choose(self, base: type[BaseModel], value: Any) -> Any:
         if not isinstance(value, Mapping):
