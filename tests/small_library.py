@@ -215,11 +215,11 @@ def succeeds(*arguments: object) -> Outcome:
 def write_library(folder: Path) -> Path:
     """`folder` with skills/FAMILY/NAME/SKILL.md and queries/all.jsonl; one skill states no category."""
     for family, members in SKILLS.items():
-        for name, (what, first, second) in members.items():
+        for name, (problem, first, second) in members.items():
             category = "" if name == "backup-plan" else f"category: {family}\n"
             title = name.replace("-", " ")
             body = (
-                f"# {title.capitalize()}\n\n## When to use\n- The user wants to {what} today\n"
+                f"# {title.capitalize()}\n\n## When to use\n- The user wants to {problem} today\n"
                 f"- Somebody needs help to {first} without asking a colleague\n\n"
                 f"## Steps\n1. {first.capitalize()} before anything else is changed.\n"
                 f"2. {second.capitalize()}, then show the user what was done and why.\n"
@@ -227,7 +227,7 @@ def write_library(folder: Path) -> Path:
             file = folder / "skills" / family / name / "SKILL.md"
             file.parent.mkdir(parents=True)
             file.write_text(
-                f"---\nname: {name}\ndescription: How to {what}.\n{category}---\n{body}"
+                f"---\nname: {name}\ndescription: How to {problem}.\n{category}---\n{body}"
             )
     rows = [
         {

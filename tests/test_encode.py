@@ -209,6 +209,6 @@ def test_a_rank_that_dies_ends_the_run_and_three_others_go_on(place, model_folde
 def test_ranks_with_unlike_models_are_refused(place):
     first, second = run_ranks(2, partial(encode_unlike, place / "recipe.yaml"))
     assert first.code != 0 and second.code != 0 and not first.out + second.out
-    what = "rank 1 has other weights, another number format or other skills than the first"
-    assert what in " ".join(second.err.split())
+    problem = "rank 1 has other weights, another number format or other skills than the first"
+    assert problem in " ".join(second.err.split())
     assert not list((place / "vectors").rglob("*.npz"))

@@ -291,8 +291,8 @@ def instructions() -> list[tuple[str, str, str]]:
 def of(name: str, stage: str | None = None) -> list[str]:
     return [
         arguments
-        for where, what, arguments in instructions()
-        if what == name and stage in (None, where)
+        for where, problem, arguments in instructions()
+        if problem == name and stage in (None, where)
     ]
 
 
@@ -311,11 +311,11 @@ def test_both_targets_come_from_one_pinned_base():
         "CMD",
         "USER",
     }  # no ADD: it takes addresses
-    assert {what for _, what, _ in instructions()} == known
+    assert {problem for _, problem, _ in instructions()} == known
 
 
 def test_targets_end_as_a_user_without_rights_and_the_cpu_target_first_asks_for_its_index():
-    last = {stage: (what, arguments) for stage, what, arguments in instructions()}
+    last = {stage: (problem, arguments) for stage, problem, arguments in instructions()}
     assert last["cpu"] == last["cuda"] == ("USER", "skilltrain")
     assert any(
         "useradd" in line and line.endswith("chown skilltrain runs") for line in of("RUN", "base")

@@ -115,7 +115,7 @@ def test_ranker_that_only_chooses_is_no_leg():
         validate(SystemConfig, values, "recipe")
 
     choices = "choose from api, dense, late, lexical, rerank, saved"
-    assert f"unknown choice 'select'; {choices}" in caught.value.what
+    assert f"unknown choice 'select'; {choices}" in caught.value.problem
 
 
 def test_schema_lists_the_settings_of_all_rankers():

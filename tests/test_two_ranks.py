@@ -103,9 +103,9 @@ def test_two_ranks_equal_one_process_and_resume(model_folders, tmp_path, subtest
             f"random_{rank}.safetensors" for rank in (0, 1)
         }
     with subtests.test("an out that the machines do not share is refused on every rank"):
-        what = "process 1 does not see what process 0 writes here (out must be a folder that all machines share)"
+        problem = "process 1 does not see what process 0 writes here (out must be a folder that all machines share)"
         for rank, result in enumerate(results):
-            assert result["unshared"] == [f"{tmp_path}/unshared/{rank}/checkpoints: {what}"] * 2
+            assert result["unshared"] == [f"{tmp_path}/unshared/{rank}/checkpoints: {problem}"] * 2
         assert [
             *(tmp_path / "unshared").rglob(".*")
         ] == []  # what they look for is taken away again

@@ -201,7 +201,7 @@ def malicious(folder: Path, out: Path, rank: int) -> str:
             file.write_bytes(malicious_pickle(out / "executed"))
     dist.barrier()
     launch("zero2 encoder")
-    return failure(step_of("zero2 encoder", folder), out, resume=True).what
+    return failure(step_of("zero2 encoder", folder), out, resume=True).problem
 
 
 def launch(kind: str) -> None:
@@ -236,7 +236,7 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
     step = step_of("ddp encoder", bert)
     if rank == 1:
         signal_in(step, 2, signal.SIGINT)
-    return failure(step, out).what
+    return failure(step, out).problem
 
 
 def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:

@@ -163,13 +163,13 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
     try:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
-        raise SkilltrainError(error.code, error.what, where=where) from error
+        raise SkilltrainError(error.code, error.problem, where=where) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # ValueError: PyYAML does not catch errors of its constructors.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        what = f"is not YAML: {getattr(error, 'problem', error)}"
-        raise SkilltrainError("not-yaml", what, where=f"{where}{line}", fix=fix) from error
+        problem = f"is not YAML: {getattr(error, 'problem', error)}"
+        raise SkilltrainError("not-yaml", problem, where=f"{where}{line}", fix=fix) from error
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -295,9 +295,9 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
         faults = error.errors(include_url=False)
         first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
         more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
-        what = _describe(config_class, first, values) + more
+        problem = _describe(config_class, first, values) + more
         code = _CODES.get(first["type"], "invalid-setting")
-        raise SkilltrainError(code, what, where=where) from error
+        raise SkilltrainError(code, problem, where=where) from error
 
 
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:

@@ -6,22 +6,22 @@ class SkilltrainError(Exception):
 
     Attributes:
         code: Kind of fault, for programs. `docs/errors.md` lists all codes.
-        what: What is wrong.
+        problem: What is wrong.
         where: The file, line, setting or address that is wrong. None: unknown.
         fix: What the user can do.
     """
 
-    def __init__(self, code: str, what: str, *, where: object = None, fix: str = "") -> None:
-        super().__init__(code, what)  # pickle calls the class with these
+    def __init__(self, code: str, problem: str, *, where: object = None, fix: str = "") -> None:
+        super().__init__(code, problem)  # pickle calls the class with these
         self.code = code
-        self.what = what
+        self.problem = problem
         self.where = where
         self.fix = fix
 
     def __str__(self) -> str:
         location = f"{self.where}: " if self.where is not None else ""
         advice = f" ({self.fix})" if self.fix else ""
-        return f"{location}{self.what}{advice}".replace("\n", " ")
+        return f"{location}{self.problem}{advice}".replace("\n", " ")
 
 
 class StoppedError(SkilltrainError):
@@ -32,9 +32,9 @@ class StoppedError(SkilltrainError):
     """
 
     def __init__(
-        self, code: str, what: str, *, where: object = None, fix: str = "", number: int
+        self, code: str, problem: str, *, where: object = None, fix: str = "", number: int
     ) -> None:
-        super().__init__(code, what, where=where, fix=fix)
+        super().__init__(code, problem, where=where, fix=fix)
         self.number = number
 
 

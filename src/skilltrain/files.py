@@ -180,7 +180,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except SkilltrainError as error:
-        raise SkilltrainError(error.code, error.what, where=path) from error
+        raise SkilltrainError(error.code, error.problem, where=path) from error
     except FileNotFoundError as error:
         raise SkilltrainError("not-found", "no such file", where=path) from error
     except (OSError, ValueError, RecursionError) as error:

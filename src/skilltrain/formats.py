@@ -22,13 +22,13 @@ class Format:
         """Raise SkilltrainError if a record is of another format; `fix` says how to make an older folder again."""
         stored = record.get("format", 0) if isinstance(record, dict) else 0
         if not isinstance(stored, int) or stored > self.number:
-            what = "was made by a newer skilltrain; upgrade"
+            problem = "was made by a newer skilltrain; upgrade"
             raise SkilltrainError(
-                "newer-format", what, where=where, fix="pip install --upgrade skilltrain"
+                "newer-format", problem, where=where, fix="pip install --upgrade skilltrain"
             )
         if stored < self.oldest:
-            what = "was made by an older skilltrain, in a format that is no longer read"
-            raise SkilltrainError("older-format", what, where=where, fix=fix)
+            problem = "was made by an older skilltrain, in a format that is no longer read"
+            raise SkilltrainError("older-format", problem, where=where, fix=fix)
 
 
 RUN = Format(number=1, oldest=1)

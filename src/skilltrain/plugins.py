@@ -111,8 +111,8 @@ def plugin_paths(kind: str) -> dict[str, str]:
         if entry_kind != kind:
             continue
         if name in paths and paths[name] != entry.value:
-            what = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
-            raise SkilltrainError("repeated-name", what, where=GROUP, fix="uninstall one of them")
+            problem = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
+            raise SkilltrainError("repeated-name", problem, where=GROUP, fix="uninstall one of them")
         paths[name] = entry.value
     return paths
 
@@ -149,7 +149,7 @@ def chosen_plugin(kind: str, name: str) -> Any:
     try:
         return load_plugin(kind, name)
     except SkilltrainError as error:
-        raise ValueError(error.what) from error
+        raise ValueError(error.problem) from error
 
 
 @dataclass(frozen=True)

@@ -218,12 +218,12 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
     name = values.get("stage")
     if not is_stage(name):
         code = "missing-setting"
-        what = "missing key 'stage'"
+        problem = "missing key 'stage'"
         if name is not None:
             code = "unknown-stage"
-            what = f"stage: unknown stage {name!r}{removed_advice(name)}"
+            problem = f"stage: unknown stage {name!r}{removed_advice(name)}"
         allowed = ", ".join(plugin_paths("stage"))
-        raise SkilltrainError(code, f"{what}; allowed: {allowed}", where=where)
+        raise SkilltrainError(code, f"{problem}; allowed: {allowed}", where=where)
     stage = load_stage(str(name))
     # The class accepts only its own name. An import path is put back after the validation.
     own_names = get_args(stage.model_fields["stage"].annotation)
@@ -289,7 +289,7 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
         comments = [line[1:].strip() for line in lines if line.startswith("#")]
         recipes.append(ListedRecipe(file, facts, next(iter(comments), "")))
     if not recipes:
-        what = "holds no recipe" if folder.is_dir() else "no such folder"
+        problem = "holds no recipe" if folder.is_dir() else "no such folder"
         fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
-        raise SkilltrainError("not-found", what, where=folder, fix=fix)
+        raise SkilltrainError("not-found", problem, where=folder, fix=fix)
     return recipes

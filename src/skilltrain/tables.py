@@ -129,8 +129,8 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
         if unknown or not required <= row.keys():
             fault = "unknown" if unknown else "missing"
             column = min(unknown or required - row.keys())
-            what = f"{fault} column {column!r} in a row for table {spec.name}"
-            raise SkilltrainError("wrong-columns", what, where=f"row {position}")
+            problem = f"{fault} column {column!r} in a row for table {spec.name}"
+            raise SkilltrainError("wrong-columns", problem, where=f"row {position}")
 
     columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
@@ -145,8 +145,8 @@ def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
             try:
                 _array([value], field.type)
             except _CONVERSION_ERRORS as error:
-                what = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
-                raise SkilltrainError("invalid-value", what, where=f"row {position}") from error
+                problem = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+                raise SkilltrainError("invalid-value", problem, where=f"row {position}") from error
         raise
 
 
@@ -173,11 +173,11 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
             )
 
     for field, column in zip(spec.schema, table.columns, strict=True):
-        what = f"column '{field.name}' of table {spec.name} holds a null"
+        problem = f"column '{field.name}' of table {spec.name} holds a null"
         if not field.nullable and column.null_count:
-            raise SkilltrainError("invalid-value", what, where=where)
+            raise SkilltrainError("invalid-value", problem, where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
-            raise SkilltrainError("invalid-value", f"a list in {what}", where=where)
+            raise SkilltrainError("invalid-value", f"a list in {problem}", where=where)
 
     if spec.key:
         counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
@@ -300,9 +300,9 @@ def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> No
     """
     unknown = set(rankings.column("skill_id").unique().to_pylist()).difference(pool)
     if unknown:
-        what = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
+        problem = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
         raise SkilltrainError(
-            "unknown-skill", what, where=where, fix="give the pool that was ranked"
+            "unknown-skill", problem, where=where, fix="give the pool that was ranked"
         )
 
 
@@ -322,8 +322,8 @@ def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
     verdicts: dict[str, dict[str, Verdict]] = {}
     for row in judgements.select(["query_id", "skill_id", "verdict"]).to_pylist():
         if row["verdict"] not in [*Verdict]:
-            what = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
-            raise SkilltrainError("invalid-value", what, where=row["query_id"])
+            problem = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
+            raise SkilltrainError("invalid-value", problem, where=row["query_id"])
         verdicts.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
     return verdicts
 

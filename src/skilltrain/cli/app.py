@@ -153,9 +153,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
                 value = next(remaining, None)
             key = name.replace("-", "_")
             if value is None:
-                what = f"--{name} is no option of this command, or has no value"
+                problem = f"--{name} is no option of this command, or has no value"
                 fix = f"a setting is written {key}=VALUE; see --help"
-                raise SkilltrainError("unknown-option", what, fix=fix)
+                raise SkilltrainError("unknown-option", problem, fix=fix)
             overrides.append(f"{key}={value}")
         elif is_recipe or "=" not in argument:
             files.append(argument)

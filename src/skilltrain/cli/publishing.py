@@ -55,9 +55,9 @@ def export(
     from skilltrain.training.export_run import export_run
 
     if adapter and any((form, reports, repo, license_id)):
-        what = "an adapter is written as it is, without a card"
+        problem = "an adapter is written as it is, without a card"
         raise SkilltrainError(
-            "conflicting-settings", what, where="--adapter", fix="give only --checkpoint and --out"
+            "conflicting-settings", problem, where="--adapter", fix="give only --checkpoint and --out"
         )
     published = Published(repo, license_id, reports or ())
     summary = quietly(export_run, run, out, checkpoint, published, form, adapter)

@@ -136,8 +136,8 @@ def recipes(
     """
     stages = plugin_paths("stage")
     if stage is not None and not is_stage(stage):
-        what = f"unknown stage {stage!r}; allowed: {', '.join(stages)}"
-        raise SkilltrainError("unknown-stage", what, where="skilltrain recipes")
+        problem = f"unknown stage {stage!r}; allowed: {', '.join(stages)}"
+        raise SkilltrainError("unknown-stage", problem, where="skilltrain recipes")
     if schema:
         show(schema_of([stage] if stage else stages))
         return

@@ -95,12 +95,12 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
     benchmark = load_benchmark(path)
     tasks = tuple(task for task in benchmark.tasks if task.query.split != TRAIN)
     if not tasks:
-        what = (
+        problem = (
             f"all {len(benchmark.tasks)} queries are of split '{TRAIN}': "
             "this is training data, not a benchmark"
         )
         fix = "give a folder with queries of another split"
-        raise SkilltrainError("empty-split", what, where=path, fix=fix)
+        raise SkilltrainError("empty-split", problem, where=path, fix=fix)
     if not need_golds:
         return HeldOutBenchmark(name, tasks, ())
 
@@ -113,12 +113,12 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
         # The text of the benchmark replaces that of the pool.
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
     if missing := [skill_id for skill_id in first_task_of if skill_id not in skills]:
-        what = (
+        problem = (
             f"gold skill '{missing[0]}' of task {first_task_of[missing[0]]} "
             "has no text in the benchmark or the pool"
         )
         fix = "give a pool that holds the benchmark's skills"
-        raise SkilltrainError("missing-gold-skill", what, where=path, fix=fix)
+        raise SkilltrainError("missing-gold-skill", problem, where=path, fix=fix)
     return HeldOutBenchmark(name, tasks, tuple(skills[skill_id] for skill_id in first_task_of))
 
 
@@ -275,9 +275,9 @@ class Decontaminate(Stage):
 
         dropped = {row.query_id for row in rows}
         if len(dropped) == len(positives):
-            what = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
+            problem = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
             fix = "hold out other benchmarks, or loosen the limits"
-            raise SkilltrainError("nothing-left", what, where=self.queries, fix=fix)
+            raise SkilltrainError("nothing-left", problem, where=self.queries, fix=fix)
         counts = _write_clean(self.queries, dropped, out)
         write_table(rows, DROPPED, out)
 

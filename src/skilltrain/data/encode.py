@@ -128,11 +128,11 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     keys = text_keys(texts, max_tokens)
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
     if of_first_rank(digest) != digest:
-        what = (
+        problem = (
             f"rank {rank} has other weights, another number format or other {kind} than the first"
         )
         fix = "give all machines the same files and set precision"
-        raise SkilltrainError("ranks-differ", what, where=encoder.source, fix=fix)
+        raise SkilltrainError("ranks-differ", problem, where=encoder.source, fix=fix)
     distinct_keys, first_positions = np.unique(keys, return_index=True)
     cache.make()
     # The first rank decides what is missing: the others may see an older state of the folder.

@@ -142,9 +142,9 @@ class Filter(Stage):
         """Return the texts of the ranked queries. Raises SkilltrainError if one is missing."""
         texts = {query.query_id: query.text for query in read_queries(self.queries)}
         if missing := [query_id for query_id in query_ids if query_id not in texts]:
-            what = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
+            problem = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
             fix = "give the queries that were mined for"
-            raise SkilltrainError("unknown-query", what, where=self.queries, fix=fix)
+            raise SkilltrainError("unknown-query", problem, where=self.queries, fix=fix)
         return [texts[query_id] for query_id in query_ids]
 
 

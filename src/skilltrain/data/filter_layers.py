@@ -307,9 +307,9 @@ class RankWindowLayer(FilterLayer):
         """
         present = set(pool.sources)
         if unknown := sorted(self.ranks.keys() - present):
-            what = f"no candidate is of source '{unknown[0]}'"
+            problem = f"no candidate is of source '{unknown[0]}'"
             fix = f"sources: {', '.join(sorted(present))}"
-            raise SkilltrainError("unknown-source", what, where="layers.rank_window.ranks", fix=fix)
+            raise SkilltrainError("unknown-source", problem, where="layers.rank_window.ranks", fix=fix)
 
         sources = np.array(pool.sources, dtype=object)[pairs["row"]]
         ranks = pairs["rank"]

@@ -137,9 +137,9 @@ class Lists(Stage):
             if list_row is not None:
                 lists[query_id] = list_row
         if not lists:
-            what = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
+            problem = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
             fix = "check that rankings, queries and pool belong together"
-            raise SkilltrainError("nothing-left", what, where=self.rankings, fix=fix)
+            raise SkilltrainError("nothing-left", problem, where=self.rankings, fix=fix)
 
         write_table(lists.values(), LISTS, out)
         list_judgements = [row for row in judgements.to_pylist() if row["query_id"] in lists]
@@ -187,14 +187,14 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
     sources = sorted(rankings.column("stage").unique().to_pylist())
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
     if config.list_size is not None and len(sources) > 1:
-        what = f"'list_size' takes the top of one ranking; {present}"
+        problem = f"'list_size' takes the top of one ranking; {present}"
         raise SkilltrainError(
-            "conflicting-settings", what, where=config.rankings, fix="set quotas instead"
+            "conflicting-settings", problem, where=config.rankings, fix="set quotas instead"
         )
     known = {*sources, *plugin_paths("source"), JUDGED}
     if unknown := [source for source in config.quotas or {} if source not in known]:
-        what = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
-        raise SkilltrainError("unknown-source", what, where=config.rankings)
+        problem = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
+        raise SkilltrainError("unknown-source", problem, where=config.rankings)
 
 
 def _judged_in_pool(

@@ -113,9 +113,9 @@ class Mine(Stage):
             first_id = min(positive_ids, default="")
             dropped.append(Dropped(query.query_id, first_id, "no_positive", reason))
         if not queries:
-            what = f"no query of {self.queries} has a positive in the pool"
+            problem = f"no query of {self.queries} has a positive in the pool"
             fix = "give the pool that the queries were made for"
-            raise SkilltrainError("wrong-pool", what, where=self.pool, fix=fix)
+            raise SkilltrainError("wrong-pool", problem, where=self.pool, fix=fix)
 
         candidates = mine_candidates(self, skills, queries, positives)
         query_ids = [query.query_id for query in queries]

@@ -104,13 +104,13 @@ class Queries(Stage):
         if missing and self.missing_gold == "error":
             query_id = missing[0].query_id
             num_more = len(incomplete_ids) - 1
-            what = (
+            problem = (
                 f"query '{query_id}' requires skill '{missing[0].skill_id}', which is not in "
                 f"{self.pool}" + (f" (and {num_more} more)" if num_more else "")
             )
             where = reader.queries[query_id].where
             fix = "add its source to the pool, or set missing_gold: drop"
-            raise SkilltrainError("unknown-skill", what, where=where, fix=fix)
+            raise SkilltrainError("unknown-skill", problem, where=where, fix=fix)
         judgements = [row for row in judgements if row.query_id not in incomplete_ids]
         queries = [
             item.query
@@ -120,10 +120,10 @@ class Queries(Stage):
         if not queries:
             file = self.out.with_name(f"{self.out.name}.dropped.parquet")
             write_table(dropped, DROPPED, file)
-            what = f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows"
+            problem = f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows"
             if dropped:
-                what += f"; the first: {dropped[0].filter}: {dropped[0].reason}"
-            raise SkilltrainError("nothing-left", what, fix=f"all reasons are in {file}")
+                problem += f"; the first: {dropped[0].filter}: {dropped[0].reason}"
+            raise SkilltrainError("nothing-left", problem, fix=f"all reasons are in {file}")
 
         write_queries(queries, judgements, dropped, out)
         return {
@@ -216,8 +216,8 @@ class _QueryReader:
         """
         if VERDICT_KEYS.keys().isdisjoint(values):
             keys = ", ".join(map(str, list(values)[:8]))
-            what = f"is no query: no key skill_ids or required among {keys}"
-            raise SkilltrainError("invalid-row", what, where=where)
+            problem = f"is no query: no key skill_ids or required among {keys}"
+            raise SkilltrainError("invalid-row", problem, where=where)
         own_id = values.get("query_id")
         row = validate(QueryRow, values, f"{where}, query {own_id}" if own_id else where)
         row_id = _optional_line(row.query_id)
@@ -225,11 +225,11 @@ class _QueryReader:
         query = self._query_of(row, row_id, required, path)
         judgements = self._judge(row, query, where)
         if "group_id" in values and len(judgements) < 2:
-            what = (
+            problem = (
                 f"group '{row_id}' holds {len(judgements)} skill(s): "
                 "a group is judged against one another"
             )
-            raise SkilltrainError("invalid-row", what, where=where)
+            raise SkilltrainError("invalid-row", problem, where=where)
 
         if not query.text:
             self._drop(query, "", "empty_query", f"{where} has no query text")
@@ -241,8 +241,8 @@ class _QueryReader:
             # A repeated id of the rows is an error. An id made here repeats with the content.
             earlier = self.queries[query.query_id].where
             if row_id:
-                what = f"query_id '{row_id}' stands in {earlier} too"
-                raise SkilltrainError("repeated-id", what, where=where)
+                problem = f"query_id '{row_id}' stands in {earlier} too"
+                raise SkilltrainError("repeated-id", problem, where=where)
             self._drop(query, "", "duplicate_query", f"{where} repeats {earlier}")
 
     def _query_of(
@@ -253,8 +253,8 @@ class _QueryReader:
         stem = path.name.split(".")[0]
         split = self._config.split or row.split or stem
         if split not in get_args(Split):
-            what = "neither its rows nor its file name give a split"
-            raise SkilltrainError("choose-split", what, where=path, fix="set split: train")
+            problem = "neither its rows nor its file name give a split"
+            raise SkilltrainError("choose-split", problem, where=path, fix="set split: train")
         # An id from the content stays the same when rows are added or moved.
         digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
         query_id = row_id or f"{clean_text(stem)}-{digest}"

@@ -59,7 +59,7 @@ def _check_renders(name: str | Path) -> str | Path:
     try:
         render_prompt(load_prompt(name), "", number=1, total=1, length="", lang="en", style="")
     except SkilltrainError as error:
-        raise ValueError(error.what) from error
+        raise ValueError(error.problem) from error
     except jinja2.TemplateError as error:
         raise ValueError(f"cannot render {name}: {error}") from error
     return name
@@ -155,11 +155,11 @@ class Synthesize(Stage):
         num_skills = len(wanted) // self.num_queries_per_skill
         if not outcome.values:
             reason = outcome.dropped[0].reason if outcome.dropped else "every skill is flagged"
-            what = f"made no query for {num_skills} skills; the first reason: {reason}"
+            problem = f"made no query for {num_skills} skills; the first reason: {reason}"
             fix = ""
             if outcome.used:
                 fix = "answers are kept in llm.cache; set another seed to have others asked for"
-            raise SkilltrainError("nothing-generated", what, fix=fix)
+            raise SkilltrainError("nothing-generated", problem, fix=fix)
 
         origin = self.origin
         first_id_of = _first_ids_of_clusters(self.clusters)

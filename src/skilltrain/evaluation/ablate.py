@@ -175,8 +175,8 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
         if recipe["stage"] in EVALUATIONS:
             resolve(name)
     if not runs:
-        what = f"has no step of stage {' or '.join(EVALUATIONS)}"
-        raise SkilltrainError("invalid-ablation", what, where=f"variant '{variant}'")
+        problem = f"has no step of stage {' or '.join(EVALUATIONS)}"
+        raise SkilltrainError("invalid-ablation", problem, where=f"variant '{variant}'")
     return runs
 
 
@@ -187,10 +187,10 @@ def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
         set_value(recipes, key, copy.deepcopy(value), f"variant '{variant}', {key}")
     for name, recipe in recipes.items():
         if not isinstance(recipe, dict) or "stage" not in recipe or "out" in recipe:
-            what = "must be a recipe with the key stage and without the key out"
+            problem = "must be a recipe with the key stage and without the key out"
             where = f"step '{name}' of variant '{variant}'"
             raise SkilltrainError(
-                "invalid-recipe", what, where=where, fix=f"steps: {', '.join(grid.steps)}"
+                "invalid-recipe", problem, where=where, fix=f"steps: {', '.join(grid.steps)}"
             )
     return recipes
 
@@ -220,19 +220,19 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             where = f"step '{step}' of variant '{cell.variant}'"
             measures = [str(measure) for measure in config.scored]
             if config.num_systems != 1:
-                what = f"an evaluation of an ablation has one system, found {config.num_systems}"
+                problem = f"an evaluation of an ablation has one system, found {config.num_systems}"
                 raise SkilltrainError(
-                    "invalid-ablation", what, where=where, fix="make a step, or a variant, of each"
+                    "invalid-ablation", problem, where=where, fix="make a step, or a variant, of each"
                 )
             missing = [measure for measure in grid.compare if measure not in measures]
             if missing:
-                what = f"measures: {missing[0]}, which `compare` names, is missing"
-                raise SkilltrainError("invalid-ablation", what, where=where)
+                problem = f"measures: {missing[0]}, which `compare` names, is missing"
+                raise SkilltrainError("invalid-ablation", problem, where=where)
             task = (config.benchmark, config.split, measures)
             if task != tasks.setdefault(step, task):
-                what = f"scores other queries or measures than variant '{cells[0].variant}'"
+                problem = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
-                raise SkilltrainError("invalid-ablation", what, where=where, fix=fix)
+                raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
 
 
 def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -268,9 +268,9 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     say(markdown("ablation", **results))
     if errors:
         cell, error = next(iter(errors.items()))
-        what = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
+        problem = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
         raise SkilltrainError(
-            "failed-cells", what, where=file, fix="the same command tries them again"
+            "failed-cells", problem, where=file, fix="the same command tries them again"
         )
     return {"out": str(grid.out), "num_cells": len(cells)}
 
@@ -306,7 +306,7 @@ def _run_step(step: str, config: Any) -> str:
     except StoppedError as error:
         fix = "run the same command to go on"
         raise StoppedError(
-            error.code, error.what, where=config.out, fix=fix, number=error.number
+            error.code, error.problem, where=config.out, fix=fix, number=error.number
         ) from error
     except SkilltrainError as error:
         return f"step {step}: {error}"

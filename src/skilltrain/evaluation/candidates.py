@@ -153,16 +153,16 @@ class Teacher(Stage):
         unknown_ids: set[str] = set()
         for row in lists:
             if row["query_id"] not in queries:
-                what = f"the list of query {row['query_id']!r} has no query text"
-                raise SkilltrainError("unknown-query", what, where=self.lists)
+                problem = f"the list of query {row['query_id']!r} has no query text"
+                raise SkilltrainError("unknown-query", problem, where=self.lists)
             unknown_ids |= {*row["skill_ids"]} - pool
         if unknown_ids:
-            what = (
+            problem = (
                 f"{len(unknown_ids)} skill(s) of the lists are not in this pool, "
                 f"{min(unknown_ids)!r} among them"
             )
             fix = "give the pool that the lists were made from"
-            raise SkilltrainError("unknown-skill", what, where=self.pool, fix=fix)
+            raise SkilltrainError("unknown-skill", problem, where=self.pool, fix=fix)
 
         members = {row["query_id"]: row["skill_ids"] for row in lists}
         list_queries = [queries[query_id] for query_id in members]
@@ -214,8 +214,8 @@ def member_scores(
             score = score_by_id.get(skill_id)
             if score is None or not math.isfinite(score):
                 result = "no score" if score is None else score
-                what = f"gave skill {skill_id!r} {result}, and a teacher must give a number"
+                problem = f"gave skill {skill_id!r} {result}, and a teacher must give a number"
                 where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
-                raise SkilltrainError("not-a-number", what, where=where)
+                raise SkilltrainError("not-a-number", problem, where=where)
         scores[query_id] = [score_by_id[skill_id] for skill_id in row]
     return scores

@@ -97,8 +97,8 @@ class Evaluate(Stage):
         copy_measures = [name for name in self.measures if name.endswith(COPIES)]
         if copy_measures and self.clusters is None:
             name = copy_measures[0]
-            what = f"{name} counts near-duplicates of gold skills"
-            raise ValueError(f"measures: {what}: give clusters=…")
+            problem = f"{name} counts near-duplicates of gold skills"
+            raise ValueError(f"measures: {problem}: give clusters=…")
         return self
 
     @property
@@ -205,8 +205,8 @@ def _load(config: Evaluate) -> _Data:
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     if not config.systems and not config.predictions:
-        what = "there is nothing to evaluate: give systems or predictions"
-        raise SkilltrainError("nothing-to-score", what)
+        problem = "there is nothing to evaluate: give systems or predictions"
+        raise SkilltrainError("nothing-to-score", problem)
     if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
     if config.pool is None:
@@ -225,15 +225,15 @@ def _load(config: Evaluate) -> _Data:
     predictions: dict[str, Predictions] = {}
     for file in config.predictions:
         if file.stem in names:
-            what = f"another system is called '{file.stem}' as well"
-            raise SkilltrainError("repeated-name", what, where=file, fix="rename it")
+            problem = f"another system is called '{file.stem}' as well"
+            raise SkilltrainError("repeated-name", problem, where=file, fix="rename it")
         names.add(file.stem)
         predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
 
     if config.clusters is not None:
         if not skills_by_id:
-            what = "copies are found by the skills' texts"
-            raise SkilltrainError("missing-pool", what, where="clusters", fix="give pool=…")
+            problem = "copies are found by the skills' texts"
+            raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
         needed_ids: list[str] = []
         for task in benchmark.tasks:
             needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
@@ -291,8 +291,8 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
     """
     values = read_json(file)
     if not isinstance(values, dict) or not values:
-        what = "predictions are an object {query_id: [skill_id, …]}, with a query at least"
-        raise SkilltrainError("invalid-predictions", what, where=file)
+        problem = "predictions are an object {query_id: [skill_id, …]}, with a query at least"
+        raise SkilltrainError("invalid-predictions", problem, where=file)
     for query_id, ranking in values.items():
         _check_prediction(ranking, pool, f"{file}, query {query_id}")
 
@@ -300,16 +300,16 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
     known_ids = benchmark.unscored.union(scored_ids)
     unknown_ids = [query_id for query_id in values if query_id not in known_ids]
     if unknown_ids:
-        what = (
+        problem = (
             f"{len(unknown_ids)} of {len(values)} predicted queries are not in the benchmark, "
             f"first '{unknown_ids[0]}'"
         )
         fix = f"its query ids look like '{scored_ids[0]}'"
-        raise SkilltrainError("unknown-query", what, where=file, fix=fix)
+        raise SkilltrainError("unknown-query", problem, where=file, fix=fix)
     predictions = {query_id: values[query_id] for query_id in scored_ids if query_id in values}
     if not predictions:
-        what = "all its predictions are for queries that are not scored here"
-        raise SkilltrainError("nothing-to-score", what, where=file)
+        problem = "all its predictions are for queries that are not scored here"
+        raise SkilltrainError("nothing-to-score", problem, where=file)
     missing_ids = [query_id for query_id in scored_ids if query_id not in predictions]
     if missing_ids:
         say(
@@ -322,19 +322,19 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
 def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
     """Check that a prediction is a list of distinct skill ids of the pool."""
     if not isinstance(ranking, list) or not all(isinstance(item, str) and item for item in ranking):
-        what = "a prediction is a list of skill ids"
-        raise SkilltrainError("invalid-predictions", what, where=where)
+        problem = "a prediction is a list of skill ids"
+        raise SkilltrainError("invalid-predictions", problem, where=where)
     if len(set(ranking)) < len(ranking):
-        what = f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice"
-        raise SkilltrainError("repeated-id", what, where=where)
+        problem = f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice"
+        raise SkilltrainError("repeated-id", problem, where=where)
     unknown_ids = [skill_id for skill_id in ranking if skill_id not in pool] if pool else []
     if unknown_ids:
-        what = (
+        problem = (
             f"{len(unknown_ids)} of {len(ranking)} predicted skills are not in the pool, "
             f"first '{unknown_ids[0]}'"
         )
         fix = "predict ids of this pool, or score without pool=…"
-        raise SkilltrainError("unknown-skill", what, where=where, fix=fix)
+        raise SkilltrainError("unknown-skill", problem, where=where, fix=fix)
 
 
 def _report(

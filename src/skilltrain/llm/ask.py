@@ -144,7 +144,7 @@ def ask_all(
         if not drop_if_down:
             raise
         say(f"warning: {questions.description}: it goes on without the chat model: {error}")
-        fault = AnswerError("down", error.what)
+        fault = AnswerError("down", error.problem)
         values = {}
         faults = {i: _dropped_row(item, fault) for i, item in enumerate(questions.items)}
 

@@ -201,15 +201,15 @@ def parse_measure(text: str) -> Measure:
         return Measure(name, int(cutoff or 0), bool(copies))
 
     forms = {option: f"{option}@k" if has_cutoff(option) else option for option in options}
-    what = f"unknown measure '{text}'"
+    problem = f"unknown measure '{text}'"
     by_spelling = {"r": "Recall", "p": "Precision"} | {option.lower(): option for option in options}
     word = name.partition("@")[0].lower()
     nearest = difflib.get_close_matches(word, by_spelling, n=1, cutoff=0.4)
     if nearest:
         suggestion = forms[by_spelling[nearest[0]]].replace("@k", f"@{cutoff or 10}")
-        what += f", did you mean '{suggestion}'?"
+        problem += f", did you mean '{suggestion}'?"
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
-    raise SkilltrainError("unknown-measure", what, fix=fix)
+    raise SkilltrainError("unknown-measure", problem, fix=fix)
 
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
@@ -229,7 +229,7 @@ def _check_names(texts: tuple[str, ...]) -> tuple[str, ...]:
     try:
         return tuple(map(str, parse_measures(texts)))
     except SkilltrainError as error:
-        raise ValueError(error.what) from error
+        raise ValueError(error.problem) from error
 
 
 MeasureNames = Annotated[tuple[str, ...], AfterValidator(_check_names)]
@@ -248,8 +248,8 @@ def per_query(
     """
     unknown = [query_id for query_id in rankings if query_id not in relevances]
     if unknown:
-        what = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
-        raise SkilltrainError("unknown-query", what, where=f"query {unknown[0]}")
+        problem = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
+        raise SkilltrainError("unknown-query", problem, where=f"query {unknown[0]}")
 
     values: dict[str, dict[str, float]] = {}
     for query_id, relevance in relevances.items():
@@ -257,7 +257,7 @@ def per_query(
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
         except SkilltrainError as error:
             raise SkilltrainError(
-                error.code, error.what, where=f"query {query_id}", fix=error.fix
+                error.code, error.problem, where=f"query {query_id}", fix=error.fix
             ) from error
     return values
 
@@ -279,8 +279,8 @@ def evaluate_query(
     ranked_ids: set[str] = set()
     for rank, skill_id in enumerate(ranking, 1):
         if skill_id in ranked_ids:
-            what = f"skill '{skill_id}' appears twice in the ranking, again at rank {rank}"
-            raise SkilltrainError("repeated-id", what)
+            problem = f"skill '{skill_id}' appears twice in the ranking, again at rank {rank}"
+            raise SkilltrainError("repeated-id", problem)
         ranked_ids.add(skill_id)
 
     values: dict[str, float] = {}
@@ -302,24 +302,24 @@ def check_relevance(relevance: Relevance) -> None:
     gains = relevance.gains
     for skill_id, gain in gains.items():
         if not 0 <= gain <= _HIGHEST_GAIN:  # also true for NaN
-            what = (
+            problem = (
                 f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to "
                 f"{_HIGHEST_GAIN:,.0f}"
             )
-            raise SkilltrainError("invalid-relevance", what)
+            raise SkilltrainError("invalid-relevance", problem)
     if not gold:
         raise SkilltrainError("no-gold-skill", "no skill is gold, so no ranking can score")
     for skill_id in sorted(gold):
         if not gains.get(skill_id):
-            what = f"gold skill '{skill_id}' has no positive gain"
-            raise SkilltrainError("invalid-relevance", what)
+            problem = f"gold skill '{skill_id}' has no positive gain"
+            raise SkilltrainError("invalid-relevance", problem)
 
     for skill_id, gold_id in (*relevance.alternatives.items(), *relevance.copies.items()):
-        what = f"skill '{skill_id}' stands for '{gold_id}'"
+        problem = f"skill '{skill_id}' stands for '{gold_id}'"
         if gold_id not in gold:
-            raise SkilltrainError("invalid-relevance", f"{what}, which is not gold")
+            raise SkilltrainError("invalid-relevance", f"{problem}, which is not gold")
         if skill_id in gains:
-            raise SkilltrainError("invalid-relevance", f"{what} and has a gain of its own")
+            raise SkilltrainError("invalid-relevance", f"{problem} and has a gain of its own")
 
 
 def resolve_alternatives(

@@ -165,27 +165,27 @@ class ApiEncoder:
                 raise ValueError("wrong number of vectors")
         except AnswerError as error:
             code = "server-failing"
-            what = f"gave no vectors: {error.reason}"
+            problem = f"gave no vectors: {error.reason}"
             if error.kind == "budget":
                 code = "budget-exceeded"
                 again = f"raise {section}.budget; vectors so far are kept"
             if isinstance(error, ServerError) and error.status in _TOO_LONG:
                 code = "text-too-long"
-                what = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
-                what = f"{where} refused {what}: {error.reason}"
+                problem = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
+                problem = f"{where} refused {problem}: {error.reason}"
                 where = name_of[texts[0]]
                 again = f"lower skill.body_chars, query_chars or batch_size of {section}"
-            raise SkilltrainError(code, what, where=where, fix=again) from None
+            raise SkilltrainError(code, problem, where=where, fix=again) from None
         except (ValueError, TypeError, AttributeError):
-            what = f"the server's reply does not hold one vector for each of {len(texts)} texts"
-            raise SkilltrainError("invalid-reply", what, where=where, fix=again) from None
+            problem = f"the server's reply does not hold one vector for each of {len(texts)} texts"
+            raise SkilltrainError("invalid-reply", problem, where=where, fix=again) from None
         reported = getattr(reply.usage, "prompt_tokens", None)
         self.server.budget.count(Usage(reported_tokens(reported, _num_tokens(texts))))
         lengths = np.linalg.norm(vectors, axis=1)
         for text, length in zip(texts, lengths.tolist(), strict=True):
             if not 0 < length < math.inf:
-                what = f"{where} gave it a vector that is zero or holds no number"
-                raise SkilltrainError("invalid-reply", what, where=name_of[text])
+                problem = f"{where} gave it a vector that is zero or holds no number"
+                raise SkilltrainError("invalid-reply", problem, where=name_of[text])
         return (vectors / lengths[:, None]).astype(np.float32)
 
 

@@ -108,8 +108,8 @@ class Cascade:
         num_local = [*remote, True].index(True)
         if num_timed and num_local < len(rankers):
             start = f", from {rankers[num_local].kind} on" if num_local else ""
-            what = "not timed, for it asks a server or reads rankings from a file"
-            say(f"{system.name}{start}: {what}")
+            problem = "not timed, for it asks a server or reads rankings from a file"
+            say(f"{system.name}{start}: {problem}")
 
         stages: list[RankedStage] = []
 
@@ -173,8 +173,8 @@ class Cascade:
 def _check_finite(run: RankerRun, where: str, number: int) -> None:
     for ranking in run.rankings.values():
         if not all(math.isfinite(score) for _, score in ranking):
-            what = f"ranker {number}, {run.config.kind}, gave scores that are no numbers"
-            raise SkilltrainError("not-a-number", what, where=where)
+            problem = f"ranker {number}, {run.config.kind}, gave scores that are no numbers"
+            raise SkilltrainError("not-a-number", problem, where=where)
 
 
 def run_systems(
@@ -213,5 +213,5 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
             if not part.is_own:
                 part.check()
             elif not has_own:
-                what = f"source {OWN} is the model in training, and nothing is trained here"
-                raise SkilltrainError("conflicting-settings", what, where=f"system {system.name}")
+                problem = f"source {OWN} is the model in training, and nothing is trained here"
+                raise SkilltrainError("conflicting-settings", problem, where=f"system {system.name}")

@@ -173,9 +173,9 @@ class SkillEncoder:
                         continue
                     rows = torch.cat(vectors).float().cpu().numpy()
                     if not np.isfinite(rows).all():
-                        what = "the encoder gave vectors that are no numbers"
+                        problem = "the encoder gave vectors that are no numbers"
                         raise SkilltrainError(
-                            "not-a-number", what, where=model.backbone.config.name_or_path
+                            "not-a-number", problem, where=model.backbone.config.name_or_path
                         )
                     yield np.array(positions), rows
                     positions = []

@@ -133,8 +133,8 @@ class BM25Index:
         self.vocabulary = Vocabulary(previous.vocabulary.numbers if previous else ())
         counts = self._count_terms(texts, previous)  # [text, term]
         if not counts.nnz:
-            what = f"none of the {len(texts)} texts holds a word to index for lexical search"
-            raise SkilltrainError("empty-text", what)
+            problem = f"none of the {len(texts)} texts holds a word to index for lexical search"
+            raise SkilltrainError("empty-text", problem)
 
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
         by_term = counts.T.tocsr()

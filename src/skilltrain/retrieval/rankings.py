@@ -43,8 +43,8 @@ class SavedConfig(RankerConfig):
             table = read_rankings(path, self.stage)
             repeated = rankings.keys() & table.keys()
             if repeated:
-                what = f"query '{min(repeated)}' is ranked in an earlier table as well"
-                raise SkilltrainError("repeated-id", what, where=path)
+                problem = f"query '{min(repeated)}' is ranked in an earlier table as well"
+                raise SkilltrainError("repeated-id", problem, where=path)
             rankings |= table
         return Saved(self.rankings[0], rankings, ())
 
@@ -77,9 +77,9 @@ class Saved:
             ranking = self.rankings.get(query_id, [])
             lost = [skill_id for skill_id, _ in ranking if skill_id not in self.pool]
             if lost:
-                what = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool"
+                problem = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool"
                 where = f"{self.path}, query {query_id}"
-                raise SkilltrainError("unknown-skill", f"{what}, first '{lost[0]}'", where=where)
+                raise SkilltrainError("unknown-skill", f"{problem}, first '{lost[0]}'", where=where)
             allowed = self.pool if candidates is None else dict(candidates[query_id])
             rankings[query_id] = [pair for pair in ranking if pair[0] in allowed][:keep]
         if missing:
@@ -99,11 +99,11 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
     if stage is None and len(stages) == 1:
         stage = stages[0]
     if stage not in stages:
-        what = f"holds rankings of {len(stages)} stages"
+        problem = f"holds rankings of {len(stages)} stages"
         if stage is not None:
-            what = f"holds no rankings of stage '{stage}'"
+            problem = f"holds no rankings of stage '{stage}'"
         fix = f"give stage=… as one of {', '.join(stages[:8])}"
-        raise SkilltrainError("ranking-stage", what, where=path, fix=fix)
+        raise SkilltrainError("ranking-stage", problem, where=path, fix=fix)
     rankings: Rankings = {}
     for row in sorted(rows, key=lambda row: row["rank"]):
         if row["stage"] == stage:

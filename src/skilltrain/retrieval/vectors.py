@@ -41,8 +41,8 @@ class VectorCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what = f"cannot make the vector cache: {error.strerror}"
-            raise SkilltrainError("cannot-write", what, where=self.folder) from error
+            problem = f"cannot make the vector cache: {error.strerror}"
+            raise SkilltrainError("cannot-write", problem, where=self.folder) from error
 
     def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Vectors]:
         """Return which of the distinct `keys` the cache holds, and a vector for each key.
@@ -63,8 +63,8 @@ class VectorCache:
             except FileNotFoundError:
                 continue  # another process has merged it
             except _DAMAGED:
-                what = "is damaged and not used (delete it); its texts are encoded again"
-                say(f"warning: {path} {what}")
+                problem = "is damaged and not used (delete it); its texts are encoded again"
+                say(f"warning: {path} {problem}")
         return is_known, vectors
 
     def missing(self, keys: np.ndarray) -> Positions:
@@ -104,7 +104,7 @@ class VectorCache:
         except SkilltrainError as error:
             fix = "what was written before is kept, and is not encoded again"
             raise SkilltrainError(
-                error.code, f"vectors: {error.what}", where=self.folder, fix=fix
+                error.code, f"vectors: {error.problem}", where=self.folder, fix=fix
             ) from error
 
 
@@ -140,9 +140,9 @@ def cached_vectors(
         if not vectors.size:
             vectors = np.empty((len(distinct), dim), dtype=np.float32)
         if dim != vectors.shape[1]:
-            what = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
+            problem = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
             fix = "it has changed: name another cache folder"
-            raise SkilltrainError("changed-model", what, where=cache and cache.folder, fix=fix)
+            raise SkilltrainError("changed-model", problem, where=cache and cache.folder, fix=fix)
         if cache:
             cache.add(distinct[missing[part]], encoded)
         vectors[missing[part]] = encoded

@@ -149,8 +149,8 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         SkilltrainError: The first skill is never right.
     """
     if not any(case.is_right[:1] == (True,) for case in cases):
-        what = "the router's first skill is never right, so there is nothing to calibrate"
-        raise SkilltrainError("cannot-calibrate", what)
+        problem = "the router's first skill is never right, so there is nothing to calibrate"
+        raise SkilltrainError("cannot-calibrate", problem)
     rankers = tuple(cases[0].trace.rankings_by_ranker)
     weights, intercept = fit_logistic(
         np.concatenate([case.trace.features(rankers)[:_MAX_RANK] for case in cases]),
@@ -276,11 +276,11 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> Int64[np.n
     groups = [linked[min(task.relevance.gold)] for task in tasks]
     sizes = Counter(groups)
     if len(sizes) < num_folds:
-        what = (
+        problem = (
             f"{len(tasks)} queries for {len(sizes)} unrelated gold skills cannot be cut into "
             f"{num_folds} folds"
         )
-        raise SkilltrainError("cannot-calibrate", what, fix="give fewer folds, or more queries")
+        raise SkilltrainError("cannot-calibrate", problem, fix="give fewer folds, or more queries")
 
     names = [*sizes]
     num_queries = np.zeros(num_folds, dtype=np.int64)

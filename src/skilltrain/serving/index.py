@@ -209,11 +209,11 @@ class Index(RouterState):
                 if isinstance(error, SkilltrainError):
                     fix = error.fix or _RUN_AGAIN
                     raise SkilltrainError(
-                        error.code, error.what, where=error.where, fix=fix
+                        error.code, error.problem, where=error.where, fix=fix
                     ) from error
-                what = f"is half-written or damaged: {reason_of(error)}"
+                problem = f"is half-written or damaged: {reason_of(error)}"
                 raise SkilltrainError(
-                    "damaged-router", what, where=folder, fix=_RUN_AGAIN
+                    "damaged-router", problem, where=folder, fix=_RUN_AGAIN
                 ) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
@@ -247,8 +247,8 @@ class Index(RouterState):
         for stored_path, fingerprint in self.record.models.items():
             source = _from_stored_path(self.folder.parent, stored_path)
             if model_fingerprint(source) != fingerprint:
-                what = f"is of another model: {source} has changed"
-                raise SkilltrainError("changed-model", what, where=self.folder, fix=_RUN_AGAIN)
+                problem = f"is of another model: {source} has changed"
+                raise SkilltrainError("changed-model", problem, where=self.folder, fix=_RUN_AGAIN)
 
 
 def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: Path) -> None:
@@ -268,14 +268,14 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
             continue
         url = part.server.base_url
         if allowed is not None and url not in allowed and f"{url}/" not in allowed:
-            what = f"this router sends texts to {url}"
+            problem = f"this router sends texts to {url}"
             fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
-            raise SkilltrainError("untrusted-server", what, where=where, fix=fix)
+            raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
         variable = part.server.api_key_env
         if not variable.endswith("_API_KEY"):
-            what = f"this router reads the environment variable {variable}"
+            problem = f"this router reads the environment variable {variable}"
             fix = "only names that end in _API_KEY are read"
-            raise SkilltrainError("untrusted-server", what, where=where, fix=fix)
+            raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
 
 
 def current_generation(router: Path) -> Path:

@@ -101,7 +101,7 @@ def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
         # A router that cannot be opened matters only if its settings are needed.
         if pool is None or rankers is None:
             fix = "give pool=… and rankers=…"
-            raise SkilltrainError(error.code, error.what, where=error.where, fix=fix) from error
+            raise SkilltrainError(error.code, error.problem, where=error.where, fix=fix) from error
 
     system = SystemConfig(name="router", rankers=rankers)
     # A router may come from somebody else, so its servers must be allowed.
@@ -149,9 +149,9 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
             shared |= {source_by_id.get(skill.skill_id, folder) for skill in group}
             unwatched = shared - {*folders}
             if unwatched:
-                what = f"has skills of {min(unwatched)}, which is not watched"
+                problem = f"has skills of {min(unwatched)}, which is not watched"
                 fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
-                raise SkilltrainError("unwatched-folder", what, where=folder, fix=fix)
+                raise SkilltrainError("unwatched-folder", problem, where=folder, fix=fix)
 
         for position, skill in enumerate(group):
             category = skill.category or old_skills.get(skill.skill_id, skill).category
@@ -175,8 +175,8 @@ def _open_or_none(router: Path) -> Index | None:
 def check_rankers(system: SystemConfig) -> None:
     """Check that rankers can run and can answer new tasks. Raises SkilltrainError if not."""
     if not all(part.answers_new_queries for part in parts_of(system.rankers)):
-        what = "rankings that were made before answer no new task"
-        raise SkilltrainError("conflicting-settings", what, where="rankers, kind saved")
+        problem = "rankings that were made before answer no new task"
+        raise SkilltrainError("conflicting-settings", problem, where="rankers, kind saved")
     check_systems([system])
 
 
@@ -210,8 +210,8 @@ def write_index(
         if previous is None:
             previous = _open_or_none(router)
         elif not previous.is_current():
-            what = "another process has written meanwhile"
-            raise SkilltrainError("folder-in-use", what, where=router)
+            problem = "another process has written meanwhile"
+            raise SkilltrainError("folder-in-use", problem, where=router)
         folder = next_generation(router)
         remove_old_generations(router)
 
@@ -225,9 +225,9 @@ def write_index(
             router, local_paths, system, contents, calibration or old_calibration
         )
         if calibration and record.calibration is None:
-            what = "the calibration is of other rankers or models"
+            problem = "the calibration is of other rankers or models"
             fix = "run skilltrain calibrate on this router"
-            raise SkilltrainError("changed-model", what, where=router, fix=fix)
+            raise SkilltrainError("changed-model", problem, where=router, fix=fix)
         if local_paths != read_local(router):
             write_json(router / LOCAL_FILE, local_paths)
 
@@ -284,8 +284,8 @@ def _content_keys(skills: Sequence[Skill]) -> np.ndarray:
         raise SkilltrainError("empty-pool", "the pool is empty")
     num_ids = len({skill.skill_id for skill in skills})
     if num_ids < len(skills):
-        what = f"{len(skills)} skills have {num_ids} different ids"
-        raise SkilltrainError("repeated-id", what, where="pool")
+        problem = f"{len(skills)} skills have {num_ids} different ids"
+        raise SkilltrainError("repeated-id", problem, where="pool")
     return text_keys([repr(skill) for skill in skills], 0)
 
 

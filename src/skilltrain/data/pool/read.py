@@ -148,9 +148,9 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
             reason = _first_reason(dropped) or "it is empty"
             say(f"warning: the source {source} gives no skill ({reason})")
     if not any(skills_by_source):
-        what = f"no skill is left of {len(sources)} source(s)"
+        problem = f"no skill is left of {len(sources)} source(s)"
         raise SkilltrainError(
-            "nothing-left", what, where=sources[0], fix=_first_reason(all_dropped)
+            "nothing-left", problem, where=sources[0], fix=_first_reason(all_dropped)
         )
     return skills_by_source, all_dropped
 
@@ -395,8 +395,8 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     """Return the columns that a skill has. Raises SkilltrainError if required ones are missing."""
     if {*ID_COLUMNS, "name"}.isdisjoint(names) or {*BODY_COLUMNS, "description"}.isdisjoint(names):
         need = "skill_id or name, and body, content or skill_md (or description alone: tools)"
-        what = f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}"
-        raise SkilltrainError("missing-column", what, where=where)
+        problem = f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}"
+        raise SkilltrainError("missing-column", problem, where=where)
     return [name for name in COLUMNS if name in names]
 
 
@@ -416,9 +416,9 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     chosen_split = split or (next(iter(splits)) if len(splits) == 1 else "")
     if chosen_split not in splits:
         fault = f"has no split '{split}'" if split else "has several splits"
-        what = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"
+        problem = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"
         raise SkilltrainError(
-            "choose-split", what, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
+            "choose-split", problem, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
         )
     rows = splits[chosen_split]
     rows = rows.select_columns(_known_columns(rows.column_names, where))

@@ -157,8 +157,8 @@ def make_benchmark(
         raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
     if split not in (None, *splits):
         counts = ", ".join(f"{name} ({count})" for name, count in sorted(splits.items()))
-        what = f"holds no query of split '{split}'"
-        raise SkilltrainError("empty-split", what, where=folder, fix=f"its splits are {counts}")
+        problem = f"holds no query of split '{split}'"
+        raise SkilltrainError("empty-split", problem, where=folder, fix=f"its splits are {counts}")
 
     scored: dict[str, Task] = {}
     for task in tasks:
@@ -166,15 +166,15 @@ def make_benchmark(
             continue
         query_id = task.query.query_id
         if query_id in scored:
-            what = f"query '{query_id}' has two splits"
+            problem = f"query '{query_id}' has two splits"
             fix = "give the split to score"
-            raise SkilltrainError("choose-split", what, where=folder, fix=fix)
+            raise SkilltrainError("choose-split", problem, where=folder, fix=fix)
         scored[query_id] = task
         try:
             check_relevance(task.relevance)
         except SkilltrainError as error:
-            what = f"query '{query_id}': {error.what}"
-            raise SkilltrainError(error.code, what, where=task.where) from error
+            problem = f"query '{query_id}': {error.problem}"
+            raise SkilltrainError(error.code, problem, where=task.where) from error
 
     if gold_skills is None:
         gold_ids: set[str] = set()
@@ -183,8 +183,8 @@ def make_benchmark(
         gold_skills = [skill for skill in pool if skill.skill_id in gold_ids]
     num_own_texts = sum(task.query.origin == OWN_TEXT for task in scored.values())
     if num_own_texts:
-        what = f"{num_own_texts} of {len(scored)} queries are passages of the skills' own texts"
-        notes = [*notes, f"{what}: they favour BM25, which finds the same words"]
+        problem = f"{num_own_texts} of {len(scored)} queries are passages of the skills' own texts"
+        notes = [*notes, f"{problem}: they favour BM25, which finds the same words"]
     all_ids = {*query_ids, *(task.query.query_id for task in tasks)}
     return Benchmark(
         name=name_of(folder),
@@ -223,9 +223,9 @@ def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
         return tiers[0]
     ((name, count),) = Counter(tier.name for tier in tiers).most_common(1)
     if count > 1:
-        what = f"two tiers are named '{name}'"
+        problem = f"two tiers are named '{name}'"
         fix = "give each folder a name of its own"
-        raise SkilltrainError("repeated-name", what, where="benchmark", fix=fix)
+        raise SkilltrainError("repeated-name", problem, where="benchmark", fix=fix)
 
     tasks: list[Task] = []
     notes: list[str] = []
@@ -277,13 +277,13 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
                 gains[skill_id] = gain
         tasks.append(replace(task, relevance=replace(relevance, gains=gains)))
     if missing:
-        what = (
+        problem = (
             f"{missing[0]} is not among the {len(pool)} skills of the pool; "
             f"missing in all: {len(missing)}"
         )
         fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
         where = f"benchmark {benchmark.name}"
-        raise SkilltrainError("missing-gold-skill", what, where=where, fix=fix)
+        raise SkilltrainError("missing-gold-skill", problem, where=where, fix=fix)
     return replace(benchmark, tasks=tuple(tasks))
 
 

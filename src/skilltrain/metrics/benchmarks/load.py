@@ -75,11 +75,11 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
 
     unknown = {*verdicts, *steps_by_query} - {query.query_id for query in queries}
     if unknown:
-        what = (
+        problem = (
             f"{len(unknown)} judged or planned queries are not in queries.parquet, "
             f"first '{min(unknown)}'"
         )
-        raise SkilltrainError("unknown-query", what, where=folder)
+        raise SkilltrainError("unknown-query", problem, where=folder)
 
     tasks: list[Task] = []
     for query in queries:

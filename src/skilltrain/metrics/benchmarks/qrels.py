@@ -124,9 +124,9 @@ def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
     """Return the file of a split in `folder`, or the files of all splits."""
     files = {file.stem: file for file in sorted(folder.glob(f"*{suffix}"))}
     if split not in (None, *files):
-        what = f"holds no split '{split}'"
+        problem = f"holds no split '{split}'"
         fix = f"its splits are {', '.join(files)}"
-        raise SkilltrainError("empty-split", what, where=folder, fix=fix)
+        raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
     return [file for name, file in files.items() if split in (None, name)]
 
 
@@ -137,12 +137,12 @@ def _tasks(
     scores_by_query: dict[str, dict[str, float]] = {}
     for where, row in qrels:
         if row.query_id not in queries:
-            what = f"query '{row.query_id}' is not among the queries"
-            raise SkilltrainError("unknown-query", what, where=where)
+            problem = f"query '{row.query_id}' is not among the queries"
+            raise SkilltrainError("unknown-query", problem, where=where)
         scores = scores_by_query.setdefault(row.query_id, {})
         if row.skill_id in scores:
-            what = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
-            raise SkilltrainError("repeated-id", what, where=where)
+            problem = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
+            raise SkilltrainError("repeated-id", problem, where=where)
         scores[row.skill_id] = row.score
 
     for query_id, query_row in queries.items():

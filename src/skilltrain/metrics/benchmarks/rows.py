@@ -39,8 +39,8 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in fault["loc"])
-        what = f"{key}: {fault['msg']}" if key else fault["msg"]
-        raise SkilltrainError("invalid-row", what, where=where) from error
+        problem = f"{key}: {fault['msg']}" if key else fault["msg"]
+        raise SkilltrainError("invalid-row", problem, where=where) from error
 
 
 def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]:
@@ -59,7 +59,7 @@ def rows_by_id(noun: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, Na
     by_id: dict[str, NamedRowT] = {}
     for where, row in rows:
         if row.row_id in by_id:
-            what = f"{noun} '{row.row_id}' appears twice"
-            raise SkilltrainError("repeated-id", what, where=where)
+            problem = f"{noun} '{row.row_id}' appears twice"
+            raise SkilltrainError("repeated-id", problem, where=where)
         by_id[row.row_id] = row
     return by_id

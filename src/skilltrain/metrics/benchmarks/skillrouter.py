@@ -73,8 +73,8 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     if unmatched:
         task_id = min(unmatched)
         incomplete = "relevance.json" if task_id in rows else "tasks.jsonl"
-        what = f"{incomplete} lacks task '{task_id}' ({len(unmatched)} on one side only)"
-        raise SkilltrainError("unknown-query", what, where=folder)
+        problem = f"{incomplete} lacks task '{task_id}' ({len(unmatched)} on one side only)"
+        raise SkilltrainError("unknown-query", problem, where=folder)
 
     tasks: list[Task] = []
     for task_id, row in rows.items():
@@ -101,8 +101,8 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
     """Read the tasks of the parent folder, and their pool from the JSON Lines files of this one."""
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
     if not files:
-        what = "holds no .jsonl or .jsonl.gz file with the skills of this tier"
-        raise SkilltrainError("no-skill-file", what, where=folder)
+        problem = "holds no .jsonl or .jsonl.gz file with the skills of this tier"
+        raise SkilltrainError("no-skill-file", problem, where=folder)
     benchmark = read_skillrouter(folder.resolve().parent, split)
     return replace(benchmark, name=folder.resolve().name, pool=_read_skills(*files))
 
