@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -33,6 +34,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is renamed to `path` if the block succeeds.
 
     If the process is killed, the disk is full or the block raises, the old file stays as it was.
+
+    Raises:
+        SkilltrainError: The file cannot be written.
     """
     temporary: Path | None = None
     try:
@@ -41,6 +45,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.close(handle)
         temporary = Path(name)
         yield temporary
+
+        # Store the content on disk before the file gets its name.
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
@@ -56,22 +62,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock `folder` for this process, by a lock file beside it.
+    """Lock `folder` for this process. The lock is a file beside the folder.
 
     The system releases the lock when the process ends, even if it is killed.
 
     Raises:
-        SkilltrainError: Another process holds the lock.
+        SkilltrainError: Another process holds the lock, or the lock file cannot be written.
     """
-    file = folder.with_name(f".{folder.name}.lock")
-    lock = FileLock(file)
+    lock_file = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(lock_file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise SkilltrainError(
             "folder-in-use",
-            "another process is writing this very folder",
+            "another process is writing this folder",
             where=folder,
             fix="wait for it, or name another folder",
         ) from error
@@ -79,10 +85,11 @@ def locked(folder: Path) -> Iterator[None]:
         raise SkilltrainError(
             "cannot-write", f"cannot write: {reason_of(error)}", where=folder
         ) from error
+
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)
+        lock_file.unlink(missing_ok=True)
         lock.release()
 
 
@@ -104,26 +111,28 @@ def remove_leftovers(folder: Path) -> None:
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` if the block succeeds.
 
-    The unfinished folder of a killed process is removed first.
+    If the block raises, the yielded folder is removed.
 
     Raises:
         SkilltrainError: `folder` exists and is not empty, or another process writes it.
     """
-    if folder.name in ("", ".."):
+    if folder.name in ("", ".."):  # such as "." or "runs/.."
         raise SkilltrainError(
             "invalid-output-name", "is no name for an output folder", where=folder
         )
-    is_empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not is_empty:
+    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty_folder:
         raise SkilltrainError(
             "output-exists",
             "exists, and is no empty folder",
             where=folder,
             fix="name another, or delete it",
         )
+
     staged = staging_path(folder)
     with locked(folder):
         try:
+            # A killed process may have left an unfinished folder.
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
             yield staged
@@ -134,10 +143,15 @@ def staged_folder(folder: Path) -> Iterator[Path]:
 
 
 def path_inside(folder: Path, name: str, where: object) -> Path:
-    """Return the path `folder/name` for a name that comes from a file.
+    """Return the path `folder/name`, for a name that was read from a file.
+
+    Args:
+        folder: Folder that the path must not leave.
+        name: Relative path.
+        where: The file that the name was read from, for the error.
 
     Raises:
-        SkilltrainError: The path leaves `folder`. The error names `where` as the source.
+        SkilltrainError: The path leaves `folder`.
     """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -154,7 +168,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically. Raises ValueError for NaN, which JSON lacks."""
+    """Write `value` as indented JSON, atomically. Raises ValueError for NaN."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -173,13 +187,13 @@ def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        SkilltrainError: The file is missing or is not JSON, or an object has a key twice (of which
-            the module json would keep the last).
+        SkilltrainError: The file is missing or is not JSON, or a key appears twice in an object.
     """
     check_regular(path)
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except SkilltrainError as error:
+        # `_unique_keys` does not know the path.
         raise SkilltrainError(error.code, error.problem, where=path) from error
     except FileNotFoundError as error:
         raise SkilltrainError("not-found", "no such file", where=path) from error
@@ -188,13 +202,17 @@ def read_json(path: Path) -> Any:
 
 
 def read_local(folder: Path) -> dict[str, Any]:
-    """Return the content of `LOCAL_FILE` in a folder. It is empty if there is no such file."""
+    """Return the content of `LOCAL_FILE` in a folder, or an empty dict without such a file."""
     file = folder / LOCAL_FILE
     return read_json(file) if file.is_file() else {}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises SkilltrainError if a key appears twice."""
+    """Return a JSON object from its keys and values, as a hook of the module json.
+
+    Raises:
+        SkilltrainError: A key appears twice. By default json keeps the last value silently.
+    """
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -204,15 +222,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a .jsonl or .jsonl.gz file, each with its position for errors.
+    """Read the JSON objects of a .jsonl or .jsonl.gz file. Blank lines are skipped.
 
-    The position is the path and the line number. Blank lines are skipped.
+    Yields:
+        Pairs of a position for error messages, `PATH, line NUMBER`, and an object.
 
     Raises:
-        SkilltrainError: A line is not a JSON object. The error names the file and the line.
+        SkilltrainError: The file is missing, or a line is not a JSON object.
     """
     check_regular(path)
-    number = 0
+    number = 0  # of the last line that could be read
     try:
         for number, line in numbered_lines(path):
             yield f"{path}, line {number}", json_object(line)
@@ -225,17 +244,21 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a plain or .gz file that are not blank, with their numbers from 1.
+    """Read the lines of a plain or .gz file that are not blank.
 
-    Lines of more than 64 MiB are refused, because a small .gz may hold gigabytes.
+    Yields:
+        Pairs of a line number, counted from 1, and the line.
 
     Raises:
-        BROKEN_LINES: The file cannot be read.
+        BROKEN_LINES: The file cannot be read, or a line is longer than 64 MiB.
     """
     open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with open_file(path, "rb") as file:
-        lines = iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")
-        for number, line in enumerate(lines, 1):
+        for number in itertools.count(1):
+            # Without a limit, one line of a small .gz file could fill the memory.
+            line = file.readline(_MAX_LINE_BYTES + 1)
+            if not line:
+                return
             if len(line) > _MAX_LINE_BYTES:
                 raise ValueError("a line has more than 64 MiB")
             if line.strip(_BLANK_BYTES):
@@ -243,11 +266,15 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def json_object(line: bytes, unique_keys: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a line.
+    """Return the JSON object in a line of UTF-8.
+
+    Args:
+        line: The line.
+        unique_keys: Whether to refuse an object that repeats a key.
 
     Raises:
         ValueError: The line is not a JSON object.
-        SkilltrainError: With `unique_keys`, a key appears twice.
+        SkilltrainError: A key appears twice, and `unique_keys` is true.
     """
     hook = _unique_keys if unique_keys else None
     try:
@@ -274,48 +301,56 @@ class FileStamp(NamedTuple):
 
 
 def file_stamps(folder: Path, suffixes: tuple[str, ...] = ("",)) -> set[FileStamp]:
-    """Return the stamps of the files below a folder whose names in lower case have a suffix."""
+    """Return the stamps of all files below a folder.
+
+    Args:
+        folder: The folder. It is searched with its subfolders.
+        suffixes: Endings of file names, in lower case. Other files are left out. By default no
+            file is left out.
+    """
     stamps: set[FileStamp] = set()
     for parent, _, names in os.walk(folder):
         for name in names:
-            if name.lower().endswith(suffixes):
-                with suppress(OSError):
-                    file = Path(parent, name)
-                    status = file.stat()
-                    stamps.add(FileStamp(str(file), status.st_ino, status.st_ctime_ns))
+            if not name.lower().endswith(suffixes):
+                continue
+            with suppress(OSError):  # the file may be deleted at this moment
+                file = Path(parent, name)
+                status = file.stat()
+                stamps.add(FileStamp(str(file), status.st_ino, status.st_ctime_ns))
     return stamps
 
 
 def cache_folder(name: str) -> Path:
-    """Return the cache folder `name` of the user, in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the path of the user's cache `name`, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "skilltrain" / name
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of all files below a folder.
+    """Return the SHA-256 of a file, or of all files below a folder, with their names.
 
-    Of files in a folder that cannot be read, only the names count. An error follows when the folder
-    is used.
+    If a file in a folder cannot be read, only its name counts.
 
     Raises:
         SkilltrainError: `path` is missing, or is a file that cannot be read.
     """
     if not path.exists():
         raise SkilltrainError("not-found", "no such file or folder", where=path)
-    digest = hashlib.sha256()
+    is_file = path.is_file()
     files = [path]
-    if not path.is_file():
+    if not is_file:
         # Unlike os.path.isfile, Path.is_file raises if a parent folder may not be entered.
         files = sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
+
+    digest = hashlib.sha256()
     for file in files:
-        # Names need not be UTF-8. Python represents their other bytes as surrogates.
-        name = path.name if file == path else str(file.relative_to(path))
+        # A name may hold bytes that are not UTF-8. Python represents them as surrogates.
+        name = file.name if is_file else str(file.relative_to(path))
         digest.update(name.encode("utf-8", "surrogateescape"))
         try:
             with file.open("rb") as source:
                 digest.update(hashlib.file_digest(source, "sha256").digest())
         except OSError as error:
-            if file == path:
+            if is_file:
                 raise SkilltrainError(
                     "unreadable-file", f"cannot be read: {error.strerror}", where=file
                 ) from error
@@ -323,9 +358,9 @@ def fingerprint(path: Path) -> str:
 
 
 def shareable(value: Any) -> Any:
-    """Return settings with absolute paths cut to their last part.
+    """Return settings without the parent folders of absolute paths, which may name a user.
 
-    The other parts may name users and machines. A home folder becomes `~`.
+    `/data/team/model` becomes `model`, and a home folder becomes `~`.
     """
     if isinstance(value, Mapping):
         return {key: shareable(item) for key, item in value.items()}
@@ -333,4 +368,6 @@ def shareable(value: Any) -> Any:
         return [shareable(item) for item in value]
     if not isinstance(value, str):
         return value
-    return "~" if _HOME_FOLDER.fullmatch(value) else _PARENT_FOLDERS.sub("", value)
+    if _HOME_FOLDER.fullmatch(value):
+        return "~"
+    return _PARENT_FOLDERS.sub("", value)

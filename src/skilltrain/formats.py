@@ -1,4 +1,4 @@
-"""The formats of the folders that skilltrain writes. A folder of another format is refused in one line."""
+"""Formats of the folders that skilltrain writes. A folder of another format is refused."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,23 +19,38 @@ class Format:
     oldest: int
 
     def check(self, record: Any, where: object, fix: str) -> None:
-        """Raise SkilltrainError if a record is of another format; `fix` says how to make an older folder again."""
+        """Check that the record of a folder has a format that can be read.
+
+        Args:
+            record: Content of the record's JSON file.
+            where: Path of the folder or the record, for the error.
+            fix: What the user can do about an older format.
+
+        Raises:
+            SkilltrainError: The format is newer than `number` or older than `oldest`.
+        """
         stored = record.get("format", 0) if isinstance(record, dict) else 0
         if not isinstance(stored, int) or stored > self.number:
-            problem = "was made by a newer skilltrain; upgrade"
             raise SkilltrainError(
-                "newer-format", problem, where=where, fix="pip install --upgrade skilltrain"
+                "newer-format",
+                "was made by a newer skilltrain; upgrade",
+                where=where,
+                fix="pip install --upgrade skilltrain",
             )
         if stored < self.oldest:
-            problem = "was made by an older skilltrain, in a format that is no longer read"
-            raise SkilltrainError("older-format", problem, where=where, fix=fix)
+            raise SkilltrainError(
+                "older-format",
+                "was made by an older skilltrain, in a format that is no longer read",
+                where=where,
+                fix=fix,
+            )
 
 
 RUN = Format(number=1, oldest=1)
-"""Of run.json, in the folder of every stage."""
+"""Format of run.json, in the folder of every stage."""
 CHECKPOINT = Format(number=1, oldest=1)
-"""Of state.json, in every checkpoint of a training run."""
+"""Format of state.json, in every checkpoint of a training run."""
 ROUTER = Format(number=1, oldest=1)
-"""Of index.json, in a router."""
+"""Format of index.json, in a router."""
 MODEL = Format(number=1, oldest=0)
-"""Of skilltrain.json, in a model folder."""
+"""Format of skilltrain.json, in a model folder."""

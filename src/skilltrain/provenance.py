@@ -1,13 +1,14 @@
 """Record where a run was computed, and the sources of the plug-ins that it used.
 
-Provenance is only recorded. A change in a plug-in's source makes it a different run.
+A run with another provenance is still the same run. A run with another source of a plug-in is a
+different run.
 """
 
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -25,15 +26,19 @@ from skilltrain.version import __version__
 HUB_REVISIONS: dict[str, str] = {}
 """Commit of each model that this process has loaded from the Hub, by the model's id."""
 _CHECKOUT = Path(__file__).parents[2]
-# The full commit and no tag. "-dirty" follows if tracked files have changed.
+# Prints the full commit and no tag. "-dirty" follows if tracked files have changed.
 _DESCRIBE = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*"
 _NOT_PLUGIN_PACKAGES = {"skilltrain", "pydantic", *sys.stdlib_module_names}
 
 
 def provenance_of(config: BaseModel) -> dict[str, Any]:
-    """Return the code, versions, device, processes and Hub models that compute a run.
+    """Return the facts about the code and the machine that compute a run.
 
-    It names no path, user or token.
+    The facts name no path, user or token.
+
+    Args:
+        config: Settings of the run. Of the models in `HUB_REVISIONS`, those that the settings name
+            are recorded.
     """
     commit, _, dirty = checkout_commit().partition("-")
     texts = {value for value in _values_in(config) if isinstance(value, str)}
@@ -54,7 +59,7 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
 def checkout_commit() -> str:
     """Return the git commit of skilltrain's checkout, or "" if it is installed or git is missing."""
     if not (_CHECKOUT / ".git").exists():
-        return ""  # the package may be installed inside a checkout of something else
+        return ""  # installed, maybe inside the checkout of another project
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
             _DESCRIBE.split(), cwd=_CHECKOUT, text=True, stderr=subprocess.DEVNULL
@@ -63,11 +68,11 @@ def checkout_commit() -> str:
 
 
 def _device_name() -> str:
-    """Return the product name of the GPU if this process has used one, else of the CPU."""
+    """Return the product name of the GPU if this process uses one, otherwise of the CPU."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
-    with suppress(OSError):
+    with suppress(OSError):  # only Linux has this file
         name = re.search(r"(?m)^model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         if name:
             return name[1]
@@ -75,17 +80,21 @@ def _device_name() -> str:
 
 
 def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
-    """Return a SHA-256 of the source of each plug-in of another package, by name.
+    """Return a SHA-256 of the source of each plug-in that a run uses, by the plug-in's name.
 
-    Settings hold a plug-in as an object, or name it in a text. The dump has the names as texts.
+    Only plug-ins of other packages are included.
     """
+    # Settings hold a plug-in as an object, whose class is the plug-in, or by its name. Some names
+    # are texts only when the settings are dumped.
     modules: dict[str, str] = {}
     for value in (*_values_in(config), *_values_in(config.model_dump(mode="json"))):
-        name = value.partition("@")[0] if isinstance(value, str) else ""  # `nDCG@10` names `nDCG`
-        if name in LOADED:
-            modules[name] = LOADED[name]
-        value_type = type(value)  # types of Python and pydantic are left out below
-        modules[f"{value_type.__module__}:{value_type.__qualname__}"] = value_type.__module__
+        if isinstance(value, str):
+            name, _, _ = value.partition("@")  # the measure `nDCG@10` has the name `nDCG`
+            if name in LOADED:
+                modules[name] = LOADED[name]
+        value_class = type(value)
+        modules[f"{value_class.__module__}:{value_class.__qualname__}"] = value_class.__module__
+
     return {
         name: _source_fingerprint(module)
         for name, module in modules.items()
@@ -94,19 +103,21 @@ def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """Yield `value`, and all nested models, keys and values in it."""
+    """Yield `value` itself, and all models, keys and values inside it."""
     yield value
+    children: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        value = tuple(value.items())
-    if isinstance(value, BaseModel | list | tuple | set | frozenset):
-        for child in value:
-            yield from _values_in(child)
+        children = value.items()
+    elif isinstance(value, BaseModel | list | tuple | set | frozenset):
+        children = value  # a model yields pairs of a field's name and its value
+    for child in children:
+        yield from _values_in(child)
 
 
 def _source_fingerprint(name: str) -> str:
-    """Return a SHA-256 of a module's file, or of all Python files of the package that it is in."""
+    """Return a SHA-256 of a module's file, or of all Python files of the module's package."""
     module = sys.modules[name]
-    file = Path(getattr(module, "__file__", None) or "")
+    file = Path(getattr(module, "__file__", None) or "")  # built-in modules have no file
     files = sorted(file.parent.rglob("*.py")) if module.__package__ else [file]
-    parts = [fingerprint(path) for path in files if path.is_file()]
-    return sha256(repr(parts).encode()).hexdigest()
+    fingerprints = [fingerprint(path) for path in files if path.is_file()]
+    return sha256(repr(fingerprints).encode()).hexdigest()

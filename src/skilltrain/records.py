@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Protocol
 
 Ranking = list[tuple[str, float]]
-"""(skill_id, score), best first."""
+"""Pairs of skill id and score, best first."""
 Rankings = dict[str, Ranking]
 """Ranking by query id."""
 
@@ -93,7 +93,7 @@ class Query:
     """A request for skills.
 
     Attributes:
-        kind: `single` or `multi`: whether it needs one skill or several.
+        kind: `single` if the query needs one skill, `multi` if it needs several.
         origin: Who wrote the query.
         split: `train`, `dev` or `test`.
     """
@@ -111,8 +111,8 @@ class Judgement:
 
     Attributes:
         why: Explanation in words.
-        group: Name of the group of skills that were judged together, or id of the gold skill that
-            this skill can replace.
+        group: Name of the group of skills that were judged together. For a skill that can replace
+            a gold skill: id of the gold skill.
     """
 
     query_id: str
@@ -129,13 +129,13 @@ class Dropped:
     """A skill or query that a stage left out, with the reason: one row of DROPPED.
 
     Attributes:
-        query_id: Empty if the reason concerns only the skill.
-        skill_id: Empty if the reason concerns only the query.
+        query_id: Id of the query. Empty if the reason concerns only the skill.
+        skill_id: Id of the skill. Empty if the reason concerns only the query.
         filter: Code of the reason.
         reason: The reason in words.
         value: Measured value that decided, such as a similarity.
-        source: Mining source, or the file that it came from.
-        other_id: The skill that it resembles or repeats.
+        source: Mining source, or the file that the row came from.
+        other_id: Id of the skill that this one resembles or repeats.
     """
 
     query_id: str
@@ -160,12 +160,13 @@ class Ranker(Protocol):
 
         Args:
             queries: Queries with distinct ids.
-            candidates: Skills to rank for each query; None for the whole pool.
-            keep: Number of skills. Kinds `rerank` and `select` order the first `keep` candidates
-                and leave the others behind them. Kind `admit` drops the candidates that it does
-                not choose. All other kinds return the `keep` best.
+            candidates: Skills to rank, by query id. None: rank the whole pool.
+            keep: Number of skills. Rankers `rerank` and `select` reorder the first `keep`
+                candidates, and return the other candidates after them. Ranker `admit` drops the
+                candidates that it does not choose. All other rankers return the `keep` best skills.
 
         Returns:
-            Ranking by query id. Equal scores keep the order of the candidates or of the pool.
+            Ranking by query id. Skills with equal scores keep the order of the candidates or of
+            the pool.
         """
         ...

@@ -36,28 +36,50 @@ class TableSpec:
 Rows = Iterable[Mapping[str, Any] | Skill | Query | Judgement | Dropped]
 """Rows of a table: mappings, or records."""
 _CONVERSION_ERRORS = (pa.ArrowException, TypeError, ValueError, OverflowError)
-_TYPES = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
-_TYPES |= {
-    f"{kind}s": pa.list_(pa.field("item", type_, nullable=False)) for kind, type_ in _TYPES.items()
+# Arrow type by the name of a kind of column. `texts` is a list of `text`, and so on.
+_ARROW_TYPES = {"text": pa.string(), "int": pa.int32(), "float": pa.float64()}
+_ARROW_TYPES |= {
+    f"{kind}s": pa.list_(pa.field("item", arrow_type, nullable=False))
+    for kind, arrow_type in _ARROW_TYPES.items()
 }
-_KINDS = {str: "text", str | None: "text?", float | None: "float?", Verdict: "text"}
-_KINDS |= {int | None: "int?", tuple[str, ...] | None: "texts?"}
+# Kind of column by the type of a record's field.
+_KINDS = {
+    str: "text",
+    Verdict: "text",
+    str | None: "text?",
+    int | None: "int?",
+    float | None: "float?",
+    tuple[str, ...] | None: "texts?",
+}
 
 
 def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
-    """Declare a table from the types of its columns; `?` after a type: may be null."""
+    """Declare a table from the kinds of its columns.
+
+    Args:
+        name: Name of the table and of its file.
+        key: Names of the columns that identify a row. Empty: rows may repeat.
+        columns: Kind by column, such as `text`. A kind that ends with `?` may be null.
+    """
     fields = [
-        pa.field(column, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?"))
+        pa.field(column, _ARROW_TYPES[kind.rstrip("?")], nullable=kind.endswith("?"))
         for column, kind in columns.items()
     ]
     return TableSpec(name, pa.schema(fields), tuple(key.split()))
 
 
 def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
-    """Declare a table of the fields of `record`, in `order` if it is not empty."""
+    """Declare a table with a column for each field of a dataclass.
+
+    Args:
+        record: The dataclass.
+        name: Name of the table and of its file.
+        key: Names of the columns that identify a row. Empty: rows may repeat.
+        order: Names of all columns in order. Empty: the order of the fields.
+    """
     types = get_type_hints(record)
-    columns = {column: _KINDS[types[column]] for column in order.split() or types}
-    return _spec(name, key, **columns)
+    names = order.split() if order else types
+    return _spec(name, key, **{column: _KINDS[types[column]] for column in names})
 
 
 SKILLS = _spec_of(Skill, "skills", "skill_id")
@@ -119,52 +141,68 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     Raises:
         SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
     """
-    rows = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
+    mappings = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
 
     # Check the names of the columns in every row.
     names = {*spec.schema.names}
     required = {field.name for field in spec.schema if not field.nullable}
-    for position, row in enumerate(rows):
+    for position, row in enumerate(mappings):
         unknown = row.keys() - names
-        if unknown or not required <= row.keys():
+        missing = required - row.keys()
+        if unknown or missing:
             fault = "unknown" if unknown else "missing"
-            column = min(unknown or required - row.keys())
+            column = min(unknown) if unknown else min(missing)
             problem = f"{fault} column {column!r} in a row for table {spec.name}"
             raise SkilltrainError("wrong-columns", problem, where=f"row {position}")
 
-    columns = [_column([row.get(field.name) for row in rows], field, spec) for field in spec.schema]
+    columns: list[pa.Array] = []
+    for field in spec.schema:
+        values = [row.get(field.name) for row in mappings]
+        columns.append(_column(values, field, spec))
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
 
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
+    """Convert the values of a column, or raise SkilltrainError for the first row that is wrong."""
     try:
         return _array(values, field.type)
     except _CONVERSION_ERRORS:
-        # Find the first row with a wrong value.
         for position, value in enumerate(values):
             try:
                 _array([value], field.type)
             except _CONVERSION_ERRORS as error:
-                problem = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+                column = f"column '{field.name}' of table {spec.name}"
+                problem = f"a value does not fit {column}: {error}"
                 raise SkilltrainError("invalid-value", problem, where=f"row {position}") from error
         raise
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if any(_would_change(value, kind) for value in values):
-        raise ValueError(f"{kind} would change it")
-    return pa.array(values, kind)
+def _array(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
+    """Convert values to an Arrow array. Raises ValueError if Arrow would change a value."""
+    if any(_would_change(value, arrow_type) for value in values):
+        raise ValueError(f"{arrow_type} would change it")
+    return pa.array(values, arrow_type)
 
 
-def _would_change(value: Any, kind: pa.DataType) -> bool:
+def _would_change(value: Any, arrow_type: pa.DataType) -> bool:
     """Return whether Arrow would truncate a float to an int, or split a text into letters."""
-    if pa.types.is_list(kind) and value is not None:
-        return isinstance(value, str) or any(_would_change(v, kind.value_type) for v in value)
-    return pa.types.is_integer(kind) and isinstance(value, float)
+    if pa.types.is_list(arrow_type) and value is not None:
+        item_type = arrow_type.value_type
+        return isinstance(value, str) or any(_would_change(item, item_type) for item in value)
+    return pa.types.is_integer(arrow_type) and isinstance(value, float)
 
 
 def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """Return `table` if it has the columns of `spec`, no forbidden null and no repeated key."""
+    """Check the columns, the nulls and the keys of a table, and return the table.
+
+    Args:
+        table: The table.
+        spec: Declaration of the table.
+        where: Path or name of the table, for errors.
+
+    Raises:
+        SkilltrainError: A column differs, a value is null that may not be, or a key is repeated.
+    """
     for field, expected in zip_longest(table.schema, spec.schema):
         if field is None or expected is None or field != expected:
             names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
@@ -172,17 +210,19 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
                 "wrong-columns", f"is not a {spec.name} table: it has {names}", where=where
             )
 
+    # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):
         problem = f"column '{field.name}' of table {spec.name} holds a null"
-        if not field.nullable and column.null_count:
+        if column.null_count and not field.nullable:
             raise SkilltrainError("invalid-value", problem, where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
             raise SkilltrainError("invalid-value", f"a list in {problem}", where=where)
 
+    # If a key is repeated, there are fewer groups than rows.
     if spec.key:
-        counts = table.group_by(list(spec.key)).aggregate([([], "count_all")])
-        if counts.num_rows < table.num_rows:
-            repeated = counts.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
+        groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])
+        if groups.num_rows < table.num_rows:
+            repeated = groups.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
             key = ", ".join(repr(repeated[name]) for name in spec.key)
             raise SkilltrainError(
                 "repeated-id", f"table {spec.name} holds {key} more than once", where=where
@@ -191,6 +231,7 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
 
 
 def _describe_field(field: pa.Field | None) -> str:
+    """Return the name and the type of a column, or `nothing` for a missing column."""
     return "nothing" if field is None else f"'{pa.schema([field])}'"
 
 
@@ -251,7 +292,11 @@ def read_queries(path: Path) -> list[Query]:
 
 
 def select_queries(folder: Path, split: str | None) -> list[Query]:
-    """Read the queries of a split (None: of all splits), in order of id.
+    """Read the queries of one split, in order of id.
+
+    Args:
+        folder: Folder with the QUERIES table.
+        split: Name of the split. None: all splits.
 
     Raises:
         SkilltrainError: There is no such query.
@@ -259,7 +304,9 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
     queries = read_queries(folder)
     selected = [query for query in queries if split in (None, query.split)]
     if not selected:
-        splits = ", ".join(sorted({query.split for query in queries})) or "none, the table is empty"
+        splits = "none, the table is empty"
+        if queries:
+            splits = ", ".join(sorted({query.split for query in queries}))
         raise SkilltrainError(
             "empty-split",
             f"no query of split '{split}' (splits here: {splits})",
@@ -270,66 +317,80 @@ def select_queries(folder: Path, split: str | None) -> list[Query]:
 
 
 def select_judged(folder: Path, split: str | None) -> list[tuple[Query, dict[str, Verdict]]]:
-    """Read the queries like `select_queries`, each with its verdicts by skill id."""
+    """Read the queries of one split, in order of id, each with its verdicts by skill id.
+
+    The arguments are those of `select_queries`.
+    """
     queries = select_queries(folder, split)
     verdicts = read_verdicts(folder)
     return [(query, verdicts.get(query.query_id, {})) for query in queries]
 
 
 def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
-    """Return the positions of each query's rows in `rankings`.
+    """Group the rows of a RANKINGS table by query.
 
-    Queries are in order of id, the rows of a query in the order of the table.
+    Returns:
+        Positions of rows by query id. The ids are sorted, and the rows of a query are in the order
+        of the table.
     """
     encoded = rankings.column("query_id").combine_chunks().dictionary_encode()
-    numbers = encoded.indices.to_numpy(zero_copy_only=False)
+    query_ids = encoded.dictionary.to_pylist()
+    query_numbers = encoded.indices.to_numpy(zero_copy_only=False)  # [row]
 
     # A stable sort puts the rows of each query side by side.
-    ends = np.cumsum(np.bincount(numbers, minlength=len(encoded.dictionary)))
-    rows = np.split(np.argsort(numbers, kind="stable"), ends[:-1])
-    return dict(sorted(zip(encoded.dictionary.to_pylist(), rows, strict=False)))
+    sorted_rows = np.argsort(query_numbers, kind="stable")
+    ends = np.cumsum(np.bincount(query_numbers, minlength=len(query_ids)))
+    rows = np.split(sorted_rows, ends[:-1])
+    # Of an empty table there is one array of rows, but no query id.
+    return dict(sorted(zip(query_ids, rows, strict=False)))
 
 
-def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> None:
-    """Raise SkilltrainError if a ranked skill is not in `pool`.
+def check_ranked(rankings: pa.Table, pool_ids: Collection[str], where: object) -> None:
+    """Raise SkilltrainError if a ranked skill is not in the pool.
 
     Args:
         rankings: RANKINGS table.
-        pool: Ids of the pool's skills.
-        where: Name of the pool in the error.
+        pool_ids: Ids of the pool's skills.
+        where: Folder of the pool, for the error.
     """
-    unknown = set(rankings.column("skill_id").unique().to_pylist()).difference(pool)
+    ranked_ids = rankings.column("skill_id").unique().to_pylist()
+    unknown = set(ranked_ids).difference(pool_ids)
     if unknown:
-        problem = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
+        problem = (
+            f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
+        )
         raise SkilltrainError(
             "unknown-skill", problem, where=where, fix="give the pool that was ranked"
         )
 
 
 def texts_of(column: pa.ChunkedArray) -> list[str]:
-    """Return a text column as a list in which equal texts are one object, to save memory."""
+    """Return a text column as a list. Equal texts are the same object, to save memory."""
     encoded = column.combine_chunks().dictionary_encode()
     texts = encoded.dictionary.to_pylist()
     return [texts[number] for number in encoded.indices.to_numpy(zero_copy_only=False).tolist()]
 
 
 def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
-    """Return the verdict by query id and skill id.
+    """Return the verdicts of a JUDGEMENTS table by query id and skill id.
 
     Raises:
         SkilltrainError: A value of the column `verdict` is no verdict.
     """
     verdicts: dict[str, dict[str, Verdict]] = {}
     for row in judgements.select(["query_id", "skill_id", "verdict"]).to_pylist():
-        if row["verdict"] not in [*Verdict]:
+        query_id = row["query_id"]
+        try:
+            verdict = Verdict(row["verdict"])
+        except ValueError as error:
             problem = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
-            raise SkilltrainError("invalid-value", problem, where=row["query_id"])
-        verdicts.setdefault(row["query_id"], {})[row["skill_id"]] = Verdict(row["verdict"])
+            raise SkilltrainError("invalid-value", problem, where=query_id) from error
+        verdicts.setdefault(query_id, {})[row["skill_id"]] = verdict
     return verdicts
 
 
 def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:
-    """Read the verdict by query id and skill id from the JUDGEMENTS table in a folder."""
+    """Read the verdicts by query id and skill id from the JUDGEMENTS table in a folder."""
     return verdicts_by_query(read_table(folder, JUDGEMENTS))
 
 

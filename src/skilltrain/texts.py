@@ -36,7 +36,7 @@ _ENCODINGS_BY_MARK = {  # UTF-32 first, because its mark begins with that of UTF
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _MAX_CONTROL_SHARE = 0.05  # of a text's first characters; binary data has more
-_MIN_VALID_PER_BROKEN = 10  # non-ASCII characters; text in another encoding has fewer
+_MIN_VALID_PER_BROKEN = 10  # non-ASCII characters; text that is not UTF-8 has fewer
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")  # NUL and lone surrogates
 _SHOWN_CONTROLS = "\n\t\u200c\u200d"  # the last two are joiners, which some scripts need
 
@@ -63,22 +63,26 @@ def decode_text(data: bytes) -> str | None:
         for character in start
         if unicodedata.category(character) == "Cc" and character not in "\t\n\r\f"
     ]
-    return None if len(controls) > _MAX_CONTROL_SHARE * len(start) else text
+    is_binary = len(controls) > _MAX_CONTROL_SHARE * len(start)
+    return None if is_binary else text
 
 
 def _decode(data: bytes) -> str | None:
+    """Decode bytes with the most likely encoding. None: they fit no encoding."""
     for mark, encoding in _ENCODINGS_BY_MARK.items():
         if data.startswith(mark):
             return data.decode(encoding, errors="replace")
 
+    # Accept UTF-8, also with a few broken characters.
     text = data.decode("utf-8", errors="replace")
     if text.encode() == data:
         return text
     num_broken = text.count("\ufffd")
-    num_non_ascii = sum(not character.isascii() for character in text)  # broken ones included
-    if num_broken * (_MIN_VALID_PER_BROKEN + 1) <= num_non_ascii:
+    num_valid = sum(not character.isascii() for character in text) - num_broken
+    if num_valid >= _MIN_VALID_PER_BROKEN * num_broken:
         return text
 
+    # Guess between the other encodings.
     from charset_normalizer import from_bytes
 
     best = from_bytes(data, cp_isolation=["gb18030", "cp1252", "latin-1"]).best()
@@ -100,11 +104,14 @@ def words_of(text: str) -> list[str]:
 
     A word is a run of letters and digits. A CJK character is a word of its own.
     """
-    # Most words are ASCII. Splitting bytes takes half the time of a regular expression.
+    # Split at ASCII punctuation. Most words are ASCII, and translating bytes takes half the time
+    # of a regular expression.
     data = text.encode("utf-8", "surrogatepass").translate(_ASCII_WORDS)
     pieces = data.decode("utf-8", "surrogatepass").split()
     if text.isascii():
         return pieces
+
+    # Pieces with other characters are split by the regular expression.
     words: list[str] = []
     for piece in pieces:
         if piece.isascii():
@@ -120,30 +127,32 @@ def num_words(text: str) -> int:
     Two Han characters count as one word, which is the mean length of a Chinese word.
     """
     num_han = len(_HAN.findall(text))
-    return len(_SPELLED_WORD.findall(text)) + (num_han + 1) // 2
+    num_chinese_words = (num_han + 1) // 2  # rounded up
+    return len(_SPELLED_WORD.findall(text)) + num_chinese_words
 
 
 def name_key(name: str) -> str:
-    """Return a name without case and separators, to compare names.
+    """Return a key to compare names: the name without separators and in lower case.
 
-    `PDF-Tools`, `pdf_tools` and `pdf tools` have the same key; `c++` and `c#` have different ones.
+    `PDF-Tools`, `pdf_tools` and `pdf tools` have the same key. `c++` and `c#` have different keys.
     """
     return re.sub(r"[\s\-_./:]+", "", unicodedata.normalize("NFKC", name).casefold())
 
 
 def language_of(text: str) -> str | None:
-    """Guess the language of a text.
+    """Guess whether a text is English or Chinese.
 
-    On 26,308 skills labelled en or zh it agrees with 98.9% of the labels. The others are Spanish or
-    Japanese, and it returns None for them.
+    On 26,308 skills labelled en or zh, the guess agrees with 98.9% of the labels. The other skills
+    are in fact Spanish or Japanese, and the guess is None.
 
     Returns:
-        zh if at least a quarter of the words are Han characters, en if common English words occur,
-        otherwise None.
+        `zh` if at least a quarter of the words are Han characters. `en` if at least 1% of the words
+        are common English words. Otherwise None.
     """
     words = _LATIN_WORD.findall(text.lower())
     num_han = len(_HAN.findall(text))
-    if len(_KANA_OR_HANGUL.findall(text)) > 0.1 * num_han + 5:
+    num_kana_or_hangul = len(_KANA_OR_HANGUL.findall(text))
+    if num_kana_or_hangul > 0.1 * num_han + 5:  # Japanese or Korean; Chinese texts quote a few
         return None
     if num_han and num_han >= 0.25 * (num_han + len(words)):
         return "zh"
@@ -152,9 +161,9 @@ def language_of(text: str) -> str | None:
 
 
 def visible(text: str) -> str:
-    """Write the invisible characters of a text as codes, such as `[U+202E]`.
+    """Replace the invisible characters of a text by codes, such as `[U+202E]`.
 
-    These are controls, direction marks, surrogates and the like.
+    Invisible characters are controls, direction marks, surrogates and the like.
     """
     if text.isprintable():
         return text
@@ -162,6 +171,7 @@ def visible(text: str) -> str:
 
 
 def _visible_character(character: str) -> str:
+    """Return a character, or its code if it is invisible."""
     is_space = unicodedata.category(character) == "Zs"
     if character.isprintable() or character in _SHOWN_CONTROLS or is_space:
         return character
@@ -169,11 +179,11 @@ def _visible_character(character: str) -> str:
 
 
 def printable(text: str, max_chars: int | None = None) -> str:
-    """Return an untrusted text on one line, safe for a terminal, and cut to `max_chars`."""
+    """Return an untrusted text on one line, safe for a terminal, cut to `max_chars` if given."""
     line = one_line(visible(text))
     return line if max_chars is None else shorten(line, max_chars)
 
 
 def shorten(text: str, max_chars: int, mark: str = "…") -> str:
-    """Cut a text to `max_chars`, which include a mark in place of the rest."""
+    """Cut a text to at most `max_chars` characters. A cut text ends with `mark`."""
     return text if len(text) <= max_chars else text[: max_chars - len(mark)] + mark
