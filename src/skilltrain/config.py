@@ -1,13 +1,13 @@
-"""Strict settings: the base class of all sections, and the reading of recipes."""
+"""Strict settings: their base class, and the functions that read recipes and check them."""
 
 import copy
 import difflib
+import itertools
 import sys
-import types
-import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -74,9 +74,9 @@ def removed_advice(name: object) -> str:
 
 
 class Config(BaseModel):
-    """Base of every settings class: frozen, numbers are finite, and unknown keys are errors.
+    """Base of every settings class. It is frozen, numbers are finite, and unknown keys are errors.
 
-    Defaults live here only; code never falls back to a default of its own.
+    Only these classes hold defaults. Other code has no defaults of its own for settings.
     """
 
     model_config = ConfigDict(
@@ -91,7 +91,7 @@ class Config(BaseModel):
 class _RecipeLoader(yaml.SafeLoader):
     """YAML loader that refuses repeated keys and endless aliases, and reads dates as text.
 
-    PyYAML's own loader silently keeps the last of equal keys.
+    PyYAML's own loader keeps the last of equal keys silently.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -107,7 +107,7 @@ class _RecipeLoader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # PyYAML raises an error below
+                continue  # the base class raises an error for it
             if key in keys:
                 line = key_node.start_mark.line + 1
                 raise SkilltrainError(
@@ -117,29 +117,28 @@ class _RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_RecipeLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+# No setting is a date, so what looks like a date stays text.
+_RecipeLoader.add_constructor("tag:yaml.org,2002:timestamp", _RecipeLoader.construct_yaml_str)
 
 
 def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
-    """Return the number of nodes in `node`, with all aliases expanded.
+    """Count the nodes of a YAML tree, with all aliases expanded.
 
     Args:
         node: Root of the tree.
-        sizes: Number of nodes by node counted so far; is filled.
+        sizes: Number of nodes below each node that was counted before. This call adds to it.
 
     Raises:
         SkilltrainError: There are more than _MAX_NODES.
     """
     if node not in sizes:
-        # An alias to a node that contains it would count without end.
+        # A node that contains an alias to itself gets this size, so that the count ends.
         sizes[node] = _MAX_NODES
-        children: list[yaml.Node] = []
-        if isinstance(node, yaml.CollectionNode):
-            for item in node.value:  # a node, or a (key, value) pair of nodes
-                children += item if isinstance(item, tuple) else (item,)
+        children: Iterable[yaml.Node] = ()
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = itertools.chain.from_iterable(node.value)  # pairs of key and value
         sizes[node] = 1 + sum(_count_nodes(child, sizes) for child in children)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
@@ -175,11 +174,11 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file as nested maps, and apply overrides.
 
-    The key `recipe` (the line that makes a YAML file valid Python) is dropped.
+    A recipe with the key `based_on: FILE` only holds what differs from the recipe FILE, its base.
+    The path FILE is relative to the recipe. A base has no base of its own.
 
     Args:
-        path: Recipe file. With `based_on: FILE` it only holds what differs from that recipe. The
-            path of the base is relative to the recipe, and a base has no base of its own.
+        path: Recipe file.
         overrides: Settings of the form `key=value`.
     """
     values = _read_recipe(path)
@@ -197,6 +196,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
+    """Read a recipe file, without the key `recipe`: the line that makes the file valid Python."""
     check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -221,58 +221,71 @@ def _merge(base: Any, changes: Any) -> Any:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `values` with each override `section.key=value` set.
 
-    The value is parsed as YAML. A value that starts with `*` stays text, so that it can be a file
-    pattern. No value means null.
+    The value is parsed as YAML. An empty value means null. A value that starts with `*` stays
+    text, because it is a file pattern.
     """
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not all(key.split(".")):
+        has_empty_part = not all(key.split("."))
+        if not equals or has_empty_part:
             raise SkilltrainError(
                 "invalid-override",
                 "an override has the form key=value or section.key=value",
                 where=override,
             )
-        fix = f"write text with special characters in quotes: {key}='\"…\"'"
         value = None
         if text.startswith("*"):
             value = text
         elif text:
+            fix = f"write text with special characters in quotes: {key}='\"…\"'"
             value = parse_yaml(text, override, fix)
         set_value(result, key, value, override)
     return result
 
 
 def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> None:
-    """Set a key such as `section.key` or `list.0` in place, and create missing sections."""
-    *parents, last = key.split(".")
-    node: Any = values
-    for part in parents:
-        if isinstance(node, dict):
-            node = node.setdefault(part, {})
+    """Set one setting in place, and create missing sections.
+
+    Args:
+        values: Settings as nested maps.
+        key: Path of the setting, such as `section.key` or `list.0`.
+        value: New value.
+        where: The override, for errors.
+    """
+    names = key.split(".")
+    last_name = names.pop()
+
+    # Walk down to the section or the list that holds the setting.
+    section: Any = values
+    for name in names:
+        if isinstance(section, dict):
+            section = section.setdefault(name, {})
         else:
-            node = node[_position(node, part, where)]
-        if not isinstance(node, dict | list):
+            section = section[_position(section, name, where)]
+        if not isinstance(section, dict | list):
             raise SkilltrainError(
-                "invalid-override", f"'{part}' is a value, not a section", where=where
+                "invalid-override", f"'{name}' is a value, not a section", where=where
             )
-    if isinstance(node, dict):
-        node[last] = value
+
+    if isinstance(section, dict):
+        section[last_name] = value
     else:
-        node[_position(node, last, where)] = value
+        section[_position(section, last_name, where)] = value
 
 
-def _position(items: list[Any], part: str, where: object) -> int:
-    if not (part.isdecimal() and int(part) < len(items)):
+def _position(items: list[Any], name: str, where: object) -> int:
+    """Return the position in a list that a part of a key names, counted from 0."""
+    if not (name.isdecimal() and int(name) < len(items)):
         raise SkilltrainError(
             "invalid-override",
-            f"'{part}' is no item of a list of {len(items)}, counted from 0",
+            f"'{name}' is no item of a list of {len(items)}, counted from 0",
             where=where,
         )
-    return int(part)
+    return int(name)
 
 
-# pydantic's type of a fault → the code of our error
+# Code of our error by pydantic's type of a fault.
 _CODES = {
     "extra_forbidden": "unknown-setting",
     "missing": "missing-setting",
@@ -285,15 +298,21 @@ _CODES = {
 def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:
     """Validate settings.
 
+    Args:
+        config_class: Class of the settings.
+        values: Settings as nested maps.
+        where: The recipe or the command, for the error.
+
     Raises:
-        SkilltrainError: A setting is wrong. The error describes the first fault (unknown keys come
-            first) with its key and the allowed choices.
+        SkilltrainError: A setting is wrong. The error describes one fault with its key and the
+            allowed choices. Unknown keys are described before other faults.
     """
     try:
         return config_class.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False)
-        first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
+        unknown_keys = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+        first = unknown_keys[0] if unknown_keys else faults[0]
         more = f"; {len(faults) - 1} more" if len(faults) > 1 else ""
         problem = _describe(config_class, first, values) + more
         code = _CODES.get(first["type"], "invalid-setting")
@@ -301,17 +320,25 @@ def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: obje
 
 
 def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, Any]) -> str:
-    """Describe a fault that pydantic found in `values`, in one sentence with its key."""
+    """Describe one fault in a sentence that names the key.
+
+    Args:
+        config_class: Class of all settings.
+        fault: An item of pydantic's `ValidationError.errors()`.
+        values: All settings as nested maps.
+    """
     path, sections = _follow(config_class, fault["loc"], values)
     key = ".".join(path)
-    keys = sorted(set[str]().union(*(section.model_fields for section in sections)))
+    allowed = itertools.chain.from_iterable(section.model_fields for section in sections)
+    keys = sorted(set(allowed))
     kind = fault["type"]
     if kind == "extra_forbidden":
         # A removed setting is listed by its name, by `section.name` or by `stage.key`.
         names = (path[-1], ".".join(path[-2:]), f"{values.get('stage')}.{key}")
-        advice = next(filter(None, map(removed_advice, names)), "")
-        allowed = f"{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
-        return f"unknown key '{key}'{advice or allowed}"
+        for name in names:
+            if name in REMOVED:
+                return f"unknown key '{key}'{removed_advice(name)}"
+        return f"unknown key '{key}'{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
     if kind == "missing":
         return f"missing key '{'.'.join([*path, str(fault['loc'][-1])])}'"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -321,29 +348,37 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     value = _short(fault["input"])
     if kind in ("model_type", "model_attributes_type"):
         return f"{subject}must be a section of keys ({', '.join(keys)}), found {value}"
+
+    # Shorten pydantic's message, and add the value that it is about.
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    end = f", found {value}"
     if kind == "value_error":
-        value = ""  # the messages of our own validators name the value
-    else:
-        value = f", found {value}"
-    if kind == "path_type":
+        end = ""  # the messages of our own validators name the value
+    elif kind == "path_type":
         message = "must be a path"
         if isinstance(fault["input"], int | float):
-            value += " (write it in quotes)"
+            end += " (write it in quotes)"
     elif kind == "too_short":
         message = f"must hold at least {fault['ctx']['min_length']}"
     elif kind == "literal_error":
-        value += removed_advice(fault["input"])
-    return f"{subject}{message[:1].lower()}{message[1:]}{value}"
+        end += removed_advice(fault["input"])
+    return f"{subject}{message[:1].lower()}{message[1:]}{end}"
 
 
 def _describe_tag(path: Sequence[str], sections: Sequence[type[BaseModel]], fault: Any) -> str:
-    """Describe a missing or unknown tag, the setting that chooses between kinds of a section."""
+    """Describe a missing or unknown tag. A tag is the setting that chooses the kind of a section.
+
+    Args:
+        path: Keys that lead to the section.
+        sections: Classes that the section may have.
+        fault: An item of pydantic's `ValidationError.errors()`.
+    """
     tag = fault["ctx"]["discriminator"].strip("'")
     key = ".".join([*path, tag])
     choices = sorted({tags[tag] for tags in map(tags_of, sections) if tag in tags})
     if fault["type"] == "union_tag_not_found":
         return f"missing key '{key}': choose from {', '.join(choices)}"
+
     value = str(fault["ctx"]["tag"])
     advice = removed_advice(value)
     if not advice:
@@ -356,96 +391,113 @@ def _follow(
 ) -> tuple[list[str], list[type[BaseModel]]]:
     """Follow pydantic's location of a fault through the settings.
 
+    Args:
+        config_class: Class of the settings.
+        location: Keys, positions in lists, and tags: `("rankers", 0, "dense", "batch_size")`. A tag
+            such as `dense` names the member of a union that pydantic chose.
+        values: The settings.
+
     Returns:
-        The keys that lead to the fault, and the classes that its section may have.
+        The keys that lead to the fault, without tags, and the classes that its section may have.
     """
     path: list[str] = []
     sections: list[type[BaseModel]] = [config_class]
-    tag = ""  # a location also holds the tag that chose a member of a union
-    for part in location:
-        is_tag = tag == part
+    tag = ""  # of the section just entered
+    for key in location:
+        is_tag = key == tag
         tag = ""
         if is_tag:
             continue
-        is_item = isinstance(values, Sequence) and isinstance(part, int)
-        if not is_item and not (isinstance(values, Mapping) and part in values):
-            continue  # the key is missing
-        path.append(str(part))
-        values = values[part]
-        inner: list[type[BaseModel]] = []
+        is_item = isinstance(values, Sequence) and isinstance(key, int)
+        is_setting = isinstance(values, Mapping) and key in values
+        if not is_item and not is_setting:
+            continue  # the setting is missing
+        path.append(str(key))
+        values = values[key]
+
+        # An item of a list has the classes of the list.
+        inner_sections: list[type[BaseModel]] = []
         for section in sections:
-            if part in section.model_fields:
-                inner += sections_of(section.model_fields[part])
-        sections = inner or sections
+            if key in section.model_fields:
+                inner_sections += sections_of(section.model_fields[key])
+        if inner_sections:
+            sections = inner_sections
         if len(sections) > 1 and isinstance(values, Mapping):
-            imported = _imported_sections(values)
-            if imported:
-                sections = imported
-            else:
-                sections = [c for c in sections if _has_tags(c, values)] or sections
+            sections = _chosen_sections(sections, values)
             tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
 
-def _has_tags(section: type[BaseModel], values: Mapping[str, Any]) -> bool:
-    return all(values.get(name) == tag for name, tag in tags_of(section).items())
+def _chosen_sections(
+    sections: list[type[BaseModel]], values: Mapping[str, Any]
+) -> list[type[BaseModel]]:
+    """Return the classes that the tags of a section choose, or all classes if they choose none.
 
-
-def _imported_sections(values: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """Return the class that a section names by import path, `package.module:Class`, if any."""
+    Args:
+        sections: Classes that the section may have.
+        values: Settings of the section.
+    """
+    # A tag may be an import path, `package.module:Class`.
     for tag in ("name", "kind"):
         module, _, attribute = str(values.get(tag)).partition(":")
         plugin = getattr(sys.modules.get(module), attribute, None)
         if isinstance(plugin, type) and issubclass(plugin, BaseModel):
             return [plugin]
-    return []
+
+    # A class is chosen if all its tags are among the values.
+    chosen = [section for section in sections if tags_of(section).items() <= values.items()]
+    return chosen if chosen else sections
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f", did you mean '{near[0]}'?" if near else ";"
+    """Return a suggestion of the choice that resembles `word`, or ";" if none does."""
+    similar = difflib.get_close_matches(word, choices, n=1)
+    return f", did you mean '{similar[0]}'?" if similar else ";"
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
     """Return the settings classes that a field may hold, also as items of lists and maps."""
-    return _sections((field.annotation, *field.metadata))
+    return _sections_in(field.annotation, field.metadata)
 
 
-def _sections(parts: Sequence[Any]) -> list[type[BaseModel]]:
-    """Return the settings classes in a type and the metadata that follows it."""
-    annotation, *metadata = parts
-    for mark in metadata:
-        if isinstance(mark, OneOf):
-            return mark.classes()
+def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[BaseModel]]:
+    """Return the settings classes in a type, whose metadata may be the marker of a plug-in."""
+    for marker in metadata:
+        if isinstance(marker, OneOf):
+            return marker.classes()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _sections(arguments)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        return _sections_in(arguments[0], arguments[1:])
     sections: list[type[BaseModel]] = []
-    if origin in (typing.Union, types.UnionType, list, tuple, dict):
+    if origin in (Union, UnionType, list, tuple, dict):
         for argument in arguments:
-            sections += _sections((argument,))
+            sections += _sections_in(argument)
     return sections
 
 
 def tags_of(section: type[BaseModel]) -> dict[str, str]:
-    """Return the settings that allow one value only, with this value: they choose the section."""
-    literals = {
-        name: typing.get_args(field.annotation)
+    """Return the tags of a settings class: the settings that allow a single value, and this value.
+
+    Example: `{"kind": "dense"}`. Tags choose the class of a section.
+    """
+    choices = {
+        name: get_args(field.annotation)
         for name, field in section.model_fields.items()
-        if typing.get_origin(field.annotation) is typing.Literal
+        if get_origin(field.annotation) is Literal
     }
-    return {name: str(values[0]) for name, values in literals.items() if len(values) == 1}
+    return {name: str(values[0]) for name, values in choices.items() if len(values) == 1}
 
 
 def _short(value: Any) -> str:
+    """Return a wrong value as it is shown in an error."""
     return shorten("null" if value is None else repr(value), 60, "...")
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Return the resolved settings as YAML, with all defaults, so that it can repeat the run."""
+    """Return settings with all defaults as YAML, which can be run as a recipe."""
     values = config.model_dump(mode="json")
     # PyYAML loses the line breaks of Unicode unless it escapes all characters beyond ASCII.
     has_breaks = any(escape in repr(values) for escape in (r"\x85", r"\u2028", r"\u2029"))
@@ -453,10 +505,10 @@ def to_yaml(config: BaseModel) -> str:
 
 
 class InputMark:
-    """Marks a setting as an input, whose fingerprint is written beside the output."""
+    """Marker of a setting that is an input. The fingerprint of an input is written to run.json."""
 
 
-InputPath = typing.Annotated[Path, InputMark()]
+InputPath = Annotated[Path, InputMark()]
 
 
 def _as_list(value: Any) -> Any:
@@ -464,8 +516,8 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-InputPaths = typing.Annotated[tuple[InputPath, ...], BeforeValidator(_as_list)]
-"""A path, or a list of them."""
-ModelSource = typing.Annotated[str, InputMark()]
-"""Folder, Hub id or package of a model. Only a folder gets a fingerprint: the names of the others
-identify their content."""
+InputPaths = Annotated[tuple[InputPath, ...], BeforeValidator(_as_list)]
+"""A path, or a list of paths."""
+ModelSource = Annotated[str, InputMark()]
+"""Folder, Hub id or package of a model. Only a folder gets a fingerprint, because an id or the name
+of a package identifies the content."""
