@@ -94,7 +94,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def staging_path(folder: Path) -> Path:
-    """Return the path of the folder that `staged_folder` yields for `folder`."""
+    """Return the path of the folder that `staged_folder` yields for `folder`.
+
+    Raises:
+        SkilltrainError: `folder` does not end with a name, such as `runs/..`.
+    """
+    if folder.name in ("", ".."):
+        raise SkilltrainError(
+            "invalid-output-name",
+            "is no name for an output folder",
+            where=folder,
+            fix="give out=… a name",
+        )
     return folder.with_name(f".{folder.name}.partial")
 
 
@@ -114,12 +125,10 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     If the block raises, the yielded folder is removed.
 
     Raises:
-        SkilltrainError: `folder` exists and is not empty, or another process writes it.
+        SkilltrainError: `folder` exists and is not empty, or does not end with a name, or another
+            process writes it.
     """
-    if folder.name in ("", ".."):  # such as "." or "runs/.."
-        raise SkilltrainError(
-            "invalid-output-name", "is no name for an output folder", where=folder
-        )
+    staged = staging_path(folder)
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty_folder:
         raise SkilltrainError(
@@ -129,7 +138,6 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             fix="name another, or delete it",
         )
 
-    staged = staging_path(folder)
     with locked(folder):
         try:
             # A killed process may have left an unfinished folder.

