@@ -1,7 +1,7 @@
 """skilltrain fine-tunes the encoder and the reranker that route an agent's task to the right skill.
 
-The names below are the Python API; docs/routing.md shows them at work. They are imported when first used, because
-torch takes seconds.
+The names below are the Python API. docs/routing.md has examples. A name is imported when it is
+first used, because the import of torch takes seconds.
 """
 
 import importlib
@@ -37,10 +37,13 @@ __all__ = [
     "run",
     "train",
 ]
-_HOMES = {"Query": "records", "Skill": "records", "Router": "serving.router"}
+# Modules of the names that are not in `skilltrain.api`.
+_MODULES = {"Query": "records", "Skill": "records", "Router": "serving.router"}
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of the API when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'skilltrain' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"skilltrain.{_HOMES.get(name, 'api')}"), name)
+    module = _MODULES.get(name, "api")
+    return getattr(importlib.import_module(f"skilltrain.{module}"), name)

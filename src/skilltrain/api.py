@@ -1,7 +1,7 @@
 """The stages as Python functions, for notebooks and other programs.
 
-Functions that run a stage write a folder with its recipe and the fingerprints of its inputs, like
-the command line. They do nothing if the folder already holds the same run. All functions raise
+Like a command, a function that runs a stage writes a folder with the recipe and the fingerprints of
+the inputs. It does nothing if the folder already holds the same run. All functions raise
 SkilltrainError for wrong arguments.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def read_pool(source: "Skills") -> list[Skill]:
-    """Read skills with unique ids.
+    """Read skills, and check that their ids are unique.
 
     Args:
         source: A folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, rows, or
@@ -47,9 +47,8 @@ def read_pool(source: "Skills") -> list[Skill]:
     if isinstance(source, Path | str):
         return read.read_pool(source)
     rows = _rows(source)
-    skills = [row for row in rows if isinstance(row, Skill)]
-    if skills and len(skills) == len(rows):
-        return skills
+    if rows and all(isinstance(row, Skill) for row in rows):
+        return rows
     return read.skills_of_rows(rows)
 
 
@@ -79,11 +78,14 @@ def build_lists(
     PosixPath('runs/mine/encoder_lists')
     """
     out = Path(out)
+
+    # Write the tables of queries that are given as rows.
     if not isinstance(queries, Path | str):
         file = out / "queries.jsonl"
         write_jsonl(file, _rows(queries))
         queries = out / "queries"
         run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": queries})
+
     model = {"source": encoder, "cache": out / "vectors"}
     steps = list_steps({"pool": pool, "queries": queries}, model, out, quotas, seed=0)
     for step, recipe in steps.items():
@@ -95,7 +97,7 @@ def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any
     """Run any stage and return its summary.
 
     Args:
-        recipe: Settings as nested maps, or a recipe file.
+        recipe: Recipe file, or settings as nested maps.
         settings: Overrides of the form `key=value`.
         resume: Whether to resume an unfinished training run.
 
@@ -186,13 +188,18 @@ def route(
 def plan_task(
     config: "PlannerConfig", text: str, router: "Router"
 ) -> "tuple[Plan, dict[str, tuple[Flag, ...]]]":
-    """Plan one task.
+    """Split one task into steps, and find a skill for each step.
 
-    If the chat model is down, rules plan, and a note says so. A step has no skill if no skill
-    reaches the threshold of the router's calibration.
+    If the chat model is down, rules split the task, and a note in the plan says so. A step has no
+    skill if no skill reaches the threshold of the router's calibration.
+
+    Args:
+        config: Settings of the planner.
+        text: The task in plain words.
+        router: Router that finds the skills.
 
     Returns:
-        The plan, and the safety flags of its skills by skill id.
+        The plan, and the safety flags of its flagged skills, by skill id.
 
     Raises:
         SkilltrainError: The task is empty.
@@ -201,21 +208,22 @@ def plan_task(
 
     if not text.strip():
         raise SkilltrainError("empty-text", "the task is empty")
-    flags: dict[str | None, tuple[Flag, ...]] = {}
+    flags: dict[str, tuple[Flag, ...]] = {}
 
-    def find(texts: Sequence[str], keep: int) -> list[Ranking]:
+    def rank_skills(steps: Sequence[str], keep: int) -> list[Ranking]:
+        """Rank the `keep` best skills for each step, and remember their flags."""
         rankings: list[Ranking] = []
-        for step in texts:
+        for step in steps:
             answer = router.route(step, keep)
             skills = answer.skills if answer.fits else ()
-            flags.update((routed.skill_id, routed.flags) for routed in skills)
-            rankings.append([(routed.skill_id, routed.score) for routed in skills])
+            flags.update((skill.skill_id, skill.flags) for skill in skills)
+            rankings.append([(skill.skill_id, skill.score) for skill in skills])
         return rankings
 
     task = Query("task", text, kind="multi", origin="", split="")
-    (plan,) = Planner(config, router.skills, find, lenient=True).plan([task])
-    chosen = [step.skill_id for step in plan.steps if step.skill_id and flags.get(step.skill_id)]
-    return plan, {skill_id: flags[skill_id] for skill_id in chosen}
+    plan = Planner(config, router.skills, rank_skills, lenient=True).plan([task])[0]
+    planned_ids = [step.skill_id for step in plan.steps if step.skill_id]
+    return plan, {skill_id: flags[skill_id] for skill_id in planned_ids if flags.get(skill_id)}
 
 
 def export_model(
@@ -227,15 +235,18 @@ def export_model(
     license_id: str | None = None,
     report: Path | str | None = None,
 ) -> dict[str, Any]:
-    """Write the model of a training run, or of one of its checkpoints, as a folder of its own.
+    """Write the model of a training run, or of one of its checkpoints, to a folder.
 
     Args:
         training: Folder of the training run.
         out: Folder to write.
-        checkpoint: `best` or `step-N`; by default the run's final model.
+        checkpoint: `best` or `step-N`. None: the final model of the run.
         repo: Name on the Hub, for the model card.
         license_id: Licence of the model, for the model card.
-        report: Folder of an evaluation of this run, for the model card's results.
+        report: Folder of an evaluation of this run, for the results in the model card.
+
+    Returns:
+        Summary of the export.
 
     >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
     """
@@ -247,21 +258,25 @@ def export_model(
 
 
 def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
+    """Return the stage of a recipe, with overrides `key=value` applied."""
     if isinstance(recipe, Mapping):
         return parse_recipe(apply_overrides(_plain(recipe), settings), "recipe")
     return parse_recipe(load_recipe(Path(recipe), settings), recipe)
 
 
 def _rows(source: Any) -> list[Any]:
-    """Return the rows of an iterable or a DataFrame, without a DataFrame's missing values."""
-    if callable(getattr(source, "notna", None)):  # a DataFrame; pandas is optional
-        rows: Any = source.astype(object).where(source.notna(), None).to_dict("records")
-        return [{key: value for key, value in row.items() if value is not None} for row in rows]
-    return list(source)
+    """Return the rows of an iterable or a DataFrame. A DataFrame's missing values are left out."""
+    if not hasattr(source, "notna"):  # no DataFrame; pandas may not be installed
+        return list(source)
+    present: Any = source.astype(object).where(source.notna(), None)
+    rows: list[Any] = []
+    for row in present.to_dict("records"):
+        rows.append({key: value for key, value in row.items() if value is not None})
+    return rows
 
 
 def _plain(value: Any) -> Any:
-    """Return nested settings as a recipe file would hold them, with paths as text."""
+    """Return nested settings with plain types, as a recipe file holds them. Paths become texts."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

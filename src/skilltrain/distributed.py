@@ -1,5 +1,6 @@
 """Communication between the processes of a run (ranks)."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ ValueT = TypeVar("ValueT")
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes.
+    """Return the rank of this process, and the number of processes (the world).
 
     Outside a distributed run they are 0 and 1.
     """
@@ -22,7 +23,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def highest_on_any_rank(number: int, device: torch.device) -> int:
-    """Return the largest `number` that a rank calls this function with."""
+    """Return the largest of the values of `number` on all ranks. All ranks must call this."""
     _, world = rank_and_world()
     if world == 1:
         return number
@@ -32,7 +33,7 @@ def highest_on_any_rank(number: int, device: torch.device) -> int:
 
 
 def of_first_rank(value: ValueT) -> ValueT:
-    """Return the first rank's `value` on every rank."""
+    """Send the `value` of the first rank to all ranks, and return it on every rank."""
     _, world = rank_and_world()
     values = [value]
     if world > 1:
@@ -48,27 +49,32 @@ def made_by_first_rank(make: Callable[[], ValueT]) -> ValueT:
 
 
 def gather_rows(rows: Float[Tensor, "local ..."], total: int) -> Float[Tensor, "total ..."]:
-    """Gather the rows of all ranks, in order, on every rank.
+    """Gather the rows of all ranks, in their order, on every rank.
 
-    Each gradient reaches the rank that computed the row.
+    In the backward pass, the gradient of a row goes to the rank that sent the row.
 
     Args:
-        rows: Rows r, r + world, r + 2 world, … of the result, on rank r.
-        total: Number of rows of all ranks.
+        rows: Rows of this rank. On rank r of n ranks, these are the rows r, r + n, r + 2n, … of the
+            result.
+        total: Number of rows of all ranks together.
     """
     _, world = rank_and_world()
     if world == 1:
         return rows
-    max_rows = -(-total // world)  # rounded up
-    shape = rows.shape[1:]
-    # All ranks must send equally many rows.
-    padded = torch.cat([rows, rows.new_zeros(max_rows - len(rows), *shape)])
-    gathered: Tensor = _Gather.apply(padded)  # [rank, row, ...]
-    return gathered.transpose(0, 1).reshape(world * max_rows, *shape)[:total]
+
+    # All ranks must send equally many rows, so the last row may be padding.
+    max_rows = math.ceil(total / world)
+    row_shape = rows.shape[1:]
+    padding = rows.new_zeros(max_rows - len(rows), *row_shape)
+    gathered: Tensor = _Gather.apply(torch.cat([rows, padding]))  # [rank, row, ...]
+
+    # Rows of the result alternate between the ranks.
+    alternating = gathered.transpose(0, 1)  # [row, rank, ...]
+    return alternating.reshape(world * max_rows, *row_shape)[:total]
 
 
 class _Gather(torch.autograd.Function):
-    """Stack a tensor of every rank. The gradient of a rank's tensor is the sum over all ranks."""
+    """Stack the tensors of all ranks. The gradient of a tensor is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:

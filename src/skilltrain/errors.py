@@ -28,7 +28,7 @@ class StoppedError(SkilltrainError):
     """A signal (Ctrl-C, SIGTERM) ended a long run. The same command continues it.
 
     Attributes:
-        number: Number of the signal.
+        number: Number of the signal, such as 15 for SIGTERM.
     """
 
     def __init__(

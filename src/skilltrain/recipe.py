@@ -1,4 +1,4 @@
-"""Run a recipe file as a program (`accelerate launch recipes/x.yaml`), or a data pipeline."""
+"""Run a recipe file (`accelerate launch recipes/x.yaml`) or a data pipeline as a program."""
 
 import json
 import re
@@ -15,23 +15,27 @@ from skilltrain.stage import load_stage
 
 
 def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe file; the last line of the file calls this.
+    """Run a recipe file. The last line of the file calls this function.
 
     Args:
         module_name: The file's `__name__`. Spawned workers execute the file again under another
             name, and nothing is run then.
         file: The recipe file.
-        arguments: Overrides; by default the arguments of the program.
+        arguments: Overrides. None: the arguments of the program.
     """
-    if module_name == "__main__":
-        if arguments is None:
-            arguments = sys.argv[1:]
-        path = Path(file)
-        main([_command(path), str(path), *arguments])
+    if module_name != "__main__":
+        return
+    if arguments is None:
+        arguments = sys.argv[1:]
+    path = Path(file)
+    main([_command(path), str(path), *arguments])
 
 
 def _command(file: Path) -> str:
-    """Return the command that runs a recipe on every rank. `train` reports a faulty recipe."""
+    """Return the command that runs a recipe on every rank.
+
+    It is `train` for a faulty recipe, too. That command reports the fault.
+    """
     try:
         stage = str(load_recipe(file).get("stage"))
         return stage if load_stage(stage).on_ranks else "train"
@@ -47,17 +51,19 @@ def run_pipeline(
 ) -> None:
     """Run a program of data_pipelines/ with settings from the command line.
 
-    The result of `run` is printed as JSON, an error in one line.
+    The result of `run` is printed as JSON. An error is printed in one line.
 
     Args:
-        pipeline: Settings of the program. Words of the command line set them in their order. A
-            setting called `settings` takes every `key=value` with an unknown key.
+        pipeline: Settings of the program. An argument without `=` sets the first setting, a second
+            one the second setting, and so on. A setting with the name `settings` gets all arguments
+            `key=value` whose keys are unknown.
         run: The program.
         about: Help text. It is printed if there are no arguments.
-        arguments: Arguments; by default those of the program.
+        arguments: Arguments of the program. None: those of the process.
     """
 
     def program(program_arguments: list[str]) -> None:
+        """Read the settings from the arguments, run the program and print its result."""
         if not program_arguments or program_arguments == ["--help"]:
             print(about)
             return
@@ -72,13 +78,14 @@ def run_pipeline(
             )
         values: dict[str, Any] = dict(zip(names, words, strict=False))
 
-        # Overrides with an unknown key are passed on.
+        # Separate the overrides with an unknown key.
         if "settings" in names:
-            known = [text for text in overrides if re.split("[.=]", text)[0] in names]
-            unknown = [text for text in overrides if text not in known]
-            if unknown:
-                values["settings"] = unknown
-            overrides = known
+            known_overrides = [text for text in overrides if re.split("[.=]", text)[0] in names]
+            unknown_overrides = [text for text in overrides if text not in known_overrides]
+            if unknown_overrides:
+                values["settings"] = unknown_overrides
+            overrides = known_overrides
+
         values = apply_overrides(values, overrides)
         result = run(validate(pipeline, values, "the command line"))
         if result is not None:

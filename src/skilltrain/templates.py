@@ -1,6 +1,6 @@
 """Templates of the texts that models see. They are saved in a checkpoint.
 
-Their limits count characters. The models' own limits count tokens, and apply in addition.
+The limits of templates count characters. The models' own limits count tokens, and apply too.
 """
 
 from collections.abc import Mapping
@@ -30,21 +30,21 @@ FIELDS_SEEN: Mapping[SkillFields, tuple[str, ...]] = {
 SEEN = "full: name, description and body; nd: no body; or one of the three alone"
 ChunkPool = Literal["max", "top2"]
 RELEASED = "skillrouter_released"
-"""Name of the template with which SkillRouter's released code evaluates. It trains on less text."""
+"""Name of the template with which SkillRouter's released code evaluates."""
 SKILL_TASK = "Given a task description, retrieve the skills that an agent needs to complete it"
 
 
 class Chunks(Config):
-    """Windows of a body that an encoder sees, each after the name and the description."""
+    """Settings of body windows. An encoder sees each window after the name and the description."""
 
     windows: int = Field(
-        default=1, ge=1, description="windows of a body at most, each of template.skill.body_chars"
+        default=1, ge=1, description="most windows of a body, each of template.skill.body_chars"
     )
     overlap: int = Field(
         default=0, ge=0, description="characters that a window shares with the one before it"
     )
     pool: ChunkPool = Field(
-        default="max", description="a skill's score: its best window's; top2: mean of its best two"
+        default="max", description="score of a skill: max: its best window; top2: mean of best two"
     )
 
 
@@ -52,15 +52,20 @@ class SkillTemplate(Config):
     """Template of a skill's text: `name | description | body`, the last two cut to a length."""
 
     fields: SkillFields = Field(default="full", description=SEEN)
-    description_chars: int = Field(default=300, ge=0, description="how much of a description")
-    body_chars: int = Field(default=2500, ge=0, description="how much of a body")
-    separator: str = Field(default=" | ", description="what stands between the parts")
+    description_chars: int = Field(
+        default=300, ge=0, description="longest description, in characters"
+    )
+    body_chars: int = Field(default=2500, ge=0, description="longest body, in characters")
+    separator: str = Field(default=" | ", description="text between the fields")
     verbatim: bool = Field(
         default=False, description="keep outer spaces and empty fields, as SkillRouter's code does"
     )
 
-    def parts(self, skill: Skill) -> dict[str, str]:
-        """Return the text of each field, in order. Empty texts are left out, unless `verbatim`."""
+    def field_texts(self, skill: Skill) -> dict[str, str]:
+        """Return the texts that a model sees of a skill, by field.
+
+        Empty fields are left out and outer spaces are removed, unless `verbatim` is set.
+        """
         max_chars = {"name": None, "description": self.description_chars, "body": self.body_chars}
         texts = {
             field: getattr(skill, field)[: max_chars[field]] for field in FIELDS_SEEN[self.fields]
@@ -70,11 +75,14 @@ class SkillTemplate(Config):
         return {field: text.strip() for field, text in texts.items() if text.strip()}
 
     def render(self, skill: Skill) -> str:
-        """Return the text of a skill."""
-        return self.separator.join(self.parts(skill).values())
+        """Return the text of a skill: its fields with separators between them."""
+        return self.separator.join(self.field_texts(skill).values())
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
-        """Return a copy of the skill for each window. Its body begins there; `render` cuts it."""
+        """Return a copy of the skill for each window of its body.
+
+        The body of a copy begins with the window. `render` cuts it at the end of the window.
+        """
         starts = self.window_starts(skill, chunks)
         return [replace(skill, body=skill.body[start:]) if start else skill for start in starts]
 
@@ -88,11 +96,16 @@ class SkillTemplate(Config):
         if chunks.windows == 1 or not has_body or num_chars_after_first <= 0:
             return range(1)
         step = self.body_chars - chunks.overlap
-        return range(0, num_chars_after_first + step, step)[: chunks.windows]
+        starts = range(0, num_chars_after_first + step, step)
+        return starts[: chunks.windows]
 
 
 def _accept_released_name(**settings: Any) -> Any:
-    """Return a validator that replaces the name RELEASED by these settings of a template."""
+    """Return a pydantic validator that accepts the name RELEASED in place of a template.
+
+    Args:
+        settings: Settings of the template that the name stands for.
+    """
     return model_validator(mode="before")(lambda value: settings if value == RELEASED else value)
 
 
@@ -106,12 +119,12 @@ class EncoderTemplate(Config):
         default=None, description="task stated before a query, in Qwen3-Embedding's form"
     )
     query_prompt: str | None = Field(
-        default=None, description="or text before a query as it stands: 'query: ' for E5"
+        default=None, description="text before a query instead of an instruction: 'query: ' for E5"
     )
     skill_prompt: str | None = Field(
-        default=None, description="text before a skill as it stands: 'passage: ' for E5"
+        default=None, description="text before a skill: 'passage: ' for E5"
     )
-    query_chars: int = Field(default=1500, ge=1, description="how much of a query")
+    query_chars: int = Field(default=1500, ge=1, description="longest query, in characters")
     skill: SkillTemplate = Field(default=SkillTemplate(), description="the text of a skill")
     _released_settings = _accept_released_name(
         instruction="Given a coding task description, retrieve the most relevant skill document "
@@ -127,8 +140,8 @@ class EncoderTemplate(Config):
         return self
 
     def query_prefix(self) -> str:
-        """Return the text before a query. Qwen3-Embedding's form has no space after `Query:`."""
-        if self.instruction:
+        """Return the text before a query."""
+        if self.instruction:  # Qwen3-Embedding's form has no space after `Query:`
             return f"Instruct: {self.instruction}\nQuery:"
         return self.query_prompt or ""
 
@@ -141,7 +154,12 @@ class EncoderTemplate(Config):
         return (self.skill_prompt or "") + self.skill.render(skill)
 
     def with_prompts(self, query_prompt: str, skill_prompt: str) -> "EncoderTemplate":
-        """Return a copy with the prompts of a model's folder, where this template sets none."""
+        """Return a copy of the template with a model's prompts where this template has no prompts.
+
+        Args:
+            query_prompt: The model's own text before a query.
+            skill_prompt: The model's own text before a skill.
+        """
         prompts: dict[str, str | None] = {}
         if not self.instruction and self.query_prompt is None:
             prompts["query_prompt"] = query_prompt or None
@@ -153,7 +171,7 @@ class EncoderTemplate(Config):
 class RerankerTemplate(Config):
     """Template of what the reranker sees of a query and a skill.
 
-    The form `pair` is the input of BERT-like models with a classification head, in two segments.
+    The form `pair` has two segments, for BERT-like models with a classification head. The form
     `yes_no` is the chat form of Qwen3-Reranker, which has two official separators.
     """
 
@@ -165,7 +183,7 @@ class RerankerTemplate(Config):
         default="\n\n", description="between the parts of yes_no"
     )
     query_chars: int | None = Field(
-        default=1500, ge=1, description="how much of a query; null: all of it"
+        default=1500, ge=1, description="longest query, in characters; null: no limit"
     )
     skill: SkillTemplate = Field(
         default=SkillTemplate(description_chars=500, body_chars=2000),
@@ -202,7 +220,7 @@ TemplateT = TypeVar("TemplateT", EncoderTemplate, RerankerTemplate)
 
 
 def with_fields(template: TemplateT, fields: SkillFields | None) -> TemplateT:
-    """Return a copy of a template that shows these fields of a skill. None changes nothing."""
+    """Return a copy of a template that shows other fields of a skill. None: the same fields."""
     update = {} if fields is None else {"fields": fields}
     skill = template.skill.model_copy(update=update)
     return template.model_copy(update={"skill": skill})

@@ -1,6 +1,7 @@
 """Messages and progress bars for the person at the terminal."""
 
 import logging
+import math
 import os
 import textwrap
 import time
@@ -51,57 +52,70 @@ def progress(
     """
     if total == 1:
         yield lambda completed, note: None
-    elif not (console.is_terminal and is_main_process()):
+        return
+    if not (console.is_terminal and is_main_process()):
         yield _plain_progress(description, total, done)
-    else:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-        )
-        # By default rich estimates the speed over 30 seconds, which is too short for slow steps.
-        bar = Progress(*columns, console=console, speed_estimate_period=float("inf"))
-        note_line = Text(style="dim")
-        task = bar.add_task(description, total=total, completed=done)
+        return
 
-        def show(completed: int, note: str) -> None:
-            bar.update(task, completed=completed)
-            note_line.plain = note
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    # By default rich estimates the speed over 30 seconds, which is too short for slow steps.
+    bar = Progress(*columns, console=console, speed_estimate_period=math.inf)
+    task = bar.add_task(description, total=total, completed=done)
+    note_line = Text(style="dim")
 
-        with Live(Group(bar, note_line), console=console, refresh_per_second=4):
-            yield show
+    def show(completed: int, note: str) -> None:
+        bar.update(task, completed=completed)
+        note_line.plain = note
+
+    with Live(Group(bar, note_line), console=console, refresh_per_second=4):
+        yield show
 
 
 def _plain_progress(description: str, total: int | None, done: int) -> Callable[[int, str], None]:
-    """Return a function that prints the progress and the remaining time every 30 seconds."""
+    """Return a function that prints the progress as a plain line, at most every 30 seconds.
+
+    The function is called with the number of completed items and a note. The arguments of
+    `_plain_progress` are those of `progress`.
+    """
     start_time = time.monotonic()
-    last_time = start_time
+    last_line_time = start_time
 
     def show(completed: int, note: str) -> None:
-        nonlocal last_time
+        nonlocal last_line_time
         now = time.monotonic()
-        if now - last_time < _SECONDS_BETWEEN_LINES:
+        if now - last_line_time < _SECONDS_BETWEEN_LINES:
             return
-        last_time = now
+        last_line_time = now
         if total is None:
             say(f"{description} {completed:,}  {note}")
             return
 
-        percent = 100 * completed // max(1, total)
+        # Estimate the remaining time from the items completed since the start.
         remaining = "-:--:--"
         if completed > done:
             seconds_per_item = (now - start_time) / (completed - done)
             remaining = timedelta(seconds=round(seconds_per_item * (total - completed)))
+        percent = 100 * completed // max(1, total)
         say(f"{description} {completed:,}/{total:,} ({percent}%)  eta {remaining}  {note}")
 
     return show
 
 
 def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
-    """Yield `items`, and show how many have been processed."""
+    """Yield `items`, and show how many have been processed.
+
+    Args:
+        items: The items.
+        description: Label of the progress bar.
+        total: Number of items. None: unknown.
+    """
     with progress(description, total) as show:
         for number, item in enumerate(items, 1):
             yield item
@@ -125,9 +139,9 @@ def launched_ranks() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this process prints and writes for all ranks of a run.
+    """Return whether this process is the one that prints and writes. It is the first rank of a run.
 
-    True outside a distributed run.
+    Outside a distributed run it is true.
     """
     return os.environ.get("RANK", "0") == "0"
 
@@ -135,8 +149,8 @@ def is_main_process() -> bool:
 def say(message: str) -> None:
     """Print a message to stderr, from the main process only.
 
-    stdout is kept for output that programs read. If the message cannot be printed, because the
-    terminal is closed or the disk is full, nothing is raised and the work goes on.
+    Stdout is for results, which programs may read. If the terminal is closed or the disk is full,
+    the message is lost and the work goes on.
     """
     if is_main_process():
         with suppress(OSError, ValueError):
@@ -144,15 +158,17 @@ def say(message: str) -> None:
 
 
 def print_line(message: str, style: str = "") -> None:
-    """Print a message on stderr, made safe for a terminal.
+    """Print a message on stderr, without characters that could control a terminal.
 
-    Long lines are cut. A terminal wraps the others between words only, so that a path can be
-    copied. A log file does not wrap them.
+    Lines of more than 2,000 characters are cut. On a terminal, lines are wrapped between words,
+    never inside a path. In a log file they are not wrapped.
     """
     lines = [shorten(line, _MAX_LINE_CHARS) for line in visible(message).split("\n")]
+
     if console.is_terminal:
         wrapper = textwrap.TextWrapper(
             console.width, break_long_words=False, break_on_hyphens=False
         )
         lines = [wrapper.fill(line) for line in lines]
+
     console.print("\n".join(lines), style=style, markup=False, emoji=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Checks for authors of plug-ins. Each raises AssertionError that says what a plug-in must do.
+"""Checks for authors of plug-ins. A failed check raises an AssertionError that says what is wrong.
 
 Example:
     def test_my_loss():
@@ -22,13 +22,17 @@ from skilltrain.records import Query, Ranker, Rankings, Skill
 
 
 def check_loss(loss: Loss) -> None:
-    """Check a loss that reads scores, gains and teacher scores: it is finite and summed over
-    queries, and invalid candidates have no gradient.
+    """Check a loss that reads scores, gains and teacher scores.
+
+    Its gradient must be finite, and zero for invalid candidates. The loss of a batch must be the
+    sum of the losses of its queries.
     """
+    # Make a batch of 3 queries with 5 candidates each.
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(3, 5, generator=generator).requires_grad_()
     gains = torch.tensor([1, 0.5, 0, 0, 0]).repeat(3, 1)
-    valid = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [True] * 4 + [False]])
+    num_valid = torch.tensor([[5], [3], [4]])
+    valid = torch.arange(5) < num_valid  # [query, candidate]
     teacher_scores = torch.randn(3, 5, generator=generator)
 
     def loss_of(rows: slice) -> Tensor:
@@ -38,8 +42,11 @@ def check_loss(loss: Loss) -> None:
     (gradient,) = torch.autograd.grad(total, scores)
     assert gradient.isfinite().all(), "the loss or its gradient is not finite"
     assert not gradient[~valid].any(), "an invalid candidate has a gradient; use batch.valid"
-    separate = torch.stack([loss_of(slice(row, row + 1)) for row in range(3)]).sum()
-    assert torch.isclose(total, separate), "the loss is not the sum of its queries' losses"
+
+    query_losses = torch.stack([loss_of(slice(row, row + 1)) for row in range(3)])
+    assert torch.isclose(total, query_losses.sum()), (
+        "the loss is not the sum of its queries' losses"
+    )
 
 
 def check_ranker(
@@ -48,54 +55,79 @@ def check_ranker(
     skills: Sequence[Skill],
     candidates: Rankings | None = None,
 ) -> None:
-    """Check the rankings of a ranker over a pool, or over the candidates that it needs."""
+    """Check the rankings of a ranker: their skills, their scores and their order.
+
+    Args:
+        ranker: The ranker.
+        queries: Queries to rank skills for.
+        skills: Skills of the pool.
+        candidates: Candidates that the ranker needs, by query id. None: it ranks the pool.
+    """
     rankings = ranker.rank(queries, candidates, len(skills))
     for query in queries:
-        place = f"query {query.query_id}"
-        allowed = [skill.skill_id for skill in skills]
+        label = f"query {query.query_id}"
+        allowed_ids = [skill.skill_id for skill in skills]
         if candidates is not None:
-            allowed = [skill_id for skill_id, _ in candidates[query.query_id]]
-        skill_ids = [skill_id for skill_id, _ in rankings[query.query_id]]
-        assert set(skill_ids) <= set(allowed), f"{place}: a skill is not in the pool or candidates"
-        assert len(set(skill_ids)) == len(skill_ids), f"{place}: a skill is ranked twice"
-        keys = [(-score, allowed.index(skill_id)) for skill_id, score in rankings[query.query_id]]
-        assert np.isfinite(keys).all(), f"{place}: a score is not finite"
-        assert keys == sorted(keys), f"{place}: scores must descend, and equal ones keep the order"
+            allowed_ids = [skill_id for skill_id, _ in candidates[query.query_id]]
+        ranking = rankings[query.query_id]
+        ids = {skill_id for skill_id, _ in ranking}
+        assert ids <= set(allowed_ids), f"{label}: a skill is not in the pool or candidates"
+        assert len(ids) == len(ranking), f"{label}: a skill is ranked twice"
+
+        # Sort by score. Equal scores keep the order of the pool or the candidates.
+        keys = [(-score, allowed_ids.index(skill_id)) for skill_id, score in ranking]
+        assert np.isfinite(keys).all(), f"{label}: a score is not finite"
+        assert keys == sorted(keys), f"{label}: scores must descend, and equal ones keep the order"
 
 
 def check_filter(layer: FilterLayer, pool: FilterPool) -> None:
-    """Check the values of a layer for all pairs of a pool."""
+    """Check the values that a filter layer returns for all pairs of query and candidate in a pool.
+
+    There must be one value per pair. It must not depend on the other pairs.
+    """
     values = layer.check(pool, pool.pairs)
     assert values.shape == pool.pairs.shape, "a layer returns one value per pair"
     assert not np.isinf(values).any(), "a value is infinite; NaN keeps a candidate"
-    backwards = layer.check(pool, pool.pairs[::-1])[::-1]
-    assert np.array_equal(values, backwards, equal_nan=True), "a value depends on other pairs"
+    reversed_values = layer.check(pool, pool.pairs[::-1])
+    is_same = np.array_equal(values, reversed_values[::-1], equal_nan=True)
+    assert is_same, "a value depends on other pairs"
 
 
 def check_measure(name: str) -> None:
-    """Check a measure, such as `Hit@3`: 1 for gold skills in any order, 0 for an empty ranking."""
+    """Check a measure, such as `Hit@3`.
+
+    It must be 1 if all gold skills come first, in any order, and 0 for an empty ranking.
+    """
     measure = parse_measure(name)
-    gold = [f"gold {number}" for number in range(measure.cutoff or 2)]
-    relevance = Relevance(frozenset(gold), dict.fromkeys(gold, 1.0))
-    assert measure([*gold, "other"], relevance) == 1, f"{name} is not 1 for the best ranking"
-    assert measure(gold[::-1], relevance) == 1, f"{name} depends on the order of equal gold skills"
+    gold_ids = [f"gold {number}" for number in range(measure.cutoff or 2)]
+    relevance = Relevance(frozenset(gold_ids), dict.fromkeys(gold_ids, 1.0))
+    assert measure([*gold_ids, "other"], relevance) == 1, f"{name} is not 1 for the best ranking"
+    reversed_value = measure(gold_ids[::-1], relevance)
+    assert reversed_value == 1, f"{name} depends on the order of equal gold skills"
     assert measure([], relevance) == 0, f"{name} is not 0 for an empty ranking"
 
 
 def check_source(source: NegativeSource, mining: Mining, limit: int) -> None:
-    """Check the candidates of a source for all queries."""
+    """Check the candidates that a source of negatives finds for each query.
+
+    Args:
+        source: The source.
+        mining: Queries with their positives, and the skills of the pool.
+        limit: Largest number of candidates to ask for.
+    """
     for row, positives in enumerate(mining.positives):
         positions, scores = source.find(mining, row, limit)
-        place = f"query {mining.queries[row].query_id}"
-        allowed = np.setdiff1d(np.arange(len(mining.skills)), positives)
-        assert len(positions) == len(scores) <= limit, f"{place}: more than {limit} candidates"
-        assert np.isin(positions, allowed).all(), f"{place}: a candidate is a positive or no skill"
-        assert len(np.unique(positions)) == len(positions), f"{place}: a skill is found twice"
-        assert (np.diff(scores) <= 0).all(), f"{place}: the scores do not descend"
+        label = f"query {mining.queries[row].query_id}"
+        allowed_positions = np.setdiff1d(np.arange(len(mining.skills)), positives)
+        is_allowed = np.isin(positions, allowed_positions)
+        assert len(positions) == len(scores) <= limit, f"{label}: more than {limit} candidates"
+        assert is_allowed.all(), f"{label}: a candidate is a positive or no skill"
+        assert len(np.unique(positions)) == len(positions), f"{label}: a skill is found twice"
+        assert (np.diff(scores) <= 0).all(), f"{label}: the scores do not descend"
 
 
 def check_benchmark(reader: BenchmarkReader, folder: Path) -> None:
-    """Check that a reader reads the benchmark in a folder, whole and split by split."""
+    """Check that a reader reads the same tasks from a folder as a whole and split by split."""
     assert (folder / reader.marker).exists(), f"{folder} has no {reader.marker}"
     tasks = reader.read(folder, None).tasks
     for split in {task.query.split for task in tasks}:
@@ -104,10 +136,16 @@ def check_benchmark(reader: BenchmarkReader, folder: Path) -> None:
 
 
 def check_stage(run: Callable[[Path], object], folder: Path) -> None:
-    """Check that a stage writes the same files whenever it runs. `run` writes into a folder."""
-    outs = [folder / "1", folder / "2"]
-    for out in outs:
+    """Check that a stage writes the same files in every run.
+
+    Args:
+        run: Runs the stage. It is called with an empty folder to write to.
+        folder: Folder for the output of two runs.
+    """
+    first = folder / "1"
+    second = folder / "2"
+    for out in (first, second):
         out.mkdir()
         run(out)
-    assert any(outs[0].iterdir()), "the stage writes nothing"
-    assert fingerprint(outs[0]) == fingerprint(outs[1]), "a second run writes other files"
+    assert any(first.iterdir()), "the stage writes nothing"
+    assert fingerprint(first) == fingerprint(second), "a second run writes other files"

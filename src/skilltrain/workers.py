@@ -34,7 +34,7 @@ class WorkersConfig(Config):
 
 
 def _num_cores() -> int:
-    """Return the number of cores that this process may use, which a container may limit."""
+    """Return the number of cores that this process may use. A container may limit it."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -46,13 +46,16 @@ def map_blocks(
     workers: WorkersConfig,
     description: str,
 ) -> Iterator[ResultT]:
-    """Yield `function(block)` for each block, in the order of `blocks`, with a progress bar.
+    """Call a function on blocks of work in several processes, and show the progress.
 
     Args:
-        function: A top-level function, or a partial of one, so that it can be pickled.
+        function: A top-level function or a partial of one, because it is pickled.
         blocks: Arguments of the function.
         workers: Where to run the function.
         description: Label of the progress bar.
+
+    Yields:
+        Results of the function, in the order of `blocks`.
 
     Raises:
         SkilltrainError: A worker raised it, or a worker process ended early.
@@ -72,8 +75,9 @@ def map_blocks(
 def _run_in_processes(
     function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_processes: int
 ) -> Iterator[ResultT]:
+    """Yield `function(block)` for each block, computed in processes of this machine."""
     num_threads = max(1, _num_cores() // num_processes)
-    # A forked process may hang if torch or faiss have started threads, so it is spawned.
+    # Processes are spawned. A forked process may hang if torch or faiss have started threads.
     spawn = get_context("spawn")
     executor = ProcessPoolExecutor(num_processes, spawn, _limit_threads, (num_threads,))
     try:
@@ -88,7 +92,7 @@ def _run_in_processes(
 
 
 def _limit_threads(num_threads: int) -> None:
-    """Limit the threads of a worker. Libraries read these variables when they are loaded."""
+    """Limit the threads of a worker process. Libraries read these variables when they are loaded."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(num_threads)
 
@@ -96,7 +100,14 @@ def _limit_threads(num_threads: int) -> None:
 def _run_on_ray(
     function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_cores: int | None
 ) -> Iterator[ResultT]:
-    """Run on the cluster of RAY_ADDRESS, or else on `num_cores` of this machine (None: all)."""
+    """Yield `function(block)` for each block, computed by Ray.
+
+    Ray uses the cluster that RAY_ADDRESS names. Without this variable it uses `num_cores` cores of
+    this machine. None: all cores.
+
+    Raises:
+        SkilltrainError: Ray is not installed, a worker raised it, or Ray failed.
+    """
     try:
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -104,21 +115,26 @@ def _run_on_ray(
         raise SkilltrainError(
             "missing-package", "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
         ) from error
+
     if not ray.is_initialized():
-        is_cluster = bool(os.environ.get("RAY_ADDRESS"))
+        if os.environ.get("RAY_ADDRESS"):
+            num_cores = None  # the cluster decides
+        elif num_cores is None:
+            num_cores = _num_cores()
         ray.init(
-            num_cpus=None if is_cluster else num_cores or _num_cores(),
+            num_cpus=num_cores,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
 
-    def call(block: Any) -> Any:  # Ray accepts no partials
+    def call(block: Any) -> Any:  # Ray does not accept partials
         return function(block)
 
     task: Any = ray.remote(call)
     get: Any = ray.get
     try:
+        # Start all tasks before waiting for the first result.
         yield from map(get, [task.remote(block) for block in blocks])
     except RayTaskError as error:
         if isinstance(error.cause, SkilltrainError):

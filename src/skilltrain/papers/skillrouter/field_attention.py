@@ -180,7 +180,7 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
 
     owners = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
     start = len(lead)
-    for field, part in template.skill.parts(skill).items():
+    for field, part in template.skill.field_texts(skill).items():
         end = start + len(part)
         owners[start:end, FIELDS.index(field)] = True
         start = end + len(template.skill.separator)
