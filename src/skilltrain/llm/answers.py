@@ -1,4 +1,4 @@
-"""Requests to a chat model, its answers, and a cache so that no answer is paid for twice."""
+"""Requests to a chat model, its answers, and a cache of answers."""
 
 import hashlib
 import json
@@ -118,10 +118,10 @@ class AnswerError(Exception):
 
 
 def estimate_tokens(text: str) -> int:
-    """Estimate the number of tokens in a text: one for every four bytes of UTF-8.
+    """Estimate the number of tokens in a text: one token for every four bytes of UTF-8.
 
-    These are four ASCII characters or 1.3 Chinese ones. ASCII and other bytes are rounded up
-    separately.
+    Four bytes are four ASCII characters or 1.3 Chinese characters. ASCII characters and other
+    characters are counted and rounded up separately.
     """
     num_ascii_bytes = len(text.encode("ascii", "ignore"))
     num_other_bytes = len(text.encode(errors="replace")) - num_ascii_bytes
@@ -129,14 +129,16 @@ def estimate_tokens(text: str) -> int:
 
 
 def reported_tokens(count: object, estimate: int) -> int:
-    """Return the number of tokens that the server reports, or the estimate if it reports none."""
+    """Return the number of tokens that a server reports, or the estimate if it reports none."""
     return count if isinstance(count, int) and count > 0 else estimate
 
 
 def read_completion(reply: Any, request: Request) -> Completion:
-    """Read a reply of openai's client, and remove the `<think>` block from its text.
+    """Read a reply of openai's client. A `<think>` block is removed from its text.
 
-    A reply that is not a chat completion becomes a Completion with the `finish_reason` malformed.
+    Args:
+        reply: The reply. If it is no chat completion, the result has the `finish_reason` malformed.
+        request: The request, to estimate the numbers of tokens that the server does not report.
     """
     try:
         choice = reply.choices[0]
@@ -144,33 +146,37 @@ def read_completion(reply: Any, request: Request) -> Completion:
         text = _SURROGATES.sub("\ufffd", refusal or choice.message.content or "")
     except (LookupError, TypeError, AttributeError):
         return Completion("", MALFORMED, request.num_tokens())
-    is_refusal = refusal or choice.finish_reason == "content_filter"
+
+    finish_reason = str(choice.finish_reason or "stop")
+    if refusal or finish_reason == "content_filter":
+        finish_reason = "refusal"
     usage = reply.usage
     return Completion(
         _THINK_BLOCK.sub("", text),
-        "refusal" if is_refusal else str(choice.finish_reason or "stop"),
+        finish_reason,
         reported_tokens(getattr(usage, "prompt_tokens", None), request.num_tokens()),
         reported_tokens(getattr(usage, "completion_tokens", None), estimate_tokens(text)),
     )
 
 
 class AnswerCache:
-    """A cache of answers in an SQLite file of `folder`. Without a folder it stays empty."""
+    """A cache of answers in an SQLite file of a folder. Without a folder it stays empty."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder.expanduser() if folder is not None else None
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Completion | None:
-        """Return the answer stored under `key`, if any. Never creates the file."""
+        """Return the answer stored under `key`, if any. The file is not created."""
         if self._folder is None or not (self._folder / DATABASE).exists():
             return None
         rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
         values = json.loads(rows[0][0]) if rows else {}
-        return Completion(**values) if "text" in values else None  # rows of old versions lack it
+        is_answer = "text" in values  # rows of earlier versions have other keys
+        return Completion(**values) if is_answer else None
 
     def put(self, key: str, answer: Completion) -> None:
-        """Store an answer. It survives if the process is killed afterwards."""
+        """Store an answer in the file at once, so that a killed process loses no answer."""
         if self._folder is not None:
             values = json.dumps(asdict(answer))
             self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, values)

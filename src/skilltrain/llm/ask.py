@@ -1,4 +1,4 @@
-"""Ask a chat model about many items, repeat unusable answers, and estimate the cost."""
+"""Ask a chat model about many items, ask again after unusable answers, and estimate the cost."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from skilltrain.records import Dropped, counted
 from skilltrain.terminal import say, track
 
 _CODE_BLOCK = re.compile(r"^```(?:json)?[ \t]*\n(.*)\n[ \t]*```[ \t]*$", re.S | re.M | re.I)
-_FINAL_FAULTS = ("failed", "budget")  # another attempt would fail for the same reason
+_FINAL_FAULTS = ("failed", "budget")  # another attempt would have the same fault
 
 
 class Item(Protocol):
@@ -43,13 +43,13 @@ class Questions(Generic[ItemT, ValueT]):
         llm: The chat model.
         items: The items to ask about.
         prompt: Returns the system message and the user message for an item.
-        seed: Returns the seed for an item and an attempt, counted from 0. Every attempt needs
-            another seed.
-        read: Returns the value that an answer holds. Raises AnswerError, or ValueError for a wrong
-            format, if the answer is not usable. Answers are read in the order of the items, so
-            that the outcome does not depend on the server's speed.
-        max_attempts: Number of answers to ask for before an item is dropped.
-        answer_tokens: Expected tokens in an answer, for the estimate of the cost.
+        seed: Returns the seed for an item and the number of an attempt, counted from 0. Every
+            attempt needs another seed.
+        read: Returns the value that an answer holds. If the answer is not usable, it raises
+            AnswerError, or ValueError for a wrong format. It is called in the order of the items,
+            so that the outcome does not depend on the server's speed.
+        max_attempts: Number of unusable answers after which an item is dropped.
+        answer_tokens: Expected number of tokens in an answer, for the estimate of the cost.
         description: Label of the progress bar.
     """
 
@@ -63,7 +63,13 @@ class Questions(Generic[ItemT, ValueT]):
     description: str
 
     def request(self, item: ItemT, attempt: int = 0, fault: Dropped | None = None) -> Request:
-        """Return the request for an attempt. It quotes the fault of the previous answer, if any."""
+        """Return the request for an attempt.
+
+        Args:
+            item: The item to ask about.
+            attempt: Number of the attempt, counted from 0.
+            fault: Fault of the previous answer, which the request quotes. None: there is no fault.
+        """
         system, user = self.prompt(item)
         if fault is not None:
             reason = untrusted_line(fault.reason)
@@ -76,9 +82,9 @@ class Outcome(Generic[ItemT, ValueT]):
     """Result of asking about all items.
 
     Attributes:
-        values: Items with a usable answer, and its value, in the order of the items.
+        values: Pairs of an item with a usable answer and the answer's value, in the order of items.
         dropped: Rows of DROPPED for the other items.
-        used: Tokens and dollars, by their names in the summary.
+        used: Numbers of tokens and dollars, by their names in the summary.
     """
 
     values: list[tuple[ItemT, ValueT]]
@@ -86,7 +92,7 @@ class Outcome(Generic[ItemT, ValueT]):
     used: dict[str, Any]
 
     def counts(self) -> dict[str, Any]:
-        """Return the numbers of items and of unusable answers by kind, and the cost."""
+        """Return the number of items, the number of dropped items by reason, and the cost."""
         return {
             "num_asked": len(self.values) + len(self.dropped),
             "num_unusable": len(self.dropped),
@@ -96,9 +102,12 @@ class Outcome(Generic[ItemT, ValueT]):
 
 
 def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
-    """Estimate the cost of all first attempts, and print it in one line.
+    """Estimate the cost of the first attempts for all items, and print it in one line.
 
     No request is sent. Cached answers cost nothing.
+
+    Returns:
+        Numbers of requests, of tokens and of dollars, by their names in the output of `--dry-run`.
     """
     llm = questions.llm
     requests = (questions.request(item) for item in questions.items)
@@ -106,6 +115,7 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
     num_requests = len(prompt_tokens)
     num_cached = len(questions.items) - num_requests
     usage = Usage(sum(prompt_tokens), num_requests * questions.answer_tokens)
+
     cached = f" ({num_cached:,} more are in the cache)" if num_cached else ""
     say(
         f"{num_requests:,} requests to {llm.config.model}{cached}, {llm.budget.describe(usage)}; "
@@ -124,18 +134,20 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
 def ask_all(
     questions: Questions[ItemT, ValueT], drop_if_down: bool = False
 ) -> Outcome[ItemT, ValueT]:
-    """Ask about all items, in rounds, until every answer is usable or no attempts remain.
+    """Ask about all items. Ask again about items without a usable answer, in further rounds.
 
     Args:
         questions: The questions.
-        drop_if_down: Drop all items, with a warning, if no request can succeed.
+        drop_if_down: Whether to drop all items, with a warning, if no request can succeed.
 
     Raises:
-        SkilltrainError: No request can succeed. The answers so far are in the cache.
+        SkilltrainError: No request can succeed, and `drop_if_down` is false. The answers so far are
+            in the cache.
     """
+    items = questions.items
     values: dict[int, ValueT] = {}
     faults: dict[int, Dropped] = {}
-    pending = list(range(len(questions.items)))
+    pending = list(range(len(items)))  # positions of the items to ask about
     try:
         for attempt in range(questions.max_attempts):
             _ask_round(questions, attempt, pending, values, faults)
@@ -144,11 +156,11 @@ def ask_all(
         if not drop_if_down:
             raise
         say(f"warning: {questions.description}: it goes on without the chat model: {error}")
-        fault = AnswerError("down", error.problem)
         values = {}
-        faults = {i: _dropped_row(item, fault) for i, item in enumerate(questions.items)}
+        down = AnswerError("down", error.problem)
+        faults = {i: _dropped_row(item, down) for i, item in enumerate(items)}
 
-    usable = [(questions.items[position], values[position]) for position in sorted(values)]
+    usable = [(items[position], values[position]) for position in sorted(values)]
     budget = questions.llm.budget
     return Outcome(usable, list(faults.values()), budget.account(budget.used))
 
@@ -160,26 +172,20 @@ def _ask_round(
     values: dict[int, ValueT],
     faults: dict[int, Dropped],
 ) -> None:
-    """Ask once about the items at the `pending` positions, and fill `values` or `faults`.
+    """Ask once about some items. Store a value or a fault for each of them.
 
     Args:
         questions: The questions.
-        attempt: Number of the round, from 0.
+        attempt: Number of the round, counted from 0.
         pending: Positions of the items to ask about.
-        values: Usable values by position. The round adds to them.
-        faults: Rows of DROPPED by position. The round replaces those that it asked about.
+        values: Values of usable answers by position. The round adds to them.
+        faults: Faults of the last answers by position. The round adds, replaces and removes some.
     """
     llm = questions.llm
     answers: dict[int, Answer] = {}
 
     def request_of(position: int) -> Request:
         return questions.request(questions.items[position], attempt, faults.get(position))
-
-    def ask(position: int) -> tuple[int, Answer]:
-        try:
-            return position, llm.complete(request_of(position))
-        except AnswerError as error:
-            return position, error
 
     # Cached answers count towards the budget, so they come before any request is sent.
     for position in pending:
@@ -188,12 +194,21 @@ def _ask_round(
             llm.budget.count(cached.usage)
             answers[position] = cached
 
+    def ask(position: int) -> tuple[int, Answer]:
+        """Return the position, and the model's answer or an error."""
+        try:
+            return position, llm.complete(request_of(position))
+        except AnswerError as error:
+            return position, error
+
+    # Ask the server for the other answers.
     uncached = [position for position in pending if position not in answers]
     if uncached:
         replies = in_threads(ask, uncached, llm.config.concurrency)
         label = f"{questions.description}, attempt {attempt + 1}"
         answers |= track(replies, label, len(uncached))
 
+    # Read all answers in the order of the items.
     for position in pending:
         item = questions.items[position]
         try:
@@ -204,12 +219,14 @@ def _ask_round(
 
 
 def _usable_text(answer: Answer) -> str:
+    """Return the text of an answer. Raises AnswerError if there is no usable answer."""
     if isinstance(answer, AnswerError):
-        raise answer  # so that the caller treats it like an answer that cannot be read
+        raise answer
     return answer.usable_text()
 
 
 def _dropped_row(item: Item, error: AnswerError | ValueError) -> Dropped:
+    """Return the row of DROPPED for an item. A ValueError means an answer in a wrong format."""
     if not isinstance(error, AnswerError):
         error = AnswerError(MALFORMED, str(error))
     return Dropped(
@@ -223,7 +240,11 @@ def _dropped_row(item: Item, error: AnswerError | ValueError) -> Dropped:
 
 
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
-    """Read the JSON object in an answer, which may be in a code block.
+    """Read the JSON object in an answer. It may be in a code block.
+
+    Args:
+        answer: Text of the answer.
+        kind: Class of the object.
 
     Raises:
         ValueError: The answer is not one JSON object, or the object does not fit `kind`.
@@ -231,9 +252,9 @@ def read_object(answer: str, kind: type[ModelT]) -> ModelT:
     try:
         return kind.model_validate(_read_json(answer, "{"))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = [str(part) for part in first["loc"]]
-        raise ValueError(": ".join([*path, first["msg"]])) from error
+        fault = error.errors(include_url=False, include_input=False)[0]
+        path = [str(key) for key in fault["loc"]]
+        raise ValueError(": ".join([*path, fault["msg"]])) from error
     except (ValueError, RecursionError) as error:
         keys = ", ".join(kind.model_fields)
         raise ValueError(f"it is not one JSON object with {keys}: {error}") from error
@@ -251,6 +272,16 @@ def read_numbers(answer: str, allowed: range) -> list[int]:
 
 
 def _read_list(answer: str, is_expected: Callable[[Any], bool], expected: str) -> list[Any]:
+    """Read the JSON list in an answer.
+
+    Args:
+        answer: Text of the answer.
+        is_expected: Returns whether an item is allowed.
+        expected: The allowed items in words, for the error.
+
+    Raises:
+        AnswerError: The answer is not a JSON list of allowed items.
+    """
     try:
         items = _read_json(answer, "[")
     except (ValueError, RecursionError):
@@ -261,9 +292,15 @@ def _read_list(answer: str, is_expected: Callable[[Any], bool], expected: str) -
 
 
 def _read_json(answer: str, opening: str) -> Any:
-    """Return the JSON value of an answer, or of its code block.
+    """Return the JSON value of an answer, or of the code block in it.
 
-    A code block is ignored if the answer itself begins with `opening`.
+    Args:
+        answer: Text of the answer.
+        opening: First character of the value. A text that begins with it is read as a whole, even
+            if it contains a code block.
+
+    Raises:
+        ValueError: The text is not JSON.
     """
     text = answer.strip()
     code_block = _CODE_BLOCK.search(text)

@@ -1,6 +1,5 @@
 """Prices of tokens, and the budget of a run."""
 
-import math
 import threading
 from typing import Any
 
@@ -8,7 +7,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.llm.answers import AnswerError, Usage
 from skilltrain.llm.settings import Prices, ServerConfig
 
-# OpenAI's list prices of 2025, in dollars per million tokens read and per million written.
+# OpenAI's list prices of 2025, in dollars per million tokens read and per million tokens written.
 LIST_PRICES = {
     "gpt-4o-mini": (0.15, 0.60),
     "gpt-4o": (2.50, 10.00),
@@ -28,8 +27,8 @@ class Budget:
         self._section = config.section
         self.used = Usage()
         self._limits = config.budget
-        self._prices = config.prices
         self._lock = threading.Lock()
+        self._prices = config.prices
         if self._prices is None and config.is_openai and config.model in LIST_PRICES:
             prompt, completion = LIST_PRICES[config.model]
             self._prices = Prices(prompt=prompt, completion=completion)
@@ -47,13 +46,16 @@ class Budget:
 
     def check(self) -> None:
         """Raise AnswerError if a limit is reached. Requests under way may still exceed it."""
-        max_tokens = self._limits.max_tokens or math.inf
-        max_dollars = self._limits.max_dollars or math.inf
-        if self.used.total >= max_tokens or (self.price(self.used) or 0) >= max_dollars:
+        max_tokens = self._limits.max_tokens
+        max_dollars = self._limits.max_dollars
+        dollars = self.price(self.used)
+        has_tokens = max_tokens is None or self.used.total < max_tokens
+        has_dollars = max_dollars is None or dollars is None or dollars < max_dollars
+        if not (has_tokens and has_dollars):
             raise AnswerError("budget", f"not sent: the budget of {self} is used up")
 
     def price(self, usage: Usage) -> float | None:
-        """Return the price of some tokens in dollars, or None if it is not known."""
+        """Return the price of tokens in dollars. None: the prices are not known."""
         if self._prices is None:
             return None
         prompt = usage.prompt * self._prices.prompt
@@ -61,7 +63,7 @@ class Budget:
         return (prompt + completion) / 1e6
 
     def account(self, usage: Usage) -> dict[str, Any]:
-        """Return tokens and dollars by key of a stage's summary."""
+        """Return the numbers of tokens and dollars, by their names in the summary of a stage."""
         dollars = self.price(usage)
         return {
             "num_prompt_tokens": usage.prompt,
@@ -70,7 +72,7 @@ class Budget:
         }
 
     def describe(self, usage: Usage) -> str:
-        """Return an estimate in words: tokens, price and budget."""
+        """Return an estimate in words: its tokens, its price and the budget of the run."""
         dollars = self.price(usage)
         section = self._section
         price = f"price unknown ({section}.prices)" if dollars is None else f"about ${dollars:,.4g}"
@@ -79,6 +81,7 @@ class Budget:
         return f"about {usage.prompt:,} tokens read{written}, {price}; {limit}"
 
     def __str__(self) -> str:
+        """Return the limits in words, such as `1,000 tokens and $5`, or "" without limits."""
         limits = self._limits
         tokens = f"{limits.max_tokens:,} tokens" if limits.max_tokens else ""
         dollars = f"${limits.max_dollars:,g}" if limits.max_dollars else ""

@@ -1,4 +1,4 @@
-"""Clients of OpenAI-compatible servers. The package openai retries and limits the time."""
+"""Clients of OpenAI-compatible servers. The package openai repeats failed requests."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +17,7 @@ from skilltrain.llm.answers import (
 )
 from skilltrain.llm.budget import Budget
 from skilltrain.llm.settings import LLMConfig, ServerConfig
+from skilltrain.texts import one_line
 
 if TYPE_CHECKING:
     import openai  # its import takes half a second, so it is imported where it is needed
@@ -27,8 +28,8 @@ ReplyT = TypeVar("ReplyT")
 _MIN_SECRET_CHARS = 8  # a shorter key, such as "none", is not secret and may be a common word
 _MAX_REASON_CHARS = 300
 _MAX_FAILURES = 20  # consecutive failures that end the run
-_CONNECTION_ERRORS = ("ConnectError", "ConnectTimeout")  # of httpx
-# Settings that an answer depends on. They are part of its key in the cache.
+_CONNECTION_ERRORS = ("ConnectError", "ConnectTimeout")  # classes of httpx
+# Settings that an answer depends on. They are part of the answer's key in the cache.
 _ANSWER_SETTINGS = {"kind", "model", "base_url", "temperature", "max_tokens"}
 
 
@@ -77,12 +78,15 @@ class Server:
         )
 
     def call(self, send: Callable[["openai.OpenAI"], ReplyT]) -> ReplyT:
-        """Return the reply of `send(client)`, begun when the budget allows it.
+        """Send a request if the budget allows it, and return the reply.
+
+        Args:
+            send: Sends the request with the given client of openai, and returns the reply.
 
         Raises:
             AnswerError: The budget is used up.
             ServerError: The request and all its retries failed.
-            SkilltrainError: No other request can succeed either.
+            SkilltrainError: The request failed, and other requests would fail too.
         """
         import openai
 
@@ -95,33 +99,37 @@ class Server:
             raise self._translate_error(error) from None
 
     def mask_key(self, text: str) -> str:
-        """Replace the key in a text by `[key]`, because some servers send it back."""
+        """Replace the key in a server's text by `[key]`. Some servers quote the key in errors."""
         return text.replace(self._key, "[key]") if len(self._key) >= _MIN_SECRET_CHARS else text
 
     def _translate_error(self, error: "openai.OpenAIError") -> ServerError | SkilltrainError:
-        """Return our error for an error of openai's client, without the key."""
-        reason = " ".join(self.mask_key(str(error)).split())[:_MAX_REASON_CHARS]
+        """Return our error for an error of openai's client, without the key.
+
+        Returns:
+            A ServerError if another request may succeed, otherwise a SkilltrainError.
+        """
+        reason = one_line(self.mask_key(str(error)))[:_MAX_REASON_CHARS]
         status = getattr(error, "status_code", None)
         section = self.config.section
         if status in (401, 403):
             code = "key-refused"
-            fault = f"the key was refused: {reason}"
+            problem = f"the key was refused: {reason}"
             fix = f"set {self.config.api_key_env} to a valid key"
         elif status == 404:
             code = "unknown-model"
-            fault = f"no model '{self.config.model}' here: {reason}"
+            problem = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
         elif status == 429 and getattr(error, "code", None) == "insufficient_quota":
             code = "no-credit"
-            fault = "the account has no credit left"
+            problem = "the account has no credit left"
             fix = "top it up, then run again"
         elif type(error.__cause__).__name__ in _CONNECTION_ERRORS:
             code = "server-unreachable"
-            fault = f"no server answers: {reason}"
+            problem = f"no server answers: {reason}"
             fix = f"start it, or correct {section}.base_url"
         else:
             return ServerError(reason, status)
-        return SkilltrainError(code, fault, where=self.config.base_url, fix=fix)
+        return SkilltrainError(code, problem, where=self.config.base_url, fix=fix)
 
 
 class LLM:
@@ -143,8 +151,8 @@ class LLM:
         """Ask the server, cache the answer and return it. Threads may share an LLM.
 
         Raises:
-            AnswerError: The request failed (kind `failed`) or was not sent (kind `budget`).
-            SkilltrainError: No other request can succeed, or too many requests in a row failed.
+            AnswerError: The request failed (kind `failed`), or was not sent (kind `budget`).
+            SkilltrainError: Other requests would fail too, or too many requests in a row failed.
         """
         try:
             answer = self._ask(request)
@@ -185,14 +193,20 @@ class LLM:
 def in_threads(
     work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int
 ) -> Iterator[ReplyT]:
-    """Call `work` on all items in threads, and yield the results as they are ready.
+    """Call a function on all items in threads, and yield the results as they are ready.
 
-    Items are started in their order. After an error no more items are started. Those already
-    started are finished and their results yielded, and then the error is raised.
+    Items are started in their order. After an error, no more items are started. Items already
+    started are finished and their results are yielded. Then the error is raised.
+
+    Args:
+        work: The function.
+        items: Arguments of the function.
+        num_threads: Number of calls under way at once.
     """
     errors: list[Exception] = []
 
     def run(item: ItemT) -> list[ReplyT]:
+        """Return the result in a list, or an empty list after an error."""
         if errors:
             return []
         try:

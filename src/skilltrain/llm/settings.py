@@ -24,8 +24,8 @@ class Prices(Config):
 class BudgetConfig(Config):
     """Limits of a run. They are checked before each request.
 
-    Requests that are under way when a limit is reached are finished. Therefore the last
-    `concurrency` requests may exceed it.
+    Requests that are under way when a limit is reached are finished. Therefore up to `concurrency`
+    requests may exceed it.
     """
 
     max_tokens: int | None = Field(
@@ -37,7 +37,11 @@ class BudgetConfig(Config):
 
 
 class ServerConfig(Config):
-    """Settings of an OpenAI-compatible server, in the section `section` of a recipe."""
+    """Settings of an OpenAI-compatible server.
+
+    Attributes:
+        section: Name of the recipe's section with these settings, for errors.
+    """
 
     section: ClassVar[str]
     model: str = Field(min_length=1, description="the server's name of the model")
@@ -55,7 +59,7 @@ class ServerConfig(Config):
     )
     concurrency: int = Field(default=8, ge=1, description="requests under way at once")
     prices: Prices | None = Field(
-        default=None, description="what tokens cost; null: OpenAI's own, if we know them"
+        default=None, description="prices of tokens; null: OpenAI's list prices, if known"
     )
     budget: BudgetConfig = Field(
         default=BudgetConfig(),
@@ -70,8 +74,10 @@ class ServerConfig(Config):
     @field_validator("api_key_env")
     @classmethod
     def _check_variable_name(cls, value: str) -> str:
-        if not value.replace("_", "a").isalnum() or value[0].isdigit() or value.startswith("sk"):
-            # Not a ValueError: pydantic would print the value, which may be the key itself.
+        """Check that `api_key_env` is the name of a variable, and not the key itself."""
+        is_name = value.replace("_", "a").isalnum() and not value[0].isdigit()
+        if not is_name or value.startswith("sk"):
+            # For a ValueError, pydantic would print the value, which may be the key.
             raise SkilltrainError(
                 "invalid-setting",
                 "api_key_env must name an environment variable",
@@ -82,12 +88,14 @@ class ServerConfig(Config):
     @field_validator("base_url")
     @classmethod
     def _check_base_url(cls, value: str) -> str:
+        """Check the address of a server, and return it without a slash at its end."""
         try:
-            parts = urllib.parse.urlsplit(value)
-            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            url = urllib.parse.urlsplit(value)
+            is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
         except ValueError as error:  # a malformed port or IPv6 address
             raise ValueError(_URL_HINT) from error
-        if parts.username or parts.password or parts.query:
+        if url.username or url.password or url.query:
+            # For a ValueError, pydantic would print the value with the password.
             raise SkilltrainError(
                 "invalid-setting",
                 "base_url must hold no user, password or query",
@@ -110,5 +118,5 @@ class LLMConfig(ServerConfig):
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
     cache: Path | None = Field(
         default=Path("~/.cache/skilltrain/llm"),
-        description="answers given, for all runs (two at once may pay twice); null: none",
+        description="folder of the answers of all runs (two runs at once may pay twice); null: none",
     )

@@ -1,8 +1,8 @@
 """Put untrusted texts into a prompt so that they do not steer the model (prompt injection).
 
-Every text is between lines with a mark. The mark is made from a digest of all texts, so no text can
-contain it, and thus end early or pretend that another text begins. Tokens that end a turn are broken up. A
-model may still believe what it reads.
+Every text is between two lines with a mark. The mark is a digest of all texts, so no text can
+contain it. Therefore no text can end early, or pretend that another text begins. Tokens that end a
+turn are broken up. A model may still believe what it reads.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _TURN_TOKEN = re.compile(
 
 
 def untrusted_text(text: str, max_chars: int) -> str:
-    """Cut a text, remove its invisible characters and break up tokens that end a turn."""
+    """Cut a text, remove its invisible characters, and break up tokens that end a turn."""
     lines = _LINE_ENDS.sub("\n", text[:max_chars])
     return _TURN_TOKEN.sub(r"\g<0> ", _INVISIBLE.sub("", lines)).strip()
 
@@ -40,7 +40,13 @@ def untrusted_line(text: str, max_chars: int = _MAX_LINE_CHARS) -> str:
 
 
 def untrusted_skill(skill: Skill, description_chars: int, body_chars: int | None) -> str:
-    """Render a skill as lines `Name:`, `Description:` and, unless `body_chars` is None, `Body:`."""
+    """Return the untrusted text of a skill, in lines `Name:`, `Description:` and `Body:`.
+
+    Args:
+        skill: The skill.
+        description_chars: Longest description, in characters.
+        body_chars: Longest body, in characters. None: there is no line `Body:`.
+    """
     name = untrusted_line(skill.name)
     description = untrusted_line(skill.description, description_chars)
     lines = f"Name: {name}\nDescription: {description}"
@@ -60,19 +66,20 @@ def mark_of(texts: Iterable[str]) -> str:
 
 def fenced(text: str) -> str:
     """Put an untrusted text between two lines with the same mark."""
-    return framed([("===", text)], "===")[1]
+    _, fenced_text = framed([("===", text)], "===")
+    return fenced_text
 
 
-def framed(parts: Sequence[tuple[str, str]], end: str) -> tuple[str, str]:
-    """Join untrusted texts. Above each is a line with the mark and the title of the text.
+def framed(titled_texts: Sequence[tuple[str, str]], end: str) -> tuple[str, str]:
+    """Join untrusted texts. Above each text is a line with the mark and the title of the text.
 
     Args:
-        parts: Pairs of title and text.
+        titled_texts: Pairs of title and text.
         end: Title of the last line.
 
     Returns:
         The mark and the joined text.
     """
-    mark = mark_of(text for _, text in parts)
-    sections = [f"{mark} {title}\n{text}" for title, text in parts]
+    mark = mark_of(text for _, text in titled_texts)
+    sections = [f"{mark} {title}\n{text}" for title, text in titled_texts]
     return mark, "\n".join([*sections, f"{mark} {end}"])

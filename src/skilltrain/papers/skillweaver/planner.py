@@ -233,7 +233,7 @@ class Planner:
                 searches[item.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
                 part = ("so far", f"search: {search}\n{lines}".strip())
-                asks.append(replace(item, parts=(*item.parts, part)))
+                asks.append(replace(item, titled_texts=(*item.titled_texts, part)))
         rounds = [
             (Ask(task), Round(tuple(searches[task.query_id])))
             for task in tasks
