@@ -300,7 +300,7 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     )
     shown = succeeds("evaluate", "--help-all").out
     assert (
-        '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")'
+        '  systems[].rankers[].template.skill.separator: text between the fields (default " | ")'
         in shown
     )
     assert (

@@ -153,7 +153,7 @@ def import_path(path: str) -> Any:
 
 
 def chosen_plugin(kind: str, name: str) -> Any:
-    """Import a plug-in like `load_plugin`, but raise ValueError, which pydantic turns into a fault."""
+    """Import a plug-in like `load_plugin`, but raise ValueError, which pydantic reports."""
     try:
         return load_plugin(kind, name)
     except SkilltrainError as error:
@@ -194,7 +194,7 @@ class OneOf:
             value: Settings of the section.
 
         Raises:
-            PydanticCustomError: The section names no plug-in, or one that is unknown or not allowed.
+            PydanticCustomError: The section names no plug-in, an unknown one, or a forbidden one.
             ValueError: The plug-in cannot be imported, or is of another class.
         """
         if not isinstance(value, Mapping):

@@ -57,7 +57,7 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
 
 @cache
 def checkout_commit() -> str:
-    """Return the git commit of skilltrain's checkout, or "" if it is installed or git is missing."""
+    """Return the git commit of this package's checkout, or "" if there is no checkout or no git."""
     if not (_CHECKOUT / ".git").exists():
         return ""  # installed, maybe inside the checkout of another project
     with suppress(OSError, subprocess.SubprocessError):

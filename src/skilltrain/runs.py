@@ -155,7 +155,7 @@ def dry_run(stage: Stage) -> Summary:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the record of the run in `folder`, as `run_stage` writes it. Empty: there is no run."""
+    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run."""
     file = folder / RUN_FILE
     record = read_json(file) if file.is_file() else {}
     return record if isinstance(record, dict) else {}

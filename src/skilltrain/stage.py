@@ -109,8 +109,8 @@ class Stage(Config):
     """Base of all stages. The fields of a subclass are the settings of a recipe.
 
     The first line of a subclass's docstring says what the stage does. Its first field is
-    `stage: Literal[NAME]`, and another field is `out: Path`, the output folder. Inputs are annotated
-    `InputPath`. Every other field has a description.
+    `stage: Literal[NAME]`, and another field is `out: Path`, the output folder. Inputs have the
+    annotation `InputPath`. Every other field has a description.
 
     Attributes:
         example: Arguments of an example command.

@@ -92,7 +92,7 @@ def _run_in_processes(
 
 
 def _limit_threads(num_threads: int) -> None:
-    """Limit the threads of a worker process. Libraries read these variables when they are loaded."""
+    """Limit the threads of a worker. Libraries read these variables when they are loaded."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(num_threads)
 

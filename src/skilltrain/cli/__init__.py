@@ -1,4 +1,4 @@
-"""The command line: `skilltrain COMMAND [RECIPE] [key=value …]`, with a command for each stage."""
+"""The command line `skilltrain COMMAND [RECIPE] [key=value …]`. Each stage has a command."""
 
 import atexit
 import io
@@ -25,10 +25,16 @@ _SIGNAL = 128  # plus the number of the signal
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. `arguments` are those of the process by default."""
+    """Run the command line.
+
+    Args:
+        arguments: Arguments of the program. None: those of the process.
+    """
 
     def run(words: list[str]) -> Any:
-        words = words or ["--help"]
+        """Run a command, and return its exit code or None."""
+        if not words:
+            words = ["--help"]
         if ":" in words[0]:  # the import path of a stage
             stages.add_stage(words[0])
         command = typer.main.get_command(app)
@@ -38,19 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> None:
-    """Run a program, and end the process with its exit code if that is not 0.
+    """Run a program, and end the process with an exit code if the program fails.
 
-    A fault is printed as one line on stderr and has exit code 2; with --debug it has a traceback.
-    Ctrl-C has exit code 130, and SIGTERM in a training run 143.
+    An error is printed as one line on stderr, and the exit code is 2. With --debug it is raised
+    instead. After Ctrl-C the exit code is 130, and after SIGTERM in a training run it is 143.
 
     Args:
-        run: Program. It gets the arguments without --debug, and returns an exit code or None.
-        arguments: Arguments of the program; None for those of the process.
+        run: The program. It gets the arguments without --debug, and returns an exit code or None.
+        arguments: Arguments of the program. None: those of the process.
     """
+    # A terminal may not be able to show all characters of a skill.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal may not be able to show all characters of a skill.
             stream.reconfigure(errors="backslashreplace")
+
     words = list(sys.argv[1:] if arguments is None else arguments)
     code: Any = 0
     try:
@@ -67,6 +74,7 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
 
 
 def _exit_code(error: BaseException) -> int:
+    """Return the exit code of the process after an error."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return _INTERRUPTED
     if isinstance(error, StoppedError):
@@ -75,7 +83,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _message(error: BaseException) -> str:
-    """Return the message of an error for the user."""
+    """Return the message of an error as the user reads it, with the code of a SkilltrainError."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted; what was finished is kept"
     if isinstance(error, typer.TyperException):  # the command line itself is wrong
@@ -85,26 +93,27 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = reason_of(error)
         return f"{error.filename}: {reason}" if error.filename else reason
-    if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser's
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        # Path.expanduser raised it.
         return "there is no home folder, which ~ stands for (set HOME)"
-    kind = type(error).__name__
-    return f"{kind}: {error} (unexpected: add --debug to see where it happened)"
+    name = type(error).__name__
+    return f"{name}: {error} (unexpected: add --debug to see where it happened)"
 
 
 def _usage_fault(error: typer.TyperException) -> str:
-    """Return what is wrong with the command line, and the new name of a name that was removed."""
+    """Return what is wrong with the command line, with advice for names that were removed."""
     message = error.format_message().rstrip(".")
     fault, _, _ = message.partition("Did you mean")
-    for word in re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", fault):  # quoted names, options
-        message += removed_advice(word)
-    return message
+    quoted_names_or_options = re.findall(r"(?<=')[\w-]+(?=')|--[\w-]+", fault)
+    return message + "".join(map(removed_advice, quoted_names_or_options))
 
 
 def _exit(code: int) -> None:
     """End the process if it failed or is one of several ranks.
 
-    A rank skips the interpreter's shutdown. A thread of gloo may free a tensor during it, which
-    aborts the process (exit code -6), and the launcher would report a finished run as failed.
+    A rank skips the shutdown of the interpreter. During the shutdown, a thread of gloo may free a
+    tensor. This aborts the process with exit code -6, and the launcher reports a finished run as
+    failed.
     """
     if launched_ranks() > 1:
         atexit._run_exitfuncs()

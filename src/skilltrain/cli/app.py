@@ -1,4 +1,4 @@
-"""The program that commands are added to, and their common code: settings, --help, output."""
+"""The program that commands are added to, and the code that commands share."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ PAPERS = {
 
 
 class Program(TyperGroup):
-    """The program. Its --help lists the commands by panel."""
+    """The program. Its --help lists the commands in the order of their panels."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         commands: Any = self.commands
@@ -43,22 +43,41 @@ class ExampleCommand(TyperCommand):
     """Command whose --help begins with its examples: the last paragraphs of its docstring."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self.help, *examples = (self.help or "").split("\n\nExample: ")
-        if examples:
-            typer.echo("\n  ".join(["Example:", *examples]))
+        """Print the examples, and then the rest of the help."""
+        paragraphs = (self.help or "").split("\n\nExample: ")
+        self.help = paragraphs[0]
+        if len(paragraphs) > 1:
+            typer.echo("\n  ".join(["Example:", *paragraphs[1:]]))
         super().format_help(ctx, formatter)
 
 
+class DashedCommand(ExampleCommand):
+    """Command whose settings may also be written `--key value`."""
+
+    ignore_unknown_options = True
+
+
 class App(typer.Typer):
-    """Typer app. A command named `r3 gradients` is added to the group of the paper r3."""
+    """Typer app with a group of commands for each paper.
+
+    Attributes:
+        papers: Groups of commands by the name of the paper.
+    """
 
     papers: ClassVar[dict[str, typer.Typer]] = {}
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        paper, _, command = (name or "").rpartition(" ")
+        """Return a decorator that adds a command.
+
+        Args:
+            name: Name of the command. `r3 gradients` is added to the group of the paper r3. None:
+                the command has the name of the decorated function.
+            options: Options of typer.
+        """
         options.setdefault("cls", ExampleCommand)
-        if not paper:
+        if name is None or " " not in name:
             return super().command(name, **options)
+        paper, _, command = name.partition(" ")
         return self.papers[paper].command(command, **options)
 
 
@@ -79,12 +98,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="print what the command would do, and do nothing")
 ]
-DASHED_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True}
-"""Typer settings of commands whose settings may also be written `--key value`."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    """Print the version and exit, if the option --version is given."""
+    if is_given:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -92,7 +110,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="version")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     """Fine-tune the encoder and the reranker that route an agent's task to the right skill."""
@@ -102,10 +123,14 @@ def program(
 
 
 def read_settings(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str, Any], object]:
-    """Read the settings of a stage from a recipe, if one is given, and key=value arguments.
+    """Read the settings of a stage from the arguments of a command.
+
+    Args:
+        stage: Name of the stage.
+        arguments: A recipe file (optional), and settings of the form `key=value`.
 
     Returns:
-        Settings, and the location that errors in them name.
+        The settings as nested maps, and the name of their source for errors.
     """
     files, overrides = split_arguments(arguments or [])
     if len(files) > 1:
@@ -114,8 +139,12 @@ def read_settings(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str
             f"more than one recipe: {' '.join(files)}",
             fix="settings have the form key=value",
         )
-    values = load_recipe(Path(files[0]), overrides) if files else apply_overrides({}, overrides)
-    where = files[0] if files else f"skilltrain {command_of(stage)}"
+    if files:
+        where = files[0]
+        values = load_recipe(Path(where), overrides)
+    else:
+        where = f"skilltrain {command_of(stage)}"
+        values = apply_overrides({}, overrides)
     if values.get("stage", stage) != stage:
         raise SkilltrainError(
             "wrong-stage", f"is a recipe of stage {values['stage']}, not {stage}", where=where
@@ -124,7 +153,7 @@ def read_settings(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str
 
 
 def read_overrides(arguments: Sequence[str] | None) -> list[str]:
-    """Read the key=value settings of a command that takes no recipe here."""
+    """Read the settings `key=value` from the arguments of a command that takes no recipe there."""
     files, overrides = split_arguments(arguments or [])
     if files:
         raise SkilltrainError(
@@ -137,7 +166,7 @@ def read_overrides(arguments: Sequence[str] | None) -> list[str]:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into recipe files and key=value settings.
+    """Split arguments into recipe files and settings of the form `key=value`.
 
     A setting may also be written `--key value` or `--key=value`.
     """
@@ -145,29 +174,34 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        # A file's name may hold "=".
-        is_recipe = argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
         if argument.startswith("--"):
             name, equals, value = argument.removeprefix("--").partition("=")
             if not equals:
                 value = next(remaining, None)
             key = name.replace("-", "_")
             if value is None:
-                problem = f"--{name} is no option of this command, or has no value"
-                fix = f"a setting is written {key}=VALUE; see --help"
-                raise SkilltrainError("unknown-option", problem, fix=fix)
+                raise SkilltrainError(
+                    "unknown-option",
+                    f"--{name} is no option of this command, or has no value",
+                    fix=f"a setting is written {key}=VALUE; see --help",
+                )
             overrides.append(f"{key}={value}")
-        elif is_recipe or "=" not in argument:
+            continue
+
+        # The name of a recipe may contain "=".
+        is_recipe = argument.endswith((".yaml", ".yml")) and Path(argument).is_file()
+        if is_recipe or "=" not in argument:
             files.append(argument)
         else:
             overrides.append(argument)
     return files, overrides
 
 
-class SettingsCommand(ExampleCommand):
-    """Command named after its stage. Its --help imports the stage and lists its settings."""
+class SettingsCommand(DashedCommand):
+    """Command that runs the stage of the same name. Its --help lists the settings of the stage."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the example of the stage, the help, and the settings of the stage."""
         name = str(self.name)
         stage = load_stage(name)
         self.help = f"{self.help}\n\nExample: skilltrain {command_of(name)} {stage.example}"
@@ -176,8 +210,9 @@ class SettingsCommand(ExampleCommand):
         typer.echo(f"Settings (key=value; --help-all shows those of sections too):\n{fields}")
 
 
-def _print_all(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
+def _print_all(ctx: typer.Context, is_given: bool) -> None:
+    """Print all settings of the command's stage and exit, if the option --help-all is given."""
+    if is_given:
         fields = "\n".join(describe_fields(load_stage(str(ctx.command.name)), "", {}))
         typer.echo(f"Settings (key=value; those of lists, marked [], in a recipe):\n{fields}")
         raise typer.Exit
@@ -192,46 +227,54 @@ HelpAll = Annotated[
 
 
 def describe_fields(
-    config_class: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str] | None
+    config_class: type[BaseModel],
+    prefix: str,
+    paths_by_section: dict[type[BaseModel], str] | None,
 ) -> Iterator[str]:
-    """Describe settings, one per line. The settings of a section follow it.
+    """Describe settings, one per line. The settings of a section follow its line.
 
     Args:
         config_class: Class of the settings.
-        prefix: Path of the section, such as `training.`. `[]` marks the items of a list.
-        seen: Path of each section that has been described, by its class. Such a section is not
-            described again. None: sections are not described.
+        prefix: Path of the section that holds them, such as `training.`. `[]` marks the items of a
+            list.
+        paths_by_section: Paths of the sections described before, by their class. They are not
+            described again. The function adds to them. None: no section is described.
     """
     for name, field in config_class.model_fields.items():
         if name in tags_of(config_class):
             continue
+
+        # Describe the setting in one line.
         sections = sections_of(field)
         default = "required"
         if not field.is_required():
             value = field.get_default(call_default_factory=True, validated_data={})
             default = f"default {brief(value)}"
-        if seen is None and sections:
+        if paths_by_section is None and sections:
             default = "a section, required" if field.is_required() else "a section"
         yield f"  {prefix}{name}: {field.description or ''} ({default})".replace(":  (", ": (")
-        if seen is None:
+        if paths_by_section is None:
             continue
+
+        # Describe the settings of each section that it may hold.
         is_list = get_origin(field.annotation) in (list, tuple)
         path = f"{prefix}{name}[]" if is_list else f"{prefix}{name}"
         for section in sections:
             tag = ", ".join(f"{key}={value}" for key, value in tags_of(section).items())
-            if section in seen:
-                yield f"  {path}.…: {tag + ': ' if tag else ''}as {seen[section]}.…"
+            if section in paths_by_section:
+                yield f"  {path}.…: {tag + ': ' if tag else ''}as {paths_by_section[section]}.…"
                 continue
-            seen[section] = path
+            paths_by_section[section] = path
             if tag:
                 yield f"  {path} with {tag}:"
-            yield from describe_fields(section, f"{path}.", seen)
+            yield from describe_fields(section, f"{path}.", paths_by_section)
 
 
 def brief(value: Any) -> str:
-    """Return a value as YAML, shortened to one line."""
+    """Return a default value as it is written in a recipe, cut to 70 characters."""
     if isinstance(value, str):
-        text = value if value.strip() == value and value.isprintable() else json.dumps(value)
+        is_plain = value.strip() == value and value.isprintable()
+        text = value if is_plain else json.dumps(value)
     else:
         plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         text = json.dumps(plain, default=str, ensure_ascii=False)
@@ -242,7 +285,7 @@ def brief(value: Any) -> str:
 
 
 def execute(stage: Stage, is_dry_run: bool, resume: bool = False, as_json: bool = False) -> None:
-    """Run a stage and print its result, or print what it would do."""
+    """Run a stage and print its result. For a dry run, print what the stage would do instead."""
     if is_dry_run:
         estimates = quietly(dry_run, stage)
         show({"dry_run": estimates} if estimates else {})
@@ -252,7 +295,13 @@ def execute(stage: Stage, is_dry_run: bool, resume: bool = False, as_json: bool 
 
 
 def conclude(summary: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print `lines`, or the summary as JSON. Of several processes only one prints."""
+    """Print the result of a command, in the main process only.
+
+    Args:
+        summary: The result for programs. It is printed with `as_json`.
+        lines: The result for a person. It is printed otherwise.
+        as_json: Whether the option --json is given.
+    """
     if as_json:
         show(summary)
     elif is_main_process():
@@ -261,13 +310,13 @@ def conclude(summary: dict[str, Any], lines: Sequence[str], as_json: bool) -> No
 
 
 def quietly(function: Callable[P, ResultT], *arguments: P.args, **options: P.kwargs) -> ResultT:
-    """Call a function with stdout redirected to stderr. Stdout is for the command's result."""
+    """Call a function with stdout redirected to stderr. Only the command's result is for stdout."""
     with redirect_stdout(sys.stderr):
         return function(*arguments, **options)
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print a result as JSON. Of several processes only one prints."""
+    """Print a result as JSON, in the main process only. An empty result is not printed."""
     if summary and is_main_process():
         typer.echo(json_text(summary))
 

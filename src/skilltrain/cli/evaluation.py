@@ -8,8 +8,8 @@ import typer
 from pydantic_core import to_jsonable_python
 
 from skilltrain.cli.app import (
-    DASHED_SETTINGS,
     AsJson,
+    DashedCommand,
     DryRun,
     HelpAll,
     Overrides,
@@ -28,7 +28,7 @@ from skilltrain.stage import parse_recipe
 from skilltrain.terminal import console
 
 
-@app.command(cls=SettingsCommand, context_settings=DASHED_SETTINGS, rich_help_panel="Evaluate")
+@app.command(cls=SettingsCommand, rich_help_panel="Evaluate")
 def evaluate(
     arguments: Overrides = None,
     encoder: Annotated[
@@ -38,13 +38,13 @@ def evaluate(
         str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")
     ] = None,
     predictions: Annotated[
-        list[Path] | None, typer.Option(help="JSON {query_id: \\[skill_id, …]} to score")
+        list[Path] | None, typer.Option(help="file to score: JSON {query_id: \\[skill_id, …]}")
     ] = None,
     scores: Annotated[
         Path | None,
         typer.Option(
             "--json",
-            help="file for the means of one predictions file; values by query go beside it",
+            help="file to write: means of one predictions file, with a file of values beside it",
         ),
     ] = None,
     is_dry_run: DryRun = False,
@@ -64,6 +64,8 @@ def evaluate(
                 where=scores,
                 fix="name another file",
             )
+
+    # Make systems of the models. A pool without models and predictions is ranked by BM25.
     has_models = bool(encoder or reranker)
     if has_models and "systems" in values:
         raise SkilltrainError(
@@ -72,23 +74,24 @@ def evaluate(
             where=where,
             fix="leave --encoder and --reranker out",
         )
-    # A pool without models and predictions is ranked by BM25.
     needs_bm25 = values.get("pool") is not None and not predictions
     if "systems" not in values and (has_models or needs_bm25):
         values["systems"] = _systems(encoder or [], reranker)
+
+    # Predictions without a report are only scored.
     if predictions and "out" not in values and "systems" not in values:
         _score_predictions(values, scores, is_dry_run)
-    elif scores is not None:
+        return
+    if scores is not None:
         raise SkilltrainError(
             "conflicting-settings",
             "--json is for predictions alone",
             fix="leave out=… and systems out, or --json",
         )
-    else:
-        execute(parse_recipe(values, where), is_dry_run)
+    execute(parse_recipe(values, where), is_dry_run)
 
 
-@app.command(context_settings=DASHED_SETTINGS, rich_help_panel="Evaluate")
+@app.command(cls=DashedCommand, rich_help_panel="Evaluate")
 def ablate(
     grid: Annotated[Path, typer.Argument(help="a file like those in recipes/ablations")],
     overrides: Annotated[
@@ -114,9 +117,12 @@ def ablate(
 
 
 def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: bool) -> None:
-    """Print the means of one predictions file, overall and by kind of query.
+    """Print the means of one predictions file, over all queries and by kind of query.
 
-    If `scores` is a file, the means are written to it, and the values by query beside it.
+    Args:
+        values: Settings of the stage `evaluate`.
+        scores: File to write the means to. The values of each query are written beside it.
+        is_dry_run: Whether to print only what would be done.
     """
     from skilltrain.evaluation.evaluate import PREDICTION_MEASURES, score_predictions
     from skilltrain.evaluation.write import terminal_table, write_per_query
@@ -140,6 +146,7 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: 
     if is_dry_run:
         show({"dry_run": config.dry_run()})
         return
+
     report = quietly(score_predictions, config)
     console.print(terminal_table(report, console.width))
     sections = to_jsonable_python(report.sections(report.systems[0]))
@@ -150,14 +157,23 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: 
 
 
 def _systems(encoders: Sequence[str], reranker: str | None) -> list[dict[str, Any]]:
-    """Return BM25, each encoder, and the reranker after the last encoder (or BM25) as systems."""
-    systems: list[dict[str, Any]] = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
-    systems += [
-        {"name": f"encoder {source}", "rankers": [{"kind": "dense", "source": source}]}
-        for source in encoders
-    ]
+    """Return the settings of the systems to compare.
+
+    The systems are BM25, each encoder, and the reranker after the last encoder, or after BM25 if
+    there is no encoder.
+
+    Args:
+        encoders: Sources of encoders.
+        reranker: Source of a reranker. None: there is no reranker.
+    """
+    name = "bm25"
+    rankers = [{"kind": "lexical"}]
+    systems = [{"name": name, "rankers": rankers}]
+    for source in encoders:
+        name = f"encoder {source}"
+        rankers = [{"kind": "dense", "source": source}]
+        systems.append({"name": name, "rankers": rankers})
     if reranker is not None:
-        last = systems[-1]
-        rankers = [*last["rankers"], {"kind": "rerank", "source": reranker}]
-        systems.append({"name": f"{last['name']} + reranker", "rankers": rankers})
+        rankers = [*rankers, {"kind": "rerank", "source": reranker}]
+        systems.append({"name": f"{name} + reranker", "rankers": rankers})
     return systems

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.table import Table
 
 from skilltrain.cli.app import (
-    DASHED_SETTINGS,
     AsJson,
+    DashedCommand,
     Overrides,
     app,
     conclude,
@@ -26,7 +27,7 @@ from skilltrain.terminal import console
 from skilltrain.texts import printable
 
 
-@app.command("r3 gradients", context_settings=DASHED_SETTINGS)
+@app.command("r3 gradients", cls=DashedCommand)
 def gradients(
     file: Annotated[Path, typer.Argument(help="a recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
@@ -34,7 +35,7 @@ def gradients(
         int, typer.Option("--batches", min=1, help="number of batches to measure")
     ] = 20,
 ) -> None:
-    """Split a loss's gradient into parts, and measure how much of the rejections' part survives.
+    """Measure how much of the rejected skills' gradient survives in the gradient of a loss.
 
     Nothing is trained. model.source=FOLDER measures a trained model.
 
@@ -57,20 +58,21 @@ def gradients(
 @app.command("skillflow agents")
 def agents(
     trials: Annotated[
-        Path, typer.Argument(help="JSON Lines: condition, task, trial, passed; used, retrieved, …")
+        Path,
+        typer.Argument(help="JSON Lines with condition, task, trial, passed; used, retrieved, …"),
     ],
     benchmark: Annotated[
         Path | None,
         typer.Option(
-            help="benchmark with the tasks, to count gold skills among the retrieved ones"
+            help="benchmark with the tasks, to count gold skills among the retrieved skills"
         ),
     ] = None,
     ceiling: Annotated[
-        str | None, typer.Option(help="the condition in which agents had the gold skills")
+        str | None, typer.Option(help="condition in which agents had the gold skills")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what agents achieve under several conditions, each with the first one.
+    """Compare the results of agents under several conditions with those under the first condition.
 
     Example: skilltrain skillflow agents trials.jsonl --benchmark bench --ceiling gold
     """
@@ -83,16 +85,20 @@ def agents(
     if as_json:
         show(asdict(results))
         return
+
+    # Print a table with a column for each condition and a row for each measure.
     title = "means over tasks, 95% bootstrap intervals"
     table = Table("", *map(printable, results.means), title=title)
-    rows = results.means.values()
-    for measure in dict.fromkeys(chain.from_iterable(rows)):
-        table.add_row(measure, *(str(row.get(measure, "–")) for row in rows))
+    columns = results.means.values()
+    for measure in dict.fromkeys(chain.from_iterable(columns)):
+        cells = [str(column.get(measure, "–")) for column in columns]
+        table.add_row(measure, *cells)
     console.print(table)
-    for c in results.comparisons:
-        difference = signed_interval(c.difference)
-        p = p_equals(c.p_holm)
-        line = f"{c.system} - {c.baseline}: {CHIEF} {difference}, {p} after Holm, {c.reading}"
+
+    # Print a line for each comparison and for each share of the ceiling.
+    for pair in results.comparisons:
+        difference = f"{pair.system} - {pair.baseline}: {CHIEF} {signed_interval(pair.difference)}"
+        line = f"{difference}, {p_equals(pair.p_holm)} after Holm, {pair.reading}"
         typer.echo(printable(line))
     for name, share in results.of_ceiling.items():
         typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {CHIEF}"))
@@ -104,10 +110,7 @@ def provision_skills(
         Path, typer.Argument(help="RANKINGS table, or the folder of evaluate or candidates")
     ],
     pool: Annotated[Path, typer.Option(help="the pool that was ranked")],
-    out: Annotated[
-        Path,
-        typer.Option(help="folder to write: QUERY/SKILL/SKILL.md"),
-    ],
+    out: Annotated[Path, typer.Option(help="folder to write: QUERY/SKILL/SKILL.md")],
     stage: Annotated[
         str | None, typer.Option(help="ranking to use, if the table holds several")
     ] = None,
@@ -125,16 +128,17 @@ def provision_skills(
     from skilltrain.papers.skillflow.provision import NAMES_FILE, provision
     from skilltrain.retrieval.rankings import read_rankings
 
-    chosen = read_rankings(rankings, stage)
-    counts = quietly(provision, chosen, pool, top, out, flagged)
+    ranking_by_query = read_rankings(rankings, stage)
+    num_queries = len(ranking_by_query)
+    counts = quietly(provision, ranking_by_query, pool, top, out, flagged)
     line = (
-        f"{out}: {counts['num_skills']:,} skills for {len(chosen):,} queries; "
+        f"{out}: {counts['num_skills']:,} skills for {num_queries:,} queries; "
         f"{out / NAMES_FILE} says which is which"
     )
-    conclude({"out": str(out), "num_queries": len(chosen)} | counts, [line], as_json)
+    conclude({"out": str(out), "num_queries": num_queries} | counts, [line], as_json)
 
 
-@app.command("skillweaver plan", context_settings=DASHED_SETTINGS)
+@app.command("skillweaver plan", cls=DashedCommand)
 def plan(
     task: Task,
     router: RouterFolder = None,
@@ -160,21 +164,19 @@ def plan(
     from skilltrain.papers.skillweaver.compose import plan_json, plan_lines, plan_mermaid
     from skilltrain.papers.skillweaver.planner import PlannerConfig
 
+    # Read the settings of the planner.
     where = "skilltrain skillweaver plan"
     values: dict[str, Any] = {}
     if llm:
-        client = {"temperature": 0.1} | parse_yaml(llm, "--llm")
-        values["decomposer"] = {"kind": "llm", "llm": client}
+        llm_settings = {"temperature": 0.1} | parse_yaml(llm, "--llm")
+        values["decomposer"] = {"kind": "llm", "llm": llm_settings}
     values = apply_overrides(values, read_overrides(settings))
     config = validate(PlannerConfig, values, where)
-    opened = quietly(open_routing, router, pool, [{"kind": "lexical"}], where, allow_server)
-    task_plan, flags_by_skill = quietly(plan_task, config, task, opened)
+
+    opened_router = quietly(open_routing, router, pool, [{"kind": "lexical"}], where, allow_server)
+    task_plan, flags_by_skill = quietly(plan_task, config, task, opened_router)
     if as_json:
-        flags = {
-            skill_id: [*map(asdict, skill_flags)]
-            for skill_id, skill_flags in flags_by_skill.items()
-        }
-        show(plan_json(task_plan) | {"flags": flags})
+        show(plan_json(task_plan) | {"flags": to_jsonable_python(flags_by_skill)})
     elif mermaid:
         typer.echo(plan_mermaid(task_plan))
     else:

@@ -13,7 +13,7 @@ from skilltrain.texts import visible
 AsForm = Annotated[
     Form | None,
     typer.Option(
-        "--form", help="special form of the folder: for vLLM, late interaction or a runtime"
+        "--form", help="special form of the folder, for vLLM, late interaction or a runtime"
     ),
 ]
 Reports = Annotated[
@@ -54,10 +54,12 @@ def export(
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run
 
-    if adapter and any((form, reports, repo, license_id)):
-        problem = "an adapter is written as it is, without a card"
+    if adapter and (form or reports or repo or license_id):
         raise SkilltrainError(
-            "conflicting-settings", problem, where="--adapter", fix="give only --checkpoint and --out"
+            "conflicting-settings",
+            "an adapter is written as it is, without a card",
+            where="--adapter",
+            fix="give only --checkpoint and --out",
         )
     published = Published(repo, license_id, reports or ())
     summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
@@ -70,7 +72,7 @@ def push(
         Path, typer.Argument(help="folder of a finished training run, or one that `export` wrote")
     ],
     repo: Annotated[
-        str, typer.Option(help="OWNER/NAME on the Hub; if missing, it is created as private")
+        str, typer.Option(help="OWNER/NAME on the Hub; a missing repository is created as private")
     ],
     public: Annotated[
         bool, typer.Option("--public", help="let everyone read the repository")
@@ -87,8 +89,9 @@ def push(
 ) -> None:
     """Upload a model with its card to the Hugging Face Hub.
 
-    First it checks that other libraries compute the same scores. The token is HF_TOKEN, or that
-    of `hf auth login`. --dry-run makes the checks, shows the files and the card, and sends nothing.
+    The command first checks that other libraries compute the same scores. The token is HF_TOKEN, or
+    the token of `hf auth login`. --dry-run makes the checks, shows the files and the card, and
+    sends nothing.
 
     Example: skilltrain push runs/encoder --repo our-team/sr-emb --license apache-2.0 --dry-run
     """

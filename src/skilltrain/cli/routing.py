@@ -1,15 +1,15 @@
 """Commands that make a router, use it and serve it."""
 
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic_core import to_jsonable_python
 
 from skilltrain.cli.app import (
-    DASHED_SETTINGS,
     AsJson,
+    DashedCommand,
     DryRun,
     app,
     conclude,
@@ -33,12 +33,33 @@ AllowServer = Annotated[
     list[str] | None,
     typer.Option(help="URL that the router's rankers may send tasks to; may be repeated"),
 ]
+WatchedFolders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+        help="folder of SKILL.md files whose changes the router takes up; may be repeated",
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="host name that clients may use (http); loopback names by default; may be repeated",
+    ),
+]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="origin of web pages that may use it (http), e.g. https://a.example; may be repeated",
+    ),
+]
 if TYPE_CHECKING:
     from skilltrain.serving.answer import RoutedSkill
     from skilltrain.serving.router import Router
 
 
-@app.command(context_settings=DASHED_SETTINGS, rich_help_panel="Start here")
+@app.command(cls=DashedCommand, rich_help_panel="Start here")
 def fit(
     skills: Annotated[
         Path, typer.Argument(help="a folder of SKILL.md files, or another source of the stage pool")
@@ -47,7 +68,7 @@ def fit(
         Path, typer.Option(help="folder to write: the router, and the results of all steps")
     ],
     queries: Annotated[
-        list[Path] | None, typer.Option(help="a file of queries; may be repeated")
+        list[Path] | None, typer.Option(help="file of queries; may be repeated")
     ] = None,
     llm: Annotated[
         str | None,
@@ -61,12 +82,13 @@ def fit(
 ) -> None:
     """Make a router from a folder of skills: train an encoder, and combine it with BM25.
 
-    The same command continues a run that was stopped. OUT/recipes has the recipe of each step.
+    The same command continues a stopped run. OUT/recipes has the recipe of each step.
 
     Example: skilltrain fit my_skills --out runs/router
     """
     from skilltrain.serving.fit import FitConfig, dry_run_fit, run_fit
 
+    # Read the settings.
     values: dict[str, Any] = {
         "skills": str(skills),
         "out": str(out),
@@ -74,12 +96,13 @@ def fit(
     }
     if llm:
         values["llm"] = parse_yaml(llm, "--llm")
-    config = validate(
-        FitConfig, apply_overrides(values, read_overrides(settings)), "skilltrain fit"
-    )
+    values = apply_overrides(values, read_overrides(settings))
+    config = validate(FitConfig, values, "skilltrain fit")
     if is_dry_run:
         show(quietly(dry_run_fit, config))
         return
+
+    # Make the router, and print a summary.
     summary = quietly(run_fit, config)
     num_lists = f"{summary['num_lists']:,}"
     lines = [f"{out}: a router over {summary['num_skills']:,} skills, trained on {num_lists} lists"]
@@ -112,32 +135,32 @@ def route(
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
     """
     rankers: list[dict[str, Any]] = [{"kind": "lexical"}]
-    if encoder:  # the cache keeps its vectors for the next task
+    if encoder:  # the vectors are cached for the next task
         rankers = [{"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}]
     if reranker:
         rankers.append({"kind": "rerank", "source": reranker})
-    opened = quietly(open_routing, router, pool, rankers, "skilltrain route", allow_server)
-    answer = quietly(opened.route, task, top)
+    opened_router = quietly(open_routing, router, pool, rankers, "skilltrain route", allow_server)
+    answer = quietly(opened_router.route, task, top)
+
     if as_json:
-        rows = [
-            asdict(routed) | {"path": routed.path and str(routed.path)} for routed in answer.skills
-        ]
+        rows = to_jsonable_python(answer.skills)
         show({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows})
         return
     if not answer.fits:
         typer.echo("No skill fits, as far as the router can tell. The nearest:")
-    for routed in answer.skills:
-        _print(routed)
+    for skill in answer.skills:
+        _print_skill(skill)
 
 
-def _print(routed: "RoutedSkill") -> None:
-    name = printable(routed.name, 90)
-    location = printable(str(routed.path or routed.skill_id))
-    probability = "" if routed.probability is None else f"  {routed.probability:.0%}"
-    typer.echo(f"{routed.rank:>2}  {routed.score:8.4f}{probability}  {name}  ({location})")
-    typer.echo(f"                {printable(routed.description, 90)}")
-    typer.echo(f"                {printable(str(routed.why), 120)}")
-    for flag in routed.flags:
+def _print_skill(skill: "RoutedSkill") -> None:
+    """Print a skill that a router returned, with an explanation and its safety flags."""
+    name = printable(skill.name, 90)
+    location = printable(str(skill.path or skill.skill_id))
+    probability = "" if skill.probability is None else f"  {skill.probability:.0%}"
+    typer.echo(f"{skill.rank:>2}  {skill.score:8.4f}{probability}  {name}  ({location})")
+    typer.echo(f"                {printable(skill.description, 90)}")
+    typer.echo(f"                {printable(str(skill.why), 120)}")
+    for flag in skill.flags:
         span = printable(flag.span, 120)
         typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {span}")
 
@@ -151,6 +174,13 @@ def open_routing(
 ) -> "Router":
     """Open a router, or make one from a pool and rankers.
 
+    Args:
+        router: Folder of a router.
+        pool: Folder of a pool, or of SKILL.md files.
+        rankers: Settings of the rankers for a pool.
+        where: The command, for errors.
+        allow_server: URLs that the rankers of a router may send tasks to.
+
     Raises:
         SkilltrainError: Both a router and a pool are given, or neither.
     """
@@ -159,9 +189,9 @@ def open_routing(
 
     if router is not None and pool is None:
         return Router.load(router, allow_server or ())
-    if pool is None or router is not None:
-        raise SkilltrainError("conflicting-settings", "give either --router or --pool", where=where)
-    return open_router(pool, rankers)
+    if router is None and pool is not None:
+        return open_router(pool, rankers)
+    raise SkilltrainError("conflicting-settings", "give either --router or --pool", where=where)
 
 
 @app.command(rich_help_panel="Use")
@@ -173,15 +203,7 @@ def serve(
         Literal["stdio", "http"],
         typer.Option(help="stdio is for one agent, which starts the command"),
     ] = "stdio",
-    watch: Annotated[
-        list[Path] | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            resolve_path=True,
-            help="folder of SKILL.md files whose changes the router takes up; may be repeated",
-        ),
-    ] = None,
+    watch: WatchedFolders = None,
     allow_server: AllowServer = None,
     flagged: Annotated[
         Literal["mark", "withhold"],
@@ -193,14 +215,8 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="host name that clients may use (http); loopback names by default"),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="origin of web pages that may use it (http), e.g. https://a.example"),
-    ] = None,
+    allowed_host: AllowedHosts = None,
+    allowed_origin: AllowedOrigins = None,
     token_env: Annotated[
         str, typer.Option(help="environment variable with the token that clients must send (http)")
     ] = "",
@@ -221,13 +237,15 @@ def serve(
             f"{error.name} is not installed",
             fix="pip install 'skilltrain[serve]'",
         ) from error
-    watch = watch or []
-    opened = Router.load(router, allow_server or ())
-    if watch:
-        watched_contents(opened, watch)
-    service = Service(opened, flagged, RouteLog(log) if log else None)
+
+    watched_folders = watch or []
+    opened_router = Router.load(router, allow_server or ())
+    if watched_folders:
+        # Check the folders now, so that the command fails before it serves.
+        watched_contents(opened_router, watched_folders)
+    service = Service(opened_router, flagged, RouteLog(log) if log else None)
     if mcp == "stdio":
-        serve_stdio(service, watch)
+        serve_stdio(service, watched_folders)
     else:
         access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
-        serve_http(service, watch, host, port, access)
+        serve_http(service, watched_folders, host, port, access)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from skilltrain.cli.app import (
-    DASHED_SETTINGS,
     AsJson,
+    DashedCommand,
     DryRun,
     HelpAll,
     Overrides,
@@ -39,23 +39,29 @@ from skilltrain.terminal import console
 from skilltrain.texts import printable
 
 _CELL_CHARS = 60  # of a value that is shown
-# Package of a stage → panel of its command.
+# Panel of a stage's command, by the package of the stage.
 _PANELS = {"data": "Data", "evaluation": "Data", "serving": "Use", "papers": "Papers"}
-# Stages whose commands have further options.
-_OWN_COMMANDS = ("train_encoder", "train_reranker", "evaluate")
+# Stages whose commands have further options. They are not added by `add_stage`.
+_SPECIAL_STAGES = ("train_encoder", "train_reranker", "evaluate")
 
 
 def add_stage(name: str) -> None:
-    """Add the command of a stage. `name` may be an import path."""
-    plugin = ("another.package", "Run this stage of another package.")
-    path, summary = STAGES.get(name, plugin)
+    """Add the command of a stage to the program.
+
+    Args:
+        name: Name of the stage, or its import path.
+    """
+    panel = "Plug-ins"
+    summary = "Run this stage of another package."
+    if name in STAGES:
+        path, summary = STAGES[name]
+        panel = _PANELS[path.split(".")[1]]
 
     @app.command(
         command_of(name),
         cls=SettingsCommand,
         help=summary,
-        context_settings=DASHED_SETTINGS,
-        rich_help_panel=_PANELS.get(path.split(".")[1], "Plug-ins"),
+        rich_help_panel=panel,
     )
     def run_stage(
         arguments: Overrides = None,
@@ -67,44 +73,50 @@ def add_stage(name: str) -> None:
 
 
 def _add_command(name: str) -> None:
-    """Add a command of another package, a function or a typer app. It is imported when it runs."""
+    """Add a command of another package to the program. The package is imported when it runs.
+
+    Args:
+        name: Name of the plug-in, which is a function or a typer app.
+    """
 
     @app.command(
         name,
+        cls=DashedCommand,
         help="Run this command of another package.",
         add_help_option=False,
-        context_settings=DASHED_SETTINGS | {"allow_extra_args": True},
+        context_settings={"allow_extra_args": True},
         rich_help_panel="Plug-ins",
     )
     def run_command(context: typer.Context) -> Any:
         plugin = load_plugin("command", name)
+        plugin_app = plugin
         if not isinstance(plugin, typer.Typer):
-            function, plugin = plugin, typer.Typer()
-            plugin.command()(function)
-        command = typer.main.get_command(plugin)
+            plugin_app = typer.Typer()
+            plugin_app.command()(plugin)
+        command = typer.main.get_command(plugin_app)
         return command.main(context.args, prog_name=f"skilltrain {name}", standalone_mode=False)
 
 
 for _name in plugin_paths("stage"):
-    if _name not in _OWN_COMMANDS:
+    if _name not in _SPECIAL_STAGES:
         add_stage(_name)
 for _name in plugin_paths("command"):
     _add_command(_name)
 
 
-@app.command(context_settings=DASHED_SETTINGS, rich_help_panel="Train")
+@app.command(cls=DashedCommand, rich_help_panel="Train")
 def train(
     file: Annotated[Path, typer.Argument(help="recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
     is_dry_run: DryRun = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="continue from the newest checkpoint")
+        bool, typer.Option("--resume", help="continue the run in `out` from its newest checkpoint")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train an encoder or a reranker.
 
-    Its settings: skilltrain recipes --schema train_encoder (or train_reranker)
+    For the settings, run: skilltrain recipes --schema train_encoder (or train_reranker)
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
@@ -112,12 +124,24 @@ def train(
 
 
 def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
-    """Return the training stage of a recipe. Raises SkilltrainError for any other stage."""
+    """Return the training stage of a recipe.
+
+    Args:
+        file: The recipe.
+        overrides: Settings of the form `key=value`.
+
+    Raises:
+        SkilltrainError: The recipe is of another stage.
+    """
     stage = parse_recipe(load_recipe(file, read_overrides(overrides)), file)
-    if isinstance(stage, TrainingStage):
-        return stage
-    fix = f"run: skilltrain {command_of(stage.stage)} {file}"
-    raise SkilltrainError("wrong-stage", f"is a recipe of stage {stage.stage}", where=file, fix=fix)
+    if not isinstance(stage, TrainingStage):
+        raise SkilltrainError(
+            "wrong-stage",
+            f"is a recipe of stage {stage.stage}",
+            where=file,
+            fix=f"run: skilltrain {command_of(stage.stage)} {file}",
+        )
+    return stage
 
 
 @app.command(rich_help_panel="Start here")
@@ -168,8 +192,9 @@ def inspect_lists(
 
     summary = quietly(inspect, lists, out, pool, max_lists)
     findings = [f"{check} {count:,}" for check, count in summary["worth_a_look"].items()]
-    line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: "
-    conclude(summary, [line + (", ".join(findings) or "nothing")], as_json)
+    text = ", ".join(findings) if findings else "nothing"
+    line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: {text}"
+    conclude(summary, [line], as_json)
 
 
 @app.command("show", rich_help_panel="Data")
@@ -200,6 +225,8 @@ def show_table(
         raise SkilltrainError(
             "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=file
         ) from error
+
+    # Select the rows with the given values.
     value_by_column = dict(item.split("=", 1) for item in read_overrides(where))
     unknown = value_by_column.keys() - set(table.column_names)
     if unknown:
@@ -211,6 +238,7 @@ def show_table(
             matching = [row for row in matching if value in row[name]]
         else:
             matching = [row for row in matching if value == _text(row[name])]
+
     if as_json:
         for row in matching:
             typer.echo(json.dumps(row, default=str))
@@ -226,4 +254,5 @@ def show_table(
 
 
 def _text(value: Any) -> str:
+    """Return a value of a table as text. Lists and numbers are written as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -118,5 +118,5 @@ class LLMConfig(ServerConfig):
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
     cache: Path | None = Field(
         default=Path("~/.cache/skilltrain/llm"),
-        description="folder of the answers of all runs (two runs at once may pay twice); null: none",
+        description="folder of answers of all runs (two runs at once may pay twice); null: none",
     )
