@@ -23,7 +23,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """Seed of random generators."""
 _MAX_NODES = 100_000  # nodes of a YAML text, with its aliases expanded
 
-REMOVED: dict[str, str] = {
+REMOVED = {
     "chain": "write `based_on: chain.yaml`, and the chain's steps under its key `steps`",
     "smollm2": "use kind openai with the base_url of a local server: Ollama, llama.cpp or vLLM",
     "compose.candidates": "leave it out: 10 skills are retrieved for each step",
@@ -95,16 +95,18 @@ class _RecipeLoader(yaml.SafeLoader):
     """
 
     def get_single_node(self) -> yaml.Node | None:
+        """Return the root of the YAML text. Raises SkilltrainError if there are too many nodes."""
         node = super().get_single_node()
         if node is not None:
             _count_nodes(node, {})
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the dict of a YAML map. Raises SkilltrainError if a key appears twice."""
         keys: set[Any] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
+                continue  # the key `<<` may appear twice
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # the base class raises an error for it
@@ -162,9 +164,10 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
     try:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
+        # The loader does not know the name of the text.
         raise SkilltrainError(error.code, error.problem, where=where) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # ValueError: PyYAML does not catch errors of its constructors.
+        # PyYAML raises ValueError for values that it cannot convert.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = f"is not YAML: {getattr(error, 'problem', error)}"

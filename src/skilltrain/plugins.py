@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from skilltrain.errors import SkilltrainError
 
 GROUP = "skilltrain.plugins"
-BUILT_IN: dict[str, dict[str, str]] = {
+BUILT_IN = {
     "analysis": {
         "attention": "skilltrain.papers.skillrouter.analyses:Attention",
         "structure": "skilltrain.papers.skillrouter.analyses:Structure",

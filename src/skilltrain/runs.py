@@ -69,7 +69,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     if stage.in_place:
         return stage.run(out)
 
-    # Compare this run with the one in the folder.
+    # Compare this run with the run in the folder.
     paths = input_paths(stage)
     _check_output_path(out, paths.values())
     identity = {
@@ -80,7 +80,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     is_training = isinstance(stage, TrainingStage)
     if is_training:
         remove_leftovers(out)
-    summary = _finished_run(out, what_matters(identity), resume and is_training)
+    summary = _finished_run(out, comparable_identity(identity), resume and is_training)
     if summary is not None:
         if stage.on_ranks:
             return stage.run(out)
@@ -114,7 +114,9 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
         )
     # Only the main process checks that a finished run is the same run.
     record = record_of(stage.out)
-    return record["summary"] if record.get("finished") else stage.run(stage.out, resume)
+    if record.get("finished"):
+        return record["summary"]
+    return stage.run(stage.out, resume)
 
 
 def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summary:
@@ -295,7 +297,7 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
             fix=_ANOTHER_FOLDER,
         )
     RUN.check(record, out, "delete the folder, and give the same command again")
-    old_identity = what_matters({key: record.get(key) for key in identity})
+    old_identity = comparable_identity({key: record.get(key) for key in identity})
     difference = _first_difference(old_identity, identity)
     if difference:
         section, _, key = difference.partition(".")
@@ -323,7 +325,7 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     return None
 
 
-def what_matters(identity: dict[str, Any]) -> dict[str, Any]:
+def comparable_identity(identity: dict[str, Any]) -> dict[str, Any]:
     """Return the identity of a run without the settings that do not change its results.
 
     These settings are `workers`, and those of the section `training` in FREE_TO_CHANGE.

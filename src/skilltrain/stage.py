@@ -161,6 +161,7 @@ class Stage(Config):
         for name, value in settings.items():
             values[name] = shlex.quote(value) if isinstance(value, str) else value
 
+        # Numbers in the summary are written for a person.
         values |= {name: _in_words(value) for name, value in summary.items()}
         values |= {
             "near": shlex.quote(str(self.out.parent)),

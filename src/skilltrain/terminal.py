@@ -88,6 +88,7 @@ def _plain_progress(description: str, total: int | None, done: int) -> Callable[
     last_line_time = start_time
 
     def show(completed: int, note: str) -> None:
+        """Print a line, unless the last line was printed less than 30 seconds ago."""
         nonlocal last_line_time
         now = time.monotonic()
         if now - last_line_time < _SECONDS_BETWEEN_LINES:

@@ -88,6 +88,7 @@ def _add_command(name: str) -> None:
         rich_help_panel="Plug-ins",
     )
     def run_command(context: typer.Context) -> Any:
+        """Import the plug-in and run it with the remaining arguments."""
         plugin = load_plugin("command", name)
         plugin_app = plugin
         if not isinstance(plugin, typer.Typer):

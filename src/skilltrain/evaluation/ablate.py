@@ -38,9 +38,9 @@ from skilltrain.runs import (
     CHECKPOINTS,
     RECIPE_FILE,
     check_inputs,
+    comparable_identity,
     run_stage,
     run_state,
-    what_matters,
 )
 from skilltrain.stage import parse_recipe
 from skilltrain.terminal import launched_ranks, progress, say
@@ -160,7 +160,7 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
             config = parse_recipe(recipe | {"out": str(runs_folder / name)}, where)
             # The folders of earlier steps need not exist yet.
             check_inputs(config, pending=[run.out for run in runs.values()])
-            identity = what_matters({"recipe": config.model_dump(mode="json")})
+            identity = comparable_identity({"recipe": config.model_dump(mode="json")})
             identity["plugins"] = plugin_fingerprints(config)
             digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
             resolved[name] = runs_folder / f"{name}-{digest[:12]}"

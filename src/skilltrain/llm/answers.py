@@ -110,6 +110,7 @@ class AnswerError(Exception):
     def __init__(
         self, kind: str, reason: str, value: float | None = None, other_id: str | None = None
     ) -> None:
+        """Set the attributes and the message of the error."""
         super().__init__(f"{kind}: {reason}")
         self.kind = kind
         self.reason = reason

@@ -24,6 +24,11 @@ class Budget:
     """Tokens that a run has used, with their prices and limits. Threads may share it."""
 
     def __init__(self, config: ServerConfig) -> None:
+        """Find the prices of the model.
+
+        Raises:
+            SkilltrainError: A limit in dollars is set, but the prices are not known.
+        """
         self._section = config.section
         self.used = Usage()
         self._limits = config.budget

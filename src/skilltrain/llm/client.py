@@ -45,6 +45,7 @@ class Server:
     """A server and its key. The key is kept out of errors, logs and files."""
 
     def __init__(self, config: ServerConfig) -> None:
+        """Read the key from the environment. Raises SkilltrainError if it is no possible key."""
         self.config = config
         self.budget = Budget(config)
         self._key = os.environ.get(config.api_key_env, "").strip()
