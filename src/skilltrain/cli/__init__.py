@@ -10,14 +10,14 @@ from typing import Any
 
 import typer
 
-from skilltrain.cli import evaluation, papers, publishing, routing, stages
+# These modules add their commands to `app`.
+from skilltrain.cli import evaluation, papers, publishing, routing, stages  # noqa: F401
 from skilltrain.cli.app import app
 from skilltrain.config import removed_advice
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
-__all__ = ["app", "as_program", "evaluation", "main", "papers", "publishing", "routing", "stages"]
 # Exit codes.
 _FAULT = 2
 _INTERRUPTED = 130
