@@ -222,7 +222,10 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             if config.num_systems != 1:
                 problem = f"an evaluation of an ablation has one system, found {config.num_systems}"
                 raise SkilltrainError(
-                    "invalid-ablation", problem, where=where, fix="make a step, or a variant, of each"
+                    "invalid-ablation",
+                    problem,
+                    where=where,
+                    fix="make a step, or a variant, of each",
                 )
             missing = [measure for measure in grid.compare if measure not in measures]
             if missing:

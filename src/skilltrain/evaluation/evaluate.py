@@ -154,7 +154,7 @@ class Evaluate(Stage):
         console.print(terminal_table(report, console.width))
 
         means: dict[str, dict[str, float]] = {}
-        for name, intervals in report.every.means.items():
+        for name, intervals in report.overall.means.items():
             means[name] = {measure: round(value.mean, 4) for measure, value in intervals.items()}
         return {
             "num_queries": len(query_ids),

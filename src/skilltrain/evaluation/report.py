@@ -68,7 +68,7 @@ class Report:
     analysis: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def every(self) -> SliceMeans:
+    def overall(self) -> SliceMeans:
         """Means over all queries."""
         return self.slices[0]
 
@@ -131,13 +131,13 @@ class Report:
     def headline(self) -> str:
         """Return a sentence about the best system, and how it compares with the first one."""
         measure = self.chief_measure
-        means = {name: row[measure] for name, row in self.every.means.items() if measure in row}
+        means = {name: row[measure] for name, row in self.overall.means.items() if measure in row}
         if not means:
             return f"No query has a value of {measure}."
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        if not self.every.best(measure):
+        if not self.overall.best(measure):
             return f"All systems have the same {measure}, {means[best]}."
 
         sentence = f"{best} has the highest {measure}, {means[best]}"

@@ -88,7 +88,7 @@ class PassRates(Analysis):
 
     def analyse_results(self, report: Report) -> list[Row]:
         is_known = all(task.query.origin == ORIGIN for task in report.benchmark.tasks)
-        return pass_rates(report.every.means) if is_known else []
+        return pass_rates(report.overall.means) if is_known else []
 
 
 def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
