@@ -181,21 +181,19 @@ def _card_data(
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    evaluations: list[EvalResult] = []
-    for result in results:
-        if result.uses_model:
-            mean = round(result.estimate["mean"], 4)
-            config = f"{result.benchmark}: {result.system}"
-            evaluation = EvalResult(
-                model_class.task,
-                "agent-skills",
-                result.benchmark,
-                result.metric,
-                mean,
-                dataset_config=config,
-                metric_name=result.metric,
-            )
-            evaluations.append(evaluation)
+    evaluations = [
+        EvalResult(
+            model_class.task,
+            "agent-skills",
+            result.benchmark,
+            result.metric,
+            round(result.estimate["mean"], 4),
+            dataset_config=f"{result.benchmark}: {result.system}",
+            metric_name=result.metric,
+        )
+        for result in results
+        if result.uses_model
+    ]
     is_on_hub = _HUB_ID.fullmatch(base) and not Path(base).exists()
     return ModelCardData(
         library_name="sentence-transformers",
