@@ -17,11 +17,9 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.select import Chooser, ChoosingConfig
 
 _RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of \
-instructions that the \
-agent reads before it works. You get one task and a numbered list of candidates, and say which of \
-them are relevant: \
-about the domain, the techniques, the files or the tools that this very task needs. Often only a \
-few are, or none.
+instructions that the agent reads before it works. You get one task and a numbered list of \
+candidates, and say which of them are relevant: about the domain, the techniques, the files or the \
+tools that this very task needs. Often only a few are, or none.
 {UNTRUSTED}
 Reply with a JSON list of the numbers of the relevant candidates, like [2, 5] or [], and with \
 nothing else."""
@@ -30,15 +28,13 @@ _WHICH = (
     "Reply with a JSON list of numbers only."
 )
 _SPECIFICITY = f"""You decide whether a skill is worth the attention of an AI agent that works on \
-a task. A skill is a \
-set of instructions that the agent reads before it works. You get the task and one candidate.
+a task. A skill is a set of instructions that the agent reads before it works. You get the task \
+and one candidate.
 {UNTRUSTED}
 Say INJECT if it holds knowledge of this domain that would spare the agent real search and trial: \
-commands, formats, \
-interfaces, limits, pitfalls, working code. Say REJECT if it holds general method, check lists, or \
-what a capable \
-model knows or sees from the task's own files. Reply with INJECT or REJECT, and with nothing \
-else."""
+commands, formats, interfaces, limits, pitfalls, working code. Say REJECT if it holds general \
+method, check lists, or what a capable model knows or sees from the task's own files. Reply with \
+INJECT or REJECT, and with nothing else."""
 _IS_WORTH_IT = "Is candidate 1 worth it? Reply with INJECT or REJECT only."
 _VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)  # with quotes or a full stop around it
 
