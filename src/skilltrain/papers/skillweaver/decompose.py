@@ -30,7 +30,12 @@ _STEP_CHARS = 500  # longest step
 
 
 def read_steps(ask: Ask, answer: str) -> Round:
-    """Read the steps in an answer. Raises AnswerError or ValueError if it is not usable."""
+    """Read the steps in an answer, a JSON array of texts.
+
+    Raises:
+        AnswerError: The answer is not such an array.
+        ValueError: A text is empty, or there are too many.
+    """
     texts = tuple(untrusted_line(text, _STEP_CHARS) for text in read_texts(_array_in(answer)))
     if not all(texts):
         raise ValueError("a text of the array is empty")
@@ -39,7 +44,16 @@ def read_steps(ask: Ask, answer: str) -> Round:
 
 
 def read_choices(ask: Ask, answer: str) -> Round:
-    """Read the numbers of skills in `ask.choices`; each is a step. Raises like `read_steps`."""
+    """Read the numbers of the skills that an answer chooses. Each skill becomes a step.
+
+    Args:
+        ask: The request; its `choices` are numbered from 1.
+        answer: A JSON array of numbers.
+
+    Raises:
+        AnswerError: The answer is not such an array.
+        ValueError: There are too few or too many numbers.
+    """
     numbers = read_numbers(_array_in(answer), range(1, len(ask.choices) + 1))
     _check_count(numbers)
     skills = [ask.choices[number - 1] for number in dict.fromkeys(numbers)]
@@ -48,12 +62,13 @@ def read_choices(ask: Ask, answer: str) -> Round:
 
 
 def _array_in(answer: str) -> str:
-    """Return the JSON array in an answer without the words around it."""
+    """Return the JSON array in an answer, without the words around it."""
     return answer[answer.find("[") : answer.rfind("]") + 1]
 
 
 def _check_count(steps: Sequence[object]) -> None:
-    if not 0 < len(steps) <= MAX_STEPS:
+    """Raise ValueError unless there are 1 to MAX_STEPS steps."""
+    if not 1 <= len(steps) <= MAX_STEPS:
         raise ValueError(f"{len(steps)} steps, not 1 to {MAX_STEPS}")
 
 
