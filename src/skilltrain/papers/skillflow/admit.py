@@ -85,7 +85,8 @@ class Admit(Chooser):
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the admitted candidates among the first `keep` of each query.
 
-        If the model is down, or an answer is not usable, all are admitted, with a warning.
+        If the model is down, or the answer for a query is not usable, its first candidates are
+        admitted, with a warning.
         """
         assert candidates is not None, "a chat model needs candidates"
         llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
@@ -96,14 +97,21 @@ class Admit(Chooser):
             query_id = query.query_id
             ranking = candidates[query_id][:keep]
             if query_id in admitted:
-                ranking = [pair for pair in ranking if pair[0] in admitted[query_id]]
+                ranking = [candidate for candidate in ranking if candidate[0] in admitted[query_id]]
             rankings[query_id] = ranking[: self.config.most]
         return rankings
 
     def _admit(self, llm: LLM, outcome: Outcome[Ask, list[Skill]]) -> dict[str, set[str]]:
-        """Return the ids of admitted skills by query id, for queries with a usable list.
+        """Apply the second filter to the relevant skills, and count what both filters accept.
 
         A relevant skill without a usable second verdict is admitted.
+
+        Args:
+            llm: The chat model.
+            outcome: Relevant skills by query, for queries with a usable answer.
+
+        Returns:
+            Ids of the admitted skills by query id.
         """
         config = self.config
         relevant: list[Ask] = []
@@ -116,15 +124,16 @@ class Admit(Chooser):
         asks = relevant if config.specificity else ()
         questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
         second = ask_all(questions, drop_if_down=True)
-        num_specific = 0
         for item, is_specific in second.values:
-            num_specific += is_specific
             if not is_specific:
                 admitted[item.query_id].remove(item.skill_id)
-        num_seen = sum(len(item.choices) for item, _ in outcome.values)
+
+        # Number of accepted skills and number of judged skills.
+        num_judged = sum(len(item.choices) for item, _ in outcome.values)
+        num_specific = sum(is_specific for _, is_specific in second.values)
         self.counts |= second.used
         self.counts["accepted"] = {
-            "relevancy": (len(relevant), num_seen),
+            "relevancy": (len(relevant), num_judged),
             "specificity": (num_specific, len(second.values)),
         }
         return admitted
