@@ -112,7 +112,9 @@ def plugin_paths(kind: str) -> dict[str, str]:
             continue
         if name in paths and paths[name] != entry.value:
             problem = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
-            raise SkilltrainError("repeated-name", problem, where=GROUP, fix="uninstall one of them")
+            raise SkilltrainError(
+                "repeated-name", problem, where=GROUP, fix="uninstall one of them"
+            )
         paths[name] = entry.value
     return paths
 

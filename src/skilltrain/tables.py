@@ -145,7 +145,9 @@ def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
             try:
                 _array([value], field.type)
             except _CONVERSION_ERRORS as error:
-                problem = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+                problem = (
+                    f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+                )
                 raise SkilltrainError("invalid-value", problem, where=f"row {position}") from error
         raise
 
@@ -300,7 +302,9 @@ def check_ranked(rankings: pa.Table, pool: Collection[str], where: object) -> No
     """
     unknown = set(rankings.column("skill_id").unique().to_pylist()).difference(pool)
     if unknown:
-        problem = f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
+        problem = (
+            f"{len(unknown)} ranked skill(s) are not in this pool, '{min(unknown)}' among them"
+        )
         raise SkilltrainError(
             "unknown-skill", problem, where=where, fix="give the pool that was ranked"
         )

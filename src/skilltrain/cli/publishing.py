@@ -57,7 +57,10 @@ def export(
     if adapter and any((form, reports, repo, license_id)):
         problem = "an adapter is written as it is, without a card"
         raise SkilltrainError(
-            "conflicting-settings", problem, where="--adapter", fix="give only --checkpoint and --out"
+            "conflicting-settings",
+            problem,
+            where="--adapter",
+            fix="give only --checkpoint and --out",
         )
     published = Published(repo, license_id, reports or ())
     summary = quietly(export_run, run, out, checkpoint, published, form, adapter)

@@ -121,7 +121,7 @@ def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, lis
         SkilltrainError: For any fault that can be known before work begins.
     """
     grid = validate(AblationConfig, load_recipe(file, overrides), file)
-    cells: list[Cell] = []
+    cells = []
     for seed, variant in itertools.product(grid.seeds, grid.variants):
         cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
         # If a variant does not use the seed, its evaluations have the same folders for all seeds.
@@ -145,9 +145,9 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
     where = f"variant '{variant}'"
     recipes = _variant_recipes(grid, variant)
     runs_folder = grid.runs or grid.out / "steps"
-    runs: dict[str, Any] = {}
+    runs = {}
     values: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
-    begun_steps: set[str] = set()
+    begun_steps = set()
 
     def resolve(name: str) -> Any:
         """Return the value of `{name}`: the seed, or the folder of a step, whose run is added."""
@@ -246,7 +246,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
 def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """List what `run_ablation` would run, for `--dry-run`. Nothing is written."""
     _, cells = read_grid(file, overrides)
-    missing: set[Path] = set()
+    missing = set()
     for cell in cells:
         states = {run.out: run_state(run.out) for run in cell.runs.values()}
         steps = [f"{folder.name} ({state})" for folder, state in states.items()]
@@ -291,7 +291,7 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
     A run that cells share is run once. If it fails, it is not tried again for another cell.
     """
     run_errors: dict[Path, str] = {}  # by folder; "" for a run that did not fail
-    cell_errors: dict[str, str] = {}
+    cell_errors = {}
     with progress("cells", len(cells)) as show:
         for number, cell in enumerate(cells, 1):
             for step, config in cell.runs.items():
@@ -364,7 +364,7 @@ def make_results(
     for table in tables:
         table["differences"] = [next(corrected) for _ in table["differences"]]
 
-    rows: list[Row] = []
+    rows = []
     for cell in cells:
         recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
         row = {"variant": cell.variant, "seed": cell.seed, "error": errors.get(str(cell))}
@@ -416,7 +416,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     systems = [SystemResult(variant, scores, {}) for variant, scores in mean_scores.items()]
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
-    rows: list[Row] = []
+    rows = []
     for variant, runs in runs_by_variant.items():
         row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
         if len(runs) > 1:
@@ -437,7 +437,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
 
 def _read_scores(folder: Path, measures: Sequence[str]) -> Scores:
     """Read the scores of one evaluation. A measure without a value for a query is left out."""
-    scores: Scores = {}
+    scores = {}
     for _, row in read_jsonl(folder / "per_query.jsonl"):
         scores[row["query_id"]] = {name: row[name] for name in measures if name in row}
     return scores
@@ -445,7 +445,7 @@ def _read_scores(folder: Path, measures: Sequence[str]) -> Scores:
 
 def _mean_over_seeds(runs: Sequence[Scores]) -> Scores:
     """Return each query's mean score over the runs, which have the same queries and measures."""
-    means: Scores = {}
+    means = {}
     for query_id, values in runs[0].items():
         means[query_id] = {}
         for measure in values:
@@ -455,7 +455,7 @@ def _mean_over_seeds(runs: Sequence[Scores]) -> Scores:
 
 def _deviation(runs: Sequence[Scores], measure: str) -> float:
     """Return the standard deviation of the runs' means of one measure."""
-    means: list[float] = []
+    means = []
     for scores in runs:
         means.append(fmean(values[measure] for values in scores.values() if measure in values))
     return stdev(means)

@@ -42,11 +42,9 @@ class Inputs(NamedTuple):
 
     def models(self) -> list[EncoderConfig | RerankConfig]:
         """Return the distinct models that run on this machine."""
-        models: dict[str, EncoderConfig | RerankConfig] = {}
-        for ranker in parts_of(chain.from_iterable(system.rankers for system in self.systems)):
-            if isinstance(ranker, EncoderConfig | RerankConfig):
-                models[ranker.key] = ranker
-        return list(models.values())
+        rankers = parts_of(chain.from_iterable(system.rankers for system in self.systems))
+        models = [model for model in rankers if isinstance(model, EncoderConfig | RerankConfig)]
+        return list({model.key: model for model in models}.values())
 
 
 class Analysis(Config):
@@ -174,10 +172,9 @@ def unserved_separation(
         unserved: Queries that no skill serves.
     """
     unserved_ids = [query.query_id for query in unserved]
-    separations: dict[str, Interval] = {}
+    separations = {}
     for system, rankings in rankings_by_system.items():
-        # An empty ranking scores lowest.
-        best_scores: dict[str, float] = dict.fromkeys(rankings, -math.inf)
+        best_scores = dict.fromkeys(rankings, -math.inf)  # an empty ranking scores lowest
         for query_id, ranking in rankings.items():
             if ranking:
                 _, best_scores[query_id] = ranking[0]
@@ -196,7 +193,7 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
         The hit rate at `num_passed` is the Hit@1 of a perfect next ranker.
     """
     relevances = benchmark.relevances
-    rows: list[Row] = []
+    rows = []
     for system, ranked in stages.items():
         if len(ranked) == 1:
             continue
@@ -226,7 +223,7 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
         `gpu_gib` is the peak GPU memory, and `gpu_seconds` the time for which 1,000 queries occupy
         the GPU. Both are None without a GPU.
     """
-    rows: list[Row] = []
+    rows = []
     for system, ranked in stages.items():
         # The rankers of each row.
         groups: dict[str, Sequence[RankedStage]] = {}

@@ -85,8 +85,8 @@ def estimate_ranking(
     check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
     costs_by_system: dict[str, dict[str, Any]] = {}
-    dollars: list[Any] = []
-    counted_keys: set[str] = set()
+    dollars = []
+    counted_keys = set()
     for system in systems:
         for ranker in parts_of(system.rankers):
             # Systems share embeddings, but each of them asks its chat models anew.
@@ -156,7 +156,7 @@ class Teacher(Stage):
         queries = {query.query_id: query for query in read_queries(self.lists)}
         skills = read_pool(self.pool)
         pool_ids = {skill.skill_id for skill in skills}
-        unknown_ids: set[str] = set()
+        unknown_ids = set()
         for row in lists:
             if row["query_id"] not in queries:
                 problem = f"the list of query {row['query_id']!r} has no query text"
@@ -215,7 +215,7 @@ def member_scores(
     keeping_rankers = [ranker.keeping(max_skills) for ranker in rankers]
     rankings = run_rankers(keeping_rankers, queries, candidates, OpenRankers(skills))
 
-    scores: dict[str, list[float]] = {}
+    scores = {}
     for query_id, skill_ids in members.items():
         score_by_id = dict(rankings[query_id])
         for skill_id in skill_ids:

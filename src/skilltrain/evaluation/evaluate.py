@@ -135,8 +135,8 @@ class Evaluate(Stage):
                 )
 
         # From here on, results are without the unserved queries.
-        all_stages: list[RankedStage] = []
-        ranked_ids: dict[str, Predictions] = {}
+        all_stages = []
+        ranked_ids = {}
         for name, ranked in stages.items():
             stages[name] = [stage.only(query_ids) for stage in ranked]
             all_stages += stages[name]
@@ -155,7 +155,7 @@ class Evaluate(Stage):
         write_report(report, out)
         console.print(terminal_table(report, console.width))
 
-        means: dict[str, dict[str, float]] = {}
+        means = {}
         for name, intervals in report.overall.means.items():
             means[name] = {measure: round(value.mean, 4) for measure, value in intervals.items()}
         return {
@@ -216,7 +216,7 @@ def _load(config: Evaluate) -> _Data:
     # The pool of each tier: its own, or the given pool with the tier's gold skills.
     skills = None if config.pool is None else read_pool(config.pool)
     pools: list[Mapping[str, Skill]] = []
-    tiers: list[Benchmark] = []
+    tiers = []
     skills_by_id: dict[str, Skill] = {}
     for tier in benchmark.parts:
         if skills is None:
@@ -242,7 +242,7 @@ def _load(config: Evaluate) -> _Data:
         if not skills_by_id:
             problem = "copies are found by the skills' texts"
             raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
-        needed_ids: list[str] = []
+        needed_ids = []
         for task in benchmark.tasks:
             needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
         copies = copies_of(needed_ids, skills_by_id, config.clusters)
@@ -264,8 +264,8 @@ def _rank(
         The answers of each ranker by system, and the counts of the rankers that ask a chat model,
         by the name of the ranker and the tier.
     """
-    stages_by_system: dict[str, list[RankedStage]] = {}
-    chat_counts: dict[str, Mapping[str, Any]] = {}
+    stages_by_system = {}
+    chat_counts = {}
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
     num_timed = config.analysis.num_timed
     for tier, pool in zip(data.benchmark.parts, data.pools, strict=True):
@@ -376,7 +376,7 @@ def _report(
         notes: Sentences for the report.
         provenance: What was evaluated, by title.
     """
-    results: list[SystemResult] = []
+    results = []
     for name, rankings in ranked_ids.items():
         values = per_query(rankings, benchmark.relevances, config.scored)
         results.append(SystemResult(name, values, rankings, benchmark.clusters))
@@ -395,7 +395,7 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
         "Pool": f"{pool}, {num_skills:,} skills",
     }
     for system in config.systems:
-        models: list[str] = []
+        models = []
         for ranker in parts_of(system.rankers):
             model = ranker.server.model if ranker.server else ranker.model_source
             if model:
@@ -413,7 +413,7 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     They say for how many queries a model gave no usable answer, and how many skills each filter
     accepted.
     """
-    notes: list[str] = []
+    notes = []
     for name, counts in chat_counts.items():
         num_unusable = counts.get("num_unusable")
         if num_unusable:

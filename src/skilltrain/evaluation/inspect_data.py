@@ -162,7 +162,7 @@ def follow_runs(folder: Path) -> Trail:
 
 def _read_rows(paths: Iterable[Path], spec: TableSpec) -> list[dict[str, Any]]:
     """Return the rows of all tables of one kind. Paths without such a table are skipped."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for path in paths:
         file = table_path(path, spec)
         if file.is_file():
@@ -233,7 +233,7 @@ def page_values(
 
 def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
     """Return the dropped rows by stage and filter, beginning with the oldest run."""
-    drops: dict[tuple[str, str], list[Dropped]] = {}
+    drops = {}
     for run in reversed(trail.runs):
         for row in _read_rows([run.folder], DROPPED):
             drops.setdefault((run.stage, row["filter"]), []).append(Dropped(**row))
@@ -242,7 +242,7 @@ def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
 
 def _sample_drops(drops_by_filter: Mapping[str, Sequence[Dropped]]) -> list[Dropped]:
     """Sample the dropped candidates of each filter, and sort them by value: close calls first."""
-    sample: list[Dropped] = []
+    sample = []
     for name, drops in drops_by_filter.items():
         # Several sources may have mined the same candidate.
         unique = {(drop.query_id, drop.skill_id): drop for drop in drops}
@@ -265,7 +265,7 @@ def _count_by_source(runs: Sequence[Run]) -> Counter[str] | None:
 
 def _count_negatives(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
     """Count the negatives of all lists by source."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for row in rows:
         for source, verdict in zip(row["sources"], row["verdicts"], strict=True):
             if verdict not in POSITIVE:
@@ -278,7 +278,7 @@ def _first_positives(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
     It need not be the first skill: a list for a reranker may begin with negatives.
     """
-    positives: dict[str, str] = {}
+    positives = {}
     for row in rows:
         for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
             if verdict in POSITIVE:
@@ -307,8 +307,8 @@ def check_list(
     Returns:
         Ids of the skills that break an assumption, by check.
     """
-    positives: list[Skill] = []
-    negatives: list[Skill] = []
+    positives = []
+    negatives = []
     for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
         if skill_id not in skills:
             continue

@@ -221,7 +221,7 @@ _TOLERANCE = 1e-9  # of comparisons, because 0.1 has no exact float
 
 def ends_of(values: Iterable[Interval]) -> list[float]:
     """Return the lower and upper ends of intervals as one list."""
-    ends: list[float] = []
+    ends = []
     for value in values:
         ends += [value.low, value.high]
     return ends

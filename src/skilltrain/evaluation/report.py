@@ -98,7 +98,7 @@ class Report:
     @cached_property
     def first_ranks(self) -> dict[str, dict[str, int | None]]:
         """Rank of the first gold skill by system and query id; None if there is none."""
-        ranks: dict[str, dict[str, int | None]] = {}
+        ranks = {}
         for result in self.results:
             ranks[result.name] = {}
             for query_id in self.tasks:

@@ -54,7 +54,7 @@ def write_per_query(report: Report, file: Path) -> None:
 
     Measures without a value for the query are left out.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for result in report.results:
         for query_id, task in report.tasks.items():
             row = {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
@@ -162,7 +162,7 @@ def _recall_curve(report: Report) -> RecallCurve | None:
     curve = RecallCurve(axis, {}, {})
     for result in report.results:
         values = per_query(result.rankings, report.benchmark.relevances, measures).values()
-        points: list[Point] = []
+        points = []
         for measure in measures:
             recall = fmean(row[str(measure)] for row in values)
             points.append((axis.position(measure.cutoff), 100 * recall))
@@ -185,7 +185,7 @@ def _latency_plot(report: Report) -> LatencyPlot | None:
     Returns:
         The plot; None if there is no such system.
     """
-    latencies: dict[str, Row] = {}
+    latencies = {}
     for row in report.analysis.get("latencies", ()):
         if row["stage"] == "total" and row["p50"] > 0:
             latencies[row["system"]] = row
@@ -212,7 +212,7 @@ def _axes(report: Report) -> dict[str, Axis]:
 
     pass_rates = report.analysis.get("pass_rates")
     if pass_rates:
-        values: list[float] = []
+        values = []
         for row in pass_rates:
             values += [row["without_skills"], row["with_gold"]]
             values += [estimate.mean for estimate in row["estimates"].values()]
@@ -268,7 +268,7 @@ def terminal_table(report: Report, width: int) -> Group:
     """
     labels = (ALL, KIND, LENGTH)
     slices = [item for item in distinct_slices(report.slices) if item.label in labels]
-    groups: list[list[Column]] = []
+    groups = []
     if len(report.systems) == 1:
         # The slices of a single system are side by side.
         groups.append([(query_slice, report.systems[0]) for query_slice in slices])
@@ -277,7 +277,7 @@ def terminal_table(report: Report, width: int) -> Group:
             groups.append([(query_slice, system) for system in report.systems])
 
     max_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
-    tables: list[Table] = []
+    tables = []
     for columns in groups:
         for start in range(0, len(columns), max_columns):
             tables.append(_table(columns[start : start + max_columns], report.measures))

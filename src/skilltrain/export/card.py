@@ -218,7 +218,7 @@ def _report_results(report: Path, run: Path) -> Iterator[Result]:
     """
     metrics = read_json(report / "metrics.json")
     record = record_of(report)
-    systems_with_model: set[str] = set()
+    systems_with_model = set()
     for run_input in _inputs(record):
         if run_input.path.resolve() == run.resolve():
             _, position, *_ = run_input.key.split(".")  # the key is systems.POSITION.…

@@ -63,7 +63,7 @@ def check_round_trip(folder: Path) -> None:
     # Outputs of our model: the scores of all pairs, or the vectors of all texts.
     model = open_model(folder)
     is_multi_vector = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
-    outputs: list[Tensor] = []
+    outputs = []
     if isinstance(model, Reranker):
         outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     else:

@@ -89,7 +89,7 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     ranked_ids = texts_of(rankings.column("skill_id"))
     judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
     group_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
-    groups: list[Group] = []
+    groups = []
     for query, verdicts in select_judged(config.queries, None):
         skill_ids = dict.fromkeys(ranked_ids[row] for row in rows.get(query.query_id, ()))
         unjudged_ids = [skill_id for skill_id in skill_ids if skill_id not in verdicts]

@@ -182,7 +182,7 @@ def _reranker_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[
         scores = step(PairsToScore([step.make_pairs(row) for row in batch])).double().cpu()
     scored = list_scores(batch, scores.requires_grad_(), step.loss.needs.teacher_scores)
     (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)  # [query, skill]
-    cell_parts: list[list[str]] = []
+    cell_parts = []
     for row in batch:
         padding = [""] * (slopes.shape[1] - len(row.verdicts))
         cell_parts.append([*map(str, row.verdicts), *padding])

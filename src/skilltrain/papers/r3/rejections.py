@@ -125,9 +125,9 @@ class Rejections(Stage):
         splits = split_groups(skill_ids, self.dev_share, self.seed)
 
         judge = f"llm:{self.llm.model}"
-        queries: list[Query] = []
-        judgements: list[Judgement] = []
-        requested: list[Group] = []
+        queries = []
+        judgements = []
+        requested = []
         for group, answer in outcome.values:
             kind = "single" if answer.refusal else "multi"  # a refusal needs the anchor alone
             split = splits[group.query_id]
@@ -249,7 +249,7 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
     Returns:
         System message and user message.
     """
-    paragraphs: list[str] = []
+    paragraphs = []
     if group.request:
         paragraphs.append(f"Request: {untrusted_line(group.request, 4000)}")
     for number, skill in enumerate(group.skills, 1):
@@ -316,7 +316,7 @@ def _check_verdicts(verdicts: Sequence[SkillVerdict], group: Group) -> None:
 
 def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> list[Judgement]:
     """Return the rows of JUDGEMENTS of a group. Only rejections keep their reason."""
-    rows: list[Judgement] = []
+    rows = []
     for row in verdicts:
         skill_id = group.skills[row.skill - 1].skill_id
         reason = row.reason if row.verdict is Verdict.REJECTED else None
@@ -349,7 +349,7 @@ def _judge_twice(
         return stable_number(config.seed, *ids)
 
     sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
-    shuffled: list[Group] = []
+    shuffled = []
     for group in sample[: config.num_judged_twice]:
         skills = sorted(group.skills, key=lambda skill: sort_key(group.query_id, skill.skill_id))
         shuffled.append(replace(group, skills=tuple(skills)))
@@ -358,7 +358,7 @@ def _judge_twice(
     # Pair the verdicts of both judges, group by group.
     judge = f"llm:{config.second_judge.model}"
     verdict_of = {(row.query_id, row.skill_id): row.verdict for row in first}
-    judgements: list[Judgement] = []
+    judgements = []
     pairs_by_group: list[list[tuple[Verdict, Verdict]]] = []
     for group, answer in outcome.values:
         rows = _judgements(group, answer.verdicts, judge)
@@ -383,7 +383,7 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
         SkilltrainError: The pool has no skill of a language, or no group has two skills.
     """
     pool, dropped = unflagged_skills(config.pool)
-    skills: list[Skill] = []
+    skills = []
     for skill in pool:
         if skill.lang in config.languages:
             skills.append(skill)
@@ -399,7 +399,7 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     )
     run = hashlib.sha256(f"{config.llm.model} {settings}".encode()).hexdigest()[:6]
     sampler = _GroupSampler(config, skills)
-    groups: list[Group] = []
+    groups = []
     turns = cycle(product(config.languages, config.languages, config.kinds))
     for number, (query_lang, lang, kind) in enumerate(islice(turns, config.num_groups)):
         group_id = f"{kind}-{run}-{number:05}"
@@ -467,7 +467,7 @@ class _GroupSampler:
         same_lang = self.langs == self.langs[anchor]
         same_category = self.categories == self.categories[anchor]
         allowed = other_name & same_lang
-        foreign: list[int] = []  # skills in another language
+        foreign = []  # skills in another language
         if kind == "category":
             allowed &= same_category & (self.categories != "")
         elif kind == "across":

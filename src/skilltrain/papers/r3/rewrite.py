@@ -86,7 +86,7 @@ class Rewrite(Stage):
 def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     """Return the questions to the chat model, one for each query."""
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    items: list[Rewriting] = []
+    items = []
     for query, verdicts in select_judged(config.queries, None):
         golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
         items.append(Rewriting(query.query_id, query, golds))

@@ -114,8 +114,8 @@ class Admit(Chooser):
             Ids of the admitted skills by query id.
         """
         config = self.config
-        relevant: list[Ask] = []
-        admitted: dict[str, set[str]] = {}
+        relevant = []
+        admitted = {}
         for item, skills in outcome.values:
             relevant += [config.ask(item.query, [skill], skill.skill_id) for skill in skills]
             admitted[item.query_id] = {skill.skill_id for skill in skills}

@@ -106,7 +106,7 @@ def agent_results(
 
     # Compute the measures of each task. Pass@k needs k trials of every task.
     max_k = min(Counter((trial.condition, trial.task) for trial in trials).values())
-    results: list[SystemResult] = []
+    results = []
     for condition, trials_by_task in trials_by_condition.items():
         values = {
             task: task_values(task_trials, max_k, gold.get(task))
@@ -149,7 +149,7 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
     """
     num_trials = len(trials)
     num_passed = sum(trial.passed for trial in trials)
-    values: dict[str, float] = {}
+    values = {}
     for k in range(1, max_k + 1):
         values[f"Pass@{k}"] = 1 - comb(num_trials - num_passed, k) / comb(num_trials, k)
     for k in range(2, max_k + 1):
@@ -157,7 +157,7 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
 
     # Share of the gold skills that each trial retrieved.
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
-    gold_shares: list[float] = []
+    gold_shares = []
     if gold:
         for skill_ids in retrieved:
             needed_ids = resolve_alternatives(skill_ids, gold).gold

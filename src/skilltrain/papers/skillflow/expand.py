@@ -98,8 +98,8 @@ class Expand:
             keep: Number of skills to return for each task.
         """
         texts_by_task = self._write(queries)
-        task_of: dict[str, str] = {}  # id of the task by id of the written query
-        written: list[Query] = []
+        task_of = {}  # id of the task by id of the written query
+        written = []
         for task in queries:
             texts = texts_by_task.get(task.query_id, [task.text])
             for number, text in enumerate(texts, 1):
@@ -158,7 +158,7 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
     if join == "mean":
         default_scores = [min(scores.values()) for scores in scores_by_query]
 
-    joined_scores: dict[str, float] = {}
+    joined_scores = {}
     for skill_id in dict.fromkeys(chain.from_iterable(scores_by_query)):
         pairs = zip(scores_by_query, default_scores, strict=True)
         joined_scores[skill_id] = combine(scores.get(skill_id, score) for scores, score in pairs)

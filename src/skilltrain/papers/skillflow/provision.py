@@ -51,7 +51,7 @@ def provision(
         SkilltrainError: The pool lacks a skill, or `out` exists and is no empty folder.
     """
     skills = {skill.skill_id: skill for skill in read_pool(pool)}
-    chosen: dict[str, list[str]] = {}
+    chosen = {}
     for query_id, ranking in rankings.items():
         chosen[query_id] = [skill_id for skill_id, _ in ranking[:top]]
         for skill_id in chosen[query_id]:
@@ -66,7 +66,7 @@ def provision(
         files[skill_id] = _bundled_files(skills[skill_id], folders, flagged)
 
     # Write a folder for each query, with a folder for each skill.
-    names: dict[str, dict[str, str]] = {}
+    names = {}
     with staged_folder(out) as folder:
         for query_id, skill_ids in chosen.items():
             query_folder = folder / free_name(query_id, folder)

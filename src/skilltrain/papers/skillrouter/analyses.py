@@ -22,7 +22,6 @@ from skilltrain.metrics.slices import Row
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.papers.skillrouter.field_attention import field_attention
-from skilltrain.records import Query, Skill
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -58,7 +57,7 @@ class Attention(Analysis):
         if not rerankers:
             problem = "is measured in rerankers, and no system has one"
             raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.attention")
-        pairs: list[tuple[Query, Skill]] = []
+        pairs = []
         for task in inputs.benchmark.tasks[: self.num_queries]:
             skill_id = wanted_skills(task.relevance, inputs.skills)[0]
             pairs.append((task.query, inputs.skills[skill_id]))
@@ -75,7 +74,7 @@ class Structure(Analysis):
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
         """Compare the bodies of the gold skills with those of all other skills."""
-        gold: dict[str, str] = {}  # body by skill id
+        gold = {}  # body by skill id
         for task in inputs.benchmark.tasks:
             for skill_id in wanted_skills(task.relevance, inputs.skills):
                 gold[skill_id] = inputs.skills[skill_id].body
@@ -112,14 +111,14 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     text = Path(__file__).with_name("agents.yaml").read_text(encoding="utf-8")
     agents = parse_yaml(text, "agents.yaml")
     agents[AVERAGE] = np.mean(list(agents.values()), axis=0).tolist()
-    rows: list[Row] = []
+    rows = []
     for system, system_means in means.items():
         coverages = {name: system_means[name] for name in COVERAGES if name in system_means}
         if not coverages:
             continue
         for agent, (without, with_gold) in agents.items():
             gain = with_gold - without
-            estimates: dict[str, Interval] = {}
+            estimates = {}
             for name, coverage in coverages.items():
                 mean = without + gain * coverage.mean
                 low = without + gain * coverage.low
@@ -162,7 +161,7 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     test = mannwhitneyu(gold, other, alternative="two-sided")
     effects = test.statistic / (len(gold) * len(other))
     p_values = holm(test.pvalue)
-    rows: list[Row] = []
+    rows = []
     for column, name in enumerate(gold_features[0]):
         average = np.mean if name in _MENTIONS else np.median
         row = {

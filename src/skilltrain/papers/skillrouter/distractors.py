@@ -135,9 +135,9 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
     golds = gold_skills(config)
     strategies = list(islice(cycle(STRATEGIES), config.num_distractors))
     totals = Counter(strategies)
-    items: list[Distractor] = []
+    items = []
     for gold, siblings in golds:
-        numbers: Counter[str] = Counter()
+        numbers = Counter()
         for strategy in strategies:
             numbers[strategy] += 1
             number = numbers[strategy]
@@ -148,7 +148,7 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 
     # Skills that a distractor must not copy.
     gold_trigrams = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
-    distractor_trigrams: list[tuple[Skill, Trigrams]] = []
+    distractor_trigrams = []
 
     def read(item: Distractor, answer: str) -> Skill:
         """Read a distractor. Raises AnswerError or ValueError if it is not usable."""
@@ -179,7 +179,7 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
         gold_ids = sorted(task.relevance.gold)
         for gold_id in gold_ids:
             related_ids.setdefault(gold_id, {}).update(dict.fromkeys(gold_ids))
-    golds: list[tuple[Skill, tuple[Skill, ...]]] = []
+    golds = []
     for gold_id, skill_ids in related_ids.items():
         siblings = [skills[skill_id] for skill_id in skill_ids if skill_id != gold_id]
         golds.append((skills[gold_id], tuple(siblings)))

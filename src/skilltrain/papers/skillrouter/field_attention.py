@@ -49,9 +49,9 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model)
 
-    shares: list[LayerShares] = []
+    shares = []
     token_shares: list[Float[np.ndarray, " field"]] = []
-    rows: list[Row] = []
+    rows = []
     with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             [pair] = reranker.tokenize(query.text, [skill])
@@ -151,7 +151,7 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     """
     network = reranker.network
     position = 0 if reranker.yes_no_ids is None else -1
-    rows: list[np.ndarray] = []
+    rows = []
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
         """Store one row of attention weights, and remove the weights from a module's outputs.

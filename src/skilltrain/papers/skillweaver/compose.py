@@ -77,8 +77,8 @@ class Plan:
     @property
     def levels(self) -> list[list[int]]:
         """Positions of the steps by level. Steps of one level can be done at the same time."""
-        level_by_step: list[int] = []
-        levels: list[list[int]] = []
+        level_by_step = []
+        levels = []
         for position, step in enumerate(self.steps):
             level = max((level_by_step[earlier] + 1 for earlier in step.after), default=0)
             level_by_step.append(level)
@@ -107,7 +107,7 @@ def compose(
     Returns:
         The steps. A step has no skill if no skill fits.
     """
-    steps: list[Step] = []
+    steps = []
     for text, after, ranking in zip(texts, dependencies(task, texts), rankings, strict=True):
         # BM25 gives every skill the score 0 if it knows no word of a text: no skill fits.
         candidates = ranking if any(score for _, score in ranking) else []
@@ -224,7 +224,7 @@ def _step_lines(position: int, step: Step, flags: Mapping[str, Sequence[Flag]]) 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Render a plan as JSON values. Steps are counted from 1."""
-    steps: list[dict[str, Any]] = []
+    steps = []
     for number, step in enumerate(plan.steps, 1):
         candidates = [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]
         row = {

@@ -42,7 +42,7 @@ SkillsByStep = Sequence[Sequence[str]]
 
 def measure_names() -> tuple[str, ...]:
     """Return the names of all measures in order, with their cutoffs."""
-    names: list[str] = []
+    names = []
     for name in MEANINGS:
         if name.endswith("@k"):
             names += [f"{name[:-1]}{k}" for k in CUTOFFS]

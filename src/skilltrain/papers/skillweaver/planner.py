@@ -25,7 +25,7 @@ from skilltrain.papers.skillweaver.decompose import (
     StepsConfig,
 )
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round, steps_by_rules
-from skilltrain.records import Dropped, Query, Ranking, Skill
+from skilltrain.records import Query, Ranking, Skill
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
@@ -125,7 +125,7 @@ class Planner:
         retrieved = find_each(self.find, [last.texts for last in last_rounds], NUM_CANDIDATES)
 
         # Choose a skill for each step.
-        plans: list[Plan] = []
+        plans = []
         for task, last, rankings in zip(tasks, last_rounds, retrieved, strict=True):
             if last.chosen:  # LLM-Direct chose the skills itself
                 rankings = [[(skill_id, 1.0)] for skill_id in last.chosen]
@@ -199,7 +199,7 @@ class Planner:
         settings = self.config.hints
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         retrieved = find_each(self.find, texts, settings.count)
-        asks: list[Ask] = []
+        asks = []
         for task, rankings in zip(tasks, retrieved, strict=True):
             # The first skill of every step comes before the second skill of any step.
             by_rank = chain.from_iterable(zip_longest(*rankings))
@@ -227,7 +227,7 @@ class Planner:
         They are the gold skills and those nearest to the task. They are sorted by id, so that their
         order does not show which ones are gold.
         """
-        asks: list[Ask] = []
+        asks = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
             skill_ids = sorted(self.golds.get(task.query_id, ()))
@@ -243,7 +243,7 @@ class Planner:
     def _search(self, ask: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
         """Let ReAct search for skills. Each of its searches becomes a step of the plan."""
         searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
-        dropped: list[Dropped] = []
+        dropped = []
         asks = [Ask(task) for task in tasks]
         for _ in range(MAX_STEPS):
             outcome = ask(asks)
@@ -262,7 +262,7 @@ class Planner:
                 results = ("so far", f"search: {search}\n{lines}".strip())
                 asks.append(replace(item, parts=(*item.parts, results)))
 
-        rounds: list[tuple[Ask, Round]] = []
+        rounds = []
         for task in tasks:
             if searches[task.query_id]:
                 rounds.append((Ask(task), Round(tuple(searches[task.query_id]))))
@@ -273,7 +273,7 @@ class Planner:
         skills = [self.skills[skill_id] for skill_id in skill_ids]
         if not described:
             return ", ".join(untrusted_line(skill.name) for skill in skills)
-        lines: list[str] = []
+        lines = []
         for skill in skills:
             description = untrusted_line(skill.description, _DESCRIPTION_CHARS)
             lines.append(f"{untrusted_line(skill.name)}: {description}")

@@ -162,7 +162,7 @@ class Round:
 
 def steps_by_rules(task: str) -> tuple[str, ...]:
     """Split a task into steps, at most MAX_STEPS. A task that no rule splits is one step."""
-    clauses: list[str] = []
+    clauses = []
     for sentence in _SENTENCE.split(task):
         if sentence:
             clauses += _clauses(one_line(sentence))
@@ -181,7 +181,7 @@ def _clauses(sentence: str) -> list[str]:
         second = _clauses(match["second"])
         return second + first if match["before"] else first + second
 
-    clauses: list[str] = []
+    clauses = []
     for text in _ORDER.split(sentence):
         clause = _OPENING.sub("", text).strip(" ,;:.!?，。")
         if len(clause) > 1:
@@ -217,10 +217,10 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
         texts: The steps in words.
     """
     task = one_line(task)
-    waits_by_step: list[tuple[int, ...]] = []
-    unused: set[int] = set()  # earlier steps that no step waits for yet
+    waits_by_step = []
+    unused = set()  # earlier steps that no step waits for yet
     for position, text in enumerate(texts):
-        waits: set[int] = set()
+        waits = set()
         if position > 0:
             words = f"{_between(task, texts[position - 1], text)} {text}"
             if _SIMULTANEOUS.search(words):

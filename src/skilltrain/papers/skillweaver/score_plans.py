@@ -147,7 +147,7 @@ class Plans(Stage):
         write_json(out / "metrics.json", to_jsonable_python(metrics))
         _write_rows(results, plans, out)
 
-        means: dict[str, dict[str, float]] = {}
+        means = {}
         for name, planner_slices in slices.items():
             all_tasks = planner_slices[0].means[name]  # the first slice holds all tasks
             means[name] = {measure: round(mean.mean, 4) for measure, mean in all_tasks.items()}
@@ -157,7 +157,7 @@ class Plans(Stage):
         """Count the tasks and estimate the cost of each chat model's first requests."""
         benchmark, _, pool = _open(self)
         asks = [Ask(task.query) for task in benchmark.tasks]
-        costs: dict[str, Any] = {}
+        costs = {}
         for planner in self.planners:
             model = planner.decomposer
             if isinstance(model, ModelConfig):
@@ -168,7 +168,7 @@ class Plans(Stage):
 
 def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[dict[str, Any]]]:
     """Return the slices of each planner as rows of metrics.json."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows = {}
     for name, planner_slices in slices.items():
         rows[name] = []
         for item in planner_slices:
@@ -181,13 +181,13 @@ def _write_rows(
     results: Sequence[SystemResult], plans: Mapping[str, Sequence[Plan]], out: Path
 ) -> None:
     """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
-    scores: list[dict[str, Any]] = []
+    scores = []
     for result in results:
         for query_id, values in result.per_query.items():
             scores.append({"system": result.name, "query_id": query_id, **values})
     write_jsonl(out / "per_query.jsonl", scores)
 
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name, task_plans in plans.items():
         for plan in task_plans:
             rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
@@ -256,7 +256,7 @@ def _results(
         find: Retrieves skills for the words of the gold steps (the oracle).
         skills: Skills by id.
     """
-    gold_texts: list[list[str]] = []
+    gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
     oracle = find_each(find, gold_texts, NUM_CANDIDATES)
@@ -264,7 +264,7 @@ def _results(
         skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
         for skill_id, skill in skills.items()
     }
-    results: list[SystemResult] = []
+    results = []
     for name, task_plans in plans.items():
         values: dict[str, dict[str, float]] = {}
         for task, plan, oracle_rankings in zip(tasks, task_plans, oracle, strict=True):
@@ -280,7 +280,7 @@ def _results(
 
 def _skill_ids(rankings: Iterable[Ranking]) -> list[list[str]]:
     """Return the rankings without their scores."""
-    skill_ids: list[list[str]] = []
+    skill_ids = []
     for ranking in rankings:
         skill_ids.append([skill_id for skill_id, _ in ranking])
     return skill_ids
@@ -294,7 +294,7 @@ def _labels(
     They are those of the benchmark, the difficulty (by the number of gold steps), whether the
     planner planned too many steps, and the categories of the gold skills.
     """
-    labels: dict[str, Labels] = {}
+    labels = {}
     for task in tasks:
         query_id = task.query.query_id
         num_steps = len(task.steps)
@@ -322,7 +322,7 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
         A row for each round: the number of tasks that reached it, and means over all tasks. A task
         that stopped earlier counts with its last round.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number in range(max(len(plan.rounds) for plan in plans)):
         rounds = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
         counts = [len(row.texts) for row in rounds]
@@ -346,7 +346,7 @@ def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
     Args:
         plans: Plans of all tasks by planner.
     """
-    notes: list[str] = []
+    notes = []
     for name, task_plans in plans.items():
         plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
         if plan_notes:
