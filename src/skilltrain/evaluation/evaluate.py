@@ -238,6 +238,7 @@ def _load(config: Evaluate) -> _Data:
         names.add(file.stem)
         predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
 
+    # Near-duplicates of gold skills, for measures with copies.
     if config.clusters is not None:
         if not skills_by_id:
             problem = "copies are found by the skills' texts"

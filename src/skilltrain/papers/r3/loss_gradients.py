@@ -69,7 +69,9 @@ class PartOfGradient:
 
 
 def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
-    """Measure the parts over the first batches of a training run, without training.
+    """Measure the parts of a loss's gradient over the first batches of a training run.
+
+    Nothing is trained.
 
     Args:
         config: Settings of the training run. The model is the one that training starts from.
@@ -209,7 +211,8 @@ def at_scores(
     for part, mask in masks.items():
         norm = (slopes.abs() * mask).sum(1)  # [query]
         slope = (slopes * mask).sum(1) / mask.sum(1)  # [query]
-        # At the scores no part weakens another: the cosine is 1, and the product is norm^2.
+        # Columns: norm, share, cosine, product, slope. At the scores no part weakens another, so
+        # the cosine is 1, and the product is norm^2.
         rows = torch.stack([norm, norm / totals, torch.ones_like(norm), norm**2, slope], 1)
         yield ("scores", part), rows[mask.any(1)]
 
@@ -242,7 +245,7 @@ def at_vectors(
     for part, norm in norms.items():
         product = (projected[part] * whole).sum(1)  # [row]
         cosine = product / (norm * whole.norm(dim=1)).clamp(min=_TINY)
-        # A part at vectors has no slope.
+        # Columns: norm, share, cosine, product, slope. A part at vectors has no slope.
         rows = torch.stack([norm, norm / totals, cosine, product, torch.zeros_like(norm)], 1)
         is_reached = norm > _MIN_SHARE * totals.max()
         yield (at, part), rows[is_reached]

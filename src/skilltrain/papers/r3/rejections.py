@@ -428,6 +428,7 @@ def _shuffled_anchors(
     """
 
     def sort_key(position: int) -> int:
+        """Return a number that depends on the seed and the skill alone."""
         return stable_number(config.seed, "anchor", skills[position].skill_id)
 
     positions_by_lang: dict[str | None, list[int]] = {lang: [] for lang in config.languages}
@@ -476,7 +477,7 @@ class _GroupSampler:
             allowed = self._nearest(anchor, allowed)
         if kind == "languages":
             allowed_foreign = self._nearest(anchor, other_name & ~same_lang)
-            num_foreign = (self.num_others + 1) // 2  # half of the group, rounded up
+            num_foreign = (self.num_others + 1) // 2  # half of the skills, rounded up
             foreign = self._draw(allowed_foreign, num_foreign, f"{group_id}/far")
             if not foreign:
                 return []

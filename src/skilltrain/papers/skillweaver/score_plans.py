@@ -253,17 +253,22 @@ def _results(
     Args:
         tasks: Tasks with their gold steps.
         plans: Plans of all tasks by planner.
-        find: Retrieves skills for the words of the gold steps (the oracle).
+        find: Retrieves skills for texts.
         skills: Skills by id.
     """
+    # The oracle: skills retrieved for the words of the gold steps.
     gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
     oracle = find_each(find, gold_texts, NUM_CANDIDATES)
+
+    # Length of each skill in tokens.
     tokens = {
         skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
         for skill_id, skill in skills.items()
     }
+
+    # Values of each task by planner.
     results = []
     for name, task_plans in plans.items():
         values: dict[str, dict[str, float]] = {}
@@ -341,10 +346,13 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
 
 
 def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
-    """Write sentences about tasks that rules planned instead of a model, and unserved steps.
+    """Count the tasks that rules planned instead of a model, and the steps that no skill fits.
 
     Args:
         plans: Plans of all tasks by planner.
+
+    Returns:
+        Sentences for the report.
     """
     notes = []
     for name, task_plans in plans.items():
