@@ -69,7 +69,7 @@ class AblationConfig(Config):
     )
     variants: dict[str, dict[str, Any] | None] = Field(
         min_length=2,
-        description="name: what differs from `steps`, 'step.key.key': value; list items by number",
+        description="name: changes of `steps`, 'step.key.key': value; list items by number",
     )
     seeds: tuple[Seed, ...] = Field(
         default=(1, 2, 3), min_length=1, description="one cell for each variant and seed"

@@ -50,7 +50,7 @@ class Candidates(Stage):
         default="train", description="rank for the queries of this split only; null for all"
     )
     system: SystemConfig = Field(
-        description="what ranks: a name, and a list of rankers; its last ranking is written"
+        description="a name and a list of rankers; the last ranking is written"
     )
     depth: int = Field(default=50, ge=1, description="candidates per query")
     out: Path = Field(description="folder to write: RANKINGS")

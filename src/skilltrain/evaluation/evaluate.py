@@ -60,7 +60,7 @@ class Evaluate(Stage):
     stage: Literal["evaluate"]
     pool: InputPath | None = Field(
         default=None,
-        description="SKILLS table, or whatever the stage pool reads; null: the benchmark's",
+        description="SKILLS table, or a source of the stage pool; null: the benchmark's pool",
     )
     benchmark: InputPaths = Field(
         min_length=1,
@@ -69,7 +69,7 @@ class Evaluate(Stage):
     split: str | None = Field(
         default=None, description="score the queries of this split only; null for all"
     )
-    systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
+    systems: tuple[SystemConfig, ...] = Field(default=(), description="systems to compare")
     predictions: InputPaths = Field(
         default=(), description="JSON files {query_id: [skill_id, …]} to score"
     )

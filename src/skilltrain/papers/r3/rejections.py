@@ -67,13 +67,13 @@ class Rejections(Stage):
     )
     llm: LLMConfig = Field(description="the chat model that writes and judges")
     second_judge: LLMConfig | None = Field(
-        default=None, description="who judges a sample again; null: nobody"
+        default=None, description="chat model that judges a sample again; null for none"
     )
     num_judged_twice: int = Field(
         default=100, ge=1, description="groups that the second judge sees"
     )
     encoder: EncoderSource = Field(
-        description="finds neighbours; across languages too, if it was trained for that"
+        description="encoder that finds neighbours, across languages too if it is multilingual"
     )
     num_groups: int = Field(
         default=1000, ge=1, description="number of groups; all directions and kinds take turns"
@@ -93,7 +93,7 @@ class Rejections(Stage):
         description="of requests and of anchors; all directions equally often",
     )
     num_words: int = Field(
-        default=80, ge=5, description="length that a request is asked for; twice that is refused"
+        default=80, ge=5, description="words that a request should have; more than twice is refused"
     )
     dev_share: float = Field(
         default=0.1, ge=0, le=1, description="share of groups of split dev; no skill is in both"

@@ -52,7 +52,7 @@ class ExpandConfig(AskingConfig):
         "score; mean: its mean score; rrf: by ranks",
     )
     query_chars: int = Field(
-        default=8000, ge=1, description="how much of a task the chat model sees"
+        default=8000, ge=1, description="characters of a task that the chat model sees"
     )
     keep: Keep = None
     is_composed = True

@@ -64,18 +64,18 @@ class HintsConfig(Config):
         "(Jaccard, tau)",
     )
     show: Literal["names", "described"] = Field(
-        default="names", description="what the model sees of a hint"
+        default="names", description="show hints by name alone, or with their description"
     )
 
 
 class PlannerConfig(Config):
     """One way to plan."""
 
-    name: str = Field(default="plan", min_length=1, description="what tables call it")
+    name: str = Field(default="plan", min_length=1, description="name in tables")
     decomposer: Annotated[
         RulesConfig | WholeConfig | StepsConfig | DirectConfig | ReactConfig,
         Field(discriminator="kind"),
-    ] = Field(default=RulesConfig(), description="what cuts a task into steps")
+    ] = Field(default=RulesConfig(), description="how a task is split into steps")
     hints: HintsConfig = Field(
         default=HintsConfig(),
         description="skills that are shown to the model before it plans again (kind llm)",
