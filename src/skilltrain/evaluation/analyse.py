@@ -72,7 +72,7 @@ class AnalysisConfig(Config):
     )
     unserved: InputPath | None = Field(
         default=None,
-        description="JSON Lines of queries (key `query`) that no skill serves, to see if scores tell",
+        description="JSON Lines of queries (key `query`) that no skill serves: do scores tell?",
     )
     truncation: bool = Field(
         default=False, description="count the skills that each model sees whole; reads all skills"
