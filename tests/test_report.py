@@ -239,7 +239,7 @@ def test_html_plots_means_and_recall_and_lists_failures_first():
     first = listed.split("</summary>")[0]
     assert '<span title="base"><i class="swatch c0"></i>none</span>' in first
     assert '<span title="better"><i class="swatch c1"></i>2</span>' in first
-    value = report_of(BASE, BETTER).every.means["better"]["Hit@1"]
+    value = report_of(BASE, BETTER).overall.means["better"]["Hit@1"]
     assert (
         f'cx="{value.mean:.2%}"' in text and f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in text
     )

@@ -27,6 +27,7 @@ from skilltrain.evaluation.page import SHARES, axis_around, ends_of, html_page, 
 from skilltrain.files import read_jsonl, write_json, write_text
 from skilltrain.metrics.comparison import (
     MAX_EXACT,
+    Comparison,
     SystemResult,
     compare,
     shared_query_ids,
@@ -68,7 +69,7 @@ class AblationConfig(Config):
     )
     variants: dict[str, dict[str, Any] | None] = Field(
         min_length=2,
-        description="name: what differs from `steps`, 'step.key.key': value; list items by number",
+        description="name: changes of `steps`, 'step.key.key': value; list items by number",
     )
     seeds: tuple[Seed, ...] = Field(
         default=(1, 2, 3), min_length=1, description="one cell for each variant and seed"
@@ -82,7 +83,7 @@ class AblationConfig(Config):
     out: Path = Field(description="folder to write: ablation.json, ablation.md, ablation.html")
 
     @model_validator(mode="after")
-    def _consistent(self) -> "AblationConfig":
+    def _check_baseline(self) -> "AblationConfig":
         if self.baseline not in self.variants:
             names = ", ".join(self.variants)
             raise ValueError(f"baseline: no variant '{self.baseline}'; variants: {names}")
@@ -120,63 +121,68 @@ def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, lis
         SkilltrainError: For any fault that can be known before work begins.
     """
     grid = validate(AblationConfig, load_recipe(file, overrides), file)
-    cells: list[Cell] = []
+    cells = []
     for seed, variant in itertools.product(grid.seeds, grid.variants):
         cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
-        # Without the seed, the evaluations are those of an earlier cell.
-        if all(
-            (other.variant, other.evaluations) != (variant, cell.evaluations) for other in cells
-        ):
+        # If a variant does not use the seed, its evaluations have the same folders for all seeds.
+        earlier_cells = [earlier for earlier in cells if earlier.variant == variant]
+        if all(earlier.evaluations != cell.evaluations for earlier in earlier_cells):
             cells.append(cell)
     _check_evaluations(grid, cells)
     return grid, cells
 
 
 def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, Any]:
-    """Resolve the settings of a cell's runs by step, each run after those that it reads.
+    """Resolve the settings of the runs of one variant with one seed.
 
-    Only steps that lead to an evaluation run. The name of a run's folder holds a hash of its
-    settings, so that cells with equal settings share the run.
+    The name of a run's folder holds a hash of its settings, so that cells with equal settings share
+    the run.
+
+    Returns:
+        Settings of each run by the name of its step, a run after those that it reads. Steps that
+        lead to no evaluation are left out.
     """
+    where = f"variant '{variant}'"
     recipes = _variant_recipes(grid, variant)
     runs_folder = grid.runs or grid.out / "steps"
-    runs: dict[str, Any] = {}
-    resolved: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
+    runs = {}
+    values: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
+    begun_steps = set()
 
     def resolve(name: str) -> Any:
-        """Return the seed or a step's folder. A step that is not in `runs` is added."""
-        where = f"step '{name}' of variant '{variant}'"
-        if name not in recipes and name not in resolved:
+        """Return the value of `{name}`: the seed, or the folder of a step, whose run is added."""
+        if name in values:
+            return values[name]
+        if name not in recipes:
+            problem = f"'{{{name}}}' is no step"
             fix = f"steps: {', '.join(recipes)}; plain braces are written {{{{ }}}}"
-            raise SkilltrainError(
-                "invalid-ablation",
-                f"'{{{name}}}' is no step",
-                where=f"variant '{variant}'",
-                fix=fix,
-            )
-        if name not in resolved:
-            resolved[name] = None  # until the steps that it reads are resolved
-            recipe = _fill(recipes[name], resolve)
-            config = parse_recipe(recipe | {"out": str(runs_folder / name)}, where)
-            # The folders of earlier steps need not exist yet.
-            check_inputs(config, pending=[run.out for run in runs.values()])
-            identity = comparable_identity({"recipe": config.model_dump(mode="json")})
-            identity["plugins"] = plugin_fingerprints(config)
-            digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-            resolved[name] = runs_folder / f"{name}-{digest[:12]}"
-            runs[name] = config.model_copy(update={"out": resolved[name]})
-        elif resolved[name] is None:
-            raise SkilltrainError(
-                "invalid-ablation", "needs a step that needs this one", where=where
-            )
-        return resolved[name]
+            raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
+        step = f"step '{name}' of {where}"
+        if name in begun_steps:
+            problem = "needs a step that needs this one"
+            raise SkilltrainError("invalid-ablation", problem, where=step)
+        begun_steps.add(name)
+
+        # Resolve the steps that this step reads. Their folders need not exist yet.
+        recipe = _fill(recipes[name], resolve)
+        config = parse_recipe(recipe | {"out": str(runs_folder / name)}, step)
+        check_inputs(config, pending=[run.out for run in runs.values()])
+
+        # Name the folder by what decides the results.
+        identity = comparable_identity({"recipe": config.model_dump(mode="json")})
+        identity["plugins"] = plugin_fingerprints(config)
+        digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        folder = runs_folder / f"{name}-{digest[:12]}"
+        runs[name] = config.model_copy(update={"out": folder})
+        values[name] = folder
+        return folder
 
     for name, recipe in recipes.items():
         if recipe["stage"] in EVALUATIONS:
             resolve(name)
     if not runs:
         problem = f"has no step of stage {' or '.join(EVALUATIONS)}"
-        raise SkilltrainError("invalid-ablation", problem, where=f"variant '{variant}'")
+        raise SkilltrainError("invalid-ablation", problem, where=where)
     return runs
 
 
@@ -196,7 +202,7 @@ def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
 
 
 def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
-    """Return `value` with `resolve(NAME)` in the place of every `{NAME}` in its texts."""
+    """Replace every `{NAME}` in the texts of a recipe by `resolve(NAME)`, and `{{` by `{`."""
     if isinstance(value, dict):
         return {key: _fill(item, resolve) for key, item in value.items()}
     if isinstance(value, list):
@@ -205,15 +211,17 @@ def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
         return value
 
     def replace_match(match: re.Match[str]) -> str:
-        is_brace = match[1] is None
-        return match[0][0] if is_brace else str(resolve(match[1]))
+        name = match[1]
+        if name is None:  # {{ or }}
+            return match[0][0]
+        return str(resolve(name))
 
     return _REFERENCE.sub(replace_match, value)
 
 
 def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
     """Check that each evaluation ranks with one system, and scores all variants alike."""
-    tasks: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}  # by step, of its first cell
     for cell in cells:
         for step in cell.evaluations:
             config = cell.runs[step]
@@ -221,13 +229,13 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             measures = [str(measure) for measure in config.scored]
             if config.num_systems != 1:
                 problem = f"an evaluation of an ablation has one system, found {config.num_systems}"
-                raise SkilltrainError(
-                    "invalid-ablation", problem, where=where, fix="make a step, or a variant, of each"
-                )
+                fix = "make a step, or a variant, of each"
+                raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
             missing = [measure for measure in grid.compare if measure not in measures]
             if missing:
                 problem = f"measures: {missing[0]}, which `compare` names, is missing"
                 raise SkilltrainError("invalid-ablation", problem, where=where)
+
             task = (config.benchmark, config.split, measures)
             if task != tasks.setdefault(step, task):
                 problem = f"scores other queries or measures than variant '{cells[0].variant}'"
@@ -238,11 +246,12 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
 def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """List what `run_ablation` would run, for `--dry-run`. Nothing is written."""
     _, cells = read_grid(file, overrides)
-    missing: set[Path] = set()
+    missing = set()
     for cell in cells:
         states = {run.out: run_state(run.out) for run in cell.runs.values()}
-        say(f"{cell}: {' → '.join(f'{path.name} ({state})' for path, state in states.items())}")
-        missing.update(path for path, state in states.items() if state != "done")
+        steps = [f"{folder.name} ({state})" for folder, state in states.items()]
+        say(f"{cell}: {' → '.join(steps)}")
+        missing.update(folder for folder, state in states.items() if state != "done")
     return {"num_cells": len(cells), "num_runs_missing": len(missing)}
 
 
@@ -261,27 +270,28 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise SkilltrainError("one-process", "an ablation runs in one process", where=file, fix=fix)
     grid, cells = read_grid(file, overrides)
     errors = _run_cells(cells)
+
     results = make_results(grid, cells, errors)
+    document = markdown("ablation", **results)
     write_json(grid.out / "ablation.json", to_jsonable_python(results))
-    write_text(grid.out / "ablation.md", markdown("ablation", **results))
+    write_text(grid.out / "ablation.md", document)
     write_text(grid.out / "ablation.html", results_page(results))
-    say(markdown("ablation", **results))
+    say(document)
     if errors:
         cell, error = next(iter(errors.items()))
         problem = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
-        raise SkilltrainError(
-            "failed-cells", problem, where=file, fix="the same command tries them again"
-        )
+        fix = "the same command tries them again"
+        raise SkilltrainError("failed-cells", problem, where=file, fix=fix)
     return {"out": str(grid.out), "num_cells": len(cells)}
 
 
 def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
     """Run all cells, and return the one-line error of each cell that failed.
 
-    Runs that cells share are run once, and are not tried again for another cell if they fail.
+    A run that cells share is run once. If it fails, it is not tried again for another cell.
     """
-    run_errors: dict[Path, str] = {}
-    cell_errors: dict[str, str] = {}
+    run_errors: dict[Path, str] = {}  # by folder; "" for a run that did not fail
+    cell_errors = {}
     with progress("cells", len(cells)) as show:
         for number, cell in enumerate(cells, 1):
             for step, config in cell.runs.items():
@@ -297,12 +307,23 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _run_step(step: str, config: Any) -> str:
-    """Run a step, or finish a training run that was stopped, and return its one-line error."""
+    """Run a step of a cell. A training run that was stopped continues from its newest checkpoint.
+
+    Args:
+        step: Name of the step, for the error.
+        config: Settings of the stage.
+
+    Returns:
+        Error in one line; "" if the step did not fail.
+
+    Raises:
+        StoppedError: A signal stops the step.
+    """
     import torch
     from accelerate.state import AcceleratorState
 
     try:
-        run_stage(config, resume=None)
+        run_stage(config, resume=None)  # None: resume if there is a checkpoint
     except StoppedError as error:
         fix = "run the same command to go on"
         raise StoppedError(
@@ -327,18 +348,23 @@ def _run_step(step: str, config: Any) -> str:
 def make_results(
     grid: AblationConfig, cells: Sequence[Cell], errors: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Make a table for each evaluation, from the cells that did not fail."""
+    """Return the content of ablation.json: a table for each evaluation, and all cells.
+
+    Args:
+        grid: Settings.
+        cells: All cells.
+        errors: Error by the name of a cell, for cells that failed. The tables are without them.
+    """
     finished = [cell for cell in cells if str(cell) not in errors]
     steps = finished[0].evaluations if finished else {}
     tables = [_table(grid, step, finished) for step in steps]
 
     # Holm's correction is over the differences of all tables together.
-    differences = itertools.chain.from_iterable(table["differences"] for table in tables)
-    corrected = iter(with_holm([*differences]))
+    corrected = iter(with_holm(_all_differences(tables)))
     for table in tables:
-        table["differences"] = [*itertools.islice(corrected, len(table["differences"]))]
+        table["differences"] = [next(corrected) for _ in table["differences"]]
 
-    rows: list[Row] = []
+    rows = []
     for cell in cells:
         recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
         row = {"variant": cell.variant, "seed": cell.seed, "error": errors.get(str(cell))}
@@ -352,64 +378,84 @@ def make_results(
     }
 
 
+def _all_differences(tables: Sequence[Row]) -> list[Comparison]:
+    """Return the comparisons of all tables as one list."""
+    return list(itertools.chain.from_iterable(table["differences"] for table in tables))
+
+
 def results_page(results: Mapping[str, Any]) -> str:
     """Return the results as one HTML page."""
-    differences = [c.difference for table in results["tables"] for c in table["differences"]]
+    differences = [comparison.difference for comparison in _all_differences(results["tables"])]
     axis = axis_around(0, ends_of(differences) or [0])
     return html_page("ablation", **results, axis=axis, shares=SHARES)
 
 
 def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
-    """Score each variant in the evaluation `step`, and compare it with the baseline.
+    """Score each variant in one evaluation, and compare it with the baseline.
 
-    `metrics` are means with intervals over queries. `seed_sd` are the standard deviations (n − 1)
-    of the means of `num_runs` seeds, if there are several.
+    Args:
+        grid: Settings.
+        step: Name of the evaluation.
+        cells: Cells that did not fail.
+
+    Returns:
+        The table for ablation.json. Of each variant, `metrics` are means with intervals over
+        queries, and `seed_sd` the standard deviations (n − 1) of the means of several seeds.
     """
     measures = [str(measure) for measure in cells[0].runs[step].scored]
-    scores: dict[str, list[Scores]] = {}
+    runs_by_variant: dict[str, list[Scores]] = {}
     for variant in grid.variants:
         folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
         if folders:
-            scores[variant] = [_read_scores(folder, measures) for folder in sorted(folders)]
+            runs_by_variant[variant] = [
+                _read_scores(folder, measures) for folder in sorted(folders)
+            ]
 
-    systems = [SystemResult(name, _mean_over_seeds(runs), {}) for name, runs in scores.items()]
+    # A variant counts as one system, with the mean over its seeds as the score of a query.
+    mean_scores = {variant: _mean_over_seeds(runs) for variant, runs in runs_by_variant.items()}
+    systems = [SystemResult(variant, scores, {}) for variant, scores in mean_scores.items()]
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
-    variants: list[Row] = []
-    for variant, runs in scores.items():
+    rows = []
+    for variant, runs in runs_by_variant.items():
         row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
         if len(runs) > 1:
             row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
-        variants.append(row)
+        rows.append(row)
 
-    others = [variant for variant in scores if variant != grid.baseline]
-    pairs = [(grid.baseline, other) for other in others if grid.baseline in scores]
+    has_baseline = grid.baseline in runs_by_variant
+    compared = [variant for variant in runs_by_variant if variant != grid.baseline]
+    pairs = [(grid.baseline, variant) for variant in compared if has_baseline]
     return {
         "evaluation": step,
         "num_queries": len(query_ids),
         "measures": measures,
-        "variants": variants,
+        "variants": rows,
         "differences": compare(systems, pairs, grid.compare),
     }
 
 
 def _read_scores(folder: Path, measures: Sequence[str]) -> Scores:
-    scores: Scores = {}
+    """Read the scores of one evaluation. A measure without a value for a query is left out."""
+    scores = {}
     for _, row in read_jsonl(folder / "per_query.jsonl"):
         scores[row["query_id"]] = {name: row[name] for name in measures if name in row}
     return scores
 
 
 def _mean_over_seeds(runs: Sequence[Scores]) -> Scores:
-    mean: Scores = {}
+    """Return each query's mean score over the runs, which have the same queries and measures."""
+    means = {}
     for query_id, values in runs[0].items():
-        mean[query_id] = {name: fmean(run[query_id][name] for run in runs) for name in values}
-    return mean
+        means[query_id] = {}
+        for measure in values:
+            means[query_id][measure] = fmean(scores[query_id][measure] for scores in runs)
+    return means
 
 
 def _deviation(runs: Sequence[Scores], measure: str) -> float:
-    """Return the standard deviation of the runs' means."""
-    means: list[float] = []
+    """Return the standard deviation of the runs' means of one measure."""
+    means = []
     for scores in runs:
         means.append(fmean(values[measure] for values in scores.values() if measure in values))
     return stdev(means)

@@ -4,8 +4,8 @@ Each analysis is a list of rows in metrics.json.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
@@ -42,8 +42,9 @@ class Inputs(NamedTuple):
 
     def models(self) -> list[EncoderConfig | RerankConfig]:
         """Return the distinct models that run on this machine."""
-        parts = {part.key: part for system in self.systems for part in parts_of(system.rankers)}
-        return [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
+        rankers = parts_of(chain.from_iterable(system.rankers for system in self.systems))
+        models = [model for model in rankers if isinstance(model, EncoderConfig | RerankConfig)]
+        return list({model.key: model for model in models}.values())
 
 
 class Analysis(Config):
@@ -59,7 +60,7 @@ class Analysis(Config):
         return []
 
     def analyse_results(self, report: Report) -> list[Row]:
-        """Analyse rankings and their values."""
+        """Analyse rankings and their scores."""
         return []
 
 
@@ -71,7 +72,7 @@ class AnalysisConfig(Config):
     )
     unserved: InputPath | None = Field(
         default=None,
-        description="JSON Lines of queries (key `query`) that no skill serves: do scores show it?",
+        description="JSON Lines of queries (key `query`) that no skill serves: do scores tell?",
     )
     truncation: bool = Field(
         default=False, description="count the skills that each model sees whole; reads all skills"
@@ -82,14 +83,16 @@ class AnalysisConfig(Config):
 
 
 def run_input_analyses(config: AnalysisConfig, inputs: Inputs) -> dict[str, list[Row]]:
-    """Run the analyses that need no ranking. They come first, so that faults show early.
+    """Run the analyses that need no ranking, and return their rows by kind.
+
+    They run before the systems, so that their errors show early.
 
     Raises:
         SkilltrainError: An analysis is impossible.
     """
     rows = {analysis.kind: analysis.analyse_inputs(inputs) for analysis in config.more}
     if config.truncation:
-        skills = [*inputs.skills.values()]
+        skills = list(inputs.skills.values())
         rows["truncation"] = [truncation(model, skills) for model in inputs.models()]
     return rows
 
@@ -103,13 +106,17 @@ def run_result_analyses(
         config: Settings.
         report: Report with the rows of `run_input_analyses`.
         stages: Answers of each ranker by system.
+
+    Returns:
+        Rows by kind. Kinds of `config.more` include the rows of `run_input_analyses`.
     """
-    measures = [values for result in report.results for values in result.per_query.values()]
     rows: dict[str, list[Row]] = {"outcomes": []}
-    if all(_RIGHT_OR_WRONG in values for values in measures):
+    values_by_query = chain.from_iterable(result.per_query.values() for result in report.results)
+    if all(_RIGHT_OR_WRONG in values for values in values_by_query):
         # Systems that are next to each other in the recipe are compared.
         for baseline, system in pairwise(report.results):
             rows["outcomes"].append(outcomes(baseline, system, _RIGHT_OR_WRONG))
+
     rows["stages"] = stage_recalls(stages, report.benchmark)
     rows["latencies"] = latencies(stages)
     for analysis in config.more:
@@ -119,7 +126,7 @@ def run_result_analyses(
 
 
 def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
-    """Return the queries that `system` changed (SkillRouter, section 5.5.1).
+    """Return which queries `system` fixes and breaks (SkillRouter, section 5.5.1).
 
     Args:
         baseline: System to compare with.
@@ -131,19 +138,22 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
         in `system` (fixed), only in `baseline` (broken) or in neither.
     """
     query_ids = shared_query_ids([baseline, system])
-    before = values_of(baseline, query_ids, [measure])
-    after = values_of(system, query_ids, [measure])
-    differences, _ = cluster_sums(after - before, baseline.clusters_of(query_ids))
+    baseline_values = values_of(baseline, query_ids, [measure])  # [query, 1]
+    system_values = values_of(system, query_ids, [measure])  # [query, 1]
+    differences = system_values - baseline_values
+    sums_by_cluster, _ = cluster_sums(differences, baseline.clusters_of(query_ids))
     row: Row = {
         "baseline": baseline.name,
         "system": system.name,
         "measure": measure,
-        "p": sign_test(differences[:, 0]),
+        "p": sign_test(sums_by_cluster[:, 0]),
     }
-    cells = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
-    for cell, (was_right, is_right) in cells.items():
-        is_in_cell = (before == was_right) & (after == is_right)
-        row[cell] = np.array(query_ids)[is_in_cell[:, 0]].tolist()
+
+    # Values of baseline and system for each outcome.
+    value_pairs = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
+    for outcome, (baseline_value, system_value) in value_pairs.items():
+        mask = (baseline_values == baseline_value) & (system_values == system_value)
+        row[outcome] = np.array(query_ids)[mask[:, 0]].tolist()
     return row
 
 
@@ -152,44 +162,50 @@ def unserved_separation(
 ) -> dict[str, Interval]:
     """Return how well each system's best score separates served queries from unserved ones.
 
-    It is the probability that the best score of one of `query_ids` is above that of one of
-    `unserved`. The score of an empty ranking is -inf. A fused score is comparable between queries:
-    it consists of z-scores, which say how far the best skill stands out among the candidates.
+    The value is the probability that a served query has a higher best score than an unserved one.
+    Fused scores are comparable between queries: they consist of z-scores, which say how far the
+    best skill stands out among the candidates.
+
+    Args:
+        rankings_by_system: Rankings of all queries by system.
+        query_ids: Queries that a skill serves.
+        unserved: Queries that no skill serves.
     """
-
-    def best_scores(rankings: Rankings, ids: Iterable[str]) -> list[float]:
-        return [rankings[query_id][0][1] if rankings[query_id] else -math.inf for query_id in ids]
-
     unserved_ids = [query.query_id for query in unserved]
-    separations: dict[str, Interval] = {}
+    separations = {}
     for system, rankings in rankings_by_system.items():
-        served_scores = best_scores(rankings, query_ids)
-        separations[system] = separation(served_scores, best_scores(rankings, unserved_ids))
+        best_scores = dict.fromkeys(rankings, -math.inf)  # an empty ranking scores lowest
+        for query_id, ranking in rankings.items():
+            if ranking:
+                _, best_scores[query_id] = ranking[0]
+        served_scores = [best_scores[query_id] for query_id in query_ids]
+        unserved_scores = [best_scores[query_id] for query_id in unserved_ids]
+        separations[system] = separation(served_scores, unserved_scores)
     return separations
 
 
 def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark) -> list[Row]:
-    """Score each ranker of the systems that have several (SkillFlow, table 3).
+    """Score each ranker of the systems that have several rankers (SkillFlow, table 3).
 
-    A row has the means of measures at several cutoffs, and `num_passed`, the number of skills that
-    the ranker passes on. Recall at `num_passed` is the most that later rankers can reach. Hit at
-    `num_passed` is the Hit@1 of a perfect next ranker.
+    Returns:
+        A row for each ranker: means of measures at several cutoffs, and `num_passed`, the number of
+        skills that the next ranker reads. Later rankers cannot exceed the recall at `num_passed`.
+        The hit rate at `num_passed` is the Hit@1 of a perfect next ranker.
     """
     relevances = benchmark.relevances
-    rows: list[Row] = []
+    rows = []
     for system, ranked in stages.items():
         if len(ranked) == 1:
             continue
         for number, stage in enumerate(ranked, 1):
             longest = max(1, *map(len, stage.rankings.values()))
-            num_passed = min(stage.num_passed or longest, longest)
+            num_passed = longest
+            if stage.num_passed:
+                num_passed = min(stage.num_passed, longest)
             cutoffs = sorted({num_passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
-            measures = [
-                *(Measure("Recall", k) for k in cutoffs),
-                *(Measure("Precision", k) for k in cutoffs),
-                Measure("MRR", longest),
-                Measure("Hit", num_passed),
-            ]
+            measures = [Measure("Recall", k) for k in cutoffs]
+            measures += [Measure("Precision", k) for k in cutoffs]
+            measures += [Measure("MRR", longest), Measure("Hit", num_passed)]
             scores = per_query(stage.skill_ids(), relevances, measures)
             result = SystemResult(system, scores, {}, benchmark.clusters)
             means = means_of([result], list(relevances), list(map(str, measures)))[system]
@@ -199,38 +215,45 @@ def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchm
 
 
 def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
-    """Return the latency of each ranker that was timed and, if all were, of the system (`total`).
+    """Return the latency of each ranker that was timed and, if all were, of the whole system.
 
-    Latencies are seconds of queries that were ranked one at a time. With few queries p95 says
-    little. `gpu_gib` is the peak GPU memory, and `gpu_seconds` the time for which 1,000 queries
-    occupy the GPU. Both are None for rankers that use none.
+    Returns:
+        A row for each ranker, and one for the stage `total`. `mean`, `p50` and `p95` are seconds of
+        a query that was ranked alone, `qps` is queries per second, and `num` the number of queries.
+        `gpu_gib` is the peak GPU memory, and `gpu_seconds` the time for which 1,000 queries occupy
+        the GPU. Both are None without a GPU.
     """
-    rows: list[Row] = []
+    rows = []
     for system, ranked in stages.items():
+        # The rankers of each row.
         groups: dict[str, Sequence[RankedStage]] = {}
         for number, stage in enumerate(ranked, 1):
             if stage.alone:
                 groups[f"{number} {stage.kind}"] = [stage]
         if len(groups) == len(ranked):
             groups["total"] = ranked
+
         for name, group in groups.items():
-            seconds = np.sum([stage.alone for stage in group], axis=0)
+            seconds = np.sum([stage.alone for stage in group], axis=0)  # [query]
             mean = float(seconds.mean())
             p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
-            gpu_gib = max(stage.gpu_bytes for stage in group) / 2**30
-            gpu_seconds = sum(float(np.mean(stage.alone)) for stage in group if stage.gpu_bytes)
             row: Row = {"system": system, "stage": name}
             row |= {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
-            row |= {"gpu_gib": gpu_gib or None, "gpu_seconds": 1000 * gpu_seconds or None}
-            rows.append(row | {"num": len(seconds)})
+            row |= {"gpu_gib": None, "gpu_seconds": None, "num": len(seconds)}
+            gpu_stages = [stage for stage in group if stage.gpu_bytes]
+            if gpu_stages:
+                gpu_seconds = sum(float(np.mean(stage.alone)) for stage in gpu_stages)
+                row["gpu_gib"] = max(stage.gpu_bytes for stage in gpu_stages) / 2**30
+                row["gpu_seconds"] = 1000 * gpu_seconds
+            rows.append(row)
     return rows
 
 
 def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Row:
     """Return the share of skills that a model sees whole (SkillFlow, figure 6).
 
-    Of such a skill neither the template's limits of characters nor `max_tokens` cuts any field that
-    the template shows. A reranker's tokens are counted as if the query had none.
+    The fields of such a skill that the template shows are within the template's limits of
+    characters, and within `max_tokens`. For a reranker, the query counts as empty.
     """
     if isinstance(config, RerankConfig):
         pairs = load_reranker(config, default_device()).pair_tokenizer
@@ -243,14 +266,15 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
         tokenizer = encoder.text_tokenizer
         num_special = len(encoder.tokenize([""], 8)[0])
         max_skill_tokens = encoder.settings.max_tokens - num_special
-    whole_template = template.model_copy(
-        update={"description_chars": _NO_LIMIT, "body_chars": _NO_LIMIT}
-    )
+
+    no_limits = {"description_chars": _NO_LIMIT, "body_chars": _NO_LIMIT}
+    whole_template = template.model_copy(update=no_limits)
     num_whole = 0
     for skill in track(skills, f"lengths for {config.source}", len(skills)):
         text = template.render(skill)
         if text == whole_template.render(skill):
-            num_whole += len(tokenizer.ids([text])[0]) <= max_skill_tokens
+            num_tokens = len(tokenizer.ids([text])[0])
+            num_whole += num_tokens <= max_skill_tokens
     return {
         "model": config.source,
         "max_tokens": max_skill_tokens,

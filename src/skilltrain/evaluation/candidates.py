@@ -50,7 +50,7 @@ class Candidates(Stage):
         default="train", description="rank for the queries of this split only; null for all"
     )
     system: SystemConfig = Field(
-        description="what ranks: a name, and a list of rankers; its last ranking is written"
+        description="a name and a list of rankers; the last ranking is written"
     )
     depth: int = Field(default=50, ge=1, description="candidates per query")
     out: Path = Field(description="folder to write: RANKINGS")
@@ -65,7 +65,7 @@ class Candidates(Stage):
         return {"num_queries": len(queries), "num_candidates": table.num_rows}
 
     def dry_run(self) -> Summary:
-        """Count what would be ranked, and estimate its cost."""
+        """Count the queries and skills to rank, and estimate the cost."""
         queries = select_queries(self.queries, self.split)
         return estimate_ranking([self.system], queries, read_pool(self.pool))
 
@@ -76,8 +76,8 @@ def estimate_ranking(
     """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
 
     Returns:
-        Counts and, if chat models or embeddings servers take part, their costs by system and
-        ranker, and the dollars of all together (None if a price is not known).
+        Counts. If chat models or embeddings servers take part, also their costs by system and
+        ranker (`asked`), and the sum in dollars, which is None if a price is not known.
 
     Raises:
         SkilltrainError: A system cannot run.
@@ -85,19 +85,21 @@ def estimate_ranking(
     check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
     costs_by_system: dict[str, dict[str, Any]] = {}
-    dollars: list[Any] = []
-    counted_keys: set[str] = set()
+    dollars = []
+    counted_keys = set()
     for system in systems:
-        for part in parts_of(system.rankers):
+        for ranker in parts_of(system.rankers):
             # Systems share embeddings, but each of them asks its chat models anew.
-            if part.key in counted_keys and not part.asks_chat_model:
+            if ranker.key in counted_keys and not ranker.asks_chat_model:
                 continue
-            counted_keys.add(part.key)
-            cost = part.dry_run(queries, skills)
+            counted_keys.add(ranker.key)
+            cost = ranker.dry_run(queries, skills)
             if cost is None:
                 continue
             costs = costs_by_system.setdefault(system.name, {})
-            name = part.kind if part.kind not in costs else f"{part.kind} {len(costs) + 1}"
+            name = ranker.kind
+            if name in costs:
+                name += f" {len(costs) + 1}"
             costs[name] = cost
             dollars.append(cost["dollars"])
     if not costs_by_system:
@@ -129,33 +131,37 @@ class Teacher(Stage):
 
     @field_validator("rankers")
     @classmethod
-    def _give_scores(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
+    def _check_rankers(cls, rankers: tuple[RankerConfig, ...]) -> tuple[RankerConfig, ...]:
         for ranker in rankers:
             if not ranker.gives_scores:
                 raise ValueError(f"{ranker.kind} chooses skills and gives no scores to learn from")
         return rankers
 
     def run(self, out: Path) -> Summary:
-        """Write the lists with scores, and return their range, to choose teacher_temperature by.
+        """Write the lists with scores, and return the range of the scores.
+
+        The range helps to choose `teacher_temperature`.
 
         Raises:
             SkilltrainError: A list has no query text, a skill is not in the pool, or a skill gets
                 no score.
         """
-        for part in parts_of(self.rankers):
-            part.check()
+        for ranker in parts_of(self.rankers):
+            ranker.check()
         lists = read_table(self.lists, LISTS).to_pylist()
         if not lists:
             raise SkilltrainError("no-list", "holds no list to score", where=self.lists)
+
+        # Check that all queries and skills of the lists are known.
         queries = {query.query_id: query for query in read_queries(self.lists)}
         skills = read_pool(self.pool)
-        pool = {skill.skill_id for skill in skills}
-        unknown_ids: set[str] = set()
+        pool_ids = {skill.skill_id for skill in skills}
+        unknown_ids = set()
         for row in lists:
             if row["query_id"] not in queries:
                 problem = f"the list of query {row['query_id']!r} has no query text"
                 raise SkilltrainError("unknown-query", problem, where=self.lists)
-            unknown_ids |= {*row["skill_ids"]} - pool
+            unknown_ids |= set(row["skill_ids"]) - pool_ids
         if unknown_ids:
             problem = (
                 f"{len(unknown_ids)} skill(s) of the lists are not in this pool, "
@@ -164,6 +170,7 @@ class Teacher(Stage):
             fix = "give the pool that the lists were made from"
             raise SkilltrainError("unknown-skill", problem, where=self.pool, fix=fix)
 
+        # Score the skills of each list.
         members = {row["query_id"]: row["skill_ids"] for row in lists}
         list_queries = [queries[query_id] for query_id in members]
         scores = member_scores(self.rankers, list_queries, members, skills)
@@ -172,7 +179,7 @@ class Teacher(Stage):
         for spec in (QUERIES, JUDGEMENTS):
             write_table(read_table(self.lists, spec), spec, out)
 
-        all_scores = [*chain.from_iterable(scores.values())]
+        all_scores = list(chain.from_iterable(scores.values()))
         score = {
             "min": round(min(all_scores), 4),
             "mean": round(fmean(all_scores), 4),
@@ -190,32 +197,33 @@ def member_scores(
     """Score given skills of each query with the last of several rankers.
 
     Args:
-        rankers: Each ranks all skills of a query; none is dropped.
+        rankers: Rankers in order. Each one ranks all given skills; none is dropped.
         queries: Queries of `members`.
-        members: Skill ids by query id.
+        members: Ids of the given skills by query id.
         skills: Skills of the pool.
 
     Returns:
-        Scores by query id, in the order of the members.
+        Scores by query id, in the order of the given skills.
 
     Raises:
-        SkilltrainError: A member gets no score, or one that is no number.
+        SkilltrainError: A skill gets no score, or a score that is no number.
     """
-    longest = max(map(len, members.values()))
-    candidates: Rankings = {
-        query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
-    }
-    scoring = [ranker.keeping(longest) for ranker in rankers]
-    rankings = run_rankers(scoring, queries, candidates, OpenRankers(skills))
-    scores: dict[str, list[float]] = {}
-    for query_id, row in members.items():
+    candidates: Rankings = {}
+    for query_id, skill_ids in members.items():
+        candidates[query_id] = [(skill_id, 0.0) for skill_id in skill_ids]
+    max_skills = max(map(len, members.values()))
+    keeping_rankers = [ranker.keeping(max_skills) for ranker in rankers]
+    rankings = run_rankers(keeping_rankers, queries, candidates, OpenRankers(skills))
+
+    scores = {}
+    for query_id, skill_ids in members.items():
         score_by_id = dict(rankings[query_id])
-        for skill_id in row:
+        for skill_id in skill_ids:
             score = score_by_id.get(skill_id)
             if score is None or not math.isfinite(score):
                 result = "no score" if score is None else score
                 problem = f"gave skill {skill_id!r} {result}, and a teacher must give a number"
                 where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
                 raise SkilltrainError("not-a-number", problem, where=where)
-        scores[query_id] = [score_by_id[skill_id] for skill_id in row]
+        scores[query_id] = [score_by_id[skill_id] for skill_id in skill_ids]
     return scores

@@ -60,7 +60,7 @@ class Evaluate(Stage):
     stage: Literal["evaluate"]
     pool: InputPath | None = Field(
         default=None,
-        description="SKILLS table, or whatever the stage pool reads; null: the benchmark's",
+        description="SKILLS table, or a source of the stage pool; null: the benchmark's pool",
     )
     benchmark: InputPaths = Field(
         min_length=1,
@@ -69,7 +69,7 @@ class Evaluate(Stage):
     split: str | None = Field(
         default=None, description="score the queries of this split only; null for all"
     )
-    systems: tuple[SystemConfig, ...] = Field(default=(), description="what to compare")
+    systems: tuple[SystemConfig, ...] = Field(default=(), description="systems to compare")
     predictions: InputPaths = Field(
         default=(), description="JSON files {query_id: [skill_id, …]} to score"
     )
@@ -117,11 +117,12 @@ class Evaluate(Stage):
         data = _load(self)
         check_systems(self.systems)  # before the analyses, which may take long
         inputs = Inputs(self.systems, data.benchmark, data.skills)
-        analysis: dict[str, Any] = {**run_input_analyses(self.analysis, inputs)}
+        analysis: dict[str, Any] = dict(run_input_analyses(self.analysis, inputs))
+
+        # Rank all queries, also those that no skill serves.
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
         stages, chat_counts = _rank(self, data, unserved)
-
-        query_ids = [*data.benchmark.relevances]
+        query_ids = list(data.benchmark.relevances)
         notes = [*data.benchmark.notes, *_chat_notes(chat_counts)]
         if unserved:
             rankings_by_system = {name: ranked[-1].rankings for name, ranked in stages.items()}
@@ -133,28 +134,29 @@ class Evaluate(Stage):
                     f"serves with a chance of {value} (n = {len(query_ids)} and {len(unserved)})."
                 )
 
-        # The unserved queries are in none of the results below.
-        stages = {
-            name: [stage.only(query_ids) for stage in ranked] for name, ranked in stages.items()
-        }
-        all_stages = [*chain.from_iterable(stages.values())]
+        # From here on, results are without the unserved queries.
+        all_stages = []
+        ranked_ids = {}
+        for name, ranked in stages.items():
+            stages[name] = [stage.only(query_ids) for stage in ranked]
+            all_stages += stages[name]
+            ranked_ids[name] = stages[name][-1].skill_ids()
         if all_stages:
             rankings = {stage.name: stage.rankings for stage in all_stages}
             write_table(rankings_table(rankings), RANKINGS, out)
-        ranked_ids = {name: ranked[-1].skill_ids() for name, ranked in stages.items()}
+
+        # The analyses of results read a report that holds the analyses of inputs.
         ranked_ids |= data.predictions
         provenance = _provenance(self, len(data.skills))
         report = _report(self, data.benchmark, ranked_ids, data.skills, notes, provenance)
-
-        # The later analyses read the report with the earlier ones.
         report = replace(report, analysis=analysis)
-        results = run_result_analyses(self.analysis, report, stages)
-        report = replace(report, analysis=analysis | results)
+        analysis |= run_result_analyses(self.analysis, report, stages)
+        report = replace(report, analysis=analysis)
         write_report(report, out)
         console.print(terminal_table(report, console.width))
 
-        means: dict[str, dict[str, float]] = {}
-        for name, intervals in report.every.means.items():
+        means = {}
+        for name, intervals in report.overall.means.items():
             means[name] = {measure: round(value.mean, 4) for measure, value in intervals.items()}
         return {
             "num_queries": len(query_ids),
@@ -166,12 +168,12 @@ class Evaluate(Stage):
     def dry_run(self) -> Summary:
         """Count what would be ranked, and estimate the cost of chat models and servers."""
         data = _load(self)
-        skills = [*chain.from_iterable(pool.values() for pool in data.pools)]
+        skills = list(chain.from_iterable(pool.values() for pool in data.pools))
         return estimate_ranking(self.systems, data.benchmark.queries, skills)
 
 
 def score_predictions(config: Evaluate) -> Report:
-    """Make the report of predictions, without models.
+    """Return the report of the predictions alone, without running a model.
 
     Raises:
         SkilltrainError: Predictions do not fit the benchmark or, if there is one, the pool.
@@ -185,7 +187,7 @@ class _Data(NamedTuple):
 
     Attributes:
         benchmark: Tasks that can be scored.
-        pools: Skills by id for each part of the benchmark. An empty pool allows all skill ids.
+        pools: Skills by id for each tier of the benchmark. An empty pool allows all skill ids.
         skills: Skills of all pools by id.
         predictions: Predictions by the name of their file.
     """
@@ -197,7 +199,7 @@ class _Data(NamedTuple):
 
 
 def _load(config: Evaluate) -> _Data:
-    """Load the inputs, and find their faults before anything is ranked.
+    """Load the inputs, and check them before anything is ranked.
 
     Raises:
         SkilltrainError: There is nothing to score or no pool to rank, the pool lacks a gold skill,
@@ -207,20 +209,26 @@ def _load(config: Evaluate) -> _Data:
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
-    if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
+    has_pools = config.pool is not None or all(tier.pool for tier in benchmark.parts)
+    if config.systems and not has_pools:
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
-    if config.pool is None:
-        pools = [{skill.skill_id: skill for skill in part.pool} for part in benchmark.parts]
-    else:
-        skills = read_pool(config.pool)
-        pools = [part.with_gold(skills) for part in benchmark.parts]
-    parts: list[Benchmark] = []
-    skills_by_id: dict[str, Skill] = {}
-    for part, pool in zip(benchmark.parts, pools, strict=True):
-        parts.append(check_pool(part, pool.keys()) if pool else part)
-        skills_by_id |= pool
-    benchmark = join_tiers(parts)
 
+    # The pool of each tier: its own, or the given pool with the tier's gold skills.
+    skills = None if config.pool is None else read_pool(config.pool)
+    pools: list[Mapping[str, Skill]] = []
+    tiers = []
+    skills_by_id: dict[str, Skill] = {}
+    for tier in benchmark.parts:
+        if skills is None:
+            pool = {skill.skill_id: skill for skill in tier.pool}
+        else:
+            pool = tier.with_gold(skills)
+        pools.append(pool)
+        tiers.append(check_pool(tier, pool.keys()) if pool else tier)
+        skills_by_id |= pool
+    benchmark = join_tiers(tiers)
+
+    # The name of a file names a system, so all names must differ.
     names = {system.name for system in config.systems}
     predictions: dict[str, Predictions] = {}
     for file in config.predictions:
@@ -230,11 +238,12 @@ def _load(config: Evaluate) -> _Data:
         names.add(file.stem)
         predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
 
+    # Near-duplicates of gold skills, for measures with copies.
     if config.clusters is not None:
         if not skills_by_id:
             problem = "copies are found by the skills' texts"
             raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
-        needed_ids: list[str] = []
+        needed_ids = []
         for task in benchmark.tasks:
             needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
         copies = copies_of(needed_ids, skills_by_id, config.clusters)
@@ -245,7 +254,7 @@ def _load(config: Evaluate) -> _Data:
 def _rank(
     config: Evaluate, data: _Data, unserved: Sequence[Query]
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
-    """Run all systems. The queries of each part of the benchmark are ranked over its pool.
+    """Run all systems. The queries of each tier of the benchmark are ranked over its pool.
 
     Args:
         config: Settings. Rankings are at least as long as the largest cutoff of a measure.
@@ -253,41 +262,48 @@ def _rank(
         unserved: Further queries, which are ranked over the first pool.
 
     Returns:
-        The answers of each ranker by system, and the counts of each ranker that asks a chat model.
+        The answers of each ranker by system, and the counts of the rankers that ask a chat model,
+        by the name of the ranker and the tier.
     """
-    stages_by_system: dict[str, list[RankedStage]] = {}
-    chat_counts: dict[str, Mapping[str, Any]] = {}
+    stages_by_system = {}
+    chat_counts = {}
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
-    for part, pool in zip(data.benchmark.parts, data.pools, strict=True):
-        queries = part.queries
-        if not stages_by_system:  # this is the first part
+    num_timed = config.analysis.num_timed
+    for tier, pool in zip(data.benchmark.parts, data.pools, strict=True):
+        queries = tier.queries
+        is_first_tier = not stages_by_system
+        if is_first_tier:
             queries += unserved
-        tier = f", {part.name}" if data.benchmark.tiers else ""
-        ranked = run_systems(
-            config.systems, queries, [*pool.values()], depth, config.analysis.num_timed
-        )
+        tier_name = f", {tier.name}" if data.benchmark.tiers else ""
+        ranked = run_systems(config.systems, queries, list(pool.values()), depth, num_timed)
+
+        # Join the answers of each ranker over all tiers.
         for system, stages in ranked.items():
             for stage in stages:
                 if stage.counts:
-                    chat_counts[f"{stage.name}{tier}"] = stage.counts
-            if system in stages_by_system:
+                    chat_counts[f"{stage.name}{tier_name}"] = stage.counts
+            if is_first_tier:
+                stages_by_system[system] = list(stages)
+            else:
                 pairs = zip(stages_by_system[system], stages, strict=True)
                 stages_by_system[system] = [earlier.joined(later) for earlier, later in pairs]
-            else:
-                stages_by_system[system] = [*stages]
     return stages_by_system, chat_counts
 
 
 def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> Predictions:
     """Read the predictions for the tasks that are scored.
 
-    A task without a prediction scores 0 and gets a warning, because a system that fails to answer
-    is not excused.
+    Tasks without a prediction score 0, because a system that fails to answer is not excused. A
+    warning counts them.
+
+    Args:
+        file: JSON file with an object {query_id: [skill_id, …]}.
+        benchmark: Tasks.
+        pool: Skill ids that may be predicted. An empty pool allows all skill ids.
 
     Raises:
         SkilltrainError: The file has another form, a skill id repeats, a query is not in the
-            benchmark, a skill is not in `pool` (unless that is empty), or no prediction is for a
-            task that is scored.
+            benchmark, a skill is not in `pool`, or no prediction is for a task that is scored.
     """
     values = read_json(file)
     if not isinstance(values, dict) or not values:
@@ -296,9 +312,10 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
     for query_id, ranking in values.items():
         _check_prediction(ranking, pool, f"{file}, query {query_id}")
 
-    scored_ids = [*benchmark.relevances]
-    known_ids = benchmark.unscored.union(scored_ids)
-    unknown_ids = [query_id for query_id in values if query_id not in known_ids]
+    # Predictions for other splits of the benchmark are ignored.
+    scored_ids = list(benchmark.relevances)
+    benchmark_ids = benchmark.unscored.union(scored_ids)
+    unknown_ids = [query_id for query_id in values if query_id not in benchmark_ids]
     if unknown_ids:
         problem = (
             f"{len(unknown_ids)} of {len(values)} predicted queries are not in the benchmark, "
@@ -310,6 +327,7 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
     if not predictions:
         problem = "all its predictions are for queries that are not scored here"
         raise SkilltrainError("nothing-to-score", problem, where=file)
+
     missing_ids = [query_id for query_id in scored_ids if query_id not in predictions]
     if missing_ids:
         say(
@@ -320,15 +338,19 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
 
 
 def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
-    """Check that a prediction is a list of distinct skill ids of the pool."""
+    """Check that a prediction is a list of distinct skill ids of the pool.
+
+    An empty pool allows all skill ids.
+    """
     if not isinstance(ranking, list) or not all(isinstance(item, str) and item for item in ranking):
         problem = "a prediction is a list of skill ids"
         raise SkilltrainError("invalid-predictions", problem, where=where)
     if len(set(ranking)) < len(ranking):
-        problem = f"skill '{Counter(ranking).most_common(1)[0][0]}' appears twice"
+        repeated_id, _ = Counter(ranking).most_common(1)[0]
+        problem = f"skill '{repeated_id}' appears twice"
         raise SkilltrainError("repeated-id", problem, where=where)
-    unknown_ids = [skill_id for skill_id in ranking if skill_id not in pool] if pool else []
-    if unknown_ids:
+    unknown_ids = [skill_id for skill_id in ranking if skill_id not in pool]
+    if pool and unknown_ids:
         problem = (
             f"{len(unknown_ids)} of {len(ranking)} predicted skills are not in the pool, "
             f"first '{unknown_ids[0]}'"
@@ -345,8 +367,17 @@ def _report(
     notes: Sequence[str],
     provenance: Mapping[str, str],
 ) -> Report:
-    """Score rankings (system → query id → skill ids), and make the report."""
-    results: list[SystemResult] = []
+    """Score rankings, and make the report.
+
+    Args:
+        config: Settings.
+        benchmark: Tasks to score.
+        ranked_ids: Ranked skill ids by system and query id.
+        skills: Skills by id, for their names.
+        notes: Sentences for the report.
+        provenance: What was evaluated, by title.
+    """
+    results = []
     for name, rankings in ranked_ids.items():
         values = per_query(rankings, benchmark.relevances, config.scored)
         results.append(SystemResult(name, values, rankings, benchmark.clusters))
@@ -354,7 +385,7 @@ def _report(
 
 
 def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
-    """Return what was evaluated, and when.
+    """Return what was evaluated, by title: benchmark, pool, models, date and version.
 
     Folders are given by name, so that the report does not depend on where they are.
     """
@@ -365,20 +396,25 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
         "Pool": f"{pool}, {num_skills:,} skills",
     }
     for system in config.systems:
-        names: list[str] = []
-        for part in parts_of(system.rankers):
-            model = part.server.model if part.server else part.model_source
+        models = []
+        for ranker in parts_of(system.rankers):
+            model = ranker.server.model if ranker.server else ranker.model_source
             if model:
-                names.append(Path(model).name if Path(model).exists() else model)
-        if names:
-            provenance[f"System {system.name}"] = ", ".join(names)
+                is_folder = Path(model).exists()
+                models.append(Path(model).name if is_folder else model)
+        if models:
+            provenance[f"System {system.name}"] = ", ".join(models)
     provenance["Made"] = f"{date.today().isoformat()} with skilltrain {__version__}"
     return provenance
 
 
 def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Describe the queries without a usable answer of a chat model, and what filters accepted."""
-    notes: list[str] = []
+    """Write sentences about the chat models, from the counts of each ranker that asks one.
+
+    They say for how many queries a model gave no usable answer, and how many skills each filter
+    accepted.
+    """
+    notes = []
     for name, counts in chat_counts.items():
         num_unusable = counts.get("num_unusable")
         if num_unusable:
@@ -387,10 +423,9 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 f"{name}: the chat model gave nothing of use for {num_unusable} of "
                 f"{counts['num_asked']} queries ({reasons}); there it went on without the model."
             )
-        for filter_name, (num_accepted, num_seen) in counts.get("accepted", {}).items():
-            if num_seen:
-                share = f"{num_accepted / num_seen:.1%}"
-                notes.append(
-                    f"{name}: {filter_name} accepted {num_accepted} of {num_seen} skills ({share})."
-                )
+        for filter_name, (num_accepted, num_judged) in counts.get("accepted", {}).items():
+            if num_judged:
+                share = f"{num_accepted / num_judged:.1%}"
+                accepted = f"{num_accepted} of {num_judged} skills ({share})"
+                notes.append(f"{name}: {filter_name} accepted {accepted}.")
     return notes

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ _INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # settings that 
 
 
 def _is_in_other_language(text: str, skill: Skill) -> bool:
+    """Return whether a query is in another language than a skill. Unknown languages agree."""
     if not skill.lang:
         return False
     language = language_of(text[:_MAX_LANGUAGE_CHARS])
@@ -89,27 +90,27 @@ def inspect_lists(
 
     Args:
         lists: Folder of a stage that writes LISTS.
-        out: File to write; None for `lists`.html beside the folder.
-        pool: Pool to use in the place of the one that the record of the lists names.
-        max_lists: Number of lists to show. Of more lists a sample is shown.
+        out: File to write; None for a file beside the folder, with its name and the suffix .html.
+        pool: Pool to use instead of the one that the record of the lists names.
+        max_lists: Number of lists to show. If there are more lists, a sample is shown.
 
     Raises:
         SkilltrainError: `lists` holds no lists, `pool` no pool, or `out` is in the folder `lists`.
     """
     folder = lists.resolve() if lists.is_dir() else lists.resolve().parent
-    file = folder.with_name(f"{folder.name}.html") if out is None else out
+    page = folder.with_name(f"{folder.name}.html") if out is None else out
     _check_table(lists, LISTS)
     if pool is not None:
         _check_table(pool, SKILLS)
-    if folder in file.resolve().parents:
-        fault = "is in the folder of the lists, which a page would change"
-        raise SkilltrainError("overwrites-input", fault, where=file, fix="set --out")
+    if folder in page.resolve().parents:
+        problem = "is in the folder of the lists, which a page would change"
+        raise SkilltrainError("overwrites-input", problem, where=page, fix="set --out")
 
     trail = follow_runs(folder)
     values = page_values(_read_rows([lists], LISTS), trail, pool, max_lists)
-    write_text(file, html_page("lists", **values, trail=trail, short_body=SHORT_BODY))
+    write_text(page, html_page("lists", **values, trail=trail, short_body=SHORT_BODY))
     return {
-        "page": str(file),
+        "page": str(page),
         "num_lists": values["num_lists"],
         "num_lists_shown": len(values["shown"]),
         "num_drops_shown": len(values["shown_drops"]),
@@ -132,13 +133,18 @@ def follow_runs(folder: Path) -> Trail:
     trail = Trail(folder, [], {name: [] for name in _INPUTS}, [])
     if not record_of(folder):
         trail.missing.append(f"{folder}: no record of its run ({RUN_FILE})")
-    folders = [folder]
-    for current in folders:  # grows in the loop
+
+    # Breadth first, so that the newest runs come first.
+    folders = deque([folder])
+    while folders:
+        current = folders.popleft()
         record = record_of(current)
         if not record or any(run.folder == current for run in trail.runs):
             continue
         recipe = record["recipe"]
         trail.runs.append(Run(recipe["stage"], current, recipe))
+
+        # Find the inputs of this run. Their folders are visited later.
         for name in _INPUTS:
             if not isinstance(recipe.get(name), str):
                 continue
@@ -155,8 +161,8 @@ def follow_runs(folder: Path) -> Trail:
 
 
 def _read_rows(paths: Iterable[Path], spec: TableSpec) -> list[dict[str, Any]]:
-    """Return the rows of all tables of a kind that exist in `paths`."""
-    rows: list[dict[str, Any]] = []
+    """Return the rows of all tables of one kind. Paths without such a table are skipped."""
+    rows = []
     for path in paths:
         file = table_path(path, spec)
         if file.is_file():
@@ -171,11 +177,11 @@ def page_values(
 
     Args:
         rows: Rows of LISTS.
-        trail: Runs that led to the lists. What is missing is added to it.
-        pool: Pool to use in the place of the one of the trail.
+        trail: Runs that led to the lists. Missing texts are added to `trail.missing`.
+        pool: Pool to use instead of the pool of the trail.
         max_lists: Number of lists in the sample.
     """
-    # Texts.
+    # Texts of skills and queries.
     pools = trail.inputs["pool"][:1] if pool is None else [pool]
     skills = {row["skill_id"]: Skill(**row) for row in _read_rows(pools, SKILLS)}
     queries = _read_rows([*trail.inputs["queries"], trail.folder], QUERIES)
@@ -185,15 +191,15 @@ def page_values(
     if not texts:
         trail.missing.append("queries: lists are shown without their query's text")
 
-    # Candidates that the stages kept and dropped. The newest run comes first, and a run that mines
-    # candidates reads no rankings.
+    # Candidates that the stages kept and dropped. The newest run comes first.
     ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
+    # A run that mines candidates reads no rankings.
     mining_runs = [run for run in ranking_runs if "rankings" not in run.recipe]
     drops = _read_drops(trail)
     filter_drops = {name: drops[stage, name] for stage, name in drops if stage == "filter"}
-    quotas = next((run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas")), {})
+    all_quotas = (run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas"))
 
-    # Lists to look at.
+    # Findings of the checks by check and query.
     cluster_rows = _read_rows([*pools, *trail.inputs["clusters"]], CLUSTERS)
     clusters = {row["skill_id"]: row["cluster"] for row in cluster_rows}
     findings: dict[str, dict[str, set[str]]] = {}
@@ -201,9 +207,11 @@ def page_values(
         text = texts.get(row["query_id"], "")
         for check, skill_ids in check_list(row, text, skills, clusters).items():
             findings.setdefault(check, {})[row["query_id"]] = skill_ids
-    shown_ids = set(_sample([row["query_id"] for row in rows], max_lists, "lists"))
+
+    # Show a sample of all lists, and some lists of each check.
+    sampled_ids = set(_sample([row["query_id"] for row in rows], max_lists, "lists"))
     for check, skill_ids_by_query in findings.items():
-        shown_ids.update(_sample(list(skill_ids_by_query), NUM_PER_CHECK, check))
+        sampled_ids.update(_sample(list(skill_ids_by_query), NUM_PER_CHECK, check))
 
     return {
         "num_pool": len(skills) or None,
@@ -212,20 +220,20 @@ def page_values(
         "kept": _count_by_source(ranking_runs),
         "dropped": Counter(drop.source for drop in itertools.chain(*filter_drops.values())),
         "chosen": _count_negatives(rows),
-        "quotas": quotas,
+        "quotas": next(all_quotas, {}),
         "drops": drops,
         "findings": findings,
         "skills": skills,
         "texts": texts,
         "positives": _first_positives(rows),
-        "shown": [row for row in rows if row["query_id"] in shown_ids],
+        "shown": [row for row in rows if row["query_id"] in sampled_ids],
         "shown_drops": _sample_drops(filter_drops),
     }
 
 
 def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
-    """Return what the runs dropped, by stage and filter, in the order of the runs."""
-    drops: dict[tuple[str, str], list[Dropped]] = {}
+    """Return the dropped rows by stage and filter, beginning with the oldest run."""
+    drops = {}
     for run in reversed(trail.runs):
         for row in _read_rows([run.folder], DROPPED):
             drops.setdefault((run.stage, row["filter"]), []).append(Dropped(**row))
@@ -234,19 +242,19 @@ def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
 
 def _sample_drops(drops_by_filter: Mapping[str, Sequence[Dropped]]) -> list[Dropped]:
     """Sample the dropped candidates of each filter, and sort them by value: close calls first."""
-    sample: list[Dropped] = []
+    sample = []
     for name, drops in drops_by_filter.items():
         # Several sources may have mined the same candidate.
         unique = {(drop.query_id, drop.skill_id): drop for drop in drops}
-        drawn = _sample(list(unique.values()), NUM_PER_FILTER, name)
-        sample += sorted(drawn, key=lambda drop: drop.value or 0.0)
+        filter_sample = _sample(list(unique.values()), NUM_PER_FILTER, name)
+        sample += sorted(filter_sample, key=lambda drop: drop.value or 0.0)
     return sample
 
 
 def _count_by_source(runs: Sequence[Run]) -> Counter[str] | None:
-    """Count candidates of the first run by source; None without a run.
+    """Count the candidates of the first run by source; None without a run.
 
-    The table may have millions of rows, so only one column is read.
+    Only one column is read, because the table may have millions of rows.
     """
     if not runs:
         return None
@@ -257,7 +265,7 @@ def _count_by_source(runs: Sequence[Run]) -> Counter[str] | None:
 
 def _count_negatives(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
     """Count the negatives of all lists by source."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for row in rows:
         for source, verdict in zip(row["sources"], row["verdicts"], strict=True):
             if verdict not in POSITIVE:
@@ -266,8 +274,11 @@ def _count_negatives(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 
 def _first_positives(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the first positive of each list by query id. A reranker's may begin with negatives."""
-    positives: dict[str, str] = {}
+    """Return the id of the first positive of each list by query id.
+
+    It need not be the first skill: a list for a reranker may begin with negatives.
+    """
+    positives = {}
     for row in rows:
         for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
             if verdict in POSITIVE:
@@ -285,29 +296,34 @@ def check_list(
     skills: Mapping[str, Skill],
     clusters: Mapping[str, int],
 ) -> dict[str, set[str]]:
-    """Check the assumptions of training for one list.
+    """Check for one list whether it meets the assumptions of training.
 
     Args:
         row: Row of LISTS.
         text: Text of the query.
-        skills: Skills of the pool, by id. Others are not checked.
-        clusters: Near-duplicate cluster of a skill, by id.
+        skills: Skills of the pool by id. Skills outside the pool are not checked.
+        clusters: Number of the near-duplicate cluster by skill id.
 
     Returns:
         Ids of the skills that break an assumption, by check.
     """
-    positives: list[Skill] = []
-    negatives: list[Skill] = []
+    positives = []
+    negatives = []
     for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
-        if skill_id in skills:
-            side = positives if verdict in POSITIVE else negatives
-            side.append(skills[skill_id])
+        if skill_id not in skills:
+            continue
+        if verdict in POSITIVE:
+            positives.append(skills[skill_id])
+        else:
+            negatives.append(skills[skill_id])
 
     findings: dict[str, set[str]] = {}
-    for check, is_odd in POSITIVE_CHECKS.items():
-        findings[check] = {skill.skill_id for skill in positives if is_odd(text, skill)}
-    keys = {**NEGATIVE_CHECKS, "cluster": lambda skill: clusters.get(skill.skill_id)}
-    for check, key in keys.items():
-        positive_keys = {key(skill) for skill in positives} - {None, ""}
-        findings[check] = {skill.skill_id for skill in negatives if key(skill) in positive_keys}
+    for check, is_suspect in POSITIVE_CHECKS.items():
+        findings[check] = {skill.skill_id for skill in positives if is_suspect(text, skill)}
+
+    # A negative must not share a property with a positive, such as its name or its cluster.
+    property_of = {**NEGATIVE_CHECKS, "cluster": lambda skill: clusters.get(skill.skill_id)}
+    for check, get in property_of.items():
+        properties = {get(skill) for skill in positives} - {None, ""}
+        findings[check] = {skill.skill_id for skill in negatives if get(skill) in properties}
     return {check: skill_ids for check, skill_ids in findings.items() if skill_ids}

@@ -48,17 +48,19 @@ def _csp_hash(content: str) -> str:
 
 
 def cell(value: object) -> str:
-    """A value of any type in a table: numbers in four significant digits."""
+    """Format a value of any type for a table. Floats get four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @cache
 def _environment(markdown: bool) -> Environment:
+    """Return the Jinja environment for Markdown documents or for HTML pages."""
     escape = escape_markdown if markdown else visible
 
     def finalize(value: Any) -> Any:
-        is_text = isinstance(value, str) and not isinstance(value, Markup)
-        return escape(value) if is_text else value
+        """Escape a text that a template prints. Markup was escaped before."""
+        is_plain_text = isinstance(value, str) and not isinstance(value, Markup)
+        return escape(value) if is_plain_text else value
 
     environment = Environment(
         loader=PackageLoader("skilltrain.evaluation"),
@@ -70,7 +72,7 @@ def _environment(markdown: bool) -> Environment:
     )
     environment.filters |= {"cell": cell, "shorten": shorten, "median": median, "zip": zip}
     for function in _FORMATS:
-        # Markdown would escape the dots and signs of numbers.
+        # As plain text, the dots and signs of numbers would be escaped in Markdown.
         environment.filters[function.__name__] = _as_markup(function) if markdown else function
     return environment
 
@@ -140,7 +142,12 @@ def signed_interval(value: Interval) -> str:
 
 
 def feature_reading(feature: Mapping[str, Any]) -> str:
-    """Say whether gold skills have more or less of a feature of their structure than others."""
+    """Say whether gold skills have more or less of a feature than other skills.
+
+    Args:
+        feature: Row of the analysis `structure`: `effect` is the probability that a gold skill has
+            more of the feature than another skill, and `p` the p-value.
+    """
     if feature["p"] >= ALPHA or feature["effect"] == 0.5:
         return "not told apart"
     return "more" if feature["effect"] > 0.5 else "less"
@@ -155,7 +162,9 @@ def number(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format a duration with three significant digits: `.42 ms`, `85.0 ms`, `1.30 s`."""
-    value, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
+    is_short = seconds < 1
+    value = 1000 * seconds if is_short else seconds
+    unit = "ms" if is_short else "s"
     if value >= 99.95:  # rounds to 100
         return f"{value:,.0f} {unit}"
     num_decimals = 1 if value >= 9.995 else 2  # 9.995 rounds to 10.0
@@ -207,23 +216,30 @@ SHARES = Axis((0, 0.25, 0.5, 0.75, 1))
 _MARGINS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)  # on either side of the middle of an axis
 _STEPS = (0.01, 0.02, 0.05, 0.1, 0.2)  # between the ticks of an axis
 _MAX_STEPS = 6
+_TOLERANCE = 1e-9  # of comparisons, because 0.1 has no exact float
 
 
 def ends_of(values: Iterable[Interval]) -> list[float]:
-    """Return the lower and upper ends of intervals."""
-    return [end for value in values for end in (value.low, value.high)]
+    """Return the lower and upper ends of intervals as one list."""
+    ends = []
+    for value in values:
+        ends += [value.low, value.high]
+    return ends
 
 
 def axis_around(middle: float, values: Sequence[float]) -> Axis:
-    """Return the smallest axis around `middle` that contains all values, or ends 1 from it."""
+    """Return the smallest axis with `middle` at its centre that contains all values.
+
+    The axis reaches at most 1 to either side. Values beyond it are drawn at its ends.
+    """
     distance = max(abs(value - middle) for value in values)
-    fitting = [margin for margin in _MARGINS if distance <= margin + 1e-9]
-    margin = fitting[0] if fitting else _MARGINS[-1]
+    large_enough = [margin for margin in _MARGINS if distance <= margin + _TOLERANCE]
+    margin = large_enough[0] if large_enough else _MARGINS[-1]
     return Axis((round(middle - margin, 2), middle, round(middle + margin, 2)))
 
 
 def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
-    """Return an axis of a few round numbers that contains all values.
+    """Return an axis with a few round numbers as ticks that contains all values.
 
     The ticks of a logarithmic axis are powers of ten.
     """
@@ -234,8 +250,9 @@ def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
         last = max(first + 1, math.ceil(math.log10(high)))
         return Axis(tuple(10.0**power for power in range(first, last + 1)), logarithmic)
 
-    fitting = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
-    step = fitting[0] if fitting else _STEPS[-1]
-    first = math.floor(low / step + 1e-9)
-    last = max(first + 1, math.ceil(high / step - 1e-9))
+    # The smallest step that needs at most _MAX_STEPS steps.
+    large_enough = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
+    step = large_enough[0] if large_enough else _STEPS[-1]
+    first = math.floor(low / step + _TOLERANCE)
+    last = max(first + 1, math.ceil(high / step - _TOLERANCE))
     return Axis(tuple(round(n * step, 9) for n in range(first, last + 1)))

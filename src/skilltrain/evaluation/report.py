@@ -68,7 +68,7 @@ class Report:
     analysis: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def every(self) -> SliceMeans:
+    def overall(self) -> SliceMeans:
         """Means over all queries."""
         return self.slices[0]
 
@@ -80,11 +80,10 @@ class Report:
     @property
     def labels(self) -> dict[str, list[SliceMeans]]:
         """Slices by label, the kind of query first. Labels that all queries share are left out."""
-        _, *slices = distinct_slices(self.slices)
-        slices_by_label: dict[str, list[SliceMeans]] = {}
-        for part in sorted(slices, key=lambda part: part.label != KIND):
-            slices_by_label.setdefault(part.label, []).append(part)
-        return slices_by_label
+        slices_by_label: dict[str, list[SliceMeans]] = {KIND: []}
+        for query_slice in distinct_slices(self.slices)[1:]:  # without the slice of all queries
+            slices_by_label.setdefault(query_slice.label, []).append(query_slice)
+        return {label: slices for label, slices in slices_by_label.items() if slices}
 
     @property
     def chief_measure(self) -> str:
@@ -99,14 +98,14 @@ class Report:
     @cached_property
     def first_ranks(self) -> dict[str, dict[str, int | None]]:
         """Rank of the first gold skill by system and query id; None if there is none."""
-        ranks: dict[str, dict[str, int | None]] = {}
+        ranks = {}
         for result in self.results:
             ranks[result.name] = {}
             for query_id in self.tasks:
                 ranking = result.rankings.get(query_id, ())
                 gold = self.relevance_for(query_id, ranking).gold
-                is_gold = [skill_id in gold for skill_id in ranking]
-                ranks[result.name][query_id] = is_gold.index(True) + 1 if any(is_gold) else None
+                gold_ranks = (rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold)
+                ranks[result.name][query_id] = next(gold_ranks, None)
         return ranks
 
     def relevance_for(self, query_id: str, ranking: Sequence[str]) -> Relevance:
@@ -123,34 +122,43 @@ class Report:
         return name or skill_id
 
     def title(self) -> str:
-        """Return the systems, or their number, and the number of queries."""
-        num_systems = len(self.systems)
-        systems = counted(num_systems, "system") if num_systems > 2 else " and ".join(self.systems)
+        """Return a title with the number of queries and the systems; of many only their number."""
+        systems = " and ".join(self.systems)
+        if len(self.systems) > 2:
+            systems = counted(len(self.systems), "system")
         return f"{systems} on {counted(len(self.tasks), 'query')}"
 
     def headline(self) -> str:
-        """Return a sentence about the best system, and how it compares with the first one."""
+        """Return a sentence that names the best system and compares it with the first system."""
         measure = self.chief_measure
-        means = {name: row[measure] for name, row in self.every.means.items() if measure in row}
+        means = {name: row[measure] for name, row in self.overall.means.items() if measure in row}
         if not means:
             return f"No query has a value of {measure}."
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        if not self.every.best(measure):
+        if not self.overall.best(measure):
             return f"All systems have the same {measure}, {means[best]}."
 
         sentence = f"{best} has the highest {measure}, {means[best]}"
-        for c in self.comparisons:
-            if (c.system, c.baseline, c.measure) == (best, self.systems[0], measure):
-                reading = "not told apart from" if c.reading == "not told apart" else c.reading
-                details = f"difference {c.difference}, {p_equals(c.p_holm)} after Holm"
-                return f"{sentence}: {reading} {c.baseline} ({details})."
+        for comparison in self.comparisons:
+            key = (comparison.system, comparison.baseline, comparison.measure)
+            if key == (best, self.systems[0], measure):
+                p = p_equals(comparison.p_holm)
+                reading = comparison.reading
+                if reading == "not told apart":
+                    reading += " from"
+                details = f"difference {comparison.difference}, {p} after Holm"
+                return f"{sentence}: {reading} {comparison.baseline} ({details})."
         return f"{sentence}."
 
     def sections(self, system: str) -> dict[str, Mapping[str, Interval]]:
-        """Return the means by measure of all, single and multi, without kinds that are missing."""
-        return {part.value: part.means[system] for part in self.slices if part.label in (ALL, KIND)}
+        """Return a system's means by measure, over all queries and over each kind of query.
+
+        The keys are `all` and the kinds, such as `single` and `multi`.
+        """
+        slices = [item for item in self.slices if item.label in (ALL, KIND)]
+        return {item.value: item.means[system] for item in slices}
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
@@ -163,12 +171,12 @@ class Report:
                 "systems": [self._system(name) for name in self.systems],
                 "slices": [
                     {
-                        "label": part.label,
-                        "value": part.value,
-                        "num_queries": len(part.query_ids),
-                        "systems": part.means,
+                        "label": query_slice.label,
+                        "value": query_slice.value,
+                        "num_queries": len(query_slice.query_ids),
+                        "systems": query_slice.means,
                     }
-                    for part in self.slices
+                    for query_slice in self.slices
                 ],
                 "differences": self.comparisons,
                 "gaps": self.gaps,
@@ -178,6 +186,7 @@ class Report:
         )
 
     def _system(self, name: str) -> dict[str, Any]:
+        """Return a system's means over all queries as `metrics`, and those of each kind."""
         sections = self.sections(name)
         return {"name": name, "metrics": sections.pop(ALL), **sections}
 
@@ -192,9 +201,16 @@ def build_report(
 ) -> Report:
     """Compute the means with 95% intervals, overall and by slice, and compare the systems.
 
-    Each system is compared with the first one and with the one before it, over the queries that
-    have a value. The measures are Hit@1, Hit@1 with copies and MRR@10, as far as they are among
-    `measures`, and the first of `measures` if none of them is.
+    Each system is compared with the first system and with its predecessor. Comparisons are by the
+    `measures` that are in COMPARED, or by the first measure if there are none.
+
+    Args:
+        benchmark: Tasks that were scored.
+        results: Rankings and values of each system.
+        measures: Measures that the report shows.
+        skills: Skills by id, for their names.
+        notes: Sentences that a reader must know.
+        provenance: What was evaluated, by title.
 
     Raises:
         SkilltrainError: The systems have different queries, or different measures of a query.

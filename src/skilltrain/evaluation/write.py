@@ -1,6 +1,7 @@
 """Write the report of an evaluation: JSON, Markdown, an HTML page with plots, a terminal table."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ def write_per_query(report: Report, file: Path) -> None:
 
     Measures without a value for the query are left out.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for result in report.results:
         for query_id, task in report.tasks.items():
             row = {"system": result.name, "query_id": query_id, "slice": task.labels["kind"]}
@@ -89,14 +90,15 @@ def report_page(report: Report) -> str:
 
 
 def _common_values(report: Report) -> dict[str, Any]:
-    """Return the variables of both the page and the Markdown template."""
+    """Return the variables that the templates of the page and of the Markdown file share."""
+    # Names of the measures without cutoffs and copies: Hit@1 (copies) → Hit.
     names = [measure.removesuffix(COPIES).partition("@")[0] for measure in report.measures]
+    # Known analyses have templates of their own. Plug-ins add other analyses.
+    other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
     return {
         "report": report,
         "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
-        "other_analyses": {
-            kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES
-        },
+        "other_analyses": other_analyses,
         "meanings": {name: meaning_of(name) for name in names},
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
@@ -107,22 +109,34 @@ def _common_values(report: Report) -> dict[str, Any]:
 
 
 def _first_ranks(report: Report, query_id: str) -> list[int | None]:
-    """Return the rank of the first gold skill by each system; None if there is none."""
+    """Return the rank of the query's first gold skill in each system's ranking; None if missing."""
     return [ranks[query_id] for ranks in report.first_ranks.values()]
 
 
 def _hardest_first(report: Report) -> list[str]:
-    """Sort the queries: first those without a gold skill on rank 1, then by reciprocal ranks."""
+    """Return the query ids, the hardest query first.
 
-    def difficulty(query_id: str) -> tuple[bool, float, str]:
+    Queries for which no system ranks a gold skill first precede all others. Within both groups, a
+    query is harder if the reciprocal ranks of its first gold skill have a lower sum over systems.
+    """
+
+    def sort_key(query_id: str) -> tuple[bool, float, str]:
         ranks = _first_ranks(report, query_id)
-        return 1 in ranks, sum(1 / rank for rank in ranks if rank), query_id
+        is_solved = 1 in ranks
+        reciprocal_ranks = [1 / rank for rank in ranks if rank is not None]
+        return is_solved, sum(reciprocal_ranks), query_id
 
-    return sorted(report.tasks, key=difficulty)
+    return sorted(report.tasks, key=sort_key)
 
 
 class RecallCurve(NamedTuple):
-    """Mean recall of each system by the number of candidates, on a logarithmic axis."""
+    """Mean recall by the number of candidates, which is on a logarithmic axis.
+
+    Attributes:
+        axis: Axis of the number of candidates.
+        points_by_system: Points of each system's curve.
+        last_by_system: Recall of each system at the largest number of candidates.
+    """
 
     axis: Axis
     points_by_system: dict[str, list[Point]]
@@ -130,30 +144,35 @@ class RecallCurve(NamedTuple):
 
 
 def _recall_curve(report: Report) -> RecallCurve | None:
-    """Return the recall up to the length of the longest ranking; None if that is too short."""
-    max_length = 0
-    for result in report.results:
-        max_length = max([max_length, *map(len, result.rankings.values())])
+    """Compute each system's recall up to the length of the longest ranking.
+
+    Returns:
+        The curves; None if all rankings are too short for a curve.
+    """
+    rankings = chain.from_iterable(result.rankings.values() for result in report.results)
+    max_length = max(map(len, rankings), default=0)
     cutoffs = [k for k in _CURVE_CUTOFFS if k <= max_length]
-    if len(cutoffs) < 2:
+    if len(cutoffs) < 2:  # a line needs two points
         return None
 
-    ticks = [k for k in _CURVE_TICKS if k < cutoffs[-1]]
-    axis = Axis((*ticks, cutoffs[-1]), logarithmic=True)
+    last_cutoff = cutoffs[-1]
+    ticks = [k for k in _CURVE_TICKS if k < last_cutoff]
+    axis = Axis((*ticks, last_cutoff), logarithmic=True)
     measures = [Measure("Recall", k) for k in cutoffs]
     curve = RecallCurve(axis, {}, {})
     for result in report.results:
-        rows = per_query(result.rankings, report.benchmark.relevances, measures).values()
-        means = [fmean(row[str(measure)] for row in rows) for measure in measures]
-        curve.points_by_system[result.name] = [
-            (axis.position(k), 100 * mean) for k, mean in zip(cutoffs, means, strict=True)
-        ]
-        curve.last_by_system[result.name] = means[-1]
+        values = per_query(result.rankings, report.benchmark.relevances, measures).values()
+        points = []
+        for measure in measures:
+            recall = fmean(row[str(measure)] for row in values)
+            points.append((axis.position(measure.cutoff), 100 * recall))
+            curve.last_by_system[result.name] = recall
+        curve.points_by_system[result.name] = points
     return curve
 
 
 class LatencyPlot(NamedTuple):
-    """Latency (x, milliseconds) against the mean of the chief measure (y), by system."""
+    """Latency (x, milliseconds) and mean of the chief measure (y) of each system."""
 
     x_axis: Axis
     y_axis: Axis
@@ -161,27 +180,31 @@ class LatencyPlot(NamedTuple):
 
 
 def _latency_plot(report: Report) -> LatencyPlot | None:
-    """Return the plot of the systems that have both a latency and a mean, if there are any."""
-    totals: dict[str, Row] = {}
+    """Plot the systems that have both a total latency and a mean of the chief measure.
+
+    Returns:
+        The plot; None if there is no such system.
+    """
+    latencies = {}
     for row in report.analysis.get("latencies", ()):
         if row["stage"] == "total" and row["p50"] > 0:
-            totals[row["system"]] = row
+            latencies[row["system"]] = row
 
     points: dict[str, tuple[Row, Interval]] = {}
-    for system, means in report.every.means.items():
-        if system in totals and report.chief_measure in means:
-            points[system] = (totals[system], means[report.chief_measure])
+    for system, means in report.overall.means.items():
+        if system in latencies and report.chief_measure in means:
+            points[system] = (latencies[system], means[report.chief_measure])
     if not points:
         return None
-    return LatencyPlot(
-        axis_over([1000 * row["p50"] for row, _ in points.values()], logarithmic=True),
-        axis_over(ends_of(mean for _, mean in points.values())),
-        points,
-    )
+
+    milliseconds = [1000 * row["p50"] for row, _ in points.values()]
+    x_axis = axis_over(milliseconds, logarithmic=True)
+    y_axis = axis_over(ends_of(mean for _, mean in points.values()))
+    return LatencyPlot(x_axis, y_axis, points)
 
 
 def _axes(report: Report) -> dict[str, Axis]:
-    """Return the axes of the plots by name. Plots without data have none."""
+    """Return the axes of the plots by the name of the plot. A plot without data has no axis."""
     axes = {"shares": SHARES}
     if report.comparisons:
         ends = ends_of(comparison.difference for comparison in report.comparisons)
@@ -189,7 +212,7 @@ def _axes(report: Report) -> dict[str, Axis]:
 
     pass_rates = report.analysis.get("pass_rates")
     if pass_rates:
-        values: list[float] = []
+        values = []
         for row in pass_rates:
             values += [row["without_skills"], row["with_gold"]]
             values += [estimate.mean for estimate in row["estimates"].values()]
@@ -202,48 +225,62 @@ def _axes(report: Report) -> dict[str, Axis]:
 
 
 class LayerPlot(NamedTuple):
-    """Attention to each field by layer, and the positions and numbers of at most five layers."""
+    """Attention to each field by layer.
+
+    Attributes:
+        points_by_field: Points of the curve of name, description and body.
+        ticks: Position (percent from the left) and number of at most five layers.
+    """
 
     points_by_field: dict[str, list[Point]]
     ticks: list[tuple[float, int]]
 
 
 def _layer_plot(model: Row) -> LayerPlot:
-    """Return the plot of a model's attention. A single layer fills the whole width."""
+    """Plot the attention of a model by layer. A single layer fills the whole width.
+
+    Args:
+        model: Row of the analysis `attention`: `layers` has the share of attention by field.
+    """
     layers = model["layers"]
-    if len(layers) == 1:
+    last_layer = len(layers) - 1
+    if last_layer == 0:
         layers = layers * 2  # a line needs two points
     step = 100 / (len(layers) - 1)
     points: dict[str, list[Point]] = {}
     for field in FIELDS_SEEN["full"]:
         points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
 
-    # Number the first and the last layer, and three layers between them.
-    last = len(model["layers"]) - 1
-    numbered = sorted({quarter * last // 4 for quarter in range(5)})
-    return LayerPlot(points, [(step * n, n + 1) for n in numbered])
+    # Number the first layer, the last layer, and three layers between them.
+    numbered_layers = sorted({quarter * last_layer // 4 for quarter in range(5)})
+    return LayerPlot(points, [(step * n, n + 1) for n in numbered_layers])
 
 
 # Terminal ------------------------------------------------------------------------------------
 
 
 def terminal_table(report: Report, width: int) -> Group:
-    """Return the means for a terminal. Measures are rows; systems are columns.
+    """Return the means as tables for a terminal. Measures are rows; systems are columns.
 
-    Columns that do not fit the `width` follow in further tables.
+    Args:
+        report: The report.
+        width: Width of the terminal in characters. Columns beyond it follow in further tables.
     """
-    parts = [part for part in distinct_slices(report.slices) if part.label in (ALL, KIND, LENGTH)]
+    labels = (ALL, KIND, LENGTH)
+    slices = [item for item in distinct_slices(report.slices) if item.label in labels]
+    groups = []
     if len(report.systems) == 1:
         # The slices of a single system are side by side.
-        groups = [[(part, report.systems[0]) for part in parts]]
+        groups.append([(query_slice, report.systems[0]) for query_slice in slices])
     else:
-        groups = [[(part, system) for system in report.systems] for part in parts]
+        for query_slice in slices:
+            groups.append([(query_slice, system) for system in report.systems])
 
-    num_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
-    tables: list[Table] = []
+    max_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
+    tables = []
     for columns in groups:
-        for start in range(0, len(columns), num_columns):
-            tables.append(_table(columns[start : start + num_columns], report.measures))
+        for start in range(0, len(columns), max_columns):
+            tables.append(_table(columns[start : start + max_columns], report.measures))
 
     title = Text(f"{printable(report.title())}, 95% bootstrap intervals", style="italic")
     notes = Text("\n".join(map(printable, (report.headline(), *report.notes))))
@@ -251,22 +288,25 @@ def terminal_table(report: Report, width: int) -> Group:
 
 
 def _table(columns: Sequence[Column], measures: Sequence[str]) -> Table:
+    """Return a table with a row for each measure and a column for each slice and system."""
     table = Table(pad_edge=False)
     table.add_column(no_wrap=True)
-    for part, system in columns:
-        head = f"{printable(system)}\n{part.value}, n = {len(part.query_ids)}"
+    for query_slice, system in columns:
+        head = f"{printable(system)}\n{query_slice.value}, n = {len(query_slice.query_ids)}"
         table.add_column(head, justify="right", overflow="fold", max_width=_CELL_WIDTH - 3)
     for measure in measures:
-        cells = [_cell(part, system, measure) for part, system in columns]
+        cells = [_cell(query_slice, system, measure) for query_slice, system in columns]
         table.add_row(measure.replace(" ", "\n"), *cells)
     return table
 
 
-def _cell(part: SliceMeans, system: str, measure: str) -> Text:
-    value = part.means[system].get(measure)
+def _cell(query_slice: SliceMeans, system: str, measure: str) -> Text:
+    """Format a mean, its interval, and the number of queries if some have no value."""
+    value = query_slice.means[system].get(measure)
     if value is None:
         return Text("–", style="dim")
-    is_best = system in part.best(measure)
-    count = f"\nn = {value.n}" if value.n < len(part.query_ids) else ""
+    is_best = system in query_slice.best(measure)
+    is_partly_defined = value.n < len(query_slice.query_ids)
+    count = f"\nn = {value.n}" if is_partly_defined else ""
     mean = Text(compact(value.mean, 3), style="bold" if is_best else "")
     return mean.append(f" {value.bounds()}{count}", style="not bold dim")

@@ -18,9 +18,7 @@ from skilltrain.templates import FIELDS_SEEN
 
 _TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
-_OPENED_NAME = re.compile(
-    r'^model = \w+\("(.+)"\)', re.MULTILINE
-)  # as the card's program writes it
+_OPENED_NAME = re.compile(r'^model = \w+\("(.+)"\)', re.MULTILINE)  # in the programs of a card
 
 
 class _ModelClass(NamedTuple):
@@ -64,9 +62,10 @@ class Published:
                 raise HFValidationError("it has no owner")
             validate_repo_id(self.repo)
         except HFValidationError as error:
-            fault = f"is no name of a model on the Hub: {error}"
+            problem = f"is no name of a model on the Hub: {error}"
+            fix = "write OWNER/NAME"
             raise SkilltrainError(
-                "invalid-repository", fault, where=self.repo, fix="write OWNER/NAME"
+                "invalid-repository", problem, where=self.repo, fix=fix
             ) from error
 
 
@@ -93,7 +92,12 @@ class RunRecord:
 
 
 class Result(NamedTuple):
-    """One metric of one system. `estimate` has mean, low, high and n."""
+    """One metric of one system on one benchmark.
+
+    Attributes:
+        uses_model: Whether the system uses the model of the card.
+        estimate: Values of mean, low and high (the 95% interval) and n.
+    """
 
     benchmark: str
     system: str
@@ -111,9 +115,9 @@ class Input(NamedTuple):
 
 
 def model_card(record: RunRecord, published: Published = Published()) -> str:
-    """Write a model card as Markdown with YAML front matter.
+    """Return a model card as Markdown with YAML front matter.
 
-    Local paths are cut to their last part, and no text of the training data is shown.
+    Of local paths the card shows only the last part. It shows no text of the training data.
 
     Raises:
         SkilltrainError: No system of a report uses the run.
@@ -127,6 +131,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         class_name = "MultiVectorEncoder"
     model_class = _MODEL_CLASSES[class_name]
 
+    # Results on the development queries, then those of the reports.
     results = [
         Result("development queries", "this model", True, metric, estimate)
         for metric, estimate in record.summary.get("dev", {}).items()
@@ -134,6 +139,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     for report in published.reports:
         results += _report_results(report, record.run or Path())
 
+    # Variables of the template.
     base = record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
     variables = vars(record) | {
@@ -165,7 +171,14 @@ def rename_model(card: Path, repo: str) -> None:
 def _card_data(
     model_class: _ModelClass, results: Sequence[Result], base: str, license: str | None
 ) -> Any:
-    """Return the front matter."""
+    """Return the front matter of a card.
+
+    Args:
+        model_class: Class that opens the model.
+        results: Results of all systems. Only those that use the model are listed.
+        base: Source of the base model: a name on the Hub, a folder or a package.
+        license: Licence id of the Hub, if known.
+    """
     from huggingface_hub import EvalResult, ModelCardData
 
     evaluations = [
@@ -194,17 +207,25 @@ def _card_data(
 
 
 def _report_results(report: Path, run: Path) -> Iterator[Result]:
-    """Yield the results of an evaluation, at least one of whose systems uses the model of `run`."""
+    """Yield the results of all systems of an evaluation.
+
+    Args:
+        report: Folder of the evaluation.
+        run: Folder of the model's run.
+
+    Raises:
+        SkilltrainError: No system of the evaluation uses the model.
+    """
     metrics = read_json(report / "metrics.json")
     record = record_of(report)
-    systems_with_model: set[str] = set()
+    systems_with_model = set()
     for run_input in _inputs(record):
         if run_input.path.resolve() == run.resolve():
-            number = int(run_input.key.split(".")[1])  # the key is systems.NUMBER.…
-            systems_with_model.add(record["recipe"]["systems"][number]["name"])
+            _, position, *_ = run_input.key.split(".")  # the key is systems.POSITION.…
+            systems_with_model.add(record["recipe"]["systems"][int(position)]["name"])
     if not systems_with_model:
-        fault = f"no system of this report uses {run}"
-        raise SkilltrainError("other-run", fault, where=report, fix="evaluate it first")
+        problem = f"no system of this report uses {run}"
+        raise SkilltrainError("other-run", problem, where=report, fix="evaluate it first")
 
     for system in metrics["systems"]:
         uses_model = system["name"] in systems_with_model
@@ -213,9 +234,9 @@ def _report_results(report: Path, run: Path) -> Iterator[Result]:
 
 
 def _inputs(record: Mapping[str, Any]) -> Iterator[Input]:
-    """Yield the inputs in a run's record."""
+    """Yield the inputs in a run's record. A key such as `systems.0.source` leads to a path."""
     for key, sha256 in record.get("inputs", {}).items():
         value: Any = record["recipe"]
-        for part in key.split("."):
-            value = value[int(part) if isinstance(value, list) else part]
+        for name in key.split("."):
+            value = value[int(name)] if isinstance(value, list) else value[name]
         yield Input(key, Path(value), sha256)

@@ -53,19 +53,18 @@ def write_form(folder: Path, form: Form) -> None:
 
     if form == "multi_vector":
         if not isinstance(model, Encoder):
-            raise SkilltrainError(
-                "unsupported-form", "only an encoder has this form", where=f"--form {form}"
-            )
+            problem = "only an encoder has this form"
+            raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
         for module_folder in folder.glob("[0-9]_*"):
             shutil.rmtree(module_folder)
         write_modules(model, folder, per_token=True)
-    elif answers_yes_no:  # for `onnx`, too
+    elif answers_yes_no:  # also for the form `onnx`
         _convert_to_classifier(folder)
     elif form == "sequence_classification":
-        fault = "only a reranker with template.form=yes_no has this form"
+        problem = "only a reranker with template.form=yes_no has this form"
         if isinstance(model, Reranker):
-            fault += "; one of form pair is a classifier already"
-        raise SkilltrainError("unsupported-form", fault, where=f"--form {form}")
+            problem += "; one of form pair is a classifier already"
+        raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
 
     if form == "onnx":
         _add_onnx(folder)
@@ -73,7 +72,10 @@ def write_form(folder: Path, form: Form) -> None:
 
 
 def _convert_to_classifier(folder: Path) -> None:
-    """Replace the output layer by one row, W_yes - W_no, which gives the same scores."""
+    """Replace the output layer of a saved reranker by one row, W_yes - W_no, in place.
+
+    The scores stay the same.
+    """
     from transformers import AutoModelForSequenceClassification
 
     dtype = read_json(folder / "config.json").get("dtype")
@@ -92,11 +94,11 @@ def _convert_to_classifier(folder: Path) -> None:
         }
     )
     setattr(network, network.base_model_prefix, reranker.network.base_model)
-    direction = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
-    heads(network)[0].weight = nn.Parameter(direction[None].clone())
+    row = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
+    heads(network)[0].weight = nn.Parameter(row[None].clone())  # [1, hidden]
     reranker.network = network.eval()
 
-    # Its files replace those of the reranker.
+    # The files of the classifier replace those of the reranker.
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
@@ -105,21 +107,22 @@ def _convert_to_classifier(folder: Path) -> None:
 
 
 def _add_onnx(folder: Path) -> None:
-    """Export the network to ONNX in float32, and quantise the result to 8 bits."""
+    """Export the network of a saved model to ONNX in float32, and quantise a copy to 8 bits."""
     try:
         import onnxscript  # noqa: F401  torch needs it
         from onnxruntime.quantization import QuantType, quantize_dynamic
     except ImportError as error:
-        fault = f"this form needs the package {error.name}"
+        problem = f"this form needs the package {error.name}"
         fix = "pip install 'skilltrain[onnx]'"
-        raise SkilltrainError("missing-package", fault, where="--form onnx", fix=fix) from error
+        raise SkilltrainError("missing-package", problem, where="--form onnx", fix=fix) from error
 
     network = open_model(folder).network
     network.set_attn_implementation("sdpa")  # a graph cannot hold our attention for packed texts
     network.config.use_cache = False
     network.base_model.config.use_cache = False
 
-    ids = torch.ones(2, 8, dtype=torch.long)
+    # Example inputs: two texts of 8 tokens.
+    ids = torch.ones(2, 8, dtype=torch.long)  # [text, token]
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0  # without padding, tracing would remove the mask
     example = {"input_ids": ids, "attention_mask": mask}

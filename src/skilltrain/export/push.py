@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,72 +53,89 @@ def check_folder(folder: Path) -> dict[str, Path]:
 
 @torch.inference_mode()
 def check_round_trip(folder: Path) -> None:
-    """Check that plain sentence-transformers gives the outputs of the model, also for cut texts.
+    """Check that sentence-transformers without skilltrain computes the outputs of our model.
+
+    One of the compared texts is so long that it is cut.
 
     Raises:
         SkilltrainError: It cannot open the folder, or gives other scores.
     """
+    # Outputs of our model: the scores of all pairs, or the vectors of all texts.
     model = open_model(folder)
     is_multi_vector = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
+    outputs = []
     if isinstance(model, Reranker):
         outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     else:
         texts = model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS)
-        vectors = [model.with_tokens([ids], len(ids))[0] for ids in texts]  # text, then tokens
-        outputs = [rows[1:] if is_multi_vector else rows[0] for rows in vectors]
+        for ids in texts:
+            [rows] = model.with_tokens([ids], len(ids))  # the text's vector, then its tokens'
+            outputs.append(rows[1:] if is_multi_vector else rows[0])
 
     try:
-        plain_outputs = torch.cat([*_plain_outputs(model, str(folder), is_multi_vector)])
+        plain_outputs = torch.cat(_plain_outputs(model, str(folder), is_multi_vector))
         difference = (torch.cat(outputs) - plain_outputs.float()).abs().max().item()
     except Exception as error:  # sentence-transformers may raise anything
-        fault = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
-        raise SkilltrainError(
-            "not-portable", fault, where=folder.name, fix="nothing was sent"
-        ) from error
+        problem = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
+        fix = "nothing was sent"
+        raise SkilltrainError("not-portable", problem, where=folder.name, fix=fix) from error
 
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
     limit = _MAX_DIFFERENCE_BFLOAT16 if is_half else _MAX_DIFFERENCE
     if not difference <= limit:  # also true for NaN
-        fault = (
-            f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
-        )
+        scores = f"they differ by {difference:.2g}"
+        problem = f"gives other scores in plain sentence-transformers: {scores}"
         fix = "nothing was sent; please report this"
-        raise SkilltrainError("not-portable", fault, where=folder.name, fix=fix)
+        raise SkilltrainError("not-portable", problem, where=folder.name, fix=fix)
 
 
-def _plain_outputs(
-    model: Encoder | Reranker, folder: str, is_multi_vector: bool
-) -> Iterable[Tensor]:
-    """Return what plain sentence-transformers computes for the probes.
+def _plain_outputs(model: Encoder | Reranker, folder: str, is_multi_vector: bool) -> list[Tensor]:
+    """Return what sentence-transformers without skilltrain computes for the probes.
 
-    For a reranker, the scores of all pairs. For an encoder, the vectors of each query, then skill.
+    Args:
+        model: Our model, for the texts of the skills.
+        folder: Folder of the model.
+        is_multi_vector: Whether an encoder returns a vector per token.
+
+    Returns:
+        Of a reranker one tensor with the scores of all pairs, query by query. Of an encoder the
+        vector, or vectors, of each query, then of each skill.
     """
     from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
     texts = [model.settings.template.skill.render(skill) for skill in _PROBE_SKILLS]
     if isinstance(model, Reranker):
-        pairs = [(query, text) for query in _PROBE_QUERIES for text in texts]
-        scores = CrossEncoder(folder, device="cpu").predict(pairs, convert_to_tensor=True)
-        return scores[None]
+        pairs = list(product(_PROBE_QUERIES, texts))
+        return [CrossEncoder(folder, device="cpu").predict(pairs, convert_to_tensor=True)]
     encoder_class = MultiVectorEncoder if is_multi_vector else SentenceTransformer
     encoder = encoder_class(folder, device="cpu")
-    rows = [*encoder.encode_query([*_PROBE_QUERIES]), *encoder.encode_document(texts)]
-    return [torch.as_tensor(row) for row in rows]
+    vectors = [*encoder.encode_query(list(_PROBE_QUERIES)), *encoder.encode_document(texts)]
+    return [torch.as_tensor(vector) for vector in vectors]
 
 
 def _check_no_secret(paths: Mapping[str, Path]) -> None:
-    """Raise SkilltrainError for a text file that holds what looks like a real key or password."""
+    """Raise SkilltrainError for the first text file that contains a likely key or password."""
     for name, path in paths.items():
-        text = path.read_text(encoding="utf-8") if path.suffix in _TEXT_SUFFIXES else ""
-        spans = [*secret_spans(text), *(match.span() for match in _URL_PASSWORD.finditer(text))]
-        for start, end in spans:
-            fault = f"holds what looks like a secret: {mask_secret(text[start:end])}"
+        if path.suffix not in _TEXT_SUFFIXES:
+            continue
+        text = path.read_text(encoding="utf-8")
+        spans = list(secret_spans(text))
+        spans += [match.span() for match in _URL_PASSWORD.finditer(text)]
+        if spans:
+            start, end = spans[0]
+            problem = f"holds what looks like a secret: {mask_secret(text[start:end])}"
             fix = "remove it from the recipe, and revoke it; nothing was sent"
-            raise SkilltrainError("secret-found", fault, where=name, fix=fix)
+            raise SkilltrainError("secret-found", problem, where=name, fix=fix)
 
 
 def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bool) -> str:
-    """Upload all files in one commit. Other files of the repository are deleted.
+    """Upload all files in one commit, and delete other files of the repository.
+
+    Args:
+        paths: Files by their name in the repository.
+        repo: Name on the Hub, OWNER/NAME. The repository is created if it does not exist.
+        public: Whether everybody may see the repository.
+        into_existing: Whether to replace a repository that holds a README.md alone.
 
     Returns:
         URL of the repository.
@@ -144,20 +162,19 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
             say(f"{url}: uploading")
             # upload_folder would split many files into several commits.
             changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
-            changes += [CommitOperationDelete(name) for name in sorted(old_names - {*paths})]
+            changes += [CommitOperationDelete(name) for name in sorted(old_names.difference(paths))]
             api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
     except SkilltrainError:
         raise
     except Exception as error:  # the client may raise anything
         message = getattr(error, "server_message", None) or str(error) or type(error).__name__
         message = message.replace(get_token() or "[key]", "[key]")
-        fault = f"cannot upload: {printable(message, 200)}"
+        problem = f"cannot upload: {printable(message, 200)}"
         fix = (
             "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
         )
-        raise SkilltrainError(
-            "upload-failed", fault, where=repo, fix=fix
-        ) from None  # --debug would show the token
+        # `from None`, because --debug would show the token.
+        raise SkilltrainError("upload-failed", problem, where=repo, fix=fix) from None
     return url
 
 
@@ -172,11 +189,17 @@ def _limited_client() -> Any:
 
 
 def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> set[str]:
-    """Create a repository, or check an existing one; return the names of its files.
+    """Create a repository, or check an existing one, and return the names of its files.
+
+    Args:
+        api: `HfApi` of huggingface_hub.
+        repo: Name on the Hub, OWNER/NAME.
+        public: Whether the repository must be public, or else private.
+        into_existing: Whether it may hold a README.md alone.
 
     Raises:
-        SkilltrainError: The repository holds something other than a model of skilltrain, or is
-            public although it should be private, or the other way round.
+        SkilltrainError: The repository holds something else than a model of skilltrain, or its
+            visibility is another one.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -190,21 +213,18 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
 
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
     if names == {"README.md"} and not into_existing:
+        problem = "the repository exists and holds a README.md"
         fix = "add --into-existing to replace it, or choose another --repo"
-        raise SkilltrainError(
-            "repository-taken", "the repository exists and holds a README.md", where=repo, fix=fix
-        )
+        raise SkilltrainError("repository-taken", problem, where=repo, fix=fix)
     if names - {"README.md"} and CHECKPOINT_FILE not in names:
-        fault = "the repository is taken: it holds something else than a model of skilltrain"
-        raise SkilltrainError("repository-taken", fault, where=repo, fix="choose another --repo")
+        problem = "the repository is taken: it holds something else than a model of skilltrain"
+        raise SkilltrainError("repository-taken", problem, where=repo, fix="choose another --repo")
     if public and info.private:
+        problem = "the repository is private, and stays so"
         fix = "make it public on its page, or push without --public"
-        raise SkilltrainError(
-            "repository-visibility", "the repository is private, and stays so", where=repo, fix=fix
-        )
+        raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
     if not public and not info.private:
+        problem = "the repository is public"
         fix = "add --public, or choose another --repo"
-        raise SkilltrainError(
-            "repository-visibility", "the repository is public", where=repo, fix=fix
-        )
+        raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
     return names

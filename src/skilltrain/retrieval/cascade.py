@@ -214,4 +214,6 @@ def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> Non
                 part.check()
             elif not has_own:
                 problem = f"source {OWN} is the model in training, and nothing is trained here"
-                raise SkilltrainError("conflicting-settings", problem, where=f"system {system.name}")
+                raise SkilltrainError(
+                    "conflicting-settings", problem, where=f"system {system.name}"
+                )

@@ -61,8 +61,9 @@ class Equivalents(Stage):
         equivalents: dict[tuple[str, str], Judgement] = {}
         for group, skills in outcome.values:
             for skill in skills:
-                ids = (group.query_id, skill.skill_id)
-                equivalents[ids] = Judgement(*ids, Verdict.REQUIRED, judge, group=group.skill_id)
+                equivalents[group.query_id, skill.skill_id] = Judgement(
+                    group.query_id, skill.skill_id, Verdict.REQUIRED, judge, group=group.skill_id
+                )
         judgements = [*read_table(self.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
         write_queries(select_queries(self.queries, None), judgements, outcome.dropped, out)
         return {
@@ -78,28 +79,30 @@ class Equivalents(Stage):
 
 
 def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
-    """Return a request for each gold skill, with the unjudged candidates of its query."""
+    """Return the questions to the chat model, one for each gold skill with candidates.
+
+    The candidates are the best-ranked skills of the query without a judgement.
+    """
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
     rows = rows_by_query(rankings)
-    ranked = texts_of(rankings.column("skill_id"))
+    ranked_ids = texts_of(rankings.column("skill_id"))
     judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
-    gold_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
-    groups: list[Group] = []
+    group_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
+    groups = []
     for query, verdicts in select_judged(config.queries, None):
-        skill_ids = dict.fromkeys(ranked[row] for row in rows.get(query.query_id, ()))
-        unjudged = [
-            skills[skill_id]
-            for skill_id in skill_ids
-            if skill_id in skills and skill_id not in verdicts
-        ]
+        skill_ids = dict.fromkeys(ranked_ids[row] for row in rows.get(query.query_id, ()))
+        unjudged_ids = [skill_id for skill_id in skill_ids if skill_id not in verdicts]
+        unjudged = [skills[skill_id] for skill_id in unjudged_ids if skill_id in skills]
         candidates = unjudged[: config.depth]
+        if not candidates:
+            continue
+
         for skill_id, verdict in sorted(verdicts.items()):
             # A required skill whose group is another judged skill is an earlier equivalent.
-            is_gold = (
-                verdict is Verdict.REQUIRED and gold_of[query.query_id, skill_id] not in verdicts
-            )
-            if is_gold and candidates and skill_id in skills:
+            is_equivalent = group_of[query.query_id, skill_id] in verdicts
+            is_gold = verdict is Verdict.REQUIRED and not is_equivalent
+            if is_gold and skill_id in skills:
                 members = (skills[skill_id], *candidates)
                 groups.append(Group(query.query_id, "", members, query.text))
     render = partial(group_prompt, "equivalents", 0)
@@ -107,6 +110,10 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
 
 
 def _read(group: Group, answer: str) -> list[Skill]:
-    """Return the skills whose numbers an answer lists. AnswerError for 1, the gold skill."""
+    """Return the candidates whose numbers an answer lists.
+
+    Raises:
+        AnswerError: The answer is no list of numbers, or lists 1, the gold skill.
+    """
     numbers = read_numbers(answer, range(2, len(group.skills) + 1))
     return [skill for number, skill in enumerate(group.skills, 1) if number in numbers]

@@ -1,16 +1,15 @@
 """Stage `rejections`: requests for groups of skills, and why a chat model rejects some (R3).
 
 R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills
-must not be retrieved together. How it samples groups and what its prompts are is not public; the
-kinds of groups and the prompts here are ours. A direction is the language of the request and the
-language of the skills.
+must not be retrieved together. R3's groups and prompts are not public; the kinds of groups and the
+prompts here are ours. A direction is the language of the request and the language of the skills.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, cycle, islice, product
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,13 +67,13 @@ class Rejections(Stage):
     )
     llm: LLMConfig = Field(description="the chat model that writes and judges")
     second_judge: LLMConfig | None = Field(
-        default=None, description="who judges a sample again; null: nobody"
+        default=None, description="chat model that judges a sample again; null for none"
     )
     num_judged_twice: int = Field(
         default=100, ge=1, description="groups that the second judge sees"
     )
     encoder: EncoderSource = Field(
-        description="finds neighbours; across languages too, if it was trained for that"
+        description="encoder that finds neighbours, across languages too if it is multilingual"
     )
     num_groups: int = Field(
         default=1000, ge=1, description="number of groups; all directions and kinds take turns"
@@ -94,7 +93,7 @@ class Rejections(Stage):
         description="of requests and of anchors; all directions equally often",
     )
     num_words: int = Field(
-        default=80, ge=5, description="length that a request is asked for; twice that is refused"
+        default=80, ge=5, description="words that a request should have; more than twice is refused"
     )
     dev_share: float = Field(
         default=0.1, ge=0, le=1, description="share of groups of split dev; no skill is in both"
@@ -111,24 +110,24 @@ class Rejections(Stage):
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
-        seen_requests: set[str] = set()
-        read = partial(read_request, seen_requests, 2 * self.num_words)
+        read = partial(read_request, set(), 2 * self.num_words)
         outcome = ask(_questions(self, self.llm, groups, read))
         dropped += outcome.dropped
         if not outcome.values:
-            raise SkilltrainError(
-                "nothing-generated",
-                f"made no request for {len(groups)} groups; the first reason: {dropped[-1].reason}",
-            )
-        judge = f"llm:{self.llm.model}"
-        skill_ids = {
-            group.query_id: [skill.skill_id for skill in group.skills]
-            for group, _ in outcome.values
-        }
+            reason = dropped[-1].reason
+            problem = f"made no request for {len(groups)} groups; the first reason: {reason}"
+            raise SkilltrainError("nothing-generated", problem)
+
+        # Split the groups, so that no skill is in both splits.
+        skill_ids: dict[str, list[str]] = {}
+        for group, _ in outcome.values:
+            skill_ids[group.query_id] = [skill.skill_id for skill in group.skills]
         splits = split_groups(skill_ids, self.dev_share, self.seed)
-        queries: list[Query] = []
-        judgements: list[Judgement] = []
-        requested: list[Group] = []
+
+        judge = f"llm:{self.llm.model}"
+        queries = []
+        judgements = []
+        requested = []
         for group, answer in outcome.values:
             kind = "single" if answer.refusal else "multi"  # a refusal needs the anchor alone
             split = splits[group.query_id]
@@ -153,8 +152,8 @@ class Rejections(Stage):
     def dry_run(self) -> Summary:
         """Count the groups and estimate the cost. Asks no chat model."""
         groups, dropped = _make_groups(self)
-        # An estimate does not call the reader of answers.
         estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
+        # Any reader of answers will do, because an estimate reads none.
         estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))
         if self.second_judge is not None:
             request = "word " * self.num_words
@@ -171,7 +170,7 @@ class Group:
     Attributes:
         lang: Language of the request.
         skills: The skills; the first is the anchor.
-        request: The request, or "" if the model shall write one for the anchor.
+        request: The request; "" if the model writes one for the anchor.
     """
 
     query_id: str
@@ -186,7 +185,14 @@ class Group:
 
 
 class SkillVerdict(BaseModel, frozen=True):
-    """Verdict on the skill with this number (from 1) in an answer."""
+    """Verdict of a model on one skill of a group.
+
+    Attributes:
+        skill: Number of the skill in the prompt, from 1.
+        verdict: The verdict.
+        reason: Kind of the reason.
+        why: The reason in words.
+    """
 
     skill: int
     verdict: Verdict
@@ -217,29 +223,50 @@ def _questions(
     groups: Sequence[Group],
     read: Callable[[Group, str], ValueT],
 ) -> Questions[Group, ValueT]:
+    """Return the questions to a chat model, one for each group.
+
+    Args:
+        config: Settings.
+        llm: The chat model.
+        groups: Groups, all with a request or all without one.
+        read: Reads the answer about a group.
+    """
     num_tokens = _TOKENS_PER_VERDICT * config.group_size
-    if not groups[0].request:
+    if not groups[0].request:  # the model writes it
         num_tokens += round(TOKENS_PER_WORD * config.num_words)
     render = partial(group_prompt, "group", config.num_words)
     return questions_of(llm, groups, render, read, config.seed, num_tokens, "judging groups")
 
 
 def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
-    """Render the prompt `name` for a group. A new request should have about `words` words."""
-    parts = [f"Request: {untrusted_line(group.request, 4000)}"] if group.request else []
+    """Render a prompt about a group.
+
+    Args:
+        name: Name of the prompt.
+        words: Number of words that a new request should have.
+        group: The group.
+
+    Returns:
+        System message and user message.
+    """
+    paragraphs = []
+    if group.request:
+        paragraphs.append(f"Request: {untrusted_line(group.request, 4000)}")
     for number, skill in enumerate(group.skills, 1):
-        parts.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
-    return render_prompt(
-        PROMPTS[name], "\n\n".join(parts), given=bool(group.request), lang=group.lang, words=words
-    )
+        paragraphs.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
+    text = "\n\n".join(paragraphs)
+    has_request = bool(group.request)
+    return render_prompt(PROMPTS[name], text, given=has_request, lang=group.lang, words=words)
 
 
-def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> JudgedRequest:
+def read_request(
+    earlier_requests: set[str], max_words: int, group: Group, answer: str
+) -> JudgedRequest:
     """Read a request with one verdict for each skill. A refusal rejects all but the anchor.
 
     Args:
-        seen: Earlier requests, which must not be repeated; the new one is added.
-        max_words: Longest request.
+        earlier_requests: Requests that must not be repeated; the new one is added.
+        max_words: Largest number of words of a request.
         group: The group.
         answer: Answer of the model.
 
@@ -249,25 +276,23 @@ def read_request(seen: set[str], max_words: int, group: Group, answer: str) -> J
     """
     judged = read_object(answer, JudgedRequest)
     verdicts = judged.verdicts
-    min_required = 2
     if judged.refusal is not None:
-        min_required = 1
-        anchor = SkillVerdict(skill=1, verdict=Verdict.REQUIRED)
-        rejected = SkillVerdict(
-            skill=0, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
-        )
-        numbers = range(2, len(group.skills) + 1)
-        verdicts = (anchor, *(rejected.model_copy(update={"skill": num}) for num in numbers))
+        verdicts = (SkillVerdict(skill=1, verdict=Verdict.REQUIRED),)
+        for number in range(2, len(group.skills) + 1):
+            rejection = SkillVerdict(
+                skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
+            )
+            verdicts += (rejection,)
     _check_verdicts(verdicts, group)
     num_required = sum(row.verdict is Verdict.REQUIRED for row in verdicts)
-    if num_required < min_required:
+    if num_required < 2 and judged.refusal is None:
         raise ValueError(
             f"{num_required} capabilities are required, two or more are wanted, or a refusal"
         )
     if language_of(judged.request) not in (group.lang, None):
         language = language_phrase(group.lang, "the capabilities")
         raise AnswerError("language", f"the request is not in {language}")
-    request = usable_query(judged.request, seen, max_words, group.skills)
+    request = usable_query(judged.request, earlier_requests, max_words, group.skills)
     return judged.model_copy(update={"request": request, "verdicts": verdicts})
 
 
@@ -291,7 +316,7 @@ def _check_verdicts(verdicts: Sequence[SkillVerdict], group: Group) -> None:
 
 def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> list[Judgement]:
     """Return the rows of JUDGEMENTS of a group. Only rejections keep their reason."""
-    rows: list[Judgement] = []
+    rows = []
     for row in verdicts:
         skill_id = group.skills[row.skill - 1].skill_id
         reason = row.reason if row.verdict is Verdict.REJECTED else None
@@ -303,43 +328,62 @@ def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> l
 def _judge_twice(
     config: Rejections, groups: Sequence[Group], first: Sequence[Judgement], out: Path
 ) -> dict[str, Any]:
-    """Have the second judge judge a sample of groups, with the skills of each in another order.
+    """Let the second judge judge a sample of groups, with the skills of each in another order.
 
-    Writes the second judge's JUDGEMENTS and DROPPED, and returns kappa and costs.
+    Writes the second judge's JUDGEMENTS and DROPPED.
+
+    Args:
+        config: Settings.
+        groups: Groups with their requests.
+        first: Judgements of the first judge.
+        out: Folder of the run.
+
+    Returns:
+        Kappa and the costs of the second judge; nothing if there is none.
     """
     if config.second_judge is None:
         return {}
 
-    def order(*ids: str) -> int:
+    def sort_key(*ids: str) -> int:
+        """Return a number that depends on the seed and the ids alone."""
         return stable_number(config.seed, *ids)
 
-    sample = sorted(groups, key=lambda group: order("second", group.query_id))
-    shuffled: list[Group] = []
+    sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
+    shuffled = []
     for group in sample[: config.num_judged_twice]:
-        skills = sorted(group.skills, key=lambda skill: order(group.query_id, skill.skill_id))
+        skills = sorted(group.skills, key=lambda skill: sort_key(group.query_id, skill.skill_id))
         shuffled.append(replace(group, skills=tuple(skills)))
     outcome = ask(_questions(config, config.second_judge, shuffled, read_verdicts))
-    judge = f"llm:{config.second_judge.model}"
-    second_rows = [_judgements(group, answer.verdicts, judge) for group, answer in outcome.values]
-    write_table(chain.from_iterable(second_rows), JUDGEMENTS, out / "second")
-    write_table(outcome.dropped, DROPPED, out / "second")
 
-    # Pairs of verdicts by both judges, group by group.
-    first_verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
+    # Pair the verdicts of both judges, group by group.
+    judge = f"llm:{config.second_judge.model}"
+    verdict_of = {(row.query_id, row.skill_id): row.verdict for row in first}
+    judgements = []
     pairs_by_group: list[list[tuple[Verdict, Verdict]]] = []
-    for rows in second_rows:
-        pairs = [(first_verdicts[row.query_id, row.skill_id], row.verdict) for row in rows]
+    for group, answer in outcome.values:
+        rows = _judgements(group, answer.verdicts, judge)
+        judgements += rows
+        pairs = [(verdict_of[row.query_id, row.skill_id], row.verdict) for row in rows]
         pairs_by_group.append(pairs)
+    write_table(judgements, JUDGEMENTS, out / "second")
+    write_table(outcome.dropped, DROPPED, out / "second")
     return {
         "kappa": asdict(agreement(pairs_by_group)),
-        "second_judge": {"num_groups": len(second_rows), **outcome.used},
+        "second_judge": {"num_groups": len(pairs_by_group), **outcome.used},
     }
 
 
 def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
-    """Make the groups; all directions and kinds take turns. Also return what was left out."""
+    """Make the groups without requests. All directions and kinds take turns.
+
+    Returns:
+        The groups; the skills and the groups that were left out.
+
+    Raises:
+        SkilltrainError: The pool has no skill of a language, or no group has two skills.
+    """
     pool, dropped = unflagged_skills(config.pool)
-    skills: list[Skill] = []
+    skills = []
     for skill in pool:
         if skill.lang in config.languages:
             skills.append(skill)
@@ -347,22 +391,7 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
             lang = skill.lang or "unknown"
             reason = f"its language, {lang}, is none of {', '.join(config.languages)}"
             dropped.append(Dropped("", skill.skill_id, "language", reason))
-
-    def order(position: int) -> int:
-        return stable_number(config.seed, "anchor", skills[position].skill_id)
-
-    by_lang: dict[str | None, list[int]] = {lang: [] for lang in config.languages}
-    for position in sorted(range(len(skills)), key=order):
-        by_lang[skills[position].lang].append(position)
-    for lang, positions in sorted(by_lang.items()):
-        if not positions:
-            raise SkilltrainError(
-                "wrong-pool",
-                f"the pool holds no skill of language {lang}",
-                where=config.pool,
-                fix="name the pool's languages in languages",
-            )
-    anchors = {lang: cycle(positions) for lang, positions in by_lang.items()}
+    anchors = _shuffled_anchors(config, skills)
 
     # Runs whose groups may differ get different group ids.
     settings = config.model_dump_json(
@@ -370,30 +399,51 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     )
     run = hashlib.sha256(f"{config.llm.model} {settings}".encode()).hexdigest()[:6]
     sampler = _GroupSampler(config, skills)
-    groups: list[Group] = []
+    groups = []
     turns = cycle(product(config.languages, config.languages, config.kinds))
     for number, (query_lang, lang, kind) in enumerate(islice(turns, config.num_groups)):
         group_id = f"{kind}-{run}-{number:05}"
         anchor = next(anchors[lang])
-        others = sampler.sample(anchor, kind, group_id)
-        if others:
-            members = tuple(skills[position] for position in (anchor, *others))
+        positions = sampler.sample(anchor, kind, group_id)
+        if positions:
+            members = tuple(skills[position] for position in (anchor, *positions))
             groups.append(Group(group_id, query_lang, members))
         else:
             reason = f"no other skill can stand with it in a group of kind {kind}"
             dropped.append(Dropped(group_id, skills[anchor].skill_id, "group_of_one", reason))
     if not groups:
-        raise SkilltrainError(
-            "wrong-pool",
-            "every group would hold one skill alone",
-            where=config.pool,
-            fix="give a larger pool",
-        )
+        problem = "every group would hold one skill alone"
+        fix = "give a larger pool"
+        raise SkilltrainError("wrong-pool", problem, where=config.pool, fix=fix)
     return groups, dropped
 
 
+def _shuffled_anchors(
+    config: Rejections, skills: Sequence[Skill]
+) -> dict[str | None, Iterator[int]]:
+    """Return an endless series of skill positions for each language, in a random order.
+
+    Raises:
+        SkilltrainError: A language has no skill.
+    """
+
+    def sort_key(position: int) -> int:
+        """Return a number that depends on the seed and the skill alone."""
+        return stable_number(config.seed, "anchor", skills[position].skill_id)
+
+    positions_by_lang: dict[str | None, list[int]] = {lang: [] for lang in config.languages}
+    for position in sorted(range(len(skills)), key=sort_key):
+        positions_by_lang[skills[position].lang].append(position)
+    for lang, positions in sorted(positions_by_lang.items()):
+        if not positions:
+            problem = f"the pool holds no skill of language {lang}"
+            fix = "name the pool's languages in languages"
+            raise SkilltrainError("wrong-pool", problem, where=config.pool, fix=fix)
+    return {lang: cycle(positions) for lang, positions in positions_by_lang.items()}
+
+
 class _GroupSampler:
-    """Samples the other skills of a group, independently of earlier groups."""
+    """Samples the skills that join an anchor in a group, independently of earlier groups."""
 
     def __init__(self, config: Rejections, skills: Sequence[Skill]) -> None:
         self.num_others = config.group_size - 1
@@ -404,22 +454,31 @@ class _GroupSampler:
         self.categories = np.array([skill.category or "" for skill in skills])
 
     def sample(self, anchor: int, kind: Kind, group_id: str) -> list[int]:
-        """Return positions of up to `group_size` - 1 skills with other names; [] if none fits."""
+        """Sample up to `group_size` - 1 skills with other names than the anchor.
+
+        Args:
+            anchor: Position of the anchor.
+            kind: Kind of the group.
+            group_id: Id of the group, which seeds the sample.
+
+        Returns:
+            Positions of the skills; [] if none fits.
+        """
         other_name = self.names != self.names[anchor]
         same_lang = self.langs == self.langs[anchor]
         same_category = self.categories == self.categories[anchor]
         allowed = other_name & same_lang
-        foreign: list[int] = []  # skills in another language
+        foreign = []  # skills in another language
         if kind == "category":
             allowed &= same_category & (self.categories != "")
         elif kind == "across":
             allowed &= ~same_category
-        elif kind == "neighbours":
-            allowed = self._nearest(anchor, allowed)
         else:
             allowed = self._nearest(anchor, allowed)
-            nearest = self._nearest(anchor, other_name & ~same_lang)
-            foreign = self._draw(nearest, (self.num_others + 1) // 2, f"{group_id}/far")
+        if kind == "languages":
+            allowed_foreign = self._nearest(anchor, other_name & ~same_lang)
+            num_foreign = (self.num_others + 1) // 2  # half of the skills, rounded up
+            foreign = self._draw(allowed_foreign, num_foreign, f"{group_id}/far")
             if not foreign:
                 return []
         return foreign + self._draw(allowed, self.num_others - len(foreign), group_id)
@@ -435,4 +494,5 @@ class _GroupSampler:
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
     def _draw(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
+        """Sample the positions of up to `count` allowed skills. The key seeds the sample."""
         return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist()

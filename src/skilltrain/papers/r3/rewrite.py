@@ -57,11 +57,10 @@ class Rewrite(Stage):
         """
         outcome = ask(_questions(self))
         if not outcome.values:
-            raise SkilltrainError(
-                "nothing-generated",
-                f"rewrote no query; the first reason: {outcome.dropped[0].reason}",
-                where=self.queries,
-            )
+            problem = f"rewrote no query; the first reason: {outcome.dropped[0].reason}"
+            raise SkilltrainError("nothing-generated", problem, where=self.queries)
+
+        # The judgements of a query stay valid for its new text.
         origin = f"{self.style} by llm:{self.llm.model}"
         queries = {
             item.query_id: replace(item.query, text=text, origin=origin)
@@ -85,22 +84,23 @@ class Rewrite(Stage):
 
 
 def _questions(config: Rewrite) -> Questions[Rewriting, str]:
-    """Return a request for each query."""
+    """Return the questions to the chat model, one for each query."""
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    items: list[Rewriting] = []
+    items = []
     for query, verdicts in select_judged(config.queries, None):
         golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
         items.append(Rewriting(query.query_id, query, golds))
-    seen = {item.query.text.casefold() for item in items}
+    forbidden_texts = {item.query.text.casefold() for item in items}  # new texts are added
     style = PROMPTS["rewrite"]["styles"][config.style]
 
     def render(item: Rewriting) -> tuple[str, str]:
+        """Return the system message and the user message for a query."""
         names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
-        return render_prompt(
-            PROMPTS["rewrite"], untrusted_text(item.query.text, 4000), style=style, names=names
-        )
+        text = untrusted_text(item.query.text, 4000)
+        return render_prompt(PROMPTS["rewrite"], text, style=style, names=names)
 
     def read(item: Rewriting, answer: str) -> str:
+        """Check a new text. Raises AnswerError if it is not usable."""
         text = item.query.text
         max_words = MAX_TERSE_WORDS
         if config.style != "terse":
@@ -108,7 +108,7 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
         language = language_of(text)
         if language and language_of(answer) not in (language, None):
             raise AnswerError("language", "it is in another language than the query")
-        return usable_query(answer, seen, max_words, item.golds)
+        return usable_query(answer, forbidden_texts, max_words, item.golds)
 
     mean_words = sum(num_words(item.query.text) for item in items) / len(items)
     num_tokens = round(TOKENS_PER_WORD * mean_words)

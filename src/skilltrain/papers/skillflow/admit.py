@@ -17,11 +17,9 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.select import Chooser, ChoosingConfig
 
 _RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of \
-instructions that the \
-agent reads before it works. You get one task and a numbered list of candidates, and say which of \
-them are relevant: \
-about the domain, the techniques, the files or the tools that this very task needs. Often only a \
-few are, or none.
+instructions that the agent reads before it works. You get one task and a numbered list of \
+candidates, and say which of them are relevant: about the domain, the techniques, the files or the \
+tools that this very task needs. Often only a few are, or none.
 {UNTRUSTED}
 Reply with a JSON list of the numbers of the relevant candidates, like [2, 5] or [], and with \
 nothing else."""
@@ -30,15 +28,13 @@ _WHICH = (
     "Reply with a JSON list of numbers only."
 )
 _SPECIFICITY = f"""You decide whether a skill is worth the attention of an AI agent that works on \
-a task. A skill is a \
-set of instructions that the agent reads before it works. You get the task and one candidate.
+a task. A skill is a set of instructions that the agent reads before it works. You get the task \
+and one candidate.
 {UNTRUSTED}
 Say INJECT if it holds knowledge of this domain that would spare the agent real search and trial: \
-commands, formats, \
-interfaces, limits, pitfalls, working code. Say REJECT if it holds general method, check lists, or \
-what a capable \
-model knows or sees from the task's own files. Reply with INJECT or REJECT, and with nothing \
-else."""
+commands, formats, interfaces, limits, pitfalls, working code. Say REJECT if it holds general \
+method, check lists, or what a capable model knows or sees from the task's own files. Reply with \
+INJECT or REJECT, and with nothing else."""
 _IS_WORTH_IT = "Is candidate 1 worth it? Reply with INJECT or REJECT only."
 _VERDICT = re.compile(r"\W*(inject|reject)\W*", re.I)  # with quotes or a full stop around it
 
@@ -89,7 +85,8 @@ class Admit(Chooser):
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the admitted candidates among the first `keep` of each query.
 
-        If the model is down, or an answer is not usable, all are admitted, with a warning.
+        If the model is down, or the answer for a query is not usable, its first candidates are
+        admitted, with a warning.
         """
         assert candidates is not None, "a chat model needs candidates"
         llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
@@ -100,18 +97,25 @@ class Admit(Chooser):
             query_id = query.query_id
             ranking = candidates[query_id][:keep]
             if query_id in admitted:
-                ranking = [pair for pair in ranking if pair[0] in admitted[query_id]]
+                ranking = [candidate for candidate in ranking if candidate[0] in admitted[query_id]]
             rankings[query_id] = ranking[: self.config.most]
         return rankings
 
     def _admit(self, llm: LLM, outcome: Outcome[Ask, list[Skill]]) -> dict[str, set[str]]:
-        """Return the ids of admitted skills by query id, for queries with a usable list.
+        """Apply the second filter to the relevant skills, and count what both filters accept.
 
         A relevant skill without a usable second verdict is admitted.
+
+        Args:
+            llm: The chat model.
+            outcome: Relevant skills by query, for queries with a usable answer.
+
+        Returns:
+            Ids of the admitted skills by query id.
         """
         config = self.config
-        relevant: list[Ask] = []
-        admitted: dict[str, set[str]] = {}
+        relevant = []
+        admitted = {}
         for item, skills in outcome.values:
             relevant += [config.ask(item.query, [skill], skill.skill_id) for skill in skills]
             admitted[item.query_id] = {skill.skill_id for skill in skills}
@@ -120,15 +124,16 @@ class Admit(Chooser):
         asks = relevant if config.specificity else ()
         questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
         second = ask_all(questions, drop_if_down=True)
-        num_specific = 0
         for item, is_specific in second.values:
-            num_specific += is_specific
             if not is_specific:
                 admitted[item.query_id].remove(item.skill_id)
-        num_seen = sum(len(item.choices) for item, _ in outcome.values)
+
+        # Number of accepted skills and number of judged skills.
+        num_judged = sum(len(item.choices) for item, _ in outcome.values)
+        num_specific = sum(is_specific for _, is_specific in second.values)
         self.counts |= second.used
         self.counts["accepted"] = {
-            "relevancy": (len(relevant), num_seen),
+            "relevancy": (len(relevant), num_judged),
             "specificity": (num_specific, len(second.values)),
         }
         return admitted

@@ -5,6 +5,7 @@ of `Trial`. Values are computed for each task first, then averaged over the task
 bootstrap and the tests that rankings have.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -57,15 +58,12 @@ def read_trials(path: Path) -> list[Trial]:
         trial = validate(Trial, row, where)
         key = (trial.condition, trial.task, trial.trial)
         if key in trials:
-            raise SkilltrainError(
-                "repeated-id",
-                f"trial {trial.trial} of task '{trial.task}' stands there twice",
-                where=where,
-            )
+            problem = f"trial {trial.trial} of task '{trial.task}' stands there twice"
+            raise SkilltrainError("repeated-id", problem, where=where)
         trials[key] = trial
     if not trials:
         raise SkilltrainError("nothing-to-score", "holds no trial", where=path)
-    return [*trials.values()]
+    return list(trials.values())
 
 
 @dataclass(frozen=True)
@@ -97,24 +95,18 @@ def agent_results(
     Raises:
         SkilltrainError: Conditions have different tasks, or `ceiling` is no condition.
     """
+    # Group the trials by condition, then by task.
     trials_by_condition: dict[str, dict[str, list[Trial]]] = {}
     for trial in trials:
         trials_by_task = trials_by_condition.setdefault(trial.condition, {})
         trials_by_task.setdefault(trial.task, []).append(trial)
     if ceiling is not None and ceiling not in trials_by_condition:
-        raise SkilltrainError(
-            "unknown-choice",
-            f"there is no condition '{ceiling}'",
-            fix=f"give one of {', '.join(trials_by_condition)}",
-        )
+        fix = f"give one of {', '.join(trials_by_condition)}"
+        raise SkilltrainError("unknown-choice", f"there is no condition '{ceiling}'", fix=fix)
 
-    # Pass@k needs k trials of every task.
-    max_k = min(
-        len(task_trials)
-        for trials_by_task in trials_by_condition.values()
-        for task_trials in trials_by_task.values()
-    )
-    results: list[SystemResult] = []
+    # Compute the measures of each task. Pass@k needs k trials of every task.
+    max_k = min(Counter((trial.condition, trial.task) for trial in trials).values())
+    results = []
     for condition, trials_by_task in trials_by_condition.items():
         values = {
             task: task_values(task_trials, max_k, gold.get(task))
@@ -127,15 +119,16 @@ def agent_results(
     means: dict[str, Mapping[str, Interval]] = {}
     for result in results:
         measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
-        means |= means_of([result], tasks, [*measures])
+        means |= means_of([result], tasks, list(measures))
 
+    # Compare the conditions with the first one, and with the ceiling.
     pairs = [(results[0].name, result.name) for result in results[1:]]
     comparisons = compare(results, pairs, [CHIEF])
     ceiling_rate = means[ceiling][CHIEF].mean if ceiling else 0.0
-    shares: dict[str, float] = {}
+    of_ceiling: dict[str, float] = {}
     if ceiling_rate:
-        shares = {name: row[CHIEF].mean / ceiling_rate for name, row in means.items()}
-    return AgentResults(means, comparisons, shares)
+        of_ceiling = {name: row[CHIEF].mean / ceiling_rate for name, row in means.items()}
+    return AgentResults(means, comparisons, of_ceiling)
 
 
 def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> dict[str, float]:
@@ -154,20 +147,24 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
     Returns:
         Value by measure. A measure that no trial has data for is absent.
     """
-    num = len(trials)
+    num_trials = len(trials)
     num_passed = sum(trial.passed for trial in trials)
-    values: dict[str, float] = {}
+    values = {}
     for k in range(1, max_k + 1):
-        values[f"Pass@{k}"] = 1 - comb(num - num_passed, k) / comb(num, k)
+        values[f"Pass@{k}"] = 1 - comb(num_trials - num_passed, k) / comb(num_trials, k)
     for k in range(2, max_k + 1):
-        values[f"Pass^{k}"] = comb(num_passed, k) / comb(num, k)
+        values[f"Pass^{k}"] = comb(num_passed, k) / comb(num_trials, k)
 
+    # Share of the gold skills that each trial retrieved.
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
-    gold_shares: list[float] = []
+    gold_shares = []
     if gold:
         for skill_ids in retrieved:
             needed_ids = resolve_alternatives(skill_ids, gold).gold
-            gold_shares.append(len(needed_ids & {*skill_ids}) / len(gold.gold))
+            num_retrieved = len(needed_ids.intersection(skill_ids))
+            gold_shares.append(num_retrieved / len(gold.gold))
+
+    # Means over the trials that have data.
     trial_values: dict[str, Sequence[float]] = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],

@@ -51,60 +51,73 @@ def provision(
         SkilltrainError: The pool lacks a skill, or `out` exists and is no empty folder.
     """
     skills = {skill.skill_id: skill for skill in read_pool(pool)}
-    chosen = {
-        query_id: [skill_id for skill_id, _ in ranking[:top]]
-        for query_id, ranking in rankings.items()
-    }
-    for query_id, skill_ids in chosen.items():
-        for skill_id in skill_ids:
+    chosen = {}
+    for query_id, ranking in rankings.items():
+        chosen[query_id] = [skill_id for skill_id, _ in ranking[:top]]
+        for skill_id in chosen[query_id]:
             if skill_id not in skills:
-                fault = f"skill '{skill_id}' is not in the pool"
-                raise SkilltrainError("unknown-skill", fault, where=f"query {query_id}")
-    distinct = dict.fromkeys(chain.from_iterable(chosen.values()))
+                problem = f"skill '{skill_id}' is not in the pool"
+                raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
+
+    # Screen each skill once.
     folders = skill_folders(pool)
-    files = {skill_id: _files_of(skills[skill_id], folders, flagged) for skill_id in distinct}
-    names: dict[str, dict[str, str]] = {}
+    files: dict[str, list[BundledFile] | None] = {}
+    for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):
+        files[skill_id] = _bundled_files(skills[skill_id], folders, flagged)
+
+    # Write a folder for each query, with a folder for each skill.
+    names = {}
     with staged_folder(out) as folder:
         for query_id, skill_ids in chosen.items():
-            task = folder / free_name(query_id, folder)
-            task.mkdir()
+            query_folder = folder / free_name(query_id, folder)
+            query_folder.mkdir()
             names[query_id] = {}
             for skill_id in skill_ids:
                 bundled = files[skill_id]
                 if bundled is not None:
                     skill = skills[skill_id]
-                    target = task / free_name(skill.name, task)
+                    target = query_folder / free_name(skill.name, query_folder)
                     write_skill(skill, target, bundled)
-                    names[query_id][f"{task.name}/{target.name}"] = skill_id
+                    names[query_id][f"{query_folder.name}/{target.name}"] = skill_id
         write_json(folder / NAMES_FILE, names)
     num_skills = sum(map(len, names.values()))
-    return {"num_skills": num_skills, "num_flagged": [*files.values()].count(None)}
+    return {"num_skills": num_skills, "num_flagged": list(files.values()).count(None)}
 
 
-def _files_of(skill: Skill, folders: list[Path], flagged: Flagged) -> list[BundledFile] | None:
-    """Screen a skill and return its bundled files; None if it is flagged and left out."""
+def _bundled_files(skill: Skill, folders: list[Path], flagged: Flagged) -> list[BundledFile] | None:
+    """Screen a skill and return its bundled files.
+
+    Args:
+        skill: The skill.
+        folders: Folders of SKILL.md files that the pool was read from.
+        flagged: Whether to leave out or to use a skill that the screening flags.
+
+    Returns:
+        The files; None for a flagged skill that is left out.
+    """
     original = find_skill_file(folders, skill.skill_id)
-    files, num_left_out = read_bundled_files(original.parent) if original else ([], 0)
+    files, num_unread = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
     flags = screen_texts(skill, files) if flagged == "leave_out" else ()
     if flags:
-        finding = f"{flags[0].rule} in its {flags[0].field}: {printable(flags[0].span, 80)}"
+        flag = flags[0]
+        finding = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"
         say(
             f"left out: {name}, which the safety screening flags ({finding}); "
             "`--flagged use` writes it"
         )
         return None
-    if num_left_out:
+    if num_unread:
         limit = f"{MAX_FILES} files and {MAX_BYTES // 2**20} MiB"
         say(
-            f"warning: {name} comes without {num_left_out} of its files: more than {limit} are "
+            f"warning: {name} comes without {num_unread} of its files: more than {limit} are "
             "not screened"
         )
     return files
 
 
 def free_name(text: str, folder: Path) -> str:
-    """Return an unused name in `folder`, made from `text`: `read-pdf`, `read-pdf-2`, …"""
+    """Return an unused file name in a folder, made from a text: `read-pdf`, `read-pdf-2`, …"""
     plain = unicodedata.normalize("NFKC", text).lower()
     name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME].strip("-") or "skill"
     candidate = name

@@ -22,7 +22,6 @@ from skilltrain.metrics.slices import Row
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.papers.skillrouter.field_attention import field_attention
-from skilltrain.records import Query, Skill
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -53,11 +52,12 @@ class Attention(Analysis):
     )
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
+        """Measure the attention of all rerankers to the same pairs."""
         rerankers = [model for model in inputs.models() if isinstance(model, RerankConfig)]
         if not rerankers:
-            fault = "is measured in rerankers, and no system has one"
-            raise SkilltrainError("nothing-to-analyse", fault, where="analysis.more.attention")
-        pairs: list[tuple[Query, Skill]] = []
+            problem = "is measured in rerankers, and no system has one"
+            raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.attention")
+        pairs = []
         for task in inputs.benchmark.tasks[: self.num_queries]:
             skill_id = wanted_skills(task.relevance, inputs.skills)[0]
             pairs.append((task.query, inputs.skills[skill_id]))
@@ -73,12 +73,14 @@ class Structure(Analysis):
     kind: Literal["structure"] = "structure"
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
-        gold: dict[str, str] = {}
+        """Compare the bodies of the gold skills with those of all other skills."""
+        gold = {}  # body by skill id
         for task in inputs.benchmark.tasks:
             for skill_id in wanted_skills(task.relevance, inputs.skills):
                 gold[skill_id] = inputs.skills[skill_id].body
-        others = (skill.body for skill in inputs.skills.values() if skill.skill_id not in gold)
-        return compare_structure(gold.values(), others)
+        skills = inputs.skills.values()
+        other_bodies = (skill.body for skill in skills if skill.skill_id not in gold)
+        return compare_structure(gold.values(), other_bodies)
 
 
 class PassRates(Analysis):
@@ -87,8 +89,10 @@ class PassRates(Analysis):
     kind: Literal["pass_rates"] = "pass_rates"
 
     def analyse_results(self, report: Report) -> list[Row]:
-        is_known = all(task.query.origin == ORIGIN for task in report.benchmark.tasks)
-        return pass_rates(report.every.means) if is_known else []
+        """Estimate the pass rates, from the means over all queries."""
+        if any(task.query.origin != ORIGIN for task in report.benchmark.tasks):
+            return []
+        return pass_rates(report.overall.means)
 
 
 def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
@@ -103,25 +107,23 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     Returns:
         A row for each system and agent. The last agent is the average of all agents.
     """
+    # Pass rates by agent: without skills, and with gold skills.
     text = Path(__file__).with_name("agents.yaml").read_text(encoding="utf-8")
     agents = parse_yaml(text, "agents.yaml")
     agents[AVERAGE] = np.mean(list(agents.values()), axis=0).tolist()
-    rows: list[Row] = []
-    for system, row in means.items():
-        coverages = {name: row[name] for name in COVERAGES if name in row}
+    rows = []
+    for system, system_means in means.items():
+        coverages = {name: system_means[name] for name in COVERAGES if name in system_means}
         if not coverages:
             continue
         for agent, (without, with_gold) in agents.items():
             gain = with_gold - without
-            estimates = {
-                name: Interval(
-                    without + gain * coverage.mean,
-                    without + gain * coverage.low,
-                    without + gain * coverage.high,
-                    coverage.n,
-                )
-                for name, coverage in coverages.items()
-            }
+            estimates = {}
+            for name, coverage in coverages.items():
+                mean = without + gain * coverage.mean
+                low = without + gain * coverage.low
+                high = without + gain * coverage.high
+                estimates[name] = Interval(mean, low, high, coverage.n)
             rates = {"without_skills": without, "with_gold": with_gold, "estimates": estimates}
             rows.append({"system": system, "agent": agent, **rates})
     return rows
@@ -135,44 +137,43 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
         other_bodies: Bodies of other skills, without the gold ones.
 
     Returns:
-        A row for each feature: the medians of both sides (means of features that are 0 or 1); `p`
-        of a Mann-Whitney test, corrected by Holm over all features; `effect`, the probability that
-        a random gold skill has a higher value than a random other skill, with half of the ties.
+        A row for each feature. `gold` and `others` are medians (means of features that are 0 or 1).
+        `p` is that of a Mann-Whitney test, corrected by Holm over all features. `effect` is the
+        probability that a random gold skill has a higher value than a random other skill; a tie
+        counts half.
 
     Raises:
-        SkilltrainError: One side has no skill.
+        SkilltrainError: There is no gold skill, or no other skill.
     """
     from scipy.stats import mannwhitneyu
 
-    features_by_side = {
-        "gold": [structure_features(body) for body in gold_bodies],
-        "other": [structure_features(b) for b in track(other_bodies, "structure of skills", None)],
-    }
-    for side, features in features_by_side.items():
+    gold_features = [structure_features(body) for body in gold_bodies]
+    tracked_bodies = track(other_bodies, "structure of skills", None)
+    other_features = [structure_features(body) for body in tracked_bodies]
+    for side, features in {"gold": gold_features, "other": other_features}.items():
         if not features:
-            fault = f"no {side} skills, whose structure could be compared"
-            raise SkilltrainError("nothing-to-analyse", fault, where="analysis.more.structure")
-    names = [*features_by_side["gold"][0]]
-    gold = np.array([[*row.values()] for row in features_by_side["gold"]])  # [skill, feature]
-    others = np.array([[*row.values()] for row in features_by_side["other"]])  # [skill, feature]
+            problem = f"no {side} skills, whose structure could be compared"
+            raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.structure")
 
-    test = mannwhitneyu(gold, others, alternative="two-sided")
-    effects = test.statistic / (len(gold) * len(others))
+    # Compare the columns of both tables [skill, feature].
+    gold = np.array([list(features.values()) for features in gold_features])
+    other = np.array([list(features.values()) for features in other_features])
+    test = mannwhitneyu(gold, other, alternative="two-sided")
+    effects = test.statistic / (len(gold) * len(other))
     p_values = holm(test.pvalue)
-    rows: list[Row] = []
-    for column, name in enumerate(names):
+    rows = []
+    for column, name in enumerate(gold_features[0]):
         average = np.mean if name in _MENTIONS else np.median
-        rows.append(
-            {
-                "feature": name,
-                "gold": average(gold[:, column]),
-                "others": average(others[:, column]),
-                "p": p_values[column],
-                "effect": float(effects[column]),
-                "num_gold": len(gold),
-                "num_others": len(others),
-            }
-        )
+        row = {
+            "feature": name,
+            "gold": average(gold[:, column]),
+            "others": average(other[:, column]),
+            "p": p_values[column],
+            "effect": float(effects[column]),
+            "num_gold": len(gold),
+            "num_others": len(other),
+        }
+        rows.append(row)
     return rows
 
 
@@ -189,21 +190,21 @@ def structure_features(body: str) -> dict[str, float]:
     blocks = _MARKDOWN.parse(text)
     num_words = len(words_of(text))
     code = [block.content for block in blocks if block.type == "fence"]
-    kinds: Counter[str] = Counter()
+    num_tokens: Counter[str] = Counter()  # Markdown tokens by type
     for block in blocks:
-        kinds[block.type] += 1
-        kinds.update(token.type for token in block.children or ())
-    num_ordered = sum(
-        block.type == "list_item_open" and block.markup in (".", ")") for block in blocks
-    )
+        num_tokens[block.type] += 1
+        num_tokens.update(token.type for token in block.children or ())
+    items = [block for block in blocks if block.type == "list_item_open"]
+    num_ordered = sum(item.markup in (".", ")") for item in items)
+    mentions = {name: float(bool(regex.search(text))) for name, regex in _MENTIONS.items()}
     return {
         "words": num_words,
         "code share": sum(map(len, code)) / max(1, len(text)),
         "code blocks": len(code),
-        "headings": kinds["heading_open"],
+        "headings": num_tokens["heading_open"],
         "ordered items": num_ordered,
-        "unordered items": kinds["list_item_open"] - num_ordered,
-        "inline code per 100 words": 100 * kinds["code_inline"] / max(1, num_words),
-        "links": kinds["link_open"],
-        **{name: float(pattern.search(text) is not None) for name, pattern in _MENTIONS.items()},
+        "unordered items": len(items) - num_ordered,
+        "inline code per 100 words": 100 * num_tokens["code_inline"] / max(1, num_words),
+        "links": num_tokens["link_open"],
+        **mentions,
     }

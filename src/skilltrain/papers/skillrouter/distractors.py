@@ -1,16 +1,17 @@
 """Stage `distractors`: skills that make an Easy tier Hard (SkillRouter, section 3 and appendix B).
 
-The paper has GPT-4o-mini write 780 skills that resemble gold skills and are functionally distinct.
-The table made here is one more source for the stage `pool`: Hard = Easy + distractors. Three things
-differ on purpose:
+In the paper, GPT-4o-mini writes 780 skills that resemble gold skills and are functionally distinct.
+This stage writes a table that is one more source for the stage `pool`: Hard = Easy + distractors.
+Three things differ from the paper on purpose:
 
-- A request asks for one distractor, so that only what fails is asked for again.
-- The other gold skills of the same tasks are named as what must not be written either: they often
-  solve the "different problem of the same domain".
+- A request asks for one distractor, so that only a failed one is asked for again.
+- The prompt also forbids the other gold skills of the same tasks: they often solve the "different
+  problem of the same domain".
 - No query is shown, so that the benchmark's words do not leak into the pool.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -121,33 +122,42 @@ class Distractor(NamedTuple):
 
 
 def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
+    """Count the gold skills, and the distractors that are asked for."""
     num_golds = len({item.gold.skill_id for item in questions.items})
     return {"num_gold_skills": num_golds, "num_asked": len(questions.items)}
 
 
 def _questions(config: Distractors) -> Questions[Distractor, Skill]:
-    """Return the requests: for each gold skill its distractors, all strategies in turn."""
+    """Return the questions to the chat model, one for each distractor.
+
+    The distractors of a gold skill follow each other. All strategies take turns.
+    """
     golds = gold_skills(config)
-    strategies = [*islice(cycle(STRATEGIES), config.num_distractors)]
-    items: list[Distractor] = []
+    strategies = list(islice(cycle(STRATEGIES), config.num_distractors))
+    totals = Counter(strategies)
+    items = []
     for gold, siblings in golds:
-        for position, strategy in enumerate(strategies):
-            number = strategies[: position + 1].count(strategy)
+        numbers = Counter()
+        for strategy in strategies:
+            numbers[strategy] += 1
+            number = numbers[strategy]
             skill_id = f"distractor/{gold.skill_id}/{strategy}"
             if number > 1:
                 skill_id += f"-{number}"
-            total = strategies.count(strategy)
-            items.append(Distractor(skill_id, gold, siblings, strategy, number, total))
-    known_golds = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
-    distractors: list[tuple[Skill, Trigrams]] = []
+            items.append(Distractor(skill_id, gold, siblings, strategy, number, totals[strategy]))
+
+    # Skills that a distractor must not copy.
+    gold_trigrams = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
+    distractor_trigrams = []
 
     def read(item: Distractor, answer: str) -> Skill:
+        """Read a distractor. Raises AnswerError or ValueError if it is not usable."""
         skill = read_draft(item, answer, f"distractors:{config.llm.model}")
         trigrams = word_trigrams(skill.body)
         _check_words(skill)
-        _check_copy(skill, trigrams, known_golds, "near_copy")
-        _check_copy(skill, trigrams, distractors, "duplicate")
-        distractors.append((skill, trigrams))
+        _check_copy(skill, trigrams, gold_trigrams, "near_copy")
+        _check_copy(skill, trigrams, distractor_trigrams, "duplicate")
+        distractor_trigrams.append((skill, trigrams))
         return skill
 
     return questions_of(
@@ -163,32 +173,36 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     skills = {gold.skill_id: gold for gold in benchmark.golds}
-    # Gold skill → the gold skills of all its queries, as an ordered set.
-    together: dict[str, dict[str, None]] = {}
+    # Gold skills of all queries that need a gold skill, itself included, in a fixed order.
+    related_ids: dict[str, dict[str, None]] = {}
     for task in benchmark.tasks:
-        skill_ids = sorted(task.relevance.gold)
-        for skill_id in skill_ids:
-            together.setdefault(skill_id, {}).update(dict.fromkeys(skill_ids))
-    golds: list[tuple[Skill, tuple[Skill, ...]]] = []
-    for skill_id, skill_ids in together.items():
-        siblings = (skills[other_id] for other_id in skill_ids if other_id != skill_id)
-        golds.append((skills[skill_id], tuple(siblings)))
+        gold_ids = sorted(task.relevance.gold)
+        for gold_id in gold_ids:
+            related_ids.setdefault(gold_id, {}).update(dict.fromkeys(gold_ids))
+    golds = []
+    for gold_id, skill_ids in related_ids.items():
+        siblings = [skills[skill_id] for skill_id in skill_ids if skill_id != gold_id]
+        golds.append((skills[gold_id], tuple(siblings)))
     return golds
 
 
 def _render(item: Distractor) -> tuple[str, str]:
-    """Render the prompt for a skill that resembles the gold skill and does something else."""
+    """Render the prompt for a skill that resembles the gold skill and does something else.
+
+    Returns:
+        System message and user message.
+    """
     gold = item.gold
-    siblings = [
-        f"- {untrusted_line(sibling.name)}: {untrusted_line(sibling.description, 160)}"
-        for sibling in item.siblings[:_MAX_SIBLINGS]
-    ]
     lines = [
         f"Category: {untrusted_line(gold.category or 'none given')}",
         untrusted_skill(gold, 500, _BODY_CHARS),
         "Not these either:",
-        *(siblings or ["(none)"]),
     ]
+    for sibling in item.siblings[:_MAX_SIBLINGS]:
+        description = untrusted_line(sibling.description, 160)
+        lines.append(f"- {untrusted_line(sibling.name)}: {description}")
+    if not item.siblings:
+        lines.append("(none)")
     return render_prompt(
         PROMPTS["distractor"],
         "\n".join(lines),
@@ -234,7 +248,7 @@ def _check_words(skill: Skill) -> None:
 
 
 def _check_copy(
-    skill: Skill, trigrams: Trigrams, others: Sequence[tuple[Skill, Trigrams]], kind: str
+    skill: Skill, trigrams: Trigrams, references: Sequence[tuple[Skill, Trigrams]], kind: str
 ) -> None:
     """Raise AnswerError if a skill has the name of another skill, or nearly its body.
 
@@ -243,10 +257,10 @@ def _check_copy(
     Args:
         skill: The skill.
         trigrams: Trigrams of its body.
-        others: Skills to compare with, each with its trigrams.
+        references: Skills to compare with, each with its trigrams.
         kind: Kind of the error if the bodies are nearly equal.
     """
-    for other, other_trigrams in others:
+    for other, other_trigrams in references:
         other_id = other.skill_id
         if name_key(skill.name) == name_key(other.name):
             raise AnswerError("same_name", f"it has the name of {other_id}", other_id=other_id)

@@ -17,14 +17,13 @@ from skilltrain.templates import FIELDS_SEEN
 from skilltrain.terminal import track
 
 FIELDS = FIELDS_SEEN["full"]
+LayerShares = Float[np.ndarray, "layer field"]
 
 
 def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> Row:
     """Measure how the attention to a skill is distributed over its fields, averaged over pairs.
 
-    The attention of the scoring position (see `attention_rows`) is averaged over heads and
-    normalised over the fields of a pair. A field that is empty, not in the template, or cut away
-    has the share 0.
+    A field that is empty, not in the template, or cut away has the share 0.
 
     Args:
         reranker: The model.
@@ -44,73 +43,95 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
     """
     pooling = getattr(reranker.network.config, "classifier_pooling", "cls")
     if pooling != "cls":
-        raise SkilltrainError(
-            "unsupported-model", f"a classifier with {pooling} pooling has no scoring position"
-        )
+        problem = f"a classifier with {pooling} pooling has no scoring position"
+        raise SkilltrainError("unsupported-model", problem)
     if not pairs:
-        raise SkilltrainError(
-            "nothing-to-analyse", "no (query, skill) pairs to read the attention of", where=model
-        )
-    shares: list[Float[np.ndarray, "layer field"]] = []
-    tokens: list[Float[np.ndarray, " field"]] = []
-    rows: list[Row] = []
+        problem = "no (query, skill) pairs to read the attention of"
+        raise SkilltrainError("nothing-to-analyse", problem, where=model)
+
+    shares = []
+    token_shares: list[Float[np.ndarray, " field"]] = []
+    rows = []
     with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
-            (pair,) = reranker.tokenize(query.text, [skill])
+            [pair] = reranker.tokenize(query.text, [skill])
             fields = token_fields(reranker, skill)
             fields = fields[: len(fields) - pair.num_cut]
-            if not fields.any():
-                fault = "the reranker sees no token of this skill's name, description or body"
-                raise SkilltrainError("nothing-to-analyse", fault, where=f"skill {skill.skill_id}")
-            attention = attention_rows(reranker, pair)[:, pair.second_start :]  # [layer, token]
-            weights = attention[:, : len(fields)] @ fields  # [layer, field]
-            bad_layers = np.flatnonzero(~(weights.sum(1) > 0))  # 0 or NaN
-            if bad_layers.size:
-                fault = (
-                    f"layer {bad_layers[0]} gives the skill's fields no attention that could be "
-                    "compared"
-                )
-                raise SkilltrainError(
-                    "nothing-to-analyse", fault, where=f"{model}, skill {skill.skill_id}"
-                )
-            shares.append(weights / weights.sum(1, keepdims=True))
-            tokens.append(fields.sum(0) / fields.sum())
-            rows.append(
-                {
-                    "query_id": query.query_id,
-                    "skill_id": skill.skill_id,
-                    "overall": _by_field(shares[-1].mean(0)),
-                    "tokens": _by_field(tokens[-1]),
-                    "num_cut": pair.num_cut,
-                }
-            )
+            shares.append(_pair_shares(reranker, pair, fields, model, skill.skill_id))
+            token_shares.append(fields.sum(0) / fields.sum())
+            row = {
+                "query_id": query.query_id,
+                "skill_id": skill.skill_id,
+                "overall": _by_field(shares[-1].mean(0)),
+                "tokens": _by_field(token_shares[-1]),
+                "num_cut": pair.num_cut,
+            }
+            rows.append(row)
 
     means = _layer_means(np.mean(shares, axis=0))
-    return {"model": model, **means, "tokens": _by_field(np.mean(tokens, axis=0)), "pairs": rows}
+    tokens = _by_field(np.mean(token_shares, axis=0))
+    return {"model": model, **means, "tokens": tokens, "pairs": rows}
 
 
-def _layer_means(layers: Float[np.ndarray, "layer field"]) -> Row:
-    """Return the shares of each layer, of groups of layers, and of all layers."""
+def _pair_shares(
+    reranker: Reranker,
+    pair: PairIds,
+    fields: Bool[np.ndarray, "token field"],
+    model: str,
+    skill_id: str,
+) -> LayerShares:
+    """Return the share of attention to each field of a skill, for each layer.
+
+    The attention of the scoring position (see `attention_rows`) is normalised over the fields.
+
+    Args:
+        reranker: The model.
+        pair: Tokens of the query and the skill.
+        fields: Field of each token of the skill.
+        model: Name of the reranker, for errors.
+        skill_id: Id of the skill, for errors.
+
+    Raises:
+        SkilltrainError: The reranker sees no token of a field, or a layer gives them no attention.
+    """
+    if not fields.any():
+        problem = "the reranker sees no token of this skill's name, description or body"
+        raise SkilltrainError("nothing-to-analyse", problem, where=f"skill {skill_id}")
+    attention = attention_rows(reranker, pair)[:, pair.second_start :]  # [layer, token]
+    weights = attention[:, : len(fields)] @ fields  # [layer, field]
+    sums = weights.sum(1, keepdims=True)  # [layer, 1]
+    bad_layers = np.flatnonzero(~(sums > 0))  # 0 or NaN
+    if bad_layers.size:
+        layer = f"layer {bad_layers[0]}"
+        problem = f"{layer} gives the skill's fields no attention that could be compared"
+        raise SkilltrainError("nothing-to-analyse", problem, where=f"{model}, skill {skill_id}")
+    return weights / sums
+
+
+def _layer_means(layers: LayerShares) -> Row:
+    """Return the shares of each layer, and their means over groups of layers and all layers."""
     quarter = len(layers) // 4
+    late_start = len(layers) - quarter
     groups = {
         "early": layers[:quarter],
-        "middle": layers[quarter : len(layers) - quarter],
-        "late": layers[len(layers) - quarter :],
+        "middle": layers[quarter:late_start],
+        "late": layers[late_start:],
     }
     return {
         "layers": [_by_field(layer) for layer in layers],
-        "groups": {name: _by_field(part.mean(0)) for name, part in groups.items() if len(part)},
+        "groups": {name: _by_field(group.mean(0)) for name, group in groups.items() if len(group)},
         "overall": _by_field(layers.mean(0)),
     }
 
 
 def _by_field(row: Float[np.ndarray, " field"]) -> dict[str, float]:
+    """Return the values of a row by the name of their field."""
     return dict(zip(FIELDS, row.tolist(), strict=True))
 
 
 @contextmanager
 def _eager(network: Any) -> Iterator[None]:
-    """Use transformers' plain attention, which computes whole matrices, inside the block."""
+    """Inside a `with` block, use transformers' plain attention, which computes whole matrices."""
     implementation = network.config._attn_implementation
     network.set_attn_implementation("eager")
     try:
@@ -130,17 +151,21 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     """
     network = reranker.network
     position = 0 if reranker.yes_no_ids is None else -1
-    rows: list[np.ndarray] = []
+    rows = []
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
-        """Store one row of attention weights [1, head, token, token], and remove the weights."""
-        values = [*outputs] if isinstance(outputs, tuple) else []
-        weights = values[1] if len(values) > 1 else None
+        """Store one row of attention weights, and remove the weights from a module's outputs.
+
+        All matrices together would take too much memory. A module without weights is ignored.
+        """
+        if not isinstance(outputs, tuple) or len(outputs) < 2:
+            return None
+        hidden, weights, *further_outputs = outputs
         if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
             return None
-        # Only this row is kept, because all matrices together would take too much memory.
-        rows.append(weights[0, :, position].double().mean(0).cpu().numpy())
-        return (values[0], None, *values[2:])
+        row = weights[0, :, position]  # [head, token]
+        rows.append(row.double().mean(0).cpu().numpy())
+        return (hidden, None, *further_outputs)
 
     hooks = [module.register_forward_hook(keep_row) for module in network.modules()]
     try:
@@ -153,41 +178,46 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
             hook.remove()
     num_layers = network.config.num_hidden_layers
     if len(rows) != num_layers:
-        name = type(network).__name__
-        raise SkilltrainError(
-            "unsupported-model",
-            f"the attention of {name} can be read in {len(rows)} of its {num_layers} layers only",
-        )
+        share = f"{len(rows)} of its {num_layers} layers only"
+        problem = f"the attention of {type(network).__name__} can be read in {share}"
+        raise SkilltrainError("unsupported-model", problem)
     return np.stack(rows)
 
 
 def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
-    """Return which field each token of `reranker.pair_tokenizer.skill_ids([skill])` belongs to, at most one.
+    """Return which field each token of a skill belongs to, as the reranker tokenises it.
 
-    A token belongs to the field that most of its characters come from: ` pods` belongs to the name,
-    although its space does not. Tokens of separators and of the template's own words belong to no
-    field. If a character takes several tokens, each of them counts.
+    - A token belongs to the field that most of its characters come from: ` pods` belongs to the
+      name, although its space does not.
+    - Tokens of separators and of the template's words belong to no field.
+    - If a character takes several tokens, each of them counts.
+
+    Returns:
+        A row for each token, with at most one True.
     """
     template = reranker.settings.template
     prompt = template.skill_prompt()
     lead = f"\n{prompt}" if prompt else ""  # PairTokenizer puts it before the skill
     text = lead + template.render_skill(skill)
     ids, spans = reranker.pair_tokenizer.text.ids_and_spans(text)
-    (skill_ids,) = reranker.pair_tokenizer.skill_ids([skill])
-    num_before = len(ids) - len(skill_ids)
-    if ids[num_before:] != skill_ids:
+    [skill_ids] = reranker.pair_tokenizer.skill_ids([skill])
+    num_lead = len(ids) - len(skill_ids)  # tokens of the lead alone
+    if ids[num_lead:] != skill_ids:
         raise RuntimeError("a skill's tokens and its characters do not match")
 
-    owners = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
+    # The field of each character.
+    char_fields = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
     start = len(lead)
-    for field, part in template.skill.field_texts(skill).items():
-        end = start + len(part)
-        owners[start:end, FIELDS.index(field)] = True
+    for field, field_text in template.skill.field_texts(skill).items():
+        end = start + len(field_text)
+        char_fields[start:end, FIELDS.index(field)] = True
         start = end + len(template.skill.separator)
 
-    fields = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)
-    for token, (start, end) in zip(fields, spans[num_before:], strict=True):
+    # The field of each token.
+    fields = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)  # [token, field]
+    for token_row, (start, end) in zip(fields, spans[num_lead:], strict=True):
         # Some tokenizers give a run of spaces the empty span at its end.
-        counts = owners[min(start, end - 1) : end].sum(0)
-        token[counts.argmax()] = counts.any()
+        first = min(start, end - 1)
+        num_chars = char_fields[first:end].sum(0)  # [field]
+        token_row[num_chars.argmax()] = num_chars.any()
     return fields

@@ -27,7 +27,7 @@ _MERMAID_SYNTAX = re.compile(r"[^\w .,:/()'’，。：-]")  # characters that a
 
 
 class ComposeConfig(Config):
-    """How one skill is chosen for each step."""
+    """How a skill is chosen for each step."""
 
     alpha: float = Field(
         default=0.5, ge=0, le=1, description="weight of similarity; 1: compatibility does not count"
@@ -58,7 +58,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps of a task, the rounds that led to them, and notes for the reader."""
+    """The plan of a task.
+
+    Attributes:
+        task: The task.
+        steps: Steps of the plan.
+        rounds: Decompositions that led to the steps, the last one included.
+        made_by: Kind of the decomposer, or `rules` if a model failed.
+        notes: Notes for the reader.
+    """
 
     task: Query
     steps: tuple[Step, ...]
@@ -68,12 +76,12 @@ class Plan:
 
     @property
     def levels(self) -> list[list[int]]:
-        """Positions of steps that can be done at the same time, level by level."""
-        level_of: list[int] = []
-        levels: list[list[int]] = []
+        """Positions of the steps by level. Steps of one level can be done at the same time."""
+        level_by_step = []
+        levels = []
         for position, step in enumerate(self.steps):
-            level = max((level_of[earlier] + 1 for earlier in step.after), default=0)
-            level_of.append(level)
+            level = max((level_by_step[earlier] + 1 for earlier in step.after), default=0)
+            level_by_step.append(level)
             if level == len(levels):
                 levels.append([])
             levels[level].append(position)
@@ -87,48 +95,71 @@ def compose(
     skills: Mapping[str, Skill],
     alpha: float,
 ) -> tuple[Step, ...]:
-    """Return a step for each text, with one of the skills retrieved for it."""
-    steps: list[Step] = []
+    """Choose a skill for each step of a task.
+
+    Args:
+        task: The whole task.
+        texts: The steps in words.
+        rankings: Skills retrieved for each step.
+        skills: Skills by id.
+        alpha: Weight of similarity, 0 to 1. The rest is the weight of compatibility.
+
+    Returns:
+        The steps. A step has no skill if no skill fits.
+    """
+    steps = []
     for text, after, ranking in zip(texts, dependencies(task, texts), rankings, strict=True):
         # BM25 gives every skill the score 0 if it knows no word of a text: no skill fits.
         candidates = ranking if any(score for _, score in ranking) else []
-        earlier = [step.skill for step in steps if step.skill]
-        skill = _best_skill(candidates, earlier, skills, alpha) if candidates else None
+        earlier_skills = [step.skill for step in steps if step.skill]
+        skill = _best_skill(candidates, earlier_skills, skills, alpha) if candidates else None
         steps.append(Step(text, after, candidates, skill))
     return tuple(steps)
 
 
 def _best_skill(
-    ranking: Ranking, earlier: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
+    ranking: Ranking, earlier_skills: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
 ) -> Skill:
-    """Return the skill with the highest total score; of equal ones the first."""
+    """Return the skill with the highest total score (equation 4). The first one wins a tie.
+
+    Args:
+        ranking: Candidates of a step.
+        earlier_skills: Skills chosen for earlier steps.
+        skills: Skills by id.
+        alpha: Weight of similarity. The rest is the weight of compatibility.
+    """
     scores = [score for _, score in ranking]
     lowest = min(scores)
     width = max(scores) - lowest
 
-    def total(candidate: tuple[str, float]) -> float:
+    def total_score(candidate: tuple[str, float]) -> float:
         skill_id, score = candidate
         similarity = (score - lowest) / width if width else 1.0
-        if not earlier:
+        if not earlier_skills:
             return similarity
-        fit = fmean(compatibility(skill, skills[skill_id]) for skill in earlier)
+        fit = fmean(compatibility(earlier, skills[skill_id]) for earlier in earlier_skills)
         return alpha * similarity + (1 - alpha) * fit
 
-    return skills[max(ranking, key=total)[0]]
+    best_id, _ = max(ranking, key=total_score)
+    return skills[best_id]
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
     """Return how well one skill follows another, from 0 to 1.
 
-    This is the mean of three shares: common categories (Jaccard), common words, and those kinds of
-    data that the later skill takes which the earlier skill gives.
+    It is the mean of three shares:
+
+    - common categories (Jaccard),
+    - common words, relative to the skill with fewer words,
+    - kinds of data that the later skill takes and the earlier skill gives.
     """
     first = _traits(earlier)
     second = _traits(later)
-    all_categories = first.categories | second.categories
+    num_categories = len(first.categories | second.categories)
+    num_words = min(len(first.words), len(second.words))
     shares = (
-        len(first.categories & second.categories) / max(1, len(all_categories)),
-        len(first.words & second.words) / max(1, min(len(first.words), len(second.words))),
+        len(first.categories & second.categories) / max(1, num_categories),
+        len(first.words & second.words) / max(1, num_words),
         len(first.gives & second.takes) / max(1, len(second.takes)),
     )
     return sum(shares) / 3
@@ -145,12 +176,13 @@ class _Traits(NamedTuple):
 
 @lru_cache(maxsize=20_000)
 def _traits(skill: Skill) -> _Traits:
-    # Short Latin words such as "the" tell nothing; a Chinese word is short.
+    """Return the traits of a skill."""
     text = f"{skill.name}. {skill.description}"
-    categories = (part.strip().lower() for part in (skill.category or "").split(","))
-    words = (word for word in words_of(text) if len(word) > 3 or not word.isascii())
+    categories = {name.strip().lower() for name in (skill.category or "").split(",")} - {""}
+    # Short Latin words such as "the" tell nothing; a Chinese word is short.
+    words = {word for word in words_of(text) if len(word) > 3 or not word.isascii()}
     return _Traits(
-        frozenset(categories) - {""},
+        frozenset(categories),
         frozenset(words),
         gives=kinds_in(text, GIVES),
         takes=kinds_in(text, TAKES),
@@ -158,7 +190,12 @@ def _traits(skill: Skill) -> _Traits:
 
 
 def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
-    """Render a plan as lines, level by level: each step, what it waits for, and its skill."""
+    """Render a plan as lines, level by level: each step, what it waits for, and its skill.
+
+    Args:
+        plan: The plan.
+        flags: Findings of the safety screening by skill id.
+    """
     levels = plan.levels
     num_steps = counted(len(plan.steps), "step")
     lines = [f"{num_steps} in {counted(len(levels), 'level')}, made by {plan.made_by}"]
@@ -166,62 +203,68 @@ def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
     for number, level in enumerate(levels, 1):
         lines.append(f"level {number}{', side by side' if len(level) > 1 else ''}")
         for position in level:
-            step = plan.steps[position]
-            line = f"  {position + 1}. {printable(step.text, 100)}"
-            if step.after:
-                line += f"  (after {', '.join(str(earlier + 1) for earlier in step.after)})"
-            lines.append(line)
-            if step.skill is None:
-                lines.append("     → no skill fits")
-                continue
-            skill_id = step.skill.skill_id
-            lines.append(f"     → {printable(step.skill.name, 60)}  ({printable(skill_id)})")
-            for flag in flags.get(skill_id, ()):
-                lines.append(f"     !! FLAGGED {flag.rule}: {flag.reason}")
+            lines += _step_lines(position, plan.steps[position], flags)
+    return lines
+
+
+def _step_lines(position: int, step: Step, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
+    """Render a step as lines: its number and text, its skill, and the skill's flags."""
+    line = f"  {position + 1}. {printable(step.text, 100)}"
+    if step.after:
+        line += f"  (after {', '.join(map(str, _count_from_1(step.after)))})"
+    if step.skill is None:
+        return [line, "     → no skill fits"]
+
+    skill_id = step.skill.skill_id
+    lines = [line, f"     → {printable(step.skill.name, 60)}  ({printable(skill_id)})"]
+    for flag in flags.get(skill_id, ()):
+        lines.append(f"     !! FLAGGED {flag.rule}: {flag.reason}")
     return lines
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Render a plan as JSON values. Steps are counted from 1."""
-    steps = [
-        {
+    steps = []
+    for number, step in enumerate(plan.steps, 1):
+        candidates = [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]
+        row = {
             "step": number,
             "text": step.text,
-            "depends_on": _from_one(step.after),
+            "depends_on": _count_from_1(step.after),
             "skill_id": step.skill_id,
-            "name": step.skill and step.skill.name,
-            "candidates": [
-                {"skill_id": skill_id, "score": score} for skill_id, score in step.candidates
-            ],
+            "name": step.skill.name if step.skill else None,
+            "candidates": candidates,
         }
-        for number, step in enumerate(plan.steps, 1)
+        steps.append(row)
+    rounds = [
+        {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
     ]
     return {
         "task": plan.task.text,
         "made_by": plan.made_by,
         "notes": plan.notes,
         "steps": steps,
-        "levels": [_from_one(level) for level in plan.levels],
-        "rounds": [
-            {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
-        ],
+        "levels": [_count_from_1(level) for level in plan.levels],
+        "rounds": rounds,
     }
 
 
-def _from_one(positions: Sequence[int]) -> list[int]:
+def _count_from_1(positions: Sequence[int]) -> list[int]:
+    """Return numbers that are counted from 1 for positions that are counted from 0."""
     return [position + 1 for position in positions]
 
 
 def plan_mermaid(plan: Plan) -> str:
     """Render a plan as a Mermaid flowchart."""
 
-    def label(text: str) -> str:
+    def escape(text: str) -> str:
+        """Return a printable text without characters of Mermaid's syntax."""
         plain = printable(text, _LABEL_CHARS)
         return _MERMAID_SYNTAX.sub(lambda match: f"#{ord(match[0])};", plain)
 
     lines = ["flowchart TD"]
     for number, step in enumerate(plan.steps, 1):
-        skill = label(step.skill.name) if step.skill else "no skill fits"
-        lines.append(f'    s{number}["{number}. {label(step.text)}<br/>{skill}"]')
-        lines += [f"    s{earlier} --> s{number}" for earlier in _from_one(step.after)]
+        skill = escape(step.skill.name) if step.skill else "no skill fits"
+        lines.append(f'    s{number}["{number}. {escape(step.text)}<br/>{skill}"]')
+        lines += [f"    s{earlier} --> s{number}" for earlier in _count_from_1(step.after)]
     return "\n".join(lines)

@@ -42,7 +42,7 @@ SkillsByStep = Sequence[Sequence[str]]
 
 def measure_names() -> tuple[str, ...]:
     """Return the names of all measures in order, with their cutoffs."""
-    names: list[str] = []
+    names = []
     for name in MEANINGS:
         if name.endswith("@k"):
             names += [f"{name[:-1]}{k}" for k in CUTOFFS]
@@ -80,13 +80,14 @@ def plan_values(
         "steps": float(num_steps),
         "Context saved": 1 - num_tokens / max(1, sum(tokens.values())),
     }
-    values |= _measure_needs(task, retrieved, chosen_ids, oracle)
+    values |= _gold_values(task, retrieved, chosen_ids, oracle)
     if task.steps:
         values["DA"] = float(num_steps == num_gold)
         values["DA±1"] = float(abs(num_steps - num_gold) <= 1)
         for k in CUTOFFS:
             top_ids = _top_ids(retrieved, k)
-            values[f"Step R@{k}"] = fmean(bool({*ids[:1]} & top_ids) for ids in oracle)
+            is_hit = [not top_ids.isdisjoint(skill_ids[:1]) for skill_ids in oracle]
+            values[f"Step R@{k}"] = fmean(is_hit)
 
     gold = [step.skill_id for step in task.steps]
     if not gold or not all(gold):
@@ -108,30 +109,42 @@ def plan_values(
     }
 
 
-def _measure_needs(
+def _gold_values(
     task: Task, retrieved: SkillsByStep, chosen_ids: set[str], oracle: SkillsByStep
 ) -> dict[str, float]:
-    """Measure where each gold skill, or an alternative of it, is met or lost."""
-    needs = {skill_id: {skill_id} for skill_id in sorted(task.relevance.gold)}
+    """Compute the shares of gold skills that are retrieved, chosen, or lost on the way.
+
+    An alternative of a gold skill counts like the gold skill.
+
+    Args:
+        task: The task with its gold steps and gold skills.
+        retrieved: Skills retrieved for each planned step.
+        chosen_ids: Skills chosen for any step.
+        oracle: Skills retrieved for the gold steps' own words.
+
+    Returns:
+        Value by measure.
+    """
+    accepted_ids = {gold_id: {gold_id} for gold_id in sorted(task.relevance.gold)}
     for skill_id, gold_id in task.relevance.alternatives.items():
-        needs[gold_id].add(skill_id)
+        accepted_ids[gold_id].add(skill_id)
 
-    def share(ids: set[str], *excluded: set[str]) -> float:
-        """Return the share of needs that `ids` meet and the `excluded` ids do not."""
-        excluded_ids = set().union(*excluded)
-        return fmean(bool(need & ids) and not need & excluded_ids for need in needs.values())
+    def met(skill_ids: set[str]) -> set[str]:
+        """Return the gold skills that are among the given skills."""
+        return {gold_id for gold_id, accepted in accepted_ids.items() if accepted & skill_ids}
 
-    retrieved_ids = _top_ids(retrieved, None)
-    oracle_ids = _top_ids(oracle, None)
-    values = {f"Skill R@{k}": share(_top_ids(retrieved, k)) for k in CUTOFFS}
-    values["Chosen"] = share(chosen_ids)
-    values["Lost in composition"] = share(retrieved_ids, chosen_ids)
+    chosen_gold = met(chosen_ids)
+    retrieved_gold = met(_top_ids(retrieved, None))
+    gold_by_measure = {f"Skill R@{k}": met(_top_ids(retrieved, k)) for k in CUTOFFS}
+    gold_by_measure["Chosen"] = chosen_gold
+    gold_by_measure["Lost in composition"] = retrieved_gold - chosen_gold
     if task.steps:
-        all_ids = set().union(*needs.values())
-        values["Oracle Skill R@10"] = share(_top_ids(oracle, 10))
-        values["Lost in decomposition"] = share(oracle_ids, chosen_ids, retrieved_ids)
-        values["Lost in retrieval"] = share(all_ids, chosen_ids, retrieved_ids, oracle_ids)
-    return values
+        oracle_gold = met(_top_ids(oracle, None))
+        planned_gold = chosen_gold | retrieved_gold
+        gold_by_measure["Oracle Skill R@10"] = met(_top_ids(oracle, 10))
+        gold_by_measure["Lost in decomposition"] = oracle_gold - planned_gold
+        gold_by_measure["Lost in retrieval"] = set(accepted_ids) - planned_gold - oracle_gold
+    return {name: len(gold) / len(accepted_ids) for name, gold in gold_by_measure.items()}
 
 
 def _top_ids(skills_by_step: SkillsByStep, k: int | None) -> set[str]:
@@ -140,7 +153,10 @@ def _top_ids(skills_by_step: SkillsByStep, k: int | None) -> set[str]:
 
 
 def _recall(gold: Sequence[str], skills_by_step: SkillsByStep, k: int) -> float:
-    """Return the share of gold skills among the first `k` skills of the step at their position."""
+    """Return the share of gold steps whose skill is among the first `k` skills of the same step.
+
+    A gold step without a step at its position counts as missed.
+    """
     pairs = zip(gold, skills_by_step, strict=False)
     return sum(gold_id in skill_ids[:k] for gold_id, skill_ids in pairs) / len(gold)
 
@@ -148,7 +164,14 @@ def _recall(gold: Sequence[str], skills_by_step: SkillsByStep, k: int) -> float:
 def _category_recall(
     gold: Sequence[str], skills_by_step: SkillsByStep, k: int, categories: Mapping[str, str | None]
 ) -> float:
-    """Return `_recall` with any skill of the gold skill's category as a hit."""
+    """Return `_recall` with any skill of the gold skill's category as a hit.
+
+    Args:
+        gold: Gold skill of each step.
+        skills_by_step: Skills of each step.
+        k: Number of skills of a step that count.
+        categories: Category by skill id; None for a skill without one, which never hits.
+    """
     num_hits = 0
     for gold_id, skill_ids in zip(gold, skills_by_step, strict=False):
         step_categories = {categories[skill_id] for skill_id in skill_ids[:k]}

@@ -25,13 +25,14 @@ from skilltrain.papers.skillweaver.decompose import (
     StepsConfig,
 )
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round, steps_by_rules
-from skilltrain.records import Dropped, Query, Ranking, Skill
+from skilltrain.records import Query, Ranking, Skill
 from skilltrain.texts import one_line
 
 Find = Callable[[Sequence[str], int], list[Ranking]]
 """Retrieve a number of skills for each text."""
 AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
-_DESCRIPTION_CHARS = 140
+"""Send requests to the chat model, and read the answers."""
+_DESCRIPTION_CHARS = 140  # of a description that the model sees
 _NUM_READ = 5  # skills that ReAct reads after each search
 _MAY_HELP = "skills that exist and may help"
 
@@ -63,18 +64,18 @@ class HintsConfig(Config):
         "(Jaccard, tau)",
     )
     show: Literal["names", "described"] = Field(
-        default="names", description="what the model sees of a hint"
+        default="names", description="show hints by name alone, or with their description"
     )
 
 
 class PlannerConfig(Config):
     """One way to plan."""
 
-    name: str = Field(default="plan", min_length=1, description="what tables call it")
+    name: str = Field(default="plan", min_length=1, description="name in tables")
     decomposer: Annotated[
         RulesConfig | WholeConfig | StepsConfig | DirectConfig | ReactConfig,
         Field(discriminator="kind"),
-    ] = Field(default=RulesConfig(), description="what cuts a task into steps")
+    ] = Field(default=RulesConfig(), description="how a task is split into steps")
     hints: HintsConfig = Field(
         default=HintsConfig(),
         description="skills that are shown to the model before it plans again (kind llm)",
@@ -103,29 +104,38 @@ class Planner:
     lenient: bool = False
 
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
-        """Return a plan for each task: by rules, with a note, if no answer of a model is usable."""
+        """Return a plan for each task.
+
+        If no answer of a model is usable for a task, rules plan it, and the plan has a note.
+        """
+        # Decompose the tasks.
         decomposer = self.config.decomposer
         rounds: dict[str, list[Round]] = {}
-        faults: dict[str, str] = {}
+        reasons: dict[str, str] = {}  # why a model did not plan a task
         if isinstance(decomposer, ModelConfig):
-            rounds, faults = self._ask_model(decomposer, tasks)
+            rounds, reasons = self._ask_model(decomposer, tasks)
         for task in tasks:
             if isinstance(decomposer, WholeConfig):
                 rounds[task.query_id] = [Round((one_line(task.text),))]
             elif task.query_id not in rounds:
                 rounds[task.query_id] = [Round(steps_by_rules(task.text))]
 
-        final_rounds = [rounds[task.query_id][-1] for task in tasks]
-        retrieved = find_each(self.find, [final.texts for final in final_rounds], NUM_CANDIDATES)
-        plans: list[Plan] = []
-        for task, final, rankings in zip(tasks, final_rounds, retrieved, strict=True):
-            if final.chosen:  # LLM-Direct chose the skills itself
-                rankings = [[(skill_id, 1.0)] for skill_id in final.chosen]
+        # Retrieve skills for the steps of the last round.
+        last_rounds = [rounds[task.query_id][-1] for task in tasks]
+        retrieved = find_each(self.find, [last.texts for last in last_rounds], NUM_CANDIDATES)
+
+        # Choose a skill for each step.
+        plans = []
+        for task, last, rankings in zip(tasks, last_rounds, retrieved, strict=True):
+            if last.chosen:  # LLM-Direct chose the skills itself
+                rankings = [[(skill_id, 1.0)] for skill_id in last.chosen]
             alpha = self.config.compose.alpha
-            steps = compose(task.text, final.texts, rankings, self.skills, alpha)
-            fault = faults.get(task.query_id)
-            notes = (f"planned by rules, for {fault}",) if fault else ()
-            made_by = "rules" if fault else decomposer.kind
+            steps = compose(task.text, last.texts, rankings, self.skills, alpha)
+            made_by = decomposer.kind
+            notes: tuple[str, ...] = ()
+            if task.query_id in reasons:
+                made_by = "rules"
+                notes = (f"planned by rules, for {reasons[task.query_id]}",)
             plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
         return plans
 
@@ -135,7 +145,7 @@ class Planner:
         """Ask the model to plan each task.
 
         Returns:
-            Rounds by query id; reason by query id, for tasks without a plan.
+            Rounds by query id; failure reason by query id, for tasks without a plan.
         """
         llm = LLM(config.llm)  # one for all requests, because it counts the budget
 
@@ -153,21 +163,23 @@ class Planner:
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(ask, [item.query for item, _ in outcome.values], rounds)
 
-        # A task without rounds and without a fault is one for which ReAct never searched.
-        faults = {
-            task.query_id: "the model looked for nothing"
-            for task in tasks
-            if task.query_id not in rounds
-        }
+        # If no answer was dropped for a task without rounds, ReAct never searched for it.
+        unplanned_ids = [task.query_id for task in tasks if task.query_id not in rounds]
+        reasons = dict.fromkeys(unplanned_ids, "the model looked for nothing")
         for row in outcome.dropped:
-            if row.query_id in faults:
-                faults[row.query_id] = f"no answer of the model was usable: {row.reason}"
-        return rounds, faults
+            if row.query_id in reasons:
+                reasons[row.query_id] = f"no answer of the model was usable: {row.reason}"
+        return rounds, reasons
 
     def _refine(self, ask: AskAll, tasks: Sequence[Query], rounds: dict[str, list[Round]]) -> None:
-        """Have the model plan again with hints, and append to `rounds`.
+        """Let the model plan again with hints, and append the new rounds to `rounds`.
 
-        A task for which the model fails keeps the steps it has.
+        A task for which the model fails keeps its earlier steps.
+
+        Args:
+            ask: Asks the model.
+            tasks: Tasks that have a first round.
+            rounds: Rounds by query id.
         """
         for _ in range(self.config.hints.rounds):
             asks = self._add_hints(tasks, rounds)
@@ -180,35 +192,48 @@ class Planner:
         self._add_hints(tasks, rounds)  # for the report
 
     def _add_hints(self, tasks: Sequence[Query], rounds: Mapping[str, list[Round]]) -> list[Ask]:
-        """Add hints to the last round of each task; return requests for tasks that go on."""
+        """Add hints to the last round of each task, and return the requests for the next round.
+
+        There is no request for a task whose hints hardly changed.
+        """
         settings = self.config.hints
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         retrieved = find_each(self.find, texts, settings.count)
-        asks: list[Ask] = []
+        asks = []
         for task, rankings in zip(tasks, retrieved, strict=True):
-            history = rounds[task.query_id]
-            # The first skill of every step comes before the second of any step.
+            # The first skill of every step comes before the second skill of any step.
             by_rank = chain.from_iterable(zip_longest(*rankings))
             skill_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
             hints = tuple(skill_ids)[: settings.count]
+
+            # Compare the hints with those of the previous round.
+            task_rounds = rounds[task.query_id]
             jaccard = None
-            if len(history) > 1:
-                earlier = set(history[-2].hints)
-                jaccard = len(earlier & {*hints}) / len(earlier | {*hints})
-            history[-1] = replace(history[-1], hints=hints, jaccard=jaccard)
-            if hints and (jaccard is None or jaccard <= settings.stop_above):
+            if len(task_rounds) > 1:
+                previous_hints = set(task_rounds[-2].hints)
+                num_common = len(previous_hints.intersection(hints))
+                jaccard = num_common / len(previous_hints.union(hints))
+            task_rounds[-1] = replace(task_rounds[-1], hints=hints, jaccard=jaccard)
+
+            has_changed = jaccard is None or jaccard <= settings.stop_above
+            if hints and has_changed:
                 lines = self._describe(hints, settings.show == "described")
                 asks.append(Ask(task, ((_MAY_HELP, lines),)))
         return asks
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
-        """Return a request for each task, with skills in order of id to hide the gold ones."""
-        asks: list[Ask] = []
+        """Return a request for each task, with the skills that the model may choose.
+
+        They are the gold skills and those nearest to the task. They are sorted by id, so that their
+        order does not show which ones are gold.
+        """
+        asks = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
-            gold = sorted(self.golds.get(task.query_id, ()))
-            skill_ids = [*dict.fromkeys([*gold, *(skill_id for skill_id, _ in ranking)])]
-            skills = [self.skills[skill_id] for skill_id in sorted(skill_ids[: config.shown])]
+            skill_ids = sorted(self.golds.get(task.query_id, ()))
+            skill_ids += [skill_id for skill_id, _ in ranking]
+            distinct_ids = list(dict.fromkeys(skill_ids))[: config.shown]
+            skills = [self.skills[skill_id] for skill_id in sorted(distinct_ids)]
             lines = [
                 f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
             ]
@@ -216,43 +241,56 @@ class Planner:
         return asks
 
     def _search(self, ask: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
-        """Let ReAct search, one step for each search."""
+        """Let ReAct search for skills. Each of its searches becomes a step of the plan."""
         searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
-        faults: list[Dropped] = []
+        dropped = []
         asks = [Ask(task) for task in tasks]
         for _ in range(MAX_STEPS):
             outcome = ask(asks)
-            faults += outcome.dropped
+            dropped += outcome.dropped
             # An empty search means that the model is done.
             turns = [(item, search) for item, search in outcome.values if search]
             if not turns:
                 break
+
+            # The next request for a task also holds the results of this search.
             asks = []
             rankings = self.find([search for _, search in turns], _NUM_READ)
             for (item, search), ranking in zip(turns, rankings, strict=True):
                 searches[item.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
-                part = ("so far", f"search: {search}\n{lines}".strip())
-                asks.append(replace(item, titled_texts=(*item.titled_texts, part)))
-        rounds = [
-            (Ask(task), Round(tuple(searches[task.query_id])))
-            for task in tasks
-            if searches[task.query_id]
-        ]
-        return Outcome(rounds, faults, {})
+                results = ("so far", f"search: {search}\n{lines}".strip())
+                asks.append(replace(item, titled_texts=(*item.titled_texts, results)))
+
+        rounds = []
+        for task in tasks:
+            if searches[task.query_id]:
+                rounds.append((Ask(task), Round(tuple(searches[task.query_id]))))
+        return Outcome(rounds, dropped, {})
 
     def _describe(self, skill_ids: Sequence[str], described: bool) -> str:
-        """Name skills in one line, or on a line each with the beginning of the description."""
+        """Return the names of skills on one line, or each name with a description on its line."""
         skills = [self.skills[skill_id] for skill_id in skill_ids]
-        names = [untrusted_line(skill.name) for skill in skills]
         if not described:
-            return ", ".join(names)
-        texts = [untrusted_line(skill.description, _DESCRIPTION_CHARS) for skill in skills]
-        return "\n".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
+            return ", ".join(untrusted_line(skill.name) for skill in skills)
+        lines = []
+        for skill in skills:
+            description = untrusted_line(skill.description, _DESCRIPTION_CHARS)
+            lines.append(f"{untrusted_line(skill.name)}: {description}")
+        return "\n".join(lines)
 
 
 def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[list[Ranking]]:
-    """Retrieve skills for the steps of all tasks in one call."""
-    texts = [*chain.from_iterable(tasks)]
+    """Retrieve skills for the steps of all tasks in one call.
+
+    Args:
+        find: Retrieves skills for texts.
+        tasks: Steps of each task in words.
+        keep: Number of skills for each step.
+
+    Returns:
+        For each task, the ranking of each step.
+    """
+    texts = list(chain.from_iterable(tasks))
     rankings = iter(find(texts, keep) if texts else ())
-    return [[*islice(rankings, len(steps))] for steps in tasks]
+    return [list(islice(rankings, len(steps))) for steps in tasks]

@@ -1,9 +1,11 @@
 """Rules for English and Chinese that split a task into steps and order them, without a model.
 
-Tasks are split into sentences and list items, then into clauses: at words of order (then, finally,
-然后), and where "and" or a comma precedes a verb of action. A clause without such a verb and without
-a question describes the setting of the task and is no step. The data that a step takes or gives is
-recognised by a list of kinds of data. The rules are rough, and as good as their word lists.
+- A task is split into sentences and list items, then into clauses: at words of order (then,
+  finally, 然后), and where "and" or a comma precedes a verb of action.
+- A clause without such a verb and without a question describes the setting, and is no step.
+- A list of kinds of data tells what a step takes and gives.
+
+The rules are rough, and only as good as their word lists.
 """
 
 import re
@@ -40,47 +42,53 @@ _VERBS = _any_of(
 )
 _ZH_VERBS = _any_of(
     """
-    查找 查询 查看 搜索 检索 获取 下载 抓取 爬取 读取 阅读 提取 收集 生成 创建 制作 绘制 撰写 编写 编辑 翻译 总结 汇总 归纳 分析 比较 对比 计算 统计 转换 转成
-    转为 保存 导出 导入 上传 发送 发给 发到 发布 通知 提醒 部署 运行 执行 测试 检查 验证 监控 推荐 规划 安排 预订 整理 合并 拆分 压缩 打开 列出 给出 告诉 显示
-    展示 训练 标注 识别 更新 删除 添加 设置 配置 备份 查 画 写 存 找 做 用
+    查找 查询 查看 搜索 检索 获取 下载 抓取 爬取 读取 阅读 提取 收集 生成 创建 制作 绘制 撰写 编写
+    编辑 翻译 总结 汇总 归纳 分析 比较 对比 计算 统计 转换 转成 转为 保存 导出 导入 上传 发送 发给
+    发到 发布 通知 提醒 部署 运行 执行 测试 检查 验证 监控 推荐 规划 安排 预订 整理 合并 拆分 压缩
+    打开 列出 给出 告诉 显示 展示 训练 标注 识别 更新 删除 添加 设置 配置 备份 查 画 写 存 找 做 用
     """
 )
-# Verb of action; the lookahead _START is a verb after words such as "also" or "then".
+# A verb of action. _START looks ahead for one, after words such as "also" or "then".
 _VERB = rf"(?:re-?)?(?:{_VERBS})\b"
 _ZH_VERB = f"(?:{_ZH_VERBS}|[把将用给])"
 _START = rf"(?=(?:(?:also|please|finally|lastly|then|next|automatically)\s+)*{_VERB})"
 # End of a sentence, with the mark of a list item after it.
 _SENTENCE = re.compile(
-    r"(?:(?<=[.!?;:])\s+|[。！？；]|\n)+(?:(?:[-*•]|\d+[.)、])\s*)?|^\s*(?:[-*•]|\d+[.)、])\s+",
+    r"(?:(?<=[.!?;:])\s+|[。！？；]|\n)+(?:(?:[-*•]|\d+[.)、])\s*)?"
+    r"|^\s*(?:[-*•]|\d+[.)、])\s+",
     re.M,
 )
 # Between clauses: words of order, or "and" or a comma before a verb.
 _ORDER = re.compile(
-    r"[,;]?\s*\b(?:and\s+then|and\s+finally|after\s+(?:that|which)|afterwards|followed\s+by|"
-    r"once\s+done|"
-    rf"then|finally|lastly|next(?=\s*,))\b\s*,?\s*|\s*[,;&]?\s*\band\s+{_START}|\s*[,;&]\s*{_START}"
-    rf"|[，,、]?\s*(?:然后|接着|随后|之后|并且|最后|同时|再(?={_ZH_VERB})|并(?={_ZH_VERB}))\s*[，,]?|"
-    rf"[，,]\s*(?={_ZH_VERB})",
+    r"[,;]?\s*\b(?:and\s+then|and\s+finally|after\s+(?:that|which)|afterwards|followed\s+by"
+    r"|once\s+done|then|finally|lastly|next(?=\s*,))\b\s*,?\s*"
+    rf"|\s*[,;&]?\s*\band\s+{_START}"
+    rf"|\s*[,;&]\s*{_START}"
+    rf"|[，,、]?\s*(?:然后|接着|随后|之后|并且|最后|同时"
+    rf"|再(?={_ZH_VERB})|并(?={_ZH_VERB}))\s*[，,]?"
+    rf"|[，,]\s*(?={_ZH_VERB})",
     re.I,
 )
-# after X, Y | before X, Y | Y after doing X | Y before doing X
-_TWO = re.compile(
-    r"^(?:after|once|when|(before))\s+(.{8,}?),\s+(.{8,})$|^(.{8,}?)\s+(?:after|"
-    r"(before))\s+(\w+ing\b.{4,})$",
-    re.I,
+# "after X, Y" and "before X, Y". The group `before` is set if Y is done before X.
+_LEADING_TIME = re.compile(
+    r"^(?:after|once|when|(?P<before>before))\s+(?P<first>.{8,}?),\s+(?P<second>.{8,})$", re.I
+)
+# "Y after doing X" and "Y before doing X".
+_TRAILING_TIME = re.compile(
+    r"^(?P<second>.{8,}?)\s+(?:after|(?P<before>before))\s+(?P<first>\w+ing\b.{4,})$", re.I
 )
 # Words at the beginning of a clause that say nothing about the step.
 _OPENING = re.compile(
-    r"^(?:(?:first(?:ly)?|second(?:ly)?|third(?:ly)?|then|next|finally|lastly|also|and|now|"
-    r"please|so|start\s+by|"
-    r"(?:can|could|would)\s+you(?:\s+please)?|i\s+(?:want|need|would\s+like|"
-    r"'d\s+like)\s+(?:you\s+)?to|help\s+me(?:\s+to)?|"
-    r"let's|we\s+need\s+to)\b[,:]?\s*|(?:请|帮我|首先|先|我想要?|我要|需要|然后|并|再|最后)[，,]?\s*)+",
+    r"^(?:(?:first(?:ly)?|second(?:ly)?|third(?:ly)?|then|next|finally|lastly|also|and|now"
+    r"|please|so|start\s+by|(?:can|could|would)\s+you(?:\s+please)?"
+    r"|i\s+(?:want|need|would\s+like|'d\s+like)\s+(?:you\s+)?to"
+    r"|help\s+me(?:\s+to)?|let's|we\s+need\s+to)\b[,:]?\s*"
+    r"|(?:请|帮我|首先|先|我想要?|我要|需要|然后|并|再|最后)[，,]?\s*)+",
     re.I,
 )
 # A question, a wish, or a gerund.
-_ASKS = r"^(?:what|how|which|who|where|why|\w{3,}ing)\b|\bI\s+(?:need|want)\b|[什怎如哪]\w"
-_ACTS = re.compile(rf"\b{_VERB}|{_ZH_VERB}|{_ASKS}", re.I)
+_REQUEST = r"^(?:what|how|which|who|where|why|\w{3,}ing)\b|\bI\s+(?:need|want)\b|[什怎如哪]\w"
+_ACTION = re.compile(rf"\b{_VERB}|{_ZH_VERB}|{_REQUEST}", re.I)
 _KINDS = _any_of(
     """
     address article audio calendar chart code coordinate csv dashboard data database dataset
@@ -90,45 +98,43 @@ _KINDS = _any_of(
     translation url video website
     """
 )
-_HAN_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
-# Groups: Latin kind, Chinese kind.
-_KIND = re.compile(rf"\b({_KINDS})s?\b|({_HAN_KINDS})", re.I)
+_ZH_KINDS = "图表|图片|报告|文档|文件|数据|视频|音频|邮件|网页|代码|论文|列表|表格|摘要"
+# Kinds of data. Groups: the English kind, or the Chinese kind.
+_KIND = re.compile(rf"\b({_KINDS})s?\b|({_ZH_KINDS})", re.I)
 # Verbs of making, with up to 6 words after them (or 12 Chinese characters).
 GIVES = re.compile(
-    r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|"
-    r"generat|get|into|mak|output|"
-    r"plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b(?:\W+\w+){0,6}|"
-    r"[生创写绘制下导提保获]\w{1,12}",
+    r"\b(?:build|compil|compos|creat|draft|draw|download|export|extract|fetch|find|gather|generat"
+    r"|get|into|mak|output|plot|produc|render|return|retriev|sav|scrap|to|transcrib|writ)\w*\b"
+    r"(?:\W+\w+){0,6}"
+    r"|[生创写绘制下导提保获]\w{1,12}",
     re.I,
 )
-# Verbs of working on something, with up to 6 words after them that are no "to" or "and".
+# Verbs of working on something, with up to 6 words after them, as far as the next "to" or "and".
 TAKES = re.compile(
-    r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|"
-    r"publish|read|send|shar|"
-    r"summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b(?:\W+(?!(?:in)?to\b|"
-    r"and\b)\w+){0,6}|[读分转总翻发上]\w{1,12}",
+    r"\b(?:analy[sz]|attach|clean|convert|edit|email|from|import|load|of|pars|plot|process|publish"
+    r"|read|send|shar|summari[sz]|transform|translat|upload|using|visuali[sz])\w*\b"
+    r"(?:\W+(?!(?:in)?to\b|and\b)\w+){0,6}"
+    r"|[读分转总翻发上]\w{1,12}",
     re.I,
 )
 # Words that refer back to an earlier step.
-_BACK = re.compile(
-    r"\b(?:it|its|them|this|these|those|the\s+(?:result|output|finding|file|data)s?|resulting|"
-    r"above|previous|then|after|"
-    r"afterwards|followed|finally|lastly|next|before|once|based\s+on)\b|[它其该这]|结果|然后|接着|随后|之后|最后|"
-    r"根据|基于|再",
+_REFERENCE = re.compile(
+    r"\b(?:it|its|them|this|these|those|the\s+(?:result|output|finding|file|data)s?|resulting"
+    r"|above|previous|then|after|afterwards|followed|finally|lastly|next|before|once|based\s+on)\b"
+    r"|[它其该这]|结果|然后|接着|随后|之后|最后|根据|基于|再",
     re.I,
 )
-# Words for a step that runs beside its predecessor.
-_APART = re.compile(
-    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b|同时|另外|"
-    r"并行",
+# Words for a step that runs at the same time as the previous step.
+_SIMULTANEOUS = re.compile(
+    r"\b(?:meanwhile|in\s+parallel|at\s+the\s+same\s+time|separately|independently|also)\b"
+    r"|同时|另外|并行",
     re.I,
 )
 # A step that begins with a verb of finding.
 _FETCHES = re.compile(
-    r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather|"
-    r"scrap|load|open|monitor|"
-    r"recommend|track|watch|book|locat|discover|identif|extract|view|browse|research)|[查搜找读]|获取|"
-    r"下载|检索|推荐|抓取|收集|提取",
+    r"(?:find|search|get|fetch|download|read|look|list|check|pull|query|retriev|collect|gather"
+    r"|scrap|load|open|monitor|recommend|track|watch|book|locat|discover|identif|extract|view"
+    r"|browse|research)|[查搜找读]|获取|下载|检索|推荐|抓取|收集|提取",
     re.I,
 )
 
@@ -155,27 +161,32 @@ class Round:
 
 
 def steps_by_rules(task: str) -> tuple[str, ...]:
-    """Return the first MAX_STEPS steps of a task. A task that no rule splits is one step."""
-    clauses: list[str] = []
+    """Split a task into steps, at most MAX_STEPS. A task that no rule splits is one step."""
+    clauses = []
     for sentence in _SENTENCE.split(task):
         if sentence:
             clauses += _clauses(one_line(sentence))
-    steps = [clause for clause in clauses if _ACTS.search(clause)] or [one_line(task)]
+    steps = [clause for clause in clauses if _ACTION.search(clause)]
+    if not steps:
+        return (one_line(task),)
     return tuple(dict.fromkeys(steps))[:MAX_STEPS]
 
 
 def _clauses(sentence: str) -> list[str]:
-    """Return the clauses of a sentence, in the order in which they are done."""
-    plain = _OPENING.sub("", sentence)
-    match = _TWO.match(plain)
+    """Split a sentence into clauses, in the order in which they are done."""
+    sentence = _OPENING.sub("", sentence)
+    match = _LEADING_TIME.match(sentence) or _TRAILING_TIME.match(sentence)
     if match:
-        first = match[2] or match[6]
-        second = match[3] or match[4]
-        if match[1] or match[5]:  # the word "before"
-            return _clauses(second) + _clauses(first)
-        return _clauses(first) + _clauses(second)
-    parts = [_OPENING.sub("", part).strip(" ,;:.!?，。") for part in _ORDER.split(plain)]
-    return [part for part in parts if len(part) > 1]
+        first = _clauses(match["first"])
+        second = _clauses(match["second"])
+        return second + first if match["before"] else first + second
+
+    clauses = []
+    for text in _ORDER.split(sentence):
+        clause = _OPENING.sub("", text).strip(" ,;:.!?，。")
+        if len(clause) > 1:
+            clauses.append(clause)
+    return clauses
 
 
 def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
@@ -188,42 +199,50 @@ def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
     """
     if near is not None:
         text = " ".join(near.findall(text))
-    return frozenset((latin or chinese).lower() for latin, chinese in _KIND.findall(text))
+    # One of the two groups is empty.
+    return frozenset((english + chinese).lower() for english, chinese in _KIND.findall(text))
 
 
 def dependencies(task: str, texts: Sequence[str]) -> Waits:
     """Return the positions of the earlier steps that each step waits for.
 
-    - A step that runs beside its predecessor (also, 同时) waits for the same steps as it.
-    - A step that brings something new (find, download, 查找) waits for no step, unless it, or the
-      words before it, refer back (it, the result, then, 然后).
-    - Any other step uses earlier results: it waits for all
-    earlier steps that no step waits for yet.
+    - A step that runs at the same time as the previous step (also, 同时) waits for the same steps.
+    - A step that finds something new (find, download, 查找) waits for no step, unless the step or
+      the words before it refer back (it, the result, then, 然后).
+    - Any other step waits for all earlier steps that no step waits for yet.
     - A step that names a kind of data also waits for the last earlier step that makes it.
+
+    Args:
+        task: The whole task, for the words between its steps.
+        texts: The steps in words.
     """
     task = one_line(task)
-    after: list[tuple[int, ...]] = []
+    waits_by_step = []
+    unused = set()  # earlier steps that no step waits for yet
     for position, text in enumerate(texts):
-        waits: set[int] = set()
-        if position:
+        waits = set()
+        if position > 0:
             words = f"{_between(task, texts[position - 1], text)} {text}"
-            if _APART.search(words):
-                waits.update(after[-1])
-            elif _BACK.search(words) or not _FETCHES.match(text):
-                waits.update(set(range(position)).difference(*after))
+            if _SIMULTANEOUS.search(words):
+                waits.update(waits_by_step[-1])
+            elif _REFERENCE.search(words) or not _FETCHES.match(text):
+                waits.update(unused)
         for kind in kinds_in(text):
             makers = [
                 earlier for earlier in range(position) if kind in kinds_in(texts[earlier], GIVES)
             ]
-            waits.update(makers[-1:])
-        after.append(tuple(sorted(waits)))
-    return tuple(after)
+            if makers:
+                waits.add(makers[-1])
+        unused -= waits
+        unused.add(position)
+        waits_by_step.append(tuple(sorted(waits)))
+    return tuple(waits_by_step)
 
 
 def _between(task: str, first: str, second: str) -> str:
-    """Return the words of the task between two steps.
+    """Return the words of a task between two of its steps.
 
-    This is "before" if the task names the second step first, and "" if a step is not in the task.
+    Returns "before" if the task names the second step first, and "" if a step is not in the task.
     """
     if first not in task or second not in task:
         return ""

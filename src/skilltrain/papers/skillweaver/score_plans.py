@@ -1,6 +1,6 @@
 """Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -79,7 +79,7 @@ class Plans(Stage):
     def _check_names_and_measures(self) -> "Plans":
         if len({planner.name for planner in self.planners}) < len(self.planners):
             raise ValueError("two planners have the same name")
-        unknown = sorted({*self.compare} - {*self.scored})
+        unknown = sorted(set(self.compare).difference(self.scored))
         if unknown:
             raise ValueError(
                 f"compare: unknown measure '{unknown[0]}'; measures are {', '.join(self.scored)}"
@@ -105,7 +105,7 @@ class Plans(Stage):
         benchmark, skills, pool = _open(self)
         tasks = benchmark.tasks
 
-        # Plan and measure.
+        # Plan the tasks, and score the plans.
         find = finder(self.system, pool)
         golds = {task.query.query_id: task.relevance.gold for task in tasks}
         plans = {
@@ -121,7 +121,8 @@ class Plans(Stage):
             )
 
         # Write the report, and the values behind it.
-        pairs = [(results[0].name, other.name) for other in results[1:]]
+        baseline, *compared = self.planners
+        pairs = [(baseline.name, planner.name) for planner in compared]
         rounds = {name: _rounds(tasks, task_plans) for name, task_plans in plans.items()}
         comparisons = compare(results, pairs, self.compare)
         metrics = {
@@ -146,7 +147,7 @@ class Plans(Stage):
         write_json(out / "metrics.json", to_jsonable_python(metrics))
         _write_rows(results, plans, out)
 
-        means: dict[str, dict[str, float]] = {}
+        means = {}
         for name, planner_slices in slices.items():
             all_tasks = planner_slices[0].means[name]  # the first slice holds all tasks
             means[name] = {measure: round(mean.mean, 4) for measure, mean in all_tasks.items()}
@@ -156,7 +157,7 @@ class Plans(Stage):
         """Count the tasks and estimate the cost of each chat model's first requests."""
         benchmark, _, pool = _open(self)
         asks = [Ask(task.query) for task in benchmark.tasks]
-        costs: dict[str, Any] = {}
+        costs = {}
         for planner in self.planners:
             model = planner.decomposer
             if isinstance(model, ModelConfig):
@@ -167,12 +168,12 @@ class Plans(Stage):
 
 def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[dict[str, Any]]]:
     """Return the slices of each planner as rows of metrics.json."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows = {}
     for name, planner_slices in slices.items():
-        rows[name] = [
-            {"label": s.label, "value": s.value, "n": len(s.query_ids), "means": s.means[name]}
-            for s in planner_slices
-        ]
+        rows[name] = []
+        for item in planner_slices:
+            row = {"label": item.label, "value": item.value, "n": len(item.query_ids)}
+            rows[name].append(row | {"means": item.means[name]})
     return rows
 
 
@@ -180,13 +181,13 @@ def _write_rows(
     results: Sequence[SystemResult], plans: Mapping[str, Sequence[Plan]], out: Path
 ) -> None:
     """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
-    scores: list[dict[str, Any]] = []
+    scores = []
     for result in results:
         for query_id, values in result.per_query.items():
             scores.append({"system": result.name, "query_id": query_id, **values})
     write_jsonl(out / "per_query.jsonl", scores)
 
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name, task_plans in plans.items():
         for plan in task_plans:
             rows.append({"system": name, "query_id": plan.task.query_id, **plan_json(plan)})
@@ -194,10 +195,16 @@ def _write_rows(
 
 
 def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
-    """Return a function that retrieves skills for steps. The models of `system` stay open."""
+    """Return a function that retrieves skills for steps. The models of `system` stay open.
+
+    Args:
+        system: Rankers that retrieve.
+        skills: Skills that can be found.
+    """
     pool = OpenRankers(skills)
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
+        """Return the first `keep` skills for each text."""
         queries = [
             Query(f"step {number}", text, kind="step", origin="plan", split="")
             for number, text in enumerate(texts)
@@ -209,7 +216,10 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 
 
 def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
-    """Return the benchmark, all skills by id, and the skills that can be found.
+    """Load the benchmark and the pool, and check them.
+
+    Returns:
+        The benchmark, all skills by id, and the skills that the planners can find.
 
     Raises:
         SkilltrainError: A model is missing, or the benchmark has no steps, pool or gold skills.
@@ -218,20 +228,17 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = list(benchmark.pool) if config.pool is None else read_pool(config.pool)
     if not pool:
-        raise SkilltrainError(
-            "missing-pool", "plans need a pool to find skills in", fix="give pool=…"
-        )
+        problem = "plans need a pool to find skills in"
+        raise SkilltrainError("missing-pool", problem, fix="give pool=…")
     if not any(task.steps for task in benchmark.tasks):
-        raise SkilltrainError(
-            "missing-table",
-            "its tasks have no steps",
-            where=config.benchmark,
-            fix="it needs plans.parquet",
-        )
-    held_out = read_pool(config.held_out) if config.held_out else []
-    skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
-    held_out_ids = {skill.skill_id for skill in held_out}
-    visible = [skill for skill in pool if skill.skill_id not in held_out_ids]
+        problem = "its tasks have no steps"
+        fix = "it needs plans.parquet"
+        raise SkilltrainError("missing-table", problem, where=config.benchmark, fix=fix)
+
+    hidden = read_pool(config.held_out) if config.held_out else []
+    skills = {skill.skill_id: skill for skill in [*pool, *hidden]}
+    hidden_ids = {skill.skill_id for skill in hidden}
+    visible = [skill for skill in pool if skill.skill_id not in hidden_ids]
     return check_pool(benchmark, skills), skills, visible
 
 
@@ -241,19 +248,34 @@ def _results(
     find: Find,
     skills: Mapping[str, Skill],
 ) -> list[SystemResult]:
-    """Measure every plan. The oracle retrieves skills for the words of the gold steps."""
-    gold_texts = [[step.text for step in task.steps] for task in tasks]
-    oracle = [_skill_ids(row) for row in find_each(find, gold_texts, NUM_CANDIDATES)]
+    """Score the plans of each planner.
+
+    Args:
+        tasks: Tasks with their gold steps.
+        plans: Plans of all tasks by planner.
+        find: Retrieves skills for texts.
+        skills: Skills by id.
+    """
+    # The oracle: skills retrieved for the words of the gold steps.
+    gold_texts = []
+    for task in tasks:
+        gold_texts.append([step.text for step in task.steps])
+    oracle = find_each(find, gold_texts, NUM_CANDIDATES)
+
+    # Length of each skill in tokens.
     tokens = {
         skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
         for skill_id, skill in skills.items()
     }
-    results: list[SystemResult] = []
+
+    # Values of each task by planner.
+    results = []
     for name, task_plans in plans.items():
         values: dict[str, dict[str, float]] = {}
-        for task, plan, oracle_ids in zip(tasks, task_plans, oracle, strict=True):
-            retrieved = _skill_ids([step.candidates for step in plan.steps])
+        for task, plan, oracle_rankings in zip(tasks, task_plans, oracle, strict=True):
+            retrieved = _skill_ids(step.candidates for step in plan.steps)
             chosen = [step.skill_id for step in plan.steps]
+            oracle_ids = _skill_ids(oracle_rankings)
             values[task.query.query_id] = plan_values(
                 task, retrieved, chosen, oracle_ids, skills, tokens
             )
@@ -261,15 +283,23 @@ def _results(
     return results
 
 
-def _skill_ids(rankings: Sequence[Ranking]) -> list[list[str]]:
-    return [[skill_id for skill_id, _ in ranking] for ranking in rankings]
+def _skill_ids(rankings: Iterable[Ranking]) -> list[list[str]]:
+    """Return the rankings without their scores."""
+    skill_ids = []
+    for ranking in rankings:
+        skill_ids.append([skill_id for skill_id, _ in ranking])
+    return skill_ids
 
 
 def _labels(
     tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
 ) -> dict[str, Labels]:
-    """Return each task's difficulty, categories, and whether it has the right number of steps."""
-    labels: dict[str, Labels] = {}
+    """Return the labels of each task by query id, for slices.
+
+    They are those of the benchmark, the difficulty (by the number of gold steps), whether the
+    planner planned too many steps, and the categories of the gold skills.
+    """
+    labels = {}
     for task in tasks:
         query_id = task.query.query_id
         num_steps = len(task.steps)
@@ -280,52 +310,58 @@ def _labels(
         elif num_planned < num_steps:
             planned = "too few"
         difficulty = _DIFFICULTIES.get(num_steps, "hard")
+        task_labels = {**task.labels, "difficulty": difficulty, "steps planned": planned}
+
         gold = [skills[step.skill_id] for step in task.steps if step.skill_id]
-        categories = tuple(dict.fromkeys(skill.category or "none" for skill in gold))
-        labels[query_id] = {
-            **task.labels,
-            "difficulty": difficulty,
-            "steps planned": planned,
-            **({"category": categories} if categories else {}),
-        }
+        if gold:
+            categories = dict.fromkeys(skill.category or "none" for skill in gold)
+            task_labels["category"] = tuple(categories)
+        labels[query_id] = task_labels
     return labels
 
 
 def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Summarise each round: tasks that reached it, and means over all tasks.
+    """Summarise each round of a planner.
 
-    A task that stopped earlier counts with its last round.
+    Returns:
+        A row for each round: the number of tasks that reached it, and means over all tasks. A task
+        that stopped earlier counts with its last round.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number in range(max(len(plan.rounds) for plan in plans)):
-        rounds = [plan.rounds[: number + 1][-1] for plan in plans]
+        rounds = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
         counts = [len(row.texts) for row in rounds]
         exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
         # The first round has no hints of an earlier round to compare with.
-        jaccards = [row.jaccard for row in rounds if number and row.jaccard is not None]
-        rows.append(
-            {
-                "round": number,
-                "reached": sum(len(plan.rounds) > number for plan in plans),
-                "steps": fmean(counts),
-                "DA": fmean(exact),
-                "jaccard": fmean(jaccards) if jaccards else None,
-            }
-        )
+        jaccards = [row.jaccard for row in rounds if number > 0 and row.jaccard is not None]
+        row = {
+            "round": number,
+            "reached": sum(len(plan.rounds) > number for plan in plans),
+            "steps": fmean(counts),
+            "DA": fmean(exact),
+            "jaccard": fmean(jaccards) if jaccards else None,
+        }
+        rows.append(row)
     return rows
 
 
 def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
-    """Note how many tasks were planned by rules instead of a model, and steps without a skill."""
-    notes: list[str] = []
+    """Count the tasks that rules planned instead of a model, and the steps that no skill fits.
+
+    Args:
+        plans: Plans of all tasks by planner.
+
+    Returns:
+        Sentences for the report.
+    """
+    notes = []
     for name, task_plans in plans.items():
-        by_rules = [plan.notes[0] for plan in task_plans if plan.notes]
-        if by_rules:
-            share = f"{len(by_rules)} of {len(task_plans)} tasks"
-            notes.append(f"{name}: rules planned {share}, first: {by_rules[0]}")
-        skill_ids = [
-            step.skill_id for step in chain.from_iterable(plan.steps for plan in task_plans)
-        ]
-        if None in skill_ids:
-            notes.append(f"{name}: nothing fits {skill_ids.count(None)} of {len(skill_ids)} steps")
+        plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
+        if plan_notes:
+            share = f"{len(plan_notes)} of {len(task_plans)} tasks"
+            notes.append(f"{name}: rules planned {share}, first: {plan_notes[0]}")
+        steps = list(chain.from_iterable(plan.steps for plan in task_plans))
+        num_unserved = sum(step.skill is None for step in steps)
+        if num_unserved:
+            notes.append(f"{name}: nothing fits {num_unserved} of {len(steps)} steps")
     return notes
