@@ -1,25 +1,31 @@
-"""CompSkillBench rebuilt: compound tasks over a list of MCP servers (SkillWeaver, section 5).
+"""Rebuild CompSkillBench: compound tasks over a list of MCP servers (SkillWeaver, section 5).
 
 python data_pipelines/compskillbench.py SERVERS runs/compskillbench
 skilltrain skillweaver plans benchmark=runs/compskillbench/template pool=runs/compskillbench/pool …
 
-SERVERS is a JSON Lines file (name, description, category), or a folder of Markdown lists as TensorBlock publishes them.
-It is not the paper's benchmark: the paper's list of 2,228 servers in 49 categories is not published with it, and
-neither are its phrases. TensorBlock's has 7,729 in 35; the phrases (compskillbench.yaml) are ours. Made are
+SERVERS is a JSON Lines file (name, description, category), or a folder of Markdown lists as
+TensorBlock publishes them. This is not the paper's benchmark. The paper uses 2,228 servers in 49
+categories and does not publish the list or its phrases. TensorBlock's list has 7,729 servers in 35
+categories, and the phrases (compskillbench.yaml) are ours. The pipeline writes these folders:
 
-    pool               the servers as skills without bodies, in 24 categories; dropped.parquet says what was left out
-    template           300 tasks: 150 of 2 steps, 100 of 3, 50 of 4 or 5, each step of another category
-    paraphrase, human  the same chains in other words, and as a person would put it
-    transfer_category  the template tasks that need one of two categories, and those categories' skills to hold out
-    transfer_skill     those that need one of a fifth of the skills, drawn by chance, and these skills
+    pool               the servers as skills without bodies, in 24 categories; dropped.parquet lists
+                       the servers that were left out, with reasons
+    template           300 tasks: 150 of 2 steps, 100 of 3, and 50 of 4 or 5. Each step of a task
+                       has another category.
+    paraphrase, human  the same tasks in other words, and as a person would write them
+    transfer_category  the template tasks that need one of two categories, and these categories'
+                       skills, which are to be held out
+    transfer_skill     the template tasks that need a skill of a random fifth, and these skills
 
-A step's words say what kind of work it is. They never name the gold skill, which is drawn from those whose description
-speaks of that work: many others would do, so look at categories (CatR@k) rather than at skills (R@k).
+A step says what kind of work it is. It never names its gold skill, which is drawn from the skills
+whose description mentions that work. Many others would serve as well, so look at categories
+(CatR@k) rather than at skills (R@k).
 """
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -38,9 +44,10 @@ from skilltrain.texts import name_key
 
 _ENTRY = re.compile(r"^- \[(?P<name>[^\]]+)\]\((?P<url>[^)]*)\)\s*[:–-]?\s*(?P<description>.*)$")
 _BADGE = re.compile(r"!?\[!?[^\]]*\](?:\([^)]*\))+|https?://\S+|img\.shields\.io\S*")
-_LEADING = re.compile(r"[^\w\s&,]+\s*")
+_LEADING = re.compile(r"[^\w\s&,]+\s*")  # emoji in front of a heading
 STYLES = ("template", "paraphrase", "human")
-# A task's steps are joined by each in turn; {0} is the first, {1} the last, {…} what stands between.
+# Sentences that join the steps of a task, used in turn. {a} is all steps but the last, {z} is the
+# last. {A} and {Z} are the same with a capital letter.
 JOINS = {
     "template": (
         "First {a}, then {z}.",
@@ -65,11 +72,14 @@ JOINS = {
 
 
 class Pipeline(Config):
-    """What this pipeline can be told."""
+    """Settings of this pipeline."""
 
     servers: Path
     out: Path
-    categories: Path = Path(__file__).with_suffix(".yaml")
+    categories: Path = Field(
+        default=Path(__file__).with_suffix(".yaml"),
+        description="words, sources and steps of each category",
+    )
     sizes: dict[int, int] = Field(
         default={2: 150, 3: 100, 4: 25, 5: 25}, description="steps → tasks"
     )
@@ -84,159 +94,225 @@ class Pipeline(Config):
     seed: int = 0
 
 
-def rows_of_source(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield name, description and category of each server of a JSON Lines file or a folder of Markdown lists."""
+@dataclass(frozen=True)
+class Step:
+    """One step of a task: its text in each style, and the skill that does it."""
+
+    texts: list[str]
+    skill: Skill
+
+
+Task = list[Step]
+
+
+def read_servers(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the name, description and category of each server.
+
+    Args:
+        path: A JSON Lines file, or a folder of Markdown lists.
+    """
     if path.is_file():
         yield from (row for _, row in read_jsonl(path))
         return
     if not any(path.glob("*.md")):
-        raise SkilltrainError(
-            "unknown-format",
-            "is neither a JSON Lines file nor a folder of Markdown lists",
-            where=path,
-        )
+        problem = "is neither a JSON Lines file nor a folder of Markdown lists"
+        raise SkilltrainError("unknown-format", problem, where=path)
+
     for file in sorted(path.glob("*.md")):
         category = ""
         for line in file.read_text(encoding="utf-8").splitlines():
+            entry = _ENTRY.match(line)
             if line.startswith("## "):
                 category = _LEADING.sub("", line.removeprefix("## ")).strip()
-            elif found := _ENTRY.match(line):
-                yield {**found.groupdict(), "category": category}
+            elif entry:
+                yield {**entry.groupdict(), "category": category}
 
 
-def clean(pipeline: Pipeline, groups: dict[str, Any]) -> tuple[list[Skill], list[Dropped]]:
-    """(the servers as skills of our categories, what was left out and why)."""
-    of_source = {name: group for group, entry in groups.items() for name in entry.get("from", ())}
-    by_words = {
-        group: re.compile(entry["words"], re.I)
-        for group, entry in groups.items()
-        if "words" in entry
-    }
-    skills: dict[str, Skill] = {}
+class Categories:
+    """The categories of compskillbench.yaml.
+
+    Attributes:
+        entries: Settings of each category by its name: the words of its descriptions (`words`), the
+            source's categories that belong to it (`from`), and its steps.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+        self._patterns: dict[str, re.Pattern[str]] = {}
+        self._by_source_category: dict[str, str] = {}
+        for name, entry in entries.items():
+            if "words" in entry:
+                self._patterns[name] = re.compile(entry["words"], re.I)
+            for source_category in entry.get("from", ()):
+                self._by_source_category[source_category] = name
+
+    def category_of(self, description: str, source_category: object) -> str | None:
+        """Return the first category whose words are in a description, else that of the source."""
+        for name, pattern in self._patterns.items():
+            if pattern.search(description):
+                return name
+        return self._by_source_category.get(str(source_category))
+
+
+def read_skills(pipeline: Pipeline, categories: Categories) -> tuple[list[Skill], list[Dropped]]:
+    """Read the servers as skills of our categories.
+
+    Returns:
+        The skills, and the servers that were left out, with reasons.
+    """
+    skills: dict[str, Skill] = {}  # by the key of their name
     dropped: list[Dropped] = []
-    for number, row in enumerate(rows_of_source(pipeline.servers), 1):
-        about = _BADGE.sub(" ", str(row.get("description", ""))).strip()
-        name, key = str(row.get("name", "")), name_key(str(row.get("name", "")))
-        group = next((one for one, words in by_words.items() if words.search(about)), None)
-        group = group or of_source.get(str(row.get("category")))
-        fault = None
-        if len(about) < pipeline.min_chars:
-            fault = (
-                "short_description",
-                f"'{about}' has fewer than {pipeline.min_chars} characters without badges",
+    for number, row in enumerate(read_servers(pipeline.servers), 1):
+        name = str(row.get("name", ""))
+        key = name_key(name)
+        description = _BADGE.sub(" ", str(row.get("description", ""))).strip()
+        category = categories.category_of(description, row.get("category"))
+
+        if len(description) < pipeline.min_chars:
+            reason = (
+                f"'{description}' has fewer than {pipeline.min_chars} characters without badges"
             )
-        elif group is None:
-            fault = "category", f"the category '{row.get('category')}' is not mapped"
-        elif key in skills:
-            fault = "duplicate", f"has the same name as {skills[key].skill_id}"
+            dropped.append(Dropped("", name, "short_description", reason))
+            continue
+        if category is None:
+            reason = f"the category '{row.get('category')}' is not mapped"
+            dropped.append(Dropped("", name, "category", reason))
+            continue
+        if key in skills:
+            reason = f"has the same name as {skills[key].skill_id}"
+            dropped.append(Dropped("", name, "duplicate", reason))
+            continue
+
         tool = {
             "skill_id": row.get("id") or name,
             "name": name,
-            "description": about,
-            "category": group,
+            "description": description,
+            "category": category,
         }
-        skill = (
-            Dropped("", name, *fault) if fault else skill_from_row(tool, f"entry {number}", "mcp")
-        )
+        skill = skill_from_row(tool, f"entry {number}", "mcp")
         if isinstance(skill, Dropped):
             dropped.append(skill)
         else:
             skills[key] = skill
-    few = {
-        group
-        for group in groups
-        if sum(s.category == group for s in skills.values()) < pipeline.min_skills
-    }
-    for group in sorted(few):
-        print(f"{group}: fewer than {pipeline.min_skills} skills, no task needs it")
+
+    for category in sorted(categories.entries):
+        num_skills = sum(skill.category == category for skill in skills.values())
+        if num_skills < pipeline.min_skills:
+            print(f"{category}: fewer than {pipeline.min_skills} skills, no task needs it")
     return list(skills.values()), dropped
 
 
-def draw_chains(
-    pipeline: Pipeline, groups: dict[str, Any], skills: list[Skill]
-) -> list[list[tuple[list[str], Skill]]]:
-    """Tasks as steps of (its words in each style, the gold skill); every step is of another category."""
-    draw = random.Random(pipeline.seed)
-    fitting: dict[str, list[tuple[list[str], list[Skill]]]] = {}
-    for group, entry in groups.items():
-        own = [skill for skill in skills if skill.category == group]
-        for needs, *words in entry["steps"]:
-            pattern = re.compile(needs, re.I)
-            able = [
-                s
-                for s in own
-                if pattern.search(s.description) and not any(names_skill(w, s.name) for w in words)
-            ]
-            if len(own) >= pipeline.min_skills and able:
-                fitting.setdefault(group, []).append((words, able))
-    chains: list[list[tuple[list[str], Skill]]] = []
-    for size, count in pipeline.sizes.items():
-        for _ in range(count):
-            chosen = [draw.choice(fitting[group]) for group in draw.sample(sorted(fitting), size)]
-            chains.append([(words, draw.choice(able)) for words, able in chosen])
-    return chains
+def sample_tasks(pipeline: Pipeline, categories: Categories, skills: list[Skill]) -> list[Task]:
+    """Sample tasks. The steps of a task have different categories."""
+    rng = random.Random(pipeline.seed)
+
+    # Collect the steps that some skill can do, without a step that names the skill.
+    steps_by_category: dict[str, list[tuple[list[str], list[Skill]]]] = {}
+    for category, entry in categories.entries.items():
+        members = [skill for skill in skills if skill.category == category]
+        if len(members) < pipeline.min_skills:
+            continue
+        for needed_words, *texts in entry["steps"]:
+            able = [skill for skill in members if _can_do(skill, needed_words, texts)]
+            if able:
+                steps_by_category.setdefault(category, []).append((texts, able))
+
+    tasks: list[Task] = []
+    for num_steps, num_tasks in pipeline.sizes.items():
+        for _ in range(num_tasks):
+            names = rng.sample(sorted(steps_by_category), num_steps)
+            chosen = [rng.choice(steps_by_category[name]) for name in names]
+            tasks.append([Step(texts, rng.choice(able)) for texts, able in chosen])
+    return tasks
+
+
+def _can_do(skill: Skill, needed_words: str, texts: list[str]) -> bool:
+    """Return whether a skill's description has the words of a step, and no text names the skill."""
+    if not re.search(needed_words, skill.description, re.I):
+        return False
+    return not any(names_skill(text, skill.name) for text in texts)
 
 
 def task_text(style: str, steps: list[str], join: str) -> str:
-    """One request of all steps."""
-    comma = {"template": ", ", "paraphrase": ", ", "human": ". Also, "}[style]
-    first, last = comma.join(steps[:-1]), steps[-1]
-    upper = {"A": first[:1].upper() + first[1:], "Z": last[:1].upper() + last[1:]}
-    return join.format(a=first, z=last, **upper)
+    """Return one request for all steps.
+
+    Args:
+        style: Style of the request.
+        steps: Texts of the steps.
+        join: Sentence with the placeholders of `JOINS`.
+    """
+    separator = ". Also, " if style == "human" else ", "
+    first = separator.join(steps[:-1])
+    last = steps[-1]
+    first_capital = first[:1].upper() + first[1:]
+    last_capital = last[:1].upper() + last[1:]
+    return join.format(a=first, z=last, A=first_capital, Z=last_capital)
 
 
-def write_tasks(folder: Path, style: str, chains: dict[int, list[tuple[list[str], Skill]]]) -> None:
-    """Queries, judgements and gold plans of `chains` (number → steps) in a style."""
-    place, joins = STYLES.index(style), cycle(JOINS[style])
-    queries, judgements, plans = list[Query](), list[Judgement](), list[dict[str, Any]]()
-    for number, chain in chains.items():
-        query_id, steps = f"comp-{number:03}", [words[place] for words, _ in chain]
-        text = task_text(style, steps, next(joins))
+def write_tasks(folder: Path, style: str, tasks: Mapping[int, Task]) -> None:
+    """Write QUERIES, JUDGEMENTS and the gold PLANS of tasks in one style.
+
+    Args:
+        folder: Folder of the tables.
+        style: Style of the texts.
+        tasks: Tasks by number.
+    """
+    style_index = STYLES.index(style)
+    joins = cycle(JOINS[style])
+    queries: list[Query] = []
+    judgements: list[Judgement] = []
+    plans: list[dict[str, Any]] = []
+    for number, task in tasks.items():
+        query_id = f"comp-{number:03}"
+        texts = [step.texts[style_index] for step in task]
+        text = task_text(style, texts, next(joins))
         queries.append(Query(query_id, text, "multi", style, "test"))
-        for step, (text, (_, skill)) in enumerate(zip(steps, chain, strict=True), 1):
-            judgements.append(
-                Judgement(query_id, skill.skill_id, Verdict.REQUIRED, "compskillbench")
-            )
-            waits = [str(step - 1)] if step > 1 else []
+        for step_number, (step_text, step) in enumerate(zip(texts, task, strict=True), 1):
+            skill_id = step.skill.skill_id
+            judgements.append(Judgement(query_id, skill_id, Verdict.REQUIRED, "compskillbench"))
             plans.append(
                 {
                     "query_id": query_id,
-                    "step_id": str(step),
-                    "text": text,
-                    "depends_on": waits,
-                    "skill_id": skill.skill_id,
+                    "step_id": str(step_number),
+                    "text": step_text,
+                    "depends_on": [str(step_number - 1)] if step_number > 1 else [],
+                    "skill_id": skill_id,
                 }
             )
-    for rows, spec in ((queries, QUERIES), (judgements, JUDGEMENTS), (plans, PLANS)):
-        write_table(rows, spec, folder)
+    write_table(queries, QUERIES, folder)
+    write_table(judgements, JUDGEMENTS, folder)
+    write_table(plans, PLANS, folder)
 
 
 def run(pipeline: Pipeline) -> dict[str, Any]:
-    """Everything into `out`, whole or not at all; what came out, counted."""
-    groups = parse_yaml(pipeline.categories.read_text(encoding="utf-8"), pipeline.categories)
-    skills, dropped = clean(pipeline, groups)
-    chains = dict(enumerate(draw_chains(pipeline, groups, skills), 1))
-    draw = random.Random(pipeline.seed + 1)
-    away = {
+    """Write all folders into `out`, completely or not at all. Return counts."""
+    entries = parse_yaml(pipeline.categories.read_text(encoding="utf-8"), pipeline.categories)
+    categories = Categories(entries)
+    skills, dropped = read_skills(pipeline, categories)
+    tasks = dict(enumerate(sample_tasks(pipeline, categories, skills), 1))
+
+    rng = random.Random(pipeline.seed + 1)
+    num_held_out = round(pipeline.held_out_share * len(skills))
+    held_out_skills = {
         "transfer_category": [skill for skill in skills if skill.category in pipeline.held_out],
-        "transfer_skill": draw.sample(skills, round(pipeline.held_out_share * len(skills))),
+        "transfer_skill": rng.sample(skills, num_held_out),
     }
-    counts: dict[str, Any] = {"skills": len(skills), "dropped": len(dropped), "tasks": len(chains)}
+    counts: dict[str, Any] = {"skills": len(skills), "dropped": len(dropped), "tasks": len(tasks)}
     with staged_folder(pipeline.out) as out:
         write_table(skills, SKILLS, out / "pool")
         write_table(dropped, DROPPED, out / "pool")
         for style in STYLES:
-            write_tasks(out / style, style, chains)
-        for name, held in away.items():
-            ids = {skill.skill_id for skill in held}
-            hit = {
-                n: chain
-                for n, chain in chains.items()
-                if any(skill.skill_id in ids for _, skill in chain)
+            write_tasks(out / style, style, tasks)
+        for name, held_out in held_out_skills.items():
+            skill_ids = {skill.skill_id for skill in held_out}
+            affected = {
+                number: task
+                for number, task in tasks.items()
+                if any(step.skill.skill_id in skill_ids for step in task)
             }
-            write_tasks(out / name, "template", hit)
-            write_table(held, SKILLS, out / name / "held_out")
-            counts[name] = {"tasks": len(hit), "held out": len(held)}
+            write_tasks(out / name, "template", affected)
+            write_table(held_out, SKILLS, out / name / "held_out")
+            counts[name] = {"tasks": len(affected), "held out": len(held_out)}
     return counts
 
 

@@ -1,13 +1,17 @@
-"""The training lists of SkillRouter (sections 4.2 and 4.3): what recipes/sr_emb_*.yaml and sr_rank_*.yaml train on.
+"""Make the training lists of SkillRouter (sections 4.2 and 4.3) for recipes/sr_emb_*.yaml and sr_rank_*.yaml.
 
-python data_pipelines/skillrouter.py SKILLS runs/full                            # before the encoder is trained
-python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b      # after: lists for the reranker
-python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper             # for recipes/paper/*.yaml
-python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
+Lists for the encoder, before it is trained:
+    python data_pipelines/skillrouter.py SKILLS runs/full
+Lists for the reranker, with the trained encoder:
+    python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b
+Lists for recipes/paper/*.yaml:
+    python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper
+Another model that writes queries, and other quotas:
+    python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
 
-SKILLS is a folder of SKILL.md files, JSON Lines or parquet. The queries are written by GPT-4o-mini, key in
-OPENAI_API_KEY: look at `skilltrain synthesize --help` for another server, a local model, or none. Every setting of
-`Pipeline` below is an option: llm, base, quotas, …
+SKILLS is a folder of SKILL.md files, JSON Lines or parquet. GPT-4o-mini writes the queries, with
+the key in OPENAI_API_KEY. `skilltrain synthesize --help` shows how to use another server, a local
+model, or no model. Every setting of `Pipeline` below is an option.
 """
 
 from pathlib import Path
@@ -20,41 +24,38 @@ from skilltrain.recipe import run_pipeline
 from skilltrain.runs import run_stage
 from skilltrain.stage import parse_recipe
 
-INSTRUCTION = "Given a task description, retrieve the most relevant skill document that would help an agent complete the task"
-
-
-# What the paper does otherwise than our defaults: folder → settings of the stage that writes it.
+INSTRUCTION = (
+    "Given a task description, retrieve the most relevant skill document that would help an agent "
+    "complete the task"
+)
+_PAPER_FILTER: dict[str, Any] = {
+    "layers": [
+        {"name": "name"},
+        # (4.2) All trigrams count. Ours leaves out those of templates.
+        {"name": "jaccard", "max_names": None},
+        {"name": "cosine"},
+    ]
+}
+# Settings in which the paper differs from our defaults, by the folder that a stage writes.
 PAPER: dict[str, dict[str, Any]] = {
     "queries": {
         "prompt": "skillrouter",  # (table 2) ours: seven styles
         "max_skills": 37_979,  # (4.2) drawn by category; ours: one query for every skill
-        "dev_share": 0,  # none are held back; ours: 5% of the skills
+        "dev_share": 0,  # none are held out; ours: 5% of the skills
     },
-    "mined": {
-        "lexical_among": "semantic"
-    },  # (4.2) BM25 on the same top 50; ours: on the whole pool
-    "filtered": {
-        "layers": [
-            {"name": "name"},
-            {
-                "name": "jaccard",
-                "max_names": None,
-            },  # (4.2) all trigrams; ours: without those of templates
-            {"name": "cosine"},
-        ]
-    },
-    "encoder_lists": {
-        "best_of": ["lexical"]
-    },  # the best 3 of 50 by BM25; a draw from the same 50 would be semantic
-    "reranker_lists": {
-        "absent_gold": "drop"
-    },  # (4.3) 32,283 of 37,979 lists are left; ours: gold is put in
+    # (4.2) BM25 ranks the same top 50. Ours: the whole pool.
+    "mined": {"lexical_among": "semantic"},
+    "filtered": _PAPER_FILTER,
+    # The best 3 of the top 50 by BM25. A random sample of the same 50 would be semantic negatives.
+    "encoder_lists": {"best_of": ["lexical"]},
+    # (4.3) 32,283 of 37,979 lists are left. Ours: the gold skill is added to the list.
+    "reranker_lists": {"absent_gold": "drop"},
+    "candidates_filtered": _PAPER_FILTER,  # (4.3) the same filter
 }
-PAPER["candidates_filtered"] = PAPER["filtered"]  # (4.3) the same filter
 
 
 class Pipeline(Config):
-    """What this pipeline can be told."""
+    """Settings of this pipeline."""
 
     skills: Path
     out: Path
@@ -81,32 +82,30 @@ class Pipeline(Config):
         description="candidates filtered before the cut to 20; 20: cut first, then filter",
     )
     quotas: dict[str, int] = Field(
-        default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+        default={"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1},
+        description="negatives in a list of the encoder, by source",
     )
 
 
-def run(pipeline: Pipeline) -> None:
-    """Pool, queries, negatives and the encoder's lists; with a trained encoder also its candidates in lists of 20."""
-    out, pool = pipeline.out, pipeline.out / "pool"
-    limits = {"max_tokens": pipeline.max_tokens, "query_max_tokens": pipeline.max_tokens}
-    base = {
-        "source": pipeline.base,
-        "template": pipeline.template,
-        **limits,
-        "cache": out / "vectors",
-    }
-    inputs = {"pool": pool, "queries": out / "queries"}
-    quotas, keep = {"quotas": pipeline.quotas}, {"judged_positives": "keep"}
-    candidates, filtered = out / "candidates", out / "candidates_filtered"
-    before: list[dict[str, Any]] = [
+def encoder_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the recipes that make the pool, the queries and the encoder's lists."""
+    out = pipeline.out
+    inputs = {"pool": out / "pool", "queries": out / "queries"}
+    lists = {"stage": "lists", **inputs, "quotas": pipeline.quotas}
+    recipes = [
         {
             "stage": "pool",
             "sources": pipeline.skills,
             "categories": "taxonomy",
             "encoder": base,
-            "out": pool,
+            "out": out / "pool",
         },
-        {"stage": "synthesize", "pool": pool, "llm": pipeline.llm, "out": out / "queries"},
+        {
+            "stage": "synthesize",
+            "pool": out / "pool",
+            "llm": pipeline.llm,
+            "out": out / "queries",
+        },
         {"stage": "mine", **inputs, "encoder": base, "out": out / "mined"},
         {
             "stage": "filter",
@@ -115,47 +114,63 @@ def run(pipeline: Pipeline) -> None:
             "encoder": base,
             "out": out / "filtered",
         },
-        {
-            "stage": "lists",
-            **inputs,
-            "rankings": out / "filtered",
-            **quotas,
-            "out": out / "encoder_lists",
-        },
+        {**lists, "rankings": out / "filtered", "out": out / "encoder_lists"},
     ]
+    if pipeline.variant == "paper":
+        # Lists without the filter, for the ablation (5.4.1).
+        raw = {"rankings": out / "mined", "out": out / "encoder_lists_raw"}
+        recipes.append(lists | PAPER["encoder_lists"] | raw)
+    return recipes
+
+
+def reranker_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the recipes that make the reranker's lists of 20 from the trained encoder."""
+    out = pipeline.out
+    inputs = {"pool": out / "pool", "queries": out / "queries"}
     encoder = {"kind": "dense", "source": str(pipeline.trained), "cache": out / "vectors"}
-    system = {"name": "trained encoder", "rankers": [encoder]}
-    after: list[dict[str, Any]] = [
+    return [
         {
             "stage": "candidates",
             **inputs,
-            "system": system,
+            "system": {"name": "trained encoder", "rankers": [encoder]},
             "depth": pipeline.depth,
-            "out": candidates,
+            "out": out / "candidates",
         },
         {
             "stage": "filter",
             **inputs,
-            "rankings": candidates,
+            "rankings": out / "candidates",
             "encoder": base,
-            **keep,
-            "out": filtered,
+            "judged_positives": "keep",
+            "out": out / "candidates_filtered",
         },
         {
             "stage": "lists",
             **inputs,
-            "rankings": filtered,
+            "rankings": out / "candidates_filtered",
             "list_size": 20,
             "out": out / "reranker_lists",
         },
     ]
-    paper = PAPER if pipeline.variant == "paper" else {}
-    if paper:  # without the filter, for the ablation (5.4.1)
-        raw = {"rankings": out / "mined", "out": out / "encoder_lists_raw"}
-        before.append(before[-1] | PAPER["encoder_lists"] | raw)
-    for values in before + (after if pipeline.trained else []):
-        recipe = values | paper.get(values["out"].name, {})
-        print(recipe["stage"], run_stage(parse_recipe(recipe, __file__), resume=False))
+
+
+def run(pipeline: Pipeline) -> None:
+    """Make the encoder's lists, and with a trained encoder also the reranker's."""
+    base = {
+        "source": pipeline.base,
+        "template": pipeline.template,
+        "max_tokens": pipeline.max_tokens,
+        "query_max_tokens": pipeline.max_tokens,
+        "cache": pipeline.out / "vectors",
+    }
+    recipes = encoder_recipes(pipeline, base)
+    if pipeline.trained is not None:
+        recipes += reranker_recipes(pipeline, base)
+    for recipe in recipes:
+        if pipeline.variant == "paper":
+            recipe |= PAPER.get(recipe["out"].name, {})
+        summary = run_stage(parse_recipe(recipe, __file__), resume=False)
+        print(recipe["stage"], summary)
 
 
 if __name__ == "__main__":

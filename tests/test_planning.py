@@ -666,11 +666,11 @@ def test_compskillbench_is_rebuilt_from_a_list(
     (tmp_path / "lists").mkdir()
     listed = "## 🗄 Databases\n\nText.\n- [a/b](https://x.y): Serves rows.\n- no entry\n"
     (tmp_path / "lists" / "db.md").write_text(listed)
-    (row,) = pipeline.rows_of_source(tmp_path / "lists")
+    (row,) = pipeline.read_servers(tmp_path / "lists")
     assert (row["name"], row["description"], row["category"]) == (
         "a/b",
         "Serves rows.",
         "Databases",
     )
     with raises("unknown-format"):
-        list(pipeline.rows_of_source(tmp_path))
+        list(pipeline.read_servers(tmp_path))
