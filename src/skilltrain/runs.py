@@ -130,12 +130,14 @@ def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summar
 
 
 def dry_run(stage: Stage) -> Summary:
-    """Print the resolved recipe and return what the stage would do, in the main process only."""
-    if not is_main_process():
-        return {}
+    """Print the resolved recipe and return what the stage would do; {} in other processes.
+
+    All processes of a launched training run measure together.
+    """
     say(to_yaml(stage))
     check_inputs(stage)
-    return stage.dry_run()
+    summary = stage.dry_run()
+    return summary if is_main_process() else {}
 
 
 def record_of(folder: Path) -> dict[str, Any]:
