@@ -50,20 +50,24 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     """Run every step that is not finished.
 
     Returns:
-        The router's folder, the number of skills and of training lists and, if any query belongs to
-        split dev, Hit@1 by system on these queries.
+        The router's folder as `out`, `num_skills`, and the number of training lists as `num_lists`.
+        If any query belongs to split dev, also Hit@1 by system on these queries.
     """
-    summaries: dict[str, Any] = {}
-    for leftover in (config.out / "recipes").glob(".*.partial"):  # of a run that was killed
+    recipes_folder = config.out / "recipes"
+    for leftover in recipes_folder.glob(".*.partial"):  # of a run that was killed
         leftover.unlink(missing_ok=True)
+
+    summaries: dict[str, Any] = {}
     for number, (step, recipe) in enumerate(recipes_of(config).items(), 1):
         if step == "report":
             queries = read_table(config.out / "queries", QUERIES)
             if "dev" not in queries.column("split").to_pylist():
                 say("no query belongs to split dev, so nothing is evaluated")
                 continue
+
+        # Write the recipe for the user, then run it.
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        write_text(config.out / "recipes" / f"{number}_{step}.yaml", text)
+        write_text(recipes_folder / f"{number}_{step}.yaml", text)
         say(f"{number}. {recipe['stage']}")
         stage = parse_recipe(recipe, f"fit, step {step}")
         summaries[step] = run_stage(stage, resume=None)
@@ -98,52 +102,51 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     """Return the recipe of each step, in the order in which they run.
 
-    A step's folder in `out` has its name, except that of `index`, which writes into `out` itself.
+    Each step writes to a folder of its name in `out`, except `index`, which writes to `out` itself.
     """
     out = config.out
     pool = str(out / "pool")
     queries = str(out / "queries")
     model = {"source": config.base, "cache": str(out / "vectors")}
+    router = _router_rankers(out)
 
     # If queries are passages of skills, the step `queries` also writes the skills without these
-    # passages. The model is trained on those: it must not find a query word for word.
+    # passages. They are the pool for training, so that no skill has a query word for word.
     training_pool = queries if _cuts_queries(config) else pool
     inputs = {"pool": training_pool, "queries": queries}
 
+    # The systems that the report compares.
     trained = {**model, "source": str(out / "encoder")}
-    systems = {
-        "bm25": [{"kind": "lexical"}],
-        "base encoder": [{"kind": "dense", **model}],
-        "trained encoder": [{"kind": "dense", **trained}],
-        "router": _router_rankers(out),
-    }
-    report = {
-        "stage": "evaluate",
-        "pool": training_pool,
-        "benchmark": queries,
-        "split": "dev",
-        "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
-    }
-    pool_step = {
-        "stage": "pool",
-        "sources": str(config.skills),
-        "categories": "taxonomy",
-        "encoder": model,
-    }
-    index = {"stage": "index", "pool": pool, "rankers": _router_rankers(out), "out": str(out)}
+    systems = [
+        {"name": "bm25", "rankers": [{"kind": "lexical"}]},
+        {"name": "base encoder", "rankers": [{"kind": "dense", **model}]},
+        {"name": "trained encoder", "rankers": [{"kind": "dense", **trained}]},
+        {"name": "router", "rankers": router},
+    ]
     steps: dict[str, Recipe] = {
-        "pool": pool_step,
+        "pool": {
+            "stage": "pool",
+            "sources": str(config.skills),
+            "categories": "taxonomy",
+            "encoder": model,
+        },
         "queries": _query_step(config) | {"pool": pool},
         **list_steps(inputs, model, out, QUOTAS, config.seed),
         "encoder": _train_step(config, training_pool),
-        "report": report,
-        "index": index,
+        "report": {
+            "stage": "evaluate",
+            "pool": training_pool,
+            "benchmark": queries,
+            "split": "dev",
+            "systems": systems,
+        },
+        "index": {"stage": "index", "pool": pool, "rankers": router, "out": str(out)},
     }
     return {step: {"out": str(out / step)} | recipe for step, recipe in steps.items()}
 
 
 def _query_step(config: FitConfig) -> Recipe:
-    """Return the recipe that reads or writes queries, without its `pool`."""
+    """Return the recipe that reads the given queries or writes new ones, without its `pool`."""
     if config.queries:
         return {
             "stage": "queries",
@@ -211,7 +214,10 @@ def list_steps(
 
 
 def _router_rankers(out: Path) -> list[Recipe]:
-    """Return the rankers of the router: BM25 and the encoder, then late interaction added."""
+    """Return the rankers of the router.
+
+    The first fuses BM25 and the encoder. The second adds late interaction, for the best 20 skills.
+    """
     lexical = {"kind": "lexical"}
     dense = {"kind": "dense", "source": str(out / "encoder"), "cache": str(out / "vectors")}
     late = {"kind": "late", "source": str(out / "encoder")}
