@@ -15,13 +15,14 @@ from transformers import Qwen3Config, Qwen3Model
 
 from faults import raises
 from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.models.activations import layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.estimates import activation_bytes
 from skilltrain.training.loop import Run, train
+from skilltrain.training.memory import activation_bytes
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from tiny_models import qwen3_tokenizer
@@ -153,7 +154,8 @@ def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> Non
     loss.backward()
     weights = sum(parameter.numel() * 4 for parameter in step.parameters())
     taken = torch.cuda.max_memory_allocated() - before - weights  # of them: gradients
-    planned = activation_bytes(step, [step.data.lists], torch.bfloat16)
+    bytes_per_slot = layer_bytes(step.model.network, torch.bfloat16)
+    planned = activation_bytes(step, step.data.lists, bytes_per_slot)
     assert planned > 2 * weights and taken == pytest.approx(planned, rel=0.25)
 
 

@@ -160,7 +160,7 @@ def test_the_probe_runs_the_largest_batch_and_changes_nothing(
     monkeypatch.setattr(loop, "can_probe", lambda _: True)
     found = run(step, tmp_path, resume=False)
     assert identical(found, uninterrupted[1]) and log_of(tmp_path) == log_of(uninterrupted[0])
-    assert seen[0] == batches[sizes.index(max(sizes))] and len(seen) == len(batches) + 1
+    assert seen[0] == batches[sizes.index(max(sizes))] and len(seen) == len(batches) + 2
     assert losses[0] != losses[1], "dropout is on"
 
 

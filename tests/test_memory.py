@@ -16,8 +16,8 @@ from skilltrain.models.encoder import Encoder, EncoderConfig
 from skilltrain.templates import EncoderTemplate
 from skilltrain.training import loop
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.estimates import activation_bytes
 from skilltrain.training.loop import out_of_memory_in_one_line
+from skilltrain.training.memory import activation_bytes
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.train import TrainEncoder, check_fits, load_model
@@ -169,7 +169,7 @@ def test_the_largest_batch_by_hand(open_encoder_of):
     ):
         step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64, recompute))
         assert step.slots(data.lists) == [60, 3]
-        assert activation_bytes(step, [data.lists[:1], data.lists], torch.float32) == expected
+        assert activation_bytes(step, data.lists, of_layer) == expected
 
 
 def test_a_network_that_cannot_recompute_is_refused():

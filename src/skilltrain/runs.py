@@ -145,15 +145,14 @@ def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summar
 
 
 def dry_run(stage: Stage) -> Summary:
-    """Print the resolved recipe, and return what the stage reports about a run without running.
+    """Print the resolved recipe and return what the stage would do; {} in other processes.
 
-    Processes other than the main one do nothing.
+    All processes of a launched training run measure together.
     """
-    if not is_main_process():
-        return {}
     say(to_yaml(stage))
     check_inputs(stage)
-    return stage.dry_run()
+    summary = stage.dry_run()
+    return summary if is_main_process() else {}
 
 
 def record_of(folder: Path) -> dict[str, Any]:

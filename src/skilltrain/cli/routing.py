@@ -77,12 +77,17 @@ def fit(
     settings: Annotated[
         list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")
     ] = None,
+    no_train: Annotated[
+        bool, typer.Option("--no-train", help="stop after the router without training")
+    ] = False,
     is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a router from a folder of skills: train an encoder, and combine it with BM25.
+    """Make a router from a folder of skills.
 
-    The same command continues a stopped run. OUT/recipes has the recipe of each step.
+    A router without training answers first. Then an encoder is trained. The trained router takes
+    over if it is better on queries that were held out. The same command continues a run that was
+    stopped. OUT/recipes has the recipe of each step.
 
     Example: skilltrain fit my_skills --out runs/router
     """
@@ -94,6 +99,8 @@ def fit(
         "out": str(out),
         "queries": [str(file) for file in queries or []],
     }
+    if no_train:
+        values["train"] = False
     if llm:
         values["llm"] = parse_yaml(llm, "--llm")
     values = apply_overrides(values, read_overrides(settings))
@@ -104,11 +111,14 @@ def fit(
 
     # Make the router, and print a summary.
     summary = quietly(run_fit, config)
-    num_lists = f"{summary['num_lists']:,}"
-    lines = [f"{out}: a router over {summary['num_skills']:,} skills, trained on {num_lists} lists"]
+    training = "without a trained encoder"
+    if summary["trained"]:
+        training = f"trained on {summary['num_lists']:,} lists"
+    lines = [f"{out}: a router over {summary['num_skills']:,} skills, {training}"]
     if "Hit@1" in summary:
         hits = ", ".join(f"{name} {value:.3f}" for name, value in summary["Hit@1"].items())
-        lines.append(f"Hit@1 of queries held out: {hits}; look at {out}/report/report.html")
+        lines.append(f"Hit@1 of {summary['num_queries']} queries held out: {hits}")
+        lines.append(f"report: {out}/report/report.html")
     lines.append(f"next: skilltrain route --router {quote(str(out))} 'a task in plain words'")
     conclude(summary, lines, as_json)
 

@@ -27,7 +27,7 @@ def host_name(host: str) -> str | None:
     IPv6 addresses are in brackets.
     """
     match = _HOST.fullmatch(host.lower())
-    return match and match[1]
+    return match[1] if match else None
 
 
 def is_loopback(host: str) -> bool:
@@ -60,14 +60,15 @@ class Access:
         if host_name(headers.get("host", "")) not in self.hosts:
             return refusal("this host name is not allowed (serve --allowed-host NAME)", 421)
         if not self.origins.issuperset(headers.getlist("origin")):
-            return refusal("web pages are not answered (serve --allowed-origin ORIGIN)", 403)
+            return refusal("this web page is not allowed (serve --allowed-origin ORIGIN)", 403)
 
         # A browser sends OPTIONS without the token, to ask whether its page may send a request.
-        needs_token = self.token and scope["path"] != "/health" and scope["method"] != "OPTIONS"
+        if not self.token or scope["path"] == "/health" or scope["method"] == "OPTIONS":
+            return None
         authorization = headers.get("authorization", "").encode()
-        if needs_token and not hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
-            return refusal("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
-        return None
+        if hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
+            return None
+        return refusal("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
 
 
 def read_access(
@@ -84,12 +85,15 @@ def read_access(
     Raises:
         SkilltrainError: A value is malformed, the variable holds no token, or no host is allowed.
     """
-    for name in allowed_hosts:
-        if host_name(name) is None:
+    hosts: set[str] = set()
+    for allowed_host in allowed_hosts:
+        name = host_name(allowed_host)
+        if name is None:
             fix = "give a name such as router.example.com, or an address"
             raise SkilltrainError(
-                "invalid-host", "is no host name", where=f"--allowed-host {name}", fix=fix
+                "invalid-host", "is no host name", where=f"--allowed-host {allowed_host}", fix=fix
             )
+        hosts.add(name)
     for origin in allowed_origins:
         if host_name(origin.partition("://")[2]) is None:
             fix = "give scheme and host, such as https://app.example.com"
@@ -97,10 +101,9 @@ def read_access(
                 "invalid-host", "is no origin", where=f"--allowed-origin {origin}", fix=fix
             )
 
-    names = [*allowed_hosts]
     if is_loopback(host):
-        names += _LOOPBACK_NAMES
-    if not names:
+        hosts.update(_LOOPBACK_NAMES)
+    if not hosts:
         fault = "other machines can reach this address, but no host name is allowed"
         fix = "name the hosts that clients use: --allowed-host NAME, once for each"
         raise SkilltrainError("invalid-host", fault, where=f"--host {host}", fix=fix)
@@ -110,9 +113,8 @@ def read_access(
         fault = "this environment variable holds no token"
         raise SkilltrainError("missing-key", fault, where=f"--token-env {token_variable}")
 
-    hosts = frozenset(str(host_name(name)) for name in names)
     origins = frozenset(origin.lower() for origin in allowed_origins)
-    return Access(hosts, origins, token)
+    return Access(frozenset(hosts), origins, token)
 
 
 def guard(app: ASGIApp, access: Access) -> ASGIApp:
@@ -120,6 +122,7 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
 
     async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
         response = access.check(scope) if scope["type"] == "http" else None
-        await (response or app)(scope, receive, send)
+        answer = app if response is None else response
+        await answer(scope, receive, send)
 
     return guarded_app

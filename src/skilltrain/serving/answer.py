@@ -1,8 +1,8 @@
 """Answers of a router: skills, why they were chosen, and how certain the router is.
 
 The probability that a skill serves a task is a logistic function of a few features (Platt, 1999). A
-higher feature never lowers it. For one task only the skill's own score and its lead differ between
-skills, so that probabilities fall with rank.
+higher feature never lowers it. Only two features differ between the skills of one task: the score
+and the lead. So probabilities fall with rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
 
 from skilltrain.config import Config
 from skilltrain.data.screening import Flag
@@ -94,7 +93,7 @@ class Trace:
     """Rankings of all rankers for one task.
 
     Attributes:
-        rankings_by_ranker: Ranking of each ranker. Rankers that are fused have one each.
+        rankings_by_ranker: Ranking by each ranker. Rankers that are fused have one each.
         max_score_by_ranker: Highest score that a ranker can give for this task, where it depends on
             the task. BM25's depends on the length of the task.
         ranking: Final ranking.
@@ -118,19 +117,22 @@ class Trace:
         shares: list[float] = []
         for ranker in rankers:
             scores = [score for _, score in self.rankings_by_ranker[ranker]]
-            max_score = self.max_score_by_ranker.get(ranker, 1.0) or 1.0  # BM25's may be 0
-            shares.append(max(scores, default=0.0) / max_score)
+            top_score = max(scores, default=0.0)
+            max_score = self.max_score_by_ranker.get(ranker, 1.0)
+            # The highest possible score of BM25 may be 0.
+            shares.append(top_score / max_score if max_score else top_score)
         return shares
 
-    def features(self, rankers: Sequence[str]) -> Float64[np.ndarray, "skill feature"]:
-        """Return score, lead and `top_scores(rankers)` of each skill of the final ranking.
+    def features(self, rankers: Sequence[str]) -> np.ndarray:
+        """Return the features of each skill of the final ranking, [skill, feature].
 
-        The lead is the difference to the best other skill: negative for all skills but the first,
-        and 0 for an only skill.
+        They are its score, its lead over the best other skill, and `top_scores(rankers)`. The lead
+        is negative for all skills but the first, and 0 without another skill.
         """
         scores = np.array([score for _, score in self.ranking])
         leads = scores - scores[:1]
-        leads[:1] = -leads[1:2].sum()  # the sum is 0 without a second skill
+        if len(scores) > 1:
+            leads[0] = scores[0] - scores[1]
         top_scores = np.tile(self.top_scores(rankers), (len(scores), 1))
         return np.column_stack([scores, leads, top_scores])
 
@@ -155,8 +157,8 @@ class Calibrator(Config):
     least: tuple[float, ...]
     miss: float
 
-    def probabilities(self, trace: Trace) -> Float64[np.ndarray, " skill"]:
-        """Return the probability that a skill serves the task, by rank."""
+    def probabilities(self, trace: Trace) -> np.ndarray:
+        """Return the probability of each skill of the final ranking that it serves the task."""
         logits = trace.features(self.rankers) @ np.array(self.weights) + self.intercept
         return (1 + np.tanh(logits / 2)) / 2  # the logistic function, without overflow
 

@@ -5,14 +5,14 @@ copies. Every answer of the second time is wrong. All metrics are by cross-valid
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from math import floor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
 from pydantic import Field
 
 from skilltrain.config import InputPath, Seed
@@ -29,7 +29,7 @@ from skilltrain.serving.router import Router
 from skilltrain.stage import Stage, Summary
 from skilltrain.terminal import track
 
-_MAX_RANK = 3  # of skills that weights are fitted to; lower ranks are hardly ever right
+_MAX_RANK = 3  # weights are fitted to these skills; lower ranks are hardly ever right
 _BELOW_ALL_SCORES = -1e9
 _L2 = 1e-2  # keeps weights finite if they can separate right answers from wrong ones
 _NUM_BINS = 10
@@ -87,16 +87,18 @@ class Calibrate(Stage):
         record = router.index.record
         benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
         if self.clusters is not None:
-            gold = {skill_id for task in benchmark.tasks for skill_id in task.relevance.gold}
-            benchmark = add_copies(benchmark, copies_of(gold, router.skills, self.clusters))
+            gold_ids = set(_gold_ids(benchmark.tasks))
+            benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
         folds = assign_folds(benchmark.tasks, self.folds, self.seed)
         cases = _route_cases(router, benchmark.tasks)
         calibrator = fit_calibrator(cases, self.answered, self.contained)
 
+        # Each query has two cases, one after the other.
         metrics = _cross_validate(cases, np.repeat(folds, 2), self)
         if self.unserved is not None:
             traces = [router.trace(query.text) for query in read_unserved(self.unserved)]
             metrics["unserved"] = share([calibrator.fits(trace) for trace in traces])
+
         calibration = Calibration(
             system=record.rankers,
             models=record.models,
@@ -113,51 +115,62 @@ class Case(NamedTuple):
 
     Attributes:
         trace: Rankings of the router.
-        is_right: Whether each skill of the final ranking serves the query.
+        is_right: [skill] Whether each skill of the final ranking serves the query.
         is_served: Whether the pool holds a skill that serves the query.
     """
 
     trace: Trace
-    is_right: tuple[bool, ...]
+    is_right: np.ndarray
     is_served: bool
+
+    @property
+    def first_is_right(self) -> bool:
+        """Whether the first skill serves the query."""
+        return any(self.is_right[:1])
+
+
+def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield the gold skills of all tasks. They may repeat."""
+    return chain.from_iterable(task.relevance.gold for task in tasks)
 
 
 def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
-    """Route each query with the skills that serve it, and then without them."""
+    """Route each query twice: over the whole pool, then without the skills that serve it."""
     cases: list[Case] = []
     for task in track(tasks, "routing", len(tasks)):
         relevance = task.relevance
         right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
         right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
+
         for is_served in (True, False):
             trace = router.trace(task.query.text, () if is_served else right_ids)
-            is_right = tuple(skill_id in right_ids for skill_id, _ in trace.ranking)
-            cases.append(Case(trace, is_right, is_served))
+            is_right = [skill_id in right_ids for skill_id, _ in trace.ranking]
+            cases.append(Case(trace, np.array(is_right, dtype=bool), is_served))
     return cases
 
 
 def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
-    """Fit a calibrator.
+    """Fit the probabilities of a router, then the limits that are derived from them.
 
     Args:
-        cases: All of them are used for the probabilities, and those that a skill serves for the
-            threshold and the likely set.
-        answered: Share of served tasks that the router is to answer.
-        contained: Share of served tasks whose likely set is to hold a right skill.
+        cases: Routed queries. The probabilities are fitted to all of them, and the limits only to
+            those that some skill serves.
+        answered: Share of served queries that the router is to answer.
+        contained: Share of served queries whose likely set is to hold a right skill.
 
     Raises:
         SkilltrainError: The first skill is never right.
     """
-    if not any(case.is_right[:1] == (True,) for case in cases):
+    if not any(case.first_is_right for case in cases):
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
+
     rankers = tuple(cases[0].trace.rankings_by_ranker)
     weights, intercept = fit_logistic(
         np.concatenate([case.trace.features(rankers)[:_MAX_RANK] for case in cases]),
         np.concatenate([case.is_right[:_MAX_RANK] for case in cases]),
     )
-    # The limits are set below: they depend on the probabilities.
-    calibrator = Calibrator(
+    unlimited = Calibrator(
         rankers=rankers,
         weights=tuple(weights.tolist()),
         intercept=intercept,
@@ -165,18 +178,34 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         least=(),
         miss=1.0,
     )
+    served_cases = [case for case in cases if case.is_served]
+    return _fit_limits(unlimited, served_cases, answered, contained)
 
-    served = [case for case in cases if case.is_served]
-    probabilities = [calibrator.probabilities(case.trace) for case in served]
-    best = [max(row, default=0.0) for row in probabilities]
+
+def _fit_limits(
+    calibrator: Calibrator, cases: Sequence[Case], answered: float, contained: float
+) -> Calibrator:
+    """Return the calibrator with its limits: `threshold`, `least` and `miss`.
+
+    Args:
+        calibrator: Its probabilities are fitted, and its limits are not set.
+        cases: Queries that some skill serves.
+        answered: Share of them that the router is to answer.
+        contained: Share of them whose likely set is to hold a right skill.
+    """
+    best: list[float] = []
     best_right: list[float] = []
-    for row, case in zip(probabilities, served, strict=True):
-        best_right.append(max(row[[*case.is_right]], default=0.0))
-    top_scores = np.array([case.trace.top_scores(rankers) for case in served])
+    for case in cases:
+        probabilities = calibrator.probabilities(case.trace)
+        best.append(max(probabilities, default=0.0))
+        best_right.append(max(probabilities[case.is_right], default=0.0))
+    # [query, ranker]
+    top_scores = np.array([case.trace.top_scores(calibrator.rankers) for case in cases])
 
-    # The best probability and each ranker's top score have a bound. All bounds together may turn
-    # away the share 1 - answered, and each of them an equal part of it.
-    level = 1 - (1 - answered) / (1 + len(rankers))
+    # A query is refused if its best probability or any ranker's top score is below its limit. Each
+    # of these limits may refuse the same part of the share 1 - answered.
+    num_limits = 1 + len(calibrator.rankers)
+    level = 1 - (1 - answered) / num_limits
     limits = {
         "threshold": bound(np.array(best), level),
         "least": tuple(bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T),
@@ -185,65 +214,84 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
     return calibrator.model_copy(update=limits)
 
 
-def fit_logistic(
-    rows: Float64[np.ndarray, "row feature"], labels: Bool[np.ndarray, " row"]
-) -> tuple[Float64[np.ndarray, " feature"], float]:
-    """Fit a logistic regression without negative weights. Return its weights and its intercept.
+def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
+    """Fit a logistic regression without negative weights.
 
     Features are scaled to unit variance for the fit, and their weights have a small L2 penalty.
+
+    Args:
+        rows: [row, feature] Features.
+        labels: [row] Whether each row is positive.
+
+    Returns:
+        The weights, [feature], and the intercept.
     """
     from scipy.optimize import minimize
 
-    mean = rows.mean(0)
-    spread = rows.std(0)
+    mean = rows.mean(0)  # [feature]
+    spread = rows.std(0)  # [feature]
     spread[spread == 0] = 1
-    # The last column is the intercept's.
+    # [row, feature + 1]; the last column is the intercept's.
     scaled = np.column_stack([(rows - mean) / spread, np.ones(len(rows))])
 
-    def loss(
-        values: Float64[np.ndarray, " feature"],
-    ) -> tuple[float, Float64[np.ndarray, " feature"]]:
-        """Return the penalized cross-entropy and its gradient."""
+    def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the penalized cross-entropy and its gradient at weights and intercept."""
         logits = scaled @ values
-        penalized = np.append(values[:-1], 0.0)
         probabilities = 1 / (1 + np.exp(-logits))
         entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
+        penalized = np.append(values[:-1], 0.0)  # all but the intercept
+        penalty = _L2 / 2 * penalized @ penalized
         gradient = scaled.T @ (probabilities - labels) / len(rows) + _L2 * penalized
-        return entropy + _L2 / 2 * penalized @ penalized, gradient
+        return entropy + penalty, gradient
 
+    # No weight is negative. The intercept is free.
     bounds = [(0, None)] * rows.shape[1] + [(None, None)]
     values = minimize(loss, np.zeros(len(bounds)), jac=True, method="L-BFGS-B", bounds=bounds).x
+
+    # Undo the scaling.
     weights = values[:-1] / spread
     return weights, float(values[-1] - mean @ weights)
 
 
-def bound(values: Float64[np.ndarray, " query"], level: float, lowest: float = 0.0) -> float:
+def bound(values: np.ndarray, level: float, lowest: float = 0.0) -> float:
     """Return the bound that a new query's value reaches with a probability of at least `level`.
 
-    It is the (n + 1)(1 - level)-th lowest of the n values, or `lowest` if they are too few for
-    `level`. Source: split conformal prediction (Angelopoulos and Bates 2021, section 1).
+    It is the (n + 1)(1 - level)-th lowest of the n values. Source: split conformal prediction
+    (Angelopoulos and Bates 2021, section 1).
+
+    Args:
+        values: [query] Values of earlier queries.
+        level: Probability between 0 and 1.
+        lowest: Bound if there are too few values for `level`.
     """
     rank = floor((len(values) + 1) * (1 - level) + 1e-9)  # rounding may make .1 · 10 less than 1
     return float(np.sort(values)[rank - 1]) if rank else lowest
 
 
-def _cross_validate(
-    cases: Sequence[Case], folds: Int64[np.ndarray, " case"], config: Calibrate
-) -> dict[str, Any]:
-    """Measure calibrators on the cases of folds that they were not fitted on.
+def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate) -> dict[str, Any]:
+    """Return metrics of calibrators on the cases that they were not fitted on.
 
-    Calibration error, risk and coverage count all cases, and the other metrics only cases that a
-    skill serves, except `falsely_answered`, which counts the others.
+    `calibration_error` and `risk_coverage` count all cases. `falsely_answered` counts cases that no
+    skill serves, and the other metrics count cases that some skill serves.
+
+    Args:
+        cases: Routed queries.
+        folds: [case] Fold of each case.
+        config: Settings of the stage.
     """
     fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
     calibrators = fit_out_of_fold(fit, cases, folds)
-    pairs = [*zip(cases, calibrators, strict=True)]
-    confidence = np.array([max(c.probabilities(case.trace), default=0.0) for case, c in pairs])
-    num_likely = np.array([c.num_likely(case.trace) for case, c in pairs])
-    answered = np.array([c.fits(case.trace) for case, c in pairs])
+    pairs = list(zip(calibrators, [case.trace for case in cases], strict=True))
+
+    # [case]
     served = np.array([case.is_served for case in cases])
-    right = np.array([any(case.is_right[:1]) for case in cases])
-    contained = [any(case.is_right[:size]) for case, size in zip(cases, num_likely, strict=True)]
+    right = np.array([case.first_is_right for case in cases])
+    answered = np.array([calibrator.fits(trace) for calibrator, trace in pairs])
+    num_likely = np.array([calibrator.num_likely(trace) for calibrator, trace in pairs])
+    confidence = np.array(
+        [max(calibrator.probabilities(trace), default=0.0) for calibrator, trace in pairs]
+    )
+    contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
     return {
         "right": share(right[served]),
         "answered": share(answered[served]),
@@ -256,63 +304,69 @@ def _cross_validate(
     }
 
 
-def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> Int64[np.ndarray, " query"]:
-    """Return the fold of each query. Queries that share a gold skill are in the same fold.
+def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray:
+    """Assign queries to folds. Queries that share a gold skill are in the same fold.
 
     Groups of such queries go, in an order drawn by `seed`, to the fold with the fewest queries.
+
+    Returns:
+        The fold of each query, [query].
 
     Raises:
         SkilltrainError: There are fewer groups than folds.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
-    linked = DisjointSet()
-    for task in tasks:
-        first, *others = task.relevance.gold
-        linked.add(first)
-        for other in others:
-            linked.add(other)
-            linked.merge(first, other)
-    groups = [linked[min(task.relevance.gold)] for task in tasks]
-    sizes = Counter(groups)
-    if len(sizes) < num_folds:
+    # Skills are linked if they are gold for the same query. Linked skills make a group.
+    linked = DisjointSet(_gold_ids(tasks))
+    first_ids = [min(task.relevance.gold) for task in tasks]
+    for task, first_id in zip(tasks, first_ids, strict=True):
+        for skill_id in task.relevance.gold:
+            linked.merge(first_id, skill_id)
+    groups = [linked[skill_id] for skill_id in first_ids]
+    num_queries_by_group = Counter(groups)
+    if len(num_queries_by_group) < num_folds:
         problem = (
-            f"{len(tasks)} queries for {len(sizes)} unrelated gold skills cannot be cut into "
-            f"{num_folds} folds"
+            f"{len(tasks)} queries for {len(num_queries_by_group)} unrelated gold skills cannot be "
+            f"cut into {num_folds} folds"
         )
         raise SkilltrainError("cannot-calibrate", problem, fix="give fewer folds, or more queries")
 
-    names = [*sizes]
-    num_queries = np.zeros(num_folds, dtype=np.int64)
+    fold_sizes = np.zeros(num_folds, dtype=np.int64)
     fold_by_group: dict[str, int] = {}
-    for position in np.random.default_rng(seed).permutation(len(names)).tolist():
-        name = names[position]
-        fold_by_group[name] = int(num_queries.argmin())
-        num_queries[fold_by_group[name]] += sizes[name]
-    return np.array([fold_by_group[group] for group in groups], dtype=np.int64)
+    for group in np.random.default_rng(seed).permutation([*num_queries_by_group]).tolist():
+        fold = int(fold_sizes.argmin())
+        fold_by_group[group] = fold
+        fold_sizes[fold] += num_queries_by_group[group]
+    return np.array([fold_by_group[group] for group in groups])
 
 
 def fit_out_of_fold(
-    fit: Callable[[Sequence[Case]], Calibrator],
-    cases: Sequence[Case],
-    folds: Int64[np.ndarray, " case"],
+    fit: Callable[[Sequence[Case]], Calibrator], cases: Sequence[Case], folds: np.ndarray
 ) -> list[Calibrator]:
-    """Return for each case the calibrator fitted on the cases of the other folds."""
+    """Return for each case the calibrator that is fitted to the cases of the other folds.
+
+    Args:
+        fit: Fits a calibrator to cases.
+        cases: Routed queries.
+        folds: [case] Fold of each case, counted from 0.
+    """
     calibrators: list[Calibrator] = []
     for fold in range(folds.max() + 1):
-        calibrators.append(
-            fit([cases[number] for number in np.flatnonzero(folds != fold).tolist()])
-        )
+        positions = np.flatnonzero(folds != fold)
+        calibrators.append(fit([cases[position] for position in positions]))
     return [calibrators[fold] for fold in folds]
 
 
-def calibration_error(
-    probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]
-) -> float:
+def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> float:
     """Return the expected calibration error, over ten bins of equally many answers.
 
     It is the mean difference between confidence and accuracy of the bins (Naeini et al. 2015; bins
     of equal mass: Nixon et al. 2019).
+
+    Args:
+        probabilities: [answer] Confidence that each answer is right.
+        is_right: [answer] Whether each answer is right.
     """
     num_bins = min(_NUM_BINS, len(probabilities))
     bins = np.array_split(np.argsort(probabilities, kind="stable"), num_bins)
@@ -320,20 +374,24 @@ def calibration_error(
     return float(sum(gaps) / len(probabilities))
 
 
-def risk_coverage(
-    probabilities: Float64[np.ndarray, " answer"], is_right: Bool[np.ndarray, " answer"]
-) -> list[tuple[float, float]]:
+def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple[float, float]]:
     """Return the risk at ten levels of coverage (El-Yaniv and Wiener 2010).
 
+    Args:
+        probabilities: [answer] Confidence that each answer is right.
+        is_right: [answer] Whether each answer is right.
+
     Returns:
-        The share of tasks that are answered, the most certain first, and the share of these answers
-        that are wrong. Levels without an answer are left out.
+        Pairs of coverage and risk. Coverage is the share of the tasks that are answered, the most
+        certain first, and risk is the share of wrong ones among these answers. Levels without an
+        answer are left out.
     """
-    num_wrong = np.cumsum(~is_right[np.argsort(-probabilities, kind="stable")])
+    order = np.argsort(-probabilities, kind="stable")
+    num_wrong = np.cumsum(~is_right[order])  # among the first answers, by their number
     points: list[tuple[float, float]] = []
     for tenth in range(1, _NUM_BINS + 1):
-        count = round(len(num_wrong) * tenth / _NUM_BINS)
-        if count:
-            risk = float(num_wrong[count - 1]) / count
-            points.append((round(count / len(num_wrong), 4), round(risk, 4)))
+        num_answers = round(len(order) * tenth / _NUM_BINS)
+        if num_answers:
+            risk = float(num_wrong[num_answers - 1]) / num_answers
+            points.append((round(num_answers / len(order), 4), round(risk, 4)))
     return points

@@ -86,27 +86,32 @@ class LimitedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _drop_slow_clients(self) -> None:
+        """Count one more second for each client that lets the server wait. Drop the slow ones."""
         connections: set[Any] = self.server_state.connections
         waiting_seconds: dict[Any, int] = {}
         for connection in connections:
-            key = (connection, connection.cycle)
-            if _is_waiting(connection.cycle, connection.flow):
-                waiting_seconds[key] = self._waiting_seconds.get(key, 0) + 1
-        self._waiting_seconds = waiting_seconds
-
-        for (connection, _), seconds in waiting_seconds.items():
-            if seconds > _SECONDS:
+            request = connection.cycle
+            if not _is_waiting(request, connection.flow):
+                continue
+            key = (connection, request)
+            waiting_seconds[key] = self._waiting_seconds.get(key, 0) + 1
+            if waiting_seconds[key] > _SECONDS:
                 connection.transport.abort()
+        self._waiting_seconds = waiting_seconds
 
 
 def _is_waiting(request: RequestResponseCycle | None, flow: FlowControl) -> bool:
     """Return whether the server waits for the client to send its request or read the response."""
-    is_answering = request is not None and not (request.more_body or request.response_complete)
-    return flow.write_paused or not is_answering
+    if flow.write_paused or request is None:
+        return True
+    return request.more_body or request.response_complete
 
 
 def max_connections() -> int:
-    """Return half of the files that this process may open, at most 1,000; the router needs some."""
+    """Return half the number of files that this process may open, but at most 1,000.
+
+    The router itself needs some of them.
+    """
     try:
         from resource import RLIMIT_NOFILE, getrlimit
     except ImportError:  # Windows has no such limit
@@ -115,7 +120,7 @@ def max_connections() -> int:
 
 
 def new_http_server(app: ASGIApp) -> uvicorn.Server:
-    """Create a server for `app` that has these limits."""
+    """Create an HTTP/1.1 server that limits open connections and drops slow clients."""
     limit = max_connections()
     config = uvicorn.Config(
         app,
@@ -124,7 +129,7 @@ def new_http_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         log_level="error",  # mistakes of clients are not logged
         limit_concurrency=limit,
-        # The event loop accepts so many connections before it can close those above the limit.
+        # The event loop may accept this many connections before it closes those above the limit.
         backlog=limit // 4,
         timeout_graceful_shutdown=_SECONDS,
     )

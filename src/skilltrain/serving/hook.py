@@ -64,11 +64,11 @@ def _read_and_route() -> list[str]:
     address = os.environ.get("SKILLTRAIN_ROUTER", "http://127.0.0.1:8765")
     if len(sys.argv) > 1:
         address = sys.argv[1]
-    return lines_for(prompt, address)
+    return _ask_router(prompt, address)
 
 
 def _parse_prompt(text: str) -> str:
-    """Return the prompt in plain text or in a hook's JSON; an empty string for other JSON."""
+    """Return the prompt in plain text or in the JSON of a hook. It is empty for other JSON."""
     try:
         values = json.loads(text)
     except ValueError:
@@ -78,35 +78,37 @@ def _parse_prompt(text: str) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def lines_for(prompt: str, address: str) -> list[str]:
-    """Ask the server at `address` and return the lines to print; none if no skill fits.
+def _ask_router(prompt: str, address: str) -> list[str]:
+    """Ask the server at `address` for skills. Return the lines to print; none if no skill fits.
 
-    Raises any error of the network, and of an answer that is not as expected.
+    Any error of the network, or of an unexpected answer, is raised.
     """
     server = urlsplit(address)
     body = json.dumps({"query": prompt, "k": _TOP_K}).encode()
-    head = [
-        f"POST {server.path.rstrip('/')}/route HTTP/1.0",
-        f"Host: {server.netloc}",
-        f"Content-Length: {len(body)}",
-    ]
+    head = (
+        f"POST {server.path.rstrip('/')}/route HTTP/1.0\r\n"
+        f"Host: {server.netloc}\r\n"
+        f"Content-Length: {len(body)}\r\n"
+    )
     token = os.environ.get("SKILLTRAIN_TOKEN")
     if token:
-        head.append(f"Authorization: Bearer {token}")
-    request = "".join(f"{line}\r\n" for line in [*head, ""]).encode() + body
+        head += f"Authorization: Bearer {token}\r\n"
 
     with socket.create_connection((server.hostname or "", server.port or 80)) as connection:
-        connection.sendall(request)
-        response = b"".join(iter(lambda: connection.recv(65536), b""))
+        connection.sendall(f"{head}\r\n".encode() + body)
+        response = connection.makefile("rb").read()
 
     response_head, _, content = response.partition(b"\r\n\r\n")
     answer: Any = json.loads(content)
-    if response_head.split()[1] != b"200" or not answer["fits"]:
+    status = response_head.split()[1]
+    if status != b"200" or not answer["fits"]:
         return []
-    return [_HEAD, *map(_skill_line, answer["skills"][:_TOP_K]), _TAIL]
+    lines = [_skill_line(skill) for skill in answer["skills"][:_TOP_K]]
+    return [_HEAD, *lines, _TAIL]
 
 
 def _skill_line(skill: dict[str, Any]) -> str:
+    """Return name, URI and description of a skill as one line without control characters."""
     line = f"- {skill['name']} ({skill['uri']}): {skill['description']}"[:_MAX_LINE_CHARS]
     if skill["flags"]:
         line += " FLAGGED by the safety screening."

@@ -94,7 +94,7 @@ class IndexRecord(Config):
     skilltrain: str
 
     @classmethod
-    def of(
+    def create(
         cls,
         router: Path,
         local_paths: dict[str, str],
@@ -116,11 +116,13 @@ class IndexRecord(Config):
             _change_paths(ranker.written_out().model_dump(mode="json"), store)
             for ranker in system.rankers
         ]
-        parts = parts_of(system.rankers)
-        model_sources = {part.model_source for part in parts if part.model_source}
-        models = {store(source): model_fingerprint(source) for source in sorted(model_sources)}
+        sources = {ranker.model_source for ranker in parts_of(system.rankers)}
+        models = {
+            store(source): model_fingerprint(source) for source in sorted(filter(None, sources))
+        }
         if calibration and (calibration.system, calibration.models) != (rankers, models):
             calibration = None
+
         return cls(
             pool=store(str(contents.pool)),
             sources={store(str(path)): len(skills) for path, skills in contents.skills.items()},
@@ -180,8 +182,8 @@ class Index(RouterState):
         pool: Pool that the router was made from.
         folder: Folder of the generation.
         record: Its record.
-        keys: Key of each skill's content.
-        parts: Data that each ranker stores about the pool, by the ranker's `key`.
+        keys: Key of each skill's content, [skill].
+        stored_parts: Data that each ranker stores about the pool, by the ranker's `key`.
         stamp: State of the files when they were read.
     """
 
@@ -189,7 +191,7 @@ class Index(RouterState):
     folder: Path
     record: IndexRecord
     keys: np.ndarray
-    parts: Mapping[str, Any]
+    stored_parts: Mapping[str, Any]
     stamp: set[FileStamp]
 
     @classmethod
@@ -202,19 +204,11 @@ class Index(RouterState):
         while True:
             folder = current_generation(router)
             try:
-                return _open(folder)
+                return _load_generation(folder)
             except (SkilltrainError, OSError, ValueError, pa.ArrowException) as error:
-                if current_generation(router) != folder:
-                    continue  # a writer has replaced the generation
-                if isinstance(error, SkilltrainError):
-                    fix = error.fix or _RUN_AGAIN
-                    raise SkilltrainError(
-                        error.code, error.problem, where=error.where, fix=fix
-                    ) from error
-                problem = f"is half-written or damaged: {reason_of(error)}"
-                raise SkilltrainError(
-                    "damaged-router", problem, where=folder, fix=_RUN_AGAIN
-                ) from error
+                # If a writer has replaced the generation meanwhile, try the new one.
+                if current_generation(router) == folder:
+                    raise _damage(folder, error) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
         """Assign skills to the sources that the index has for their ids.
@@ -223,14 +217,15 @@ class Index(RouterState):
         """
         sources = self.folders[: len(self.record.sources)]
         source_by_id: dict[str, Path] = {}
-        skill_ids = iter(self.skills)
+        skill_ids = iter(self.skills)  # of the first source, then of the second, and so on
         for source, num_skills in zip(sources, self.record.sources.values(), strict=True):
             source_by_id |= dict.fromkeys(islice(skill_ids, num_skills), source)
 
-        groups: dict[Path, list[Skill]] = {source: [] for source in sources}
+        skills_by_source: dict[Path, list[Skill]] = {source: [] for source in sources}
         for skill in skills:
-            groups[source_by_id.get(skill.skill_id, sources[0])].append(skill)
-        return Contents(self.pool, groups, self.watched)
+            source = source_by_id.get(skill.skill_id, sources[0])
+            skills_by_source[source].append(skill)
+        return Contents(self.pool, skills_by_source, self.watched)
 
     @property
     def watched(self) -> list[Path]:
@@ -252,7 +247,7 @@ class Index(RouterState):
 
 
 def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: Path) -> None:
-    """Check the servers that a router's rankers would send texts to, before any ranker is opened.
+    """Check that a router's rankers may send texts to their servers. No ranker is opened.
 
     Args:
         system: Rankers of the router.
@@ -263,19 +258,20 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
         SkilltrainError: A server is not allowed, or the environment variable of its key does not
             end in `_API_KEY`.
     """
-    for part in parts_of(system.rankers):
-        if part.server is None:
+    for ranker in parts_of(system.rankers):
+        server = ranker.server
+        if server is None:
             continue
-        url = part.server.base_url
+        url = server.base_url  # an allowed URL may end in a slash
         if allowed is not None and url not in allowed and f"{url}/" not in allowed:
             problem = f"this router sends texts to {url}"
             fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
-            raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
-        variable = part.server.api_key_env
-        if not variable.endswith("_API_KEY"):
-            problem = f"this router reads the environment variable {variable}"
+        elif not server.api_key_env.endswith("_API_KEY"):
+            problem = f"this router reads the environment variable {server.api_key_env}"
             fix = "only names that end in _API_KEY are read"
-            raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
+        else:
+            continue
+        raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
 
 
 def current_generation(router: Path) -> Path:
@@ -293,7 +289,8 @@ def current_generation(router: Path) -> Path:
 
 def next_generation(router: Path) -> Path:
     """Return the folder of the next generation. Its number is above those of all others."""
-    return router / f"index-{1 + max(_generation_numbers(router).values(), default=0)}"
+    numbers = _generation_numbers(router).values()
+    return router / f"index-{max(numbers, default=0) + 1}"
 
 
 def remove_old_generations(router: Path) -> None:
@@ -315,16 +312,17 @@ def _generation_numbers(router: Path) -> dict[Path, int]:
     return numbers
 
 
-def _open(folder: Path) -> Index:
+def _load_generation(folder: Path) -> Index:
     """Load a generation, and check that it is complete."""
-    if not (folder / RECORD).is_file():
+    record_file = folder / RECORD
+    if not record_file.is_file():
         raise OSError(f"it lacks {RECORD}")
     stamp = file_stamps(folder)
-    values = read_json(folder / RECORD)
+    values = read_json(record_file)
     ROUTER.check(values, folder, _MAKE_AGAIN)
-    record = validate(IndexRecord, values, folder / RECORD)
+    record = validate(IndexRecord, values, record_file)
     for name, size in record.files.items():
-        file = path_inside(folder, name, folder / RECORD)
+        file = path_inside(folder, name, record_file)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
 
@@ -332,11 +330,11 @@ def _open(folder: Path) -> Index:
     system = record.system(router)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
     keys = np.load(folder / KEYS_FILE)
-    parts = {
-        part.key: part.stored_part.load(folder / name)
-        for name, part in storing_rankers(system).items()
+    stored_parts = {
+        ranker.key: ranker.stored_part.load(folder / name)
+        for name, ranker in storing_rankers(system).items()
     }
-    counts = {len(skills), len(keys)} | {part.num_skills for part in parts.values()}
+    counts = {len(skills), len(keys)} | {part.num_skills for part in stored_parts.values()}
     if counts != {sum(record.sources.values())}:
         raise ValueError("its parts are of different pools")
 
@@ -344,21 +342,31 @@ def _open(folder: Path) -> Index:
     # The sources come first: `Index.contents` takes them from there.
     folders = [Path(_from_stored_path(router, name)) for name in record.sources]
     folders += skill_folders(pool)
-    return Index(system, skills, folders, pool, folder, record, keys, parts, stamp)
+    return Index(system, skills, folders, pool, folder, record, keys, stored_parts, stamp)
+
+
+def _damage(folder: Path, error: Exception) -> SkilltrainError:
+    """Return the error for a generation that cannot be loaded, with a fix."""
+    if isinstance(error, SkilltrainError):
+        fix = error.fix or _RUN_AGAIN
+        return SkilltrainError(error.code, error.problem, where=error.where, fix=fix)
+    problem = f"is half-written or damaged: {reason_of(error)}"
+    return SkilltrainError("damaged-router", problem, where=folder, fix=_RUN_AGAIN)
 
 
 def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
     """Return the rankers that store data about the pool, by the name of their data's folder."""
-    parts = {part.key: part for part in parts_of(system.rankers) if part.stored_part}
-    return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
+    rankers = {ranker.key: ranker for ranker in parts_of(system.rankers) if ranker.stored_part}
+    return {f"part-{number}": ranker for number, ranker in enumerate(rankers.values(), 1)}
 
 
 def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
-    """Return settings of rankers with `change` applied to the paths in them."""
+    """Return settings of rankers in which `change` has replaced every path."""
     if isinstance(value, list):
         return [_change_paths(item, change) for item in value]
     if not isinstance(value, dict):
         return value
+
     changed: dict[str, Any] = {}
     for key, item in value.items():
         is_path = key in _PATH_SETTINGS and isinstance(item, str)
@@ -379,6 +387,7 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
     root = router.resolve()
     if path.is_relative_to(root):
         return f"./{path.relative_to(root)}"
+
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
     key = f"{_LOCAL}{path.name}-{digest}"
     local_paths[key] = str(path)

@@ -121,47 +121,50 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
     """Return `contents` with the current skills of watched folders.
 
     A folder that is gone keeps its skills, because it may come back. A skill without a category
-    keeps the one that `contents` has for its id. If two sources use an id for different skills,
-    the second one's skill gets another id.
+    keeps the category that `contents` has for its id. If two sources use an id for different
+    skills, the skill of the second source gets another id.
 
     Raises:
         SkilltrainError: A folder that is no source yet has skills of a source that is not watched.
             If they were removed from the folder, the router would still have them.
     """
-    old_skills: dict[str, Skill] = {}
-    source_by_id: dict[str, Path] = {}
-    for source, group in contents.skills.items():
-        old_skills |= {skill.skill_id: skill for skill in group}
-        source_by_id |= {skill.skill_id: source for skill in group}
-
-    skills = dict(contents.skills)
+    old_categories = {skill.skill_id: skill.category for skill in contents.all_skills()}
+    skills_by_source = dict(contents.skills)
     for folder in folders:
         if not folder.is_dir():
             say(f"{folder}: this watched folder is gone")
             continue
         try:
-            group = read_pool(folder)
+            skills = read_pool(folder)
         except SkilltrainError:  # the folder has no skill
-            group = []
+            skills = []
 
-        if folder not in contents.skills:
-            shared = {source for source in contents.skills if folder.is_relative_to(source)}
-            shared |= {source_by_id.get(skill.skill_id, folder) for skill in group}
-            unwatched = shared - {*folders}
-            if unwatched:
-                problem = f"has skills of {min(unwatched)}, which is not watched"
-                fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
-                raise SkilltrainError("unwatched-folder", problem, where=folder, fix=fix)
+        unwatched = _sources_with(contents, folder, skills) - {*folders}
+        if folder not in contents.skills and unwatched:
+            problem = f"has skills of {min(unwatched)}, which is not watched"
+            fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
+            raise SkilltrainError("unwatched-folder", problem, where=folder, fix=fix)
 
-        for position, skill in enumerate(group):
-            category = skill.category or old_skills.get(skill.skill_id, skill).category
-            group[position] = replace(skill, category=category)
-        skills[folder] = group
+        for position, skill in enumerate(skills):
+            category = skill.category or old_categories.get(skill.skill_id, skill.category)
+            skills[position] = replace(skill, category=category)
+        skills_by_source[folder] = skills
 
-    if len(skills) > 1:
-        merged, _ = merge_sources([*skills.values()], drop_duplicates=False)
-        skills = dict(zip(skills, merged, strict=True))
-    return contents._replace(skills=skills, watched={*contents.watched, *folders})
+    if len(skills_by_source) > 1:
+        merged, _ = merge_sources([*skills_by_source.values()], drop_duplicates=False)
+        skills_by_source = dict(zip(skills_by_source, merged, strict=True))
+    return contents._replace(skills=skills_by_source, watched={*contents.watched, *folders})
+
+
+def _sources_with(contents: Contents, folder: Path, skills: Sequence[Skill]) -> set[Path]:
+    """Return the sources in `contents` that contain `folder` or have the id of any of `skills`."""
+    skill_ids = {skill.skill_id for skill in skills}
+    sources: set[Path] = set()
+    for source, old_skills in contents.skills.items():
+        has_same_id = any(skill.skill_id in skill_ids for skill in old_skills)
+        if has_same_id or folder.is_relative_to(source):
+            sources.add(source)
+    return sources
 
 
 def _open_or_none(router: Path) -> Index | None:
@@ -192,10 +195,10 @@ def write_index(
 
     Args:
         router: Folder of the router.
-        system: Rankers.
+        system: Rankers of the router.
         contents: Skills. Only those that are new or changed are encoded and indexed.
         models: Open models of the rankers by `key`. Models that have to be opened are added.
-        calibration: None keeps the router's own calibration if it still applies.
+        calibration: Calibration to add. None keeps the router's own, if it still applies.
         previous: Generation that the change is based on; None for the one in the folder.
 
     Returns:
@@ -219,9 +222,10 @@ def write_index(
         keys = _content_keys(skills)
         counts = _count_changes(previous, skills, keys)
 
+        # The record adds the paths that it needs to `local_paths`.
         local_paths = read_local(router)
         old_calibration = previous.record.calibration if previous else None
-        record = IndexRecord.of(
+        record = IndexRecord.create(
             router, local_paths, system, contents, calibration or old_calibration
         )
         if calibration and record.calibration is None:
@@ -235,6 +239,8 @@ def write_index(
             old_record = previous.record.model_copy(update={"files": {}})
             if old_record == record:
                 return counts
+
+        # Replacing the pointer makes the new generation the one in use.
         _write_generation(folder, record, skills, keys, models, previous)
         write_json(router / POINTER, {"index": folder.name})
         remove_old_generations(router)
@@ -249,24 +255,37 @@ def _write_generation(
     models: dict[str, Any],
     previous: Index | None,
 ) -> None:
-    """Write the files of a generation. Data of unchanged skills is copied from the previous one."""
-    old_parts: Mapping[str, Any] = {}
+    """Write the files of a generation. Data of unchanged skills is copied from the previous one.
+
+    Args:
+        folder: Folder of the generation.
+        record: Its record, without `files`.
+        skills: Skills of the router.
+        keys: Key of each skill's content, [skill].
+        models: Open models of the rankers by `key`. Models that have to be opened are added.
+        previous: Previous generation, if there is one.
+    """
+    old_data: Mapping[str, Any] = {}
     old_positions: dict[int, int] = {}
     if previous and previous.record.models == record.models:
-        old_parts = previous.parts
+        old_data = previous.stored_parts
         old_positions = {key: position for position, key in enumerate(previous.keys.tolist())}
-    # Position of each skill in the old parts; -1 if it is new or changed.
+    # Position of each skill in the old data; -1 if it is new or changed.
     positions = [old_positions.get(key, -1) for key in keys.tolist()]
 
     router = folder.parent
     with staged_folder(folder) as staged:
+        # What each ranker stores about the pool.
         for name, ranker in storing_rankers(record.system(router)).items():
             (staged / name).mkdir()
             model = open_model(ranker, models, router)
-            model.save_part(staged / name, skills, old_parts.get(ranker.key), positions)
+            model.save_part(staged / name, skills, old_data.get(ranker.key), positions)
+
         np.save(staged / KEYS_FILE, keys)
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
+
+        # The record comes last, because it lists the sizes of the others.
         files: dict[str, int] = {}
         for file in staged.rglob("*.*"):  # folders have no dot in their names
             files[str(file.relative_to(staged))] = file.stat().st_size
@@ -275,7 +294,7 @@ def _write_generation(
 
 
 def _content_keys(skills: Sequence[Skill]) -> np.ndarray:
-    """Return a key of each skill's content.
+    """Return a key of each skill's content, [skill].
 
     Raises:
         SkilltrainError: There is no skill, or an id repeats.
@@ -292,11 +311,17 @@ def _content_keys(skills: Sequence[Skill]) -> np.ndarray:
 def _count_changes(
     previous: Index | None, skills: Sequence[Skill], keys: np.ndarray
 ) -> dict[str, int]:
-    """Count the skills, and those that are new, changed and gone."""
+    """Count the skills, and those that are new, changed and gone.
+
+    Args:
+        previous: Previous generation; None if all skills are new.
+        skills: Skills of the router.
+        keys: Key of each skill's content, [skill].
+    """
     old_keys: dict[str, int] = {}
     if previous:
         old_keys = dict(zip(previous.skills, previous.keys.tolist(), strict=True))
-    new_keys = dict(zip((skill.skill_id for skill in skills), keys.tolist(), strict=True))
+    new_keys = dict(zip([skill.skill_id for skill in skills], keys.tolist(), strict=True))
     common_ids = old_keys.keys() & new_keys.keys()
     return {
         "num_skills": len(new_keys),
@@ -307,7 +332,7 @@ def _count_changes(
 
 
 def open_model(config: RankerConfig, models: dict[str, Any], router: Path | None) -> Any:
-    """Return what a ranker needs for any pool. It is opened if `models` lacks it.
+    """Return the model of a ranker, which serves any pool. It is opened if `models` lacks it.
 
     Args:
         config: The ranker.

@@ -27,26 +27,26 @@ from skilltrain.serving.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
 
 _MAX_CHARS = 10_000  # of a task; the rest is not read
-_MIN_DEPTH = 20  # skills ranked at least, so that probabilities do not depend on `k`
+_MIN_DEPTH = 20  # at least so many skills are ranked, so that probabilities do not depend on `k`
 _NUM_REMEMBERED_FLAGS = 4096  # skills
 _NUM_REMEMBERED_VECTORS = 64  # tasks
 _MAX_TERMS = 8  # of an explanation
 
 
 @dataclass(frozen=True)
-class _OpenRouter:
+class _OpenPool:
     """A pool and the rankers over it. An update of the pool replaces all of it but `models`.
 
     Attributes:
         state: Rankers' settings and skills.
         labels: Name of each ranker by its `key`.
-        parts: Rankers over the pool by their `key`.
+        rankers: Rankers over the pool by their `key`, without those that fuse others.
         models: Open models by the rankers' `key`.
     """
 
     state: RouterState
     labels: Mapping[str, str]
-    parts: dict[str, Ranker]
+    rankers: dict[str, Ranker]
     models: dict[str, Any]
 
     @property
@@ -61,7 +61,13 @@ class _OpenRouter:
         return self.index.record.calibration.calibrator
 
     def trace(self, query: Query, k: int, excluded_ids: Collection[str] = ()) -> Trace:
-        """Rank the pool for a query as if it did not contain the skills `excluded_ids`."""
+        """Rank the pool for a query, and keep the ranking of every ranker.
+
+        Args:
+            query: Query to rank for.
+            k: Number of skills to rank, and at least `_MIN_DEPTH`.
+            excluded_ids: Skills that are left out, as if the pool did not contain them.
+        """
         ranking_by_label: dict[str, Ranking] = {}
 
         def observe(run: RankerRun) -> None:
@@ -69,26 +75,30 @@ class _OpenRouter:
                 # A ranker may run again on a few candidates. Its first ranking is of the pool.
                 ranking_by_label.setdefault(self.labels[leg.key], rankings[query.query_id])
 
-        rankers = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
-        pool = OpenRankers((), self.parts)
-        rankings = run_rankers(rankers, [query], None, pool, observe, excluded_ids)
-        ranking = rankings[query.query_id][: rankers[-1].keep]
+        configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
+        pool = OpenRankers((), self.rankers)
+        rankings = run_rankers(configs, [query], None, pool, observe, excluded_ids)
+        ranking = rankings[query.query_id][: configs[-1].keep]
 
         max_scores: dict[str, float] = {}
-        for key, part in self.parts.items():
-            if isinstance(part, PoolRanker) and isinstance(part.index, BM25Index):
-                max_scores[self.labels[key]] = part.index.highest_possible_score(query.text)
+        for key, ranker in self.rankers.items():
+            if isinstance(ranker, PoolRanker) and isinstance(ranker.index, BM25Index):
+                max_scores[self.labels[key]] = ranker.index.highest_possible_score(query.text)
         return Trace(ranking_by_label, max_scores, ranking)
 
     def explain(self, query: Query, trace: Trace, skill: Skill) -> Explanation:
-        """Return a skill's ranks, terms by the first BM25 and chunk by the first encoder."""
+        """Explain why a skill was chosen for a query.
+
+        The words are of the first BM25 index that has any. The part of the body is of the first
+        vector index that has one.
+        """
         terms: list[str] = []
         window: tuple[int, int] | None = None
-        for key, part in self.parts.items():
-            if not isinstance(part, PoolRanker):
+        for key, ranker in self.rankers.items():
+            if not isinstance(ranker, PoolRanker):
                 continue
-            index = part.index
-            position = part.position_by_id[skill.skill_id]
+            index = ranker.index
+            position = ranker.position_by_id[skill.skill_id]
             if isinstance(index, BM25Index) and not terms:
                 terms = index.matching_words(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
@@ -100,7 +110,7 @@ class _OpenRouter:
     def routed_skill(
         self, query: Query, trace: Trace, rank: int, probability: float | None
     ) -> RoutedSkill:
-        """Return the skill on a rank of the final ranking, with its explanation and flags."""
+        """Return the skill at a rank of the final ranking, with its explanation and flags."""
         skill_id, score = trace.ranking[rank - 1]
         skill = self.state.skills[skill_id]
         path = find_skill_file(self.state.folders, skill_id)
@@ -139,7 +149,7 @@ class Router:
             raise SkilltrainError("empty-pool", "the pool is empty")
         folders = skill_folders(pool) if pool else []
         skills_by_id = {skill.skill_id: skill for skill in skills}
-        self._now = _open(RouterState(system, skills_by_id, folders), {})
+        self._current = _open(RouterState(system, skills_by_id, folders), {})
 
     @classmethod
     def load(cls, folder: Path | str, allow_servers: Collection[str] = ()) -> "Router":
@@ -157,27 +167,27 @@ class Router:
         check_servers(index.system, allow_servers, index.folder.parent)
         router = cls.__new__(cls)
         router._allow_servers = allow_servers
-        router._now = _open(index, {})
+        router._current = _open(index, {})
         return router
 
     @property
     def skills(self) -> Mapping[str, Skill]:
         """Skills by id, in the order of the pool."""
-        return self._now.state.skills
+        return self._current.state.skills
 
     @property
     def index(self) -> Index | None:
         """The index in the router's folder; None for a router without a folder."""
-        return self._now.index
+        return self._current.index
 
     @property
     def parts(self) -> Mapping[str, Ranker]:
         """Rankers by `key`, to use an encoder or a reranker directly."""
-        return self._now.parts
+        return self._current.rankers
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """Return the flags of the safety screening for a skill: the first of each rule."""
-        path = find_skill_file(self._now.state.folders, skill.skill_id)
+        path = find_skill_file(self._current.state.folders, skill.skill_id)
         return _screen(skill, path)
 
     def route(self, task: str, k: int = 5) -> Answer:
@@ -190,24 +200,24 @@ class Router:
         Raises:
             SkilltrainError: The task has no visible character.
         """
-        now = self._now  # another thread may replace it
+        pool = self._current  # another thread may replace it
+        calibrator = pool.calibrator
         query = _query(task)
-        trace = now.trace(query, k)
+        trace = pool.trace(query, k)
         probabilities: list[float | None] = [None] * len(trace.ranking)
-        if now.calibrator:
-            probabilities = now.calibrator.probabilities(trace).tolist()
+        if calibrator:
+            probabilities = calibrator.probabilities(trace).tolist()
 
         skills: list[RoutedSkill] = []
         for rank, probability in enumerate(probabilities[:k], 1):
-            skills.append(now.routed_skill(query, trace, rank, probability))
-        if now.calibrator is None:
+            skills.append(pool.routed_skill(query, trace, rank, probability))
+        if calibrator is None:
             return Answer(tuple(skills), fits=bool(skills), num_likely=None)
-        num_likely = now.calibrator.num_likely(trace)
-        return Answer(tuple(skills), now.calibrator.fits(trace), num_likely)
+        return Answer(tuple(skills), calibrator.fits(trace), calibrator.num_likely(trace))
 
     def trace(self, task: str, without: Collection[str] = ()) -> Trace:
         """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
-        return self._now.trace(_query(task), _MIN_DEPTH, without)
+        return self._current.trace(_query(task), _MIN_DEPTH, without)
 
     def update(self, skills: Sequence[Skill] | Contents) -> dict[str, int]:
         """Replace the skills of this router and of its folder. Only new texts are encoded.
@@ -224,67 +234,76 @@ class Router:
         """
         if not isinstance(skills, Contents):
             self.refresh()
-        now = self._now
-        index = now.index
+        pool = self._current
+        index = pool.index
         if index is None:
             fix = "make one with skilltrain index"
             raise SkilltrainError("no-router", "this router is in no folder", fix=fix)
+
         contents = skills if isinstance(skills, Contents) else index.contents(skills)
         router = index.folder.parent
-        counts = write_index(router, index.system, contents, now.models, previous=index)
+        counts = write_index(router, index.system, contents, pool.models, previous=index)
         self.refresh()
         return counts
 
     def refresh(self) -> bool:
-        """Load the router's folder again if it has changed. Return whether it had.
+        """Load the router's folder again if it has changed. Return whether it has.
 
         Raises:
             SkilltrainError: As `load`. The router then answers as before.
         """
-        now = self._now
-        if now.index is None or now.index.is_current():
+        pool = self._current
+        if pool.index is None or pool.index.is_current():
             return False
-        newer = Index.open(now.index.folder.parent)
+        newer = Index.open(pool.index.folder.parent)
         check_servers(newer.system, self._allow_servers, newer.folder.parent)
-        has_same_models = newer.record.models == now.index.record.models
-        self._now = _open(newer, now.models if has_same_models else {})
+        has_same_models = newer.record.models == pool.index.record.models
+        self._current = _open(newer, pool.models if has_same_models else {})
         return True
 
 
-def _open(state: RouterState, models: dict[str, Any]) -> _OpenRouter:
-    """Open the rankers over a pool. Models that have to be opened are added to `models`."""
+def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
+    """Open the rankers over a pool.
+
+    Args:
+        state: Rankers' settings and skills.
+        models: Open models by the rankers' `key`. Models that have to be opened are added.
+    """
     stored_parts: Mapping[str, Any] = {}
     router: Path | None = None
     if isinstance(state, Index):
-        stored_parts = state.parts
+        stored_parts = state.stored_parts
         router = state.folder.parent
         if not models:
             state.check_models()
     check_rankers(state.system)
 
     labels: dict[str, str] = {}
-    parts: dict[str, Ranker] = {}
+    rankers: dict[str, Ranker] = {}
     counts: Counter[str] = Counter()
     for config in parts_of(state.system.rankers):
         key = config.key
         if key in labels:
             continue
+
+        # The second ranker of a kind is called `dense 2`.
         counts[config.label] += 1
         count = counts[config.label]
         labels[key] = config.label if count == 1 else f"{config.label} {count}"
+
         if config.is_composed:
             continue
         model = open_model(config, models, router)
         if key in stored_parts:
-            part = model.over(state.skills, stored_parts[key])
+            ranker = model.over(state.skills, stored_parts[key])
         else:
-            part = model.over(state.skills)
-        parts[key] = _remember_vectors(part)
-    return _OpenRouter(state, labels, parts, models)
+            ranker = model.over(state.skills)
+        rankers[key] = _remember_vectors(ranker)
+    return _OpenPool(state, labels, rankers, models)
 
 
 def _remember_vectors(ranker: Any) -> Ranker:
-    """Return the ranker with a cache of task vectors, which explanations need again."""
+    """Return the ranker with a cache of the vectors of tasks, because explanations need them."""
     if not isinstance(ranker, PoolRanker) or not isinstance(ranker.index, VectorIndex):
         return ranker
     encode = ranker.index.encode

@@ -95,7 +95,7 @@ class RouterServer(MCPServer):
 
 
 class SkillsExtension(Extension):
-    """The methods skills/list, which returns one page at a time, and skills/get."""
+    """The methods skills/list and skills/get. The first returns one page at a time."""
 
     identifier = "io.modelcontextprotocol/skills"
 
@@ -110,6 +110,7 @@ class SkillsExtension(Extension):
         ]
 
     async def _list(self, _: Any, params: PaginatedRequestParams) -> dict[str, Any]:
+        """Answer skills/list: the page of a cursor, and the cursor of the next page if any."""
         start = _parse_cursor(params.cursor or "0")
         page = await _run_request(
             self._service, _invalid_params, "skills/list", self._service.page, start
@@ -120,6 +121,7 @@ class SkillsExtension(Extension):
         return result
 
     async def _get(self, _: Any, params: GetSkillParams) -> dict[str, Any]:
+        """Answer skills/get: the entry of a skill."""
         skill = await _run_request(
             self._service, _invalid_params, "skills/get", self._service.skill, params.uri
         )
@@ -198,7 +200,10 @@ async def _run_request(
     work: Callable[..., ResultT],
     *arguments: Any,
 ) -> ResultT:
-    """Run `work` as the MCP request `name`. A SkilltrainError is raised again as `error_type`."""
+    """Run `work(*arguments)` as the MCP request `name`.
+
+    A SkilltrainError becomes an error of the type `error_type`.
+    """
     try:
         return await service.run_timed(name, work, *arguments)
     except SkilltrainError as error:
@@ -253,18 +258,18 @@ class RerankRequest(Config):
         _check_num_texts(self.texts)
         reranker = _find_model(service, Rerank, "reranker")
 
-        # Each text is the body of a skill whose id is the position of the text.
+        # The reranker ranks skills. Each text becomes the body of one, and its index the id.
         skills = {str(n): Skill(str(n), "", "", text) for n, text in enumerate(self.texts)}
         query = Query("request", self.query, "", "", "")
         candidates = {query.query_id: [(skill_id, 0.0) for skill_id in skills]}
         rankings = reranker.over(skills).rank([query], candidates, len(skills))
 
         rows: list[dict[str, Any]] = []
-        for skill_id, score in rankings[query.query_id]:
-            index = int(skill_id)
-            row = {"index": index, "score": score if self.raw_scores else _sigmoid(score)}
+        for skill_id, raw_score in rankings[query.query_id]:
+            score = raw_score if self.raw_scores else _sigmoid(raw_score)
+            row: dict[str, Any] = {"index": int(skill_id), "score": score}
             if self.return_text:
-                row["text"] = self.texts[index]
+                row["text"] = skills[skill_id].body
             rows.append(row)
         return rows
 
@@ -292,10 +297,10 @@ def _find_model(service: Service, model_type: type[ModelT], name: str) -> ModelT
 
 
 def new_http_app(service: Service, access: Access) -> ASGIApp:
-    """Create the HTTP application: MCP at /mcp, and the other routes.
+    """Create the HTTP application: MCP at /mcp, and the routes for other clients.
 
     Args:
-        service: Work that the routes do.
+        service: Router that answers the requests.
         access: Requests that are allowed. All others are refused.
     """
     app = new_mcp_server(service).streamable_http_app(
@@ -304,7 +309,7 @@ def new_http_app(service: Service, access: Access) -> ASGIApp:
         # `access` checks the Host header instead.
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
     )
-    # A GET of /mcp would wait for messages, and this server sends none.
+    # So far /mcp is the only route. A GET of it would wait for messages that never come.
     for route in app.routes:
         if isinstance(route, Route):
             route.methods = {"POST"}
@@ -337,11 +342,12 @@ _PostRequest = RouteRequest | EmbedRequest | RerankRequest
 
 def _post_route(service: Service, name: str, request_type: type[_PostRequest]) -> Route:
     """Create the route POST /`name`, whose body is a `request_type`."""
+    answer_body = partial(_answer, service, name, request_type)
 
     async def handle(request: Request) -> Response:
         body = await _read_body(request)
         try:
-            answer = await service.run_timed(name, _answer, service, name, request_type, body)
+            answer = await service.run_timed(name, answer_body, body)
         except SkilltrainError as error:
             return refusal(str(error), _UNPROCESSABLE)
         except HTTPException as error:
@@ -398,15 +404,15 @@ def serve_http(
         SkilltrainError: The address cannot be listened on, for instance because it is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = f"{host}:{port}"
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        fault = f"cannot listen here: {reason_of(error)}"
-        raise SkilltrainError(
-            "cannot-listen", fault, where=f"{host}:{port}", fix="give another --port"
-        ) from error
+        problem = f"cannot listen here: {reason_of(error)}"
+        fix = "give another --port"
+        raise SkilltrainError("cannot-listen", problem, where=address, fix=fix) from error
     if not (access.token or is_loopback(host)):
-        say(f"warning: everyone who reaches {host}:{port} can ask this router (see --token-env)")
+        say(f"warning: everyone who reaches {address} can ask this router (see --token-env)")
     server = new_http_server(new_http_app(service, access))
 
     # uvicorn handles SIGTERM itself, and then raises the signal again for this handler.

@@ -74,7 +74,7 @@ ResultT = TypeVar("ResultT")
 
 
 class RouteLog:
-    """A log of answers as QUERIES and RANKINGS. Each `flush` writes one folder, as a stage does.
+    """A log of answers, as tables QUERIES and RANKINGS. Each `flush` writes one folder.
 
     Args:
         folder: Folder of the log.
@@ -94,9 +94,9 @@ class RouteLog:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
         except OSError as error:
-            fault = f"cannot hold the log: {reason_of(error)}"
+            problem = f"cannot hold the log: {reason_of(error)}"
             fix = "name a folder that may be written"
-            raise SkilltrainError("cannot-write", fault, where=folder, fix=fix) from error
+            raise SkilltrainError("cannot-write", problem, where=folder, fix=fix) from error
 
     def add(self, query: str, ranking: Ranking) -> None:
         """Add an answer. The next `flush` writes it."""
@@ -107,11 +107,12 @@ class RouteLog:
         with self._lock:
             while not self._new_answers.empty():
                 self._unwritten.append(self._new_answers.get())
-            del self._unwritten[:-_MAX_UNWRITTEN]
+            del self._unwritten[:-_MAX_UNWRITTEN]  # the oldest
             if self._unwritten:
                 self._write()
 
     def _write(self) -> None:
+        """Write the unwritten answers as a folder. Its name ends in the number of the last one."""
         queries: list[Query] = []
         rankings: Rankings = {}
         for number, (text, ranking) in enumerate(self._unwritten, self._num_written + 1):
@@ -129,7 +130,12 @@ class RouteLog:
 
 
 class SkillPage(NamedTuple):
-    """One page of the list of skills; `next_start` is the position of the next page, if any."""
+    """One page of the list of skills.
+
+    Attributes:
+        entries: Entries of the skills (see `skill_entry`).
+        next_start: Position in the pool at which the next page starts, if there is one.
+    """
 
     entries: list[dict[str, Any]]
     next_start: int | None
@@ -167,7 +173,7 @@ class Service:
     async def run_timed(
         self, name: str, work: Callable[..., ResultT], *arguments: object
     ) -> ResultT:
-        """Run `work` in a thread, and record its time and outcome as a request called `name`."""
+        """Run `work(*arguments)` in a thread. Record its time and outcome as the request `name`."""
         start = time.monotonic()
         outcome = "answered"
         try:
@@ -195,19 +201,19 @@ class Service:
         Raises:
             SkilltrainError: The query is empty.
         """
-        hides_skills = filters or self.flagged == "withhold"
-        answer = self.router.route(query, MAX_SKILLS if hides_skills else k)
+        # More than `k` skills are needed if some of them will be left out.
+        withholds = self.flagged == "withhold"
+        answer = self.router.route(query, MAX_SKILLS if filters or withholds else k)
         pool = self.router.skills
 
         rows: list[dict[str, Any]] = []
-        for routed in answer.skills if answer.fits else ():
-            skill = pool.get(routed.skill_id)
-            if skill is None:  # the pool has changed since
-                continue
-            if routed.flags and self.flagged == "withhold":
-                continue
+        results = answer.skills if answer.fits else ()
+        for result in results:
+            skill = pool.get(result.skill_id)
+            if skill is None or (result.flags and withholds):
+                continue  # the pool has changed since, or the skill is withheld
             if _matches(skill, filters or {}):
-                rows.append(_answer_row(routed, skill))
+                rows.append(_answer_row(result, skill))
         rows = rows[:k]
 
         if self.log is not None:
@@ -274,17 +280,17 @@ class Service:
                 tasks.cancel_scope.cancel()
 
     def update(self, watched_folders: Sequence[Path]) -> None:
-        """Take over what other processes wrote, and what changed in the watched folders.
+        """Make the router current: with its folder, and with the watched folders.
 
-        Files are compared at each call, because not every file system reports changes. Skills that
-        are removed are printed.
+        Other processes may have written into the router's folder. Files are compared at each call,
+        because not every file system reports changes. Skills that are removed are printed.
 
         Raises:
             SkilltrainError: As `Router.update`.
         """
         self.router.refresh()
-        files = [file_stamps(folder, SOURCE_FILES) for folder in watched_folders]
-        if not watched_folders or (files, self.router.index) == self._last_update:
+        stamps = [file_stamps(folder, SOURCE_FILES) for folder in watched_folders]
+        if not watched_folders or (stamps, self.router.index) == self._last_update:
             return
 
         old_ids = self.router.skills.keys()
@@ -292,7 +298,7 @@ class Service:
         removed_ids = old_ids - self.router.skills.keys()
         if removed_ids:
             say(f"removed from the router: {', '.join(sorted(removed_ids))}")
-        self._last_update = (files, self.router.index)
+        self._last_update = (stamps, self.router.index)
 
     async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
         while True:
@@ -300,7 +306,10 @@ class Service:
             await self._try(name, work)
 
     async def _try(self, name: str, work: Callable[[], object]) -> None:
-        """Run a background task, timed as a request. Print an error once, and go on."""
+        """Run a background task as the request `name`.
+
+        An error is printed, unless the task's last run had the same one. It is not raised.
+        """
         fault = ""
         try:
             await self.run_timed(name, work)
@@ -326,16 +335,17 @@ def _matches(skill: Skill, filters: Filters) -> bool:
     return all(getattr(skill, field) in values for field, values in filters.items())
 
 
-def _answer_row(routed: RoutedSkill, skill: Skill) -> dict[str, Any]:
+def _answer_row(result: RoutedSkill, skill: Skill) -> dict[str, Any]:
+    """Return what a client gets about a skill of an answer."""
     return {
         "uri": skill_uri(skill),
         "name": untrusted_line(skill.name),
         "description": untrusted_line(skill.description, _MAX_LINE_CHARS),
-        "why": untrusted_line(str(routed.why), _MAX_LINE_CHARS),
+        "why": untrusted_line(str(result.why), _MAX_LINE_CHARS),
         "skill_id": skill.skill_id,
-        "probability": routed.probability,
-        "score": routed.score,
-        "flags": _flag_lines(routed.flags),
+        "probability": result.probability,
+        "score": result.score,
+        "flags": _flag_lines(result.flags),
     }
 
 
@@ -359,7 +369,12 @@ def skill_uri(skill: Skill) -> str:
 
 
 def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
-    """Return the skill whose URI is `uri`, or None."""
+    """Return the skill whose URI (see `skill_uri`) is `uri`, or None.
+
+    Args:
+        uri: `skill://ID/SKILL.md`, or `skill://by-id/ID/NAME/SKILL.md`.
+        skills: Skills by id.
+    """
     path = unquote(uri.removeprefix(URI_SCHEME).removesuffix(_URI_FILE))
     id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
     for skill_id in (path, id_before_name):
@@ -370,7 +385,7 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
 
 
 def skill_entry(skill: Skill) -> dict[str, Any] | None:
-    """Return URI, front matter and manifest of a skill, or None if it is no Agent Skill."""
+    """Return URI, front matter and manifest of a skill. None if Agent Skills do not allow it."""
     if not _is_agent_skill(skill):
         return None
     uri = skill_uri(skill)

@@ -66,7 +66,7 @@ class Best:
 
 @dataclass
 class Position:
-    """Progress of a training run, and its best evaluation so far."""
+    """Progress of a training run, its best evaluation so far, and its token budget."""
 
     step: int = 0
     loss: float = 0.0
@@ -74,6 +74,7 @@ class Position:
     tokens: int = 0
     seconds: float = 0.0
     best: Best = field(default_factory=Best)
+    token_budget: int = 0
 
 
 class _State(Config):

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,8 @@ from skilltrain.training.training_set import TrainingList
 GIB = 2**30
 Batch = Sequence[TrainingList]
 _MAX_QUERIES_IN_ERROR = 8
+_STEPS_PER_CHECKPOINT = 50
+_SECONDS_PER_CHECKPOINT = 60  # on a CPU, where a step takes seconds
 _STEPS_PER_TRIM = 3  # a call of malloc_trim takes time, so not in every step
 
 
@@ -141,6 +143,15 @@ def train(
             error names the step's queries.
         StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
     """
+    check_shared(accelerator, run.checkpoints)
+    old_checkpoints = checkpoints(run.checkpoints)
+    if old_checkpoints and not run.resume:
+        raise SkilltrainError(
+            "unfinished-run",
+            "checkpoints of an earlier run lie here",
+            where=old_checkpoints[-1],
+            fix="--resume, or another out",
+        )
     training = Training(accelerator, step_module, config, run)
     training.run_remaining_steps()
     checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
@@ -155,6 +166,7 @@ class Training:
         model: The same module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
         optimizer: The optimiser, wrapped by the launcher.
         position: Progress of the run.
+        seconds_at_checkpoint: Seconds of the run until its last checkpoint.
     """
 
     def __init__(
@@ -162,15 +174,6 @@ class Training:
     ) -> None:
         """Prepare the model and the optimiser, and restore the newest checkpoint on resume."""
         set_seed(config.seed)
-        check_shared(accelerator, run.checkpoints)
-        old_checkpoints = checkpoints(run.checkpoints)
-        if old_checkpoints and not run.resume:
-            raise SkilltrainError(
-                "unfinished-run",
-                "checkpoints of an earlier run lie here",
-                where=old_checkpoints[-1],
-                fix="--resume, or another out",
-            )
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
         self.accelerator = accelerator
@@ -184,6 +187,11 @@ class Training:
         if run.resume:
             stored = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
             self.position = stored or self.position
+        # A resumed run keeps the token budget of its first start: another one changes the rounding.
+        token_budget = self.position.token_budget or step.settings.token_budget
+        self.position.token_budget = token_budget
+        self.seconds_at_checkpoint = self.position.seconds
+        step.settings = replace(step.settings, token_budget=token_budget)
 
     def run_remaining_steps(self) -> None:
         """Run and log the steps after `position`. Evaluate and save when it is time."""
@@ -202,7 +210,7 @@ class Training:
             progress("training", num_steps, position.step) as show,
         ):
             if can_probe(self.accelerator):
-                self._probe_memory(largest_batch(self.step, chain.from_iterable(steps)))
+                self.probe_memory(largest_batch(self.step, chain.from_iterable(steps)))
 
             for batches in steps[position.step :]:
                 if self._is_patience_exhausted():
@@ -219,8 +227,8 @@ class Training:
                 is_best = self._evaluate_if_due(is_last, log)
                 is_finished = is_last or self._is_patience_exhausted()
                 # A signal may reach ranks in different steps, but all ranks must save together.
-                is_stopped = bool(self._sum_over_ranks(float(stop.signal_number)) > 0)
-                is_due = position.step % config.save_every == 0
+                flags = [float(stop.signal_number), float(self._is_checkpoint_due())]
+                is_stopped, is_due = (self._sum_over_ranks(flags) > 0).tolist()
                 if is_stopped or is_finished or is_best or is_due:
                     self._save()
                 if is_stopped and not is_finished:
@@ -233,6 +241,13 @@ class Training:
                         # The signal may have reached only another rank.
                         number=stop.signal_number or signal.SIGTERM,
                     )
+
+    def _is_checkpoint_due(self) -> bool:
+        """Whether it is time for a checkpoint: after so many steps, or on a CPU after a minute."""
+        save_every = self.config.save_every
+        if save_every is None and self.accelerator.device.type == "cpu":
+            return self.position.seconds - self.seconds_at_checkpoint >= _SECONDS_PER_CHECKPOINT
+        return self.position.step % (save_every or _STEPS_PER_CHECKPOINT) == 0
 
     def _is_patience_exhausted(self) -> bool:
         patience = self.run.dev and self.run.dev.config.patience
@@ -321,6 +336,7 @@ class Training:
         return self.position.best.update(step, dev.config.metric, metrics)
 
     def _save(self) -> None:
+        self.seconds_at_checkpoint = self.position.seconds
         folder = self.run.checkpoints
         keep = self.config.keep_checkpoints
         save_checkpoint(self.accelerator, self.model, self.optimizer, folder, self.position, keep)
@@ -329,19 +345,30 @@ class Training:
         values = torch.as_tensor(values, device=self.accelerator.device)
         return cast(Tensor, self.accelerator.reduce(values, "sum"))
 
-    def _probe_memory(self, batch: Batch) -> None:
+    def probe_memory(self, batch: Batch) -> float:
         """Run the largest batch forward and backward, so that a lack of memory shows at once.
 
         Weights and random states do not change, and the gradients are dropped. AdamW creates its
         two moments in the first step, so their memory is occupied here. All ranks must call this.
+
+        Returns:
+            Seconds of the last run. The batch runs twice if steps accumulate gradients, because the
+            second batch of a step needs memory beside the gradients of the first.
         """
         device = self.accelerator.device
         moments = []
         if not self.optimizer.state:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            moments = [torch.empty_like(parameter) for parameter in 2 * parameters]
+            # Ones, because a CPU does not occupy memory that is only reserved.
+            moments = [torch.ones_like(parameter) for parameter in 2 * parameters]
+        start_time = time.monotonic()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            self.accelerator.backward(self.model(batch))
+            for _ in range(min(2, self.config.accumulation)):
+                start_time = time.monotonic()
+                self.accelerator.backward(self.model(batch))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
         self.step.count.clear()
         del moments
@@ -349,6 +376,7 @@ class Training:
             peak = torch.cuda.max_memory_allocated(device) / GIB
             total = torch.cuda.get_device_properties(device).total_memory / GIB
             say(f"the largest batch takes {peak:.1f} of the GPU's {total:.1f} GiB")
+        return seconds
 
 
 def _check_step(
@@ -393,7 +421,7 @@ def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
 def can_probe(accelerator: Accelerator) -> bool:
     """Return whether memory can be probed.
 
-    A CPU has no such limit, and DeepSpeed would update the weights in the backward pass.
+    On a CPU it would take too long, and DeepSpeed would update the weights in the backward pass.
     """
     return (
         accelerator.device.type == "cuda"

@@ -120,10 +120,11 @@ class TrainingConfig(Config):
         default=1e4, gt=0, description="a larger norm, before clipping, stops the run"
     )
     token_budget: int | None = Field(
-        default=None, ge=64, description="per micro-batch; null: 16,384 (CPU: 4,096)"
+        default=None, ge=64, description="per micro-batch; null: at most 16,384 (CPU: 4,096)"
     )
-    recompute: bool = Field(
-        default=False, description="compute layers twice: less memory, more time"
+    recompute: bool | None = Field(
+        default=None,
+        description="compute layers twice: less memory, more time; null: if memory needs it",
     )
     varlen: bool = Field(
         default=False, description="flash attention without padding: a causal encoder on a GPU"
@@ -132,7 +133,11 @@ class TrainingConfig(Config):
         default=None, description="null: auto on a GPU, float32 on a CPU"
     )
     seed: Seed = Field(default=42, description="order of the lists, dropout, new layers")
-    save_every: int = Field(default=50, ge=1, description="optimiser steps between checkpoints")
+    save_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="optimiser steps between checkpoints; null: 50 (CPU: one a minute)",
+    )
     keep_checkpoints: int = Field(
         default=2, ge=1, description="newest checkpoints kept, in addition to the best"
     )

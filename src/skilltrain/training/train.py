@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 
@@ -41,9 +42,10 @@ from skilltrain.stage import Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.checkpoint import load_weights
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import new_accelerator, shards_weights
-from skilltrain.training.estimates import counts_of, estimate_run, held_bytes, truncated_share
-from skilltrain.training.loop import GIB, Run, train
+from skilltrain.training.engine import new_accelerator, shards_weights, shares_state
+from skilltrain.training.estimates import count_work, counts_of, measure_run, truncated_share
+from skilltrain.training.loop import GIB, Run, Training, can_probe, train
+from skilltrain.training.memory import fit_into_memory, held_bytes
 from skilltrain.training.scores import check_teacher_scores
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
@@ -53,6 +55,8 @@ from skilltrain.training.training_set import (
     load_training_set,
     on_best_windows,
 )
+
+_MAX_PARAMETERS_ON_CPU = 150_000_000  # a batch of a larger model takes minutes
 
 
 class Train(TrainingStage):
@@ -83,6 +87,7 @@ class Train(TrainingStage):
             token_cache=cache_folder("tokens"),
             sharded=shards_weights(accelerator),
         )
+        fit_into_memory(step, self.training, accelerator.device)
         share = truncated_share(step)
         if share:
             limit = f"model.max_tokens={step.model.settings.max_tokens}"
@@ -110,12 +115,25 @@ class Train(TrainingStage):
         return summary
 
     def dry_run(self) -> Summary:
-        """Count what training would read, and estimate memory and time. Loads no weights."""
+        """Count what training would read, and measure memory and time on the largest batch.
+
+        Nothing is measured under DeepSpeed, and for a large model on a CPU.
+        """
+        accelerator = new_accelerator(self.training, is_quantized(self))
+        check_fits(self)
         data = load_data(self)
         check_held_out(self, data)
+        is_measured = can_probe(accelerator) or _is_small_on_cpu(self, accelerator)
         # Weights become 4-bit weights while they are loaded, which the device meta cannot show.
-        device = default_device() if is_quantized(self) else torch.device("meta")
-        return estimate_run(open_step(self, data, device), self.training)
+        is_loaded = is_measured or is_quantized(self)
+        device = default_device() if is_loaded else torch.device("meta")
+        step = open_step(self, data, device, sharded=shards_weights(accelerator))
+        counts = count_work(step, self.training)
+        if not is_measured:
+            return counts
+        fit_into_memory(step, self.training, accelerator.device)
+        run = Run(self.out, False, {})
+        return counts | measure_run(Training(accelerator, step, self.training, run))
 
 
 class TrainEncoder(Train):
@@ -203,6 +221,15 @@ class TrainReranker(Train):
         return self
 
 
+def _is_small_on_cpu(config: Train, accelerator: Accelerator) -> bool:
+    """Return whether this process trains alone on a CPU, and its batches take no minutes."""
+    if accelerator.device.type != "cpu" or is_quantized(config):
+        return False
+    model = load_model(config, torch.device("meta"))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters <= _MAX_PARAMETERS_ON_CPU and not shares_state()
+
+
 def is_quantized(config: Train) -> bool:
     """Return whether the frozen weights are in 4 bits."""
     return config.adapter is not None and config.adapter.quantize != "none"
@@ -218,6 +245,11 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     if config.adapter is None:
         # Most of AdamW's steps are too small to change a number in bfloat16.
         source = source.model_copy(update={"precision": "float32"})
+    elif "precision" not in source.model_fields_set:
+        # Autocast would copy frozen float32 weights to bfloat16 in every micro-batch.
+        dtype = config.training.dtype_on(default_device())
+        precision = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        source = source.model_copy(update={"precision": precision})
     options = quantizing_options(config.adapter)
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
@@ -277,7 +309,7 @@ def open_step(
     training = config.training
     settings = StepSettings(
         training.token_budget_on(default_device()),
-        training.recompute,
+        bool(training.recompute),
         token_cache=token_cache,
         varlen=training.varlen,
         is_sharded=sharded,

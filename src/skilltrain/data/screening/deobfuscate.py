@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from os.path import commonprefix
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -45,27 +46,28 @@ class MappedText(NamedTuple):
 def deobfuscate(program: str) -> MappedText:
     """Return a program with its hidden texts written out."""
     values: Values = {}
-    growth_left = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
+    remaining_growth = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
 
     def apply(step: Step, match: re.Match[str]) -> str | None:
         """Return the replacement of a match by a step, or None once the program grew too much."""
-        nonlocal growth_left
+        nonlocal remaining_growth
         replacement = step(match, values)
         if replacement is None or replacement == match[0]:
             return None
-        growth_left -= max(0, len(replacement) - len(match[0]))
-        return replacement if growth_left > 0 else None
+        remaining_growth -= max(0, len(replacement) - len(match[0]))
+        return replacement if remaining_growth > 0 else None
 
     # A variable may be used above the line that assigns it, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
         _remember_or_resolve(assignment, values)
 
+    # Run all steps until a round changes nothing.
     mapped = MappedText(program, None)
     for _ in range(_NUM_ROUNDS):
-        text_before_round = mapped.text
+        old_text = mapped.text
         for regex, step in _STEPS:
             mapped = replace_matches(mapped, regex, partial(apply, step))
-        if mapped.text == text_before_round:
+        if mapped.text == old_text:
             break
     return mapped
 
@@ -78,12 +80,12 @@ def replace_matches(
     """Replace the matches of `regex`, and keep the original position of each character.
 
     Characters at the start and at the end that a match shares with its replacement keep their
-    positions. The positions of the others are spread evenly over the replaced stretch.
+    positions. The positions of the others are spread evenly over the replaced characters.
 
     Args:
         mapped: The text to change.
         regex: What to replace.
-        replace: Returns the replacement of a match, or None to keep it.
+        replace: Returns the replacement of a match, or None to keep the match.
     """
     text = mapped.text
     old_offsets = range(len(text)) if mapped.offsets is None else mapped.offsets
@@ -94,8 +96,9 @@ def replace_matches(
         replacement = replace(match)
         if replacement is None:
             continue
-
         start, end, new_text = _changed_part(match, replacement)
+
+        # Copy the text up to the match, then add the new text.
         pieces += [text[copied_end:start], new_text]
         offsets.extend(old_offsets[copied_end:start])
         offsets.extend(_spread(old_offsets[start:end], len(new_text)))
@@ -111,7 +114,7 @@ def replace_matches(
 def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str]:
     """Return (start, end, new text) of a replacement, without the ends that do not change.
 
-    At least one character is replaced, so that new text has positions to be spread over.
+    At least one character is replaced, because new text needs a position in the old text.
     """
     old = match[0]
     num_first = min(_num_common_chars(old, replacement), len(old) - 1)
@@ -120,21 +123,20 @@ def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str
 
     num_common_last = _num_common_chars(old[::-1], new[::-1])
     num_last = max(0, min(num_common_last, len(old) - 1, len(new) - 1))
-    return match.start() + num_first, match.end() - num_last, new[: len(new) - num_last]
+    new_end = len(new) - num_last
+    return match.start() + num_first, match.end() - num_last, new[:new_end]
 
 
-def _num_common_chars(left: str, right: str) -> int:
+def _num_common_chars(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
-    for index, (left_char, right_char) in enumerate(zip(left, right, strict=False)):
-        if left_char != right_char:
-            return index
-    return min(len(left), len(right))
+    return len(commonprefix([first, second]))  # noqa: RUF071  characters, no paths
 
 
 def _spread(offsets: Sequence[int], num: int) -> list[int]:
     """Return `num` offsets, evenly spaced from the first to the last. Offsets may repeat."""
     last = len(offsets) - 1
-    return [offsets[last * index // max(1, num - 1)] for index in range(num)]
+    num_steps = max(1, num - 1)
+    return [offsets[last * index // num_steps] for index in range(num)]
 
 
 def decode_base64(literal: str) -> bytes:
@@ -172,23 +174,25 @@ def _unquote(literal: str) -> str:
 
 def _literal_texts(code: str | None) -> list[str]:
     """Return the texts of all literals in a piece of code."""
-    return [_unquote(literal[0]) for literal in _LITERAL.finditer(code or "")]
+    return [_unquote(literal) for literal in _LITERAL.findall(code or "")]
 
 
 def _evaluate(number: str) -> int:
     """Return the value of a number, or of two joined by `+`, `-` or `^`: 0x41, 70-5, 64^1."""
-    [(left, operator, right)] = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", number)
-    left_value = _parse_integer(left)
-    right_value = _parse_integer(right or "0")
+    first_digits, operator, second_digits = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", number)[0]
+    first = _parse_integer(first_digits)
+    if not operator:
+        return first
+    second = _parse_integer(second_digits)
     if operator == "^":
-        return left_value ^ right_value
-    if operator == "-":
-        return left_value - right_value
-    return left_value + right_value
+        return first ^ second
+    return first - second if operator == "-" else first + second
 
 
 def _parse_integer(digits: str) -> int:
-    return int(digits, 16 if digits.lower().startswith("0x") else 10)
+    """Return the value of decimal digits, or of hexadecimal digits after `0x`."""
+    base = 16 if digits.lower().startswith("0x") else 10
+    return int(digits, base)
 
 
 # Steps ----------------------------------------------------------------------------------------
@@ -207,23 +211,26 @@ def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
         for hexadecimal, octal in _ESCAPE.findall(match[0])
     ]
     decoded = "".join(map(chr, codes))
-    has_quote = not set(decoded).isdisjoint("\"'\\")
-    return decoded if decoded.isprintable() and not has_quote else None
+    if not decoded.isprintable() or any(char in "\"'\\" for char in decoded):
+        return None  # it could end the literal around it
+    return decoded
 
 
 def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`."""
-    codes = [_evaluate(number[0]) for number in _NUMBER.finditer(match[0])]
+    codes = [_evaluate(number) for number in _NUMBER.findall(match[0])]
     is_ascii = all(ord("\t") <= code < _MAX_ASCII for code in codes)
-    decoded = "".join(map(chr, codes)) if is_ascii else ""
-    is_call = match["call"] is not None
-    if not is_call and not _WORD_OR_PATH.search(decoded):
-        return None  # a list of numbers
-
+    if not is_ascii:
+        return None
+    decoded = "".join(map(chr, codes))
     literal = _quote(re.sub(r"\s", " ", decoded))
-    if is_call or literal is None:
+    if match["call"] or literal is None:
         return literal
-    return f"{match[0][0]}{literal}{match[0][-1]}"  # within the brackets of the list
+    if not _WORD_OR_PATH.search(decoded):
+        return None  # a list of numbers
+    opening_bracket = match[0][0]
+    closing_bracket = match[0][-1]
+    return f"{opening_bracket}{literal}{closing_bracket}"
 
 
 def _decode_call(match: re.Match[str], _: Values) -> str | None:
@@ -280,9 +287,10 @@ def _apply_slice(match: re.Match[str], _: Values) -> str | None:
     text = _unquote(match["literal"])
     if not match["slice"]:
         return _quote(text[::-1])
+    # Start, stop and step. An empty one is None.
     bounds = [int(bound) if bound.strip() else None for bound in match["slice"].split(":")]
     if bounds[-1] == 0:
-        return None  # the last bound is a step of zero (an error), or a stop of zero (no text)
+        return None  # a step of zero is an error, and a stop of zero leaves no text
     return _quote(text[slice(*bounds)])
 
 
@@ -300,7 +308,7 @@ def _join_literals(match: re.Match[str], _: Values) -> str | None:
 
 
 def _first_group(match: re.Match[str], *names: str) -> str:
-    """Return the first of some groups that is not empty, or an empty string."""
+    """Return the first of the named groups that is not empty, or an empty string."""
     return next(filter(None, match.group(*names)), "")
 
 
@@ -310,10 +318,11 @@ def _fill_template(match: re.Match[str], _: Values) -> str | None:
     values = _literal_texts(match["args"])
     if not values:
         numbers = re.findall(r"0x[0-9a-f]{2}|\d{1,3}", match["args"], re.I)
-        values = [str(_evaluate(number)) for number in numbers]
+        values = [str(_parse_integer(number)) for number in numbers]
     next_values = iter(values)
 
     def fill(placeholder: re.Match[str]) -> str:
+        """Return the value of a placeholder: with an index the value there, else the next one."""
         index = placeholder[1]
         if index and int(index) < len(values):
             value = values[int(index)]
@@ -329,14 +338,18 @@ def _fill_template(match: re.Match[str], _: Values) -> str | None:
 
 def _concatenate(match: re.Match[str], values: Values) -> str | None:
     """Concatenate literals and known variables: `"cu" + x + "l"`. Unknown variables stay."""
-    operands = [operand[0] for operand in _OPERAND.finditer(match[0])]
+    operands: list[str] = _OPERAND.findall(match[0])
+
+    def has_value(operand: str) -> bool:
+        return _value_of(operand, values) is not None
+
     pieces: list[str] = []
-    for has_value, run in groupby(operands, lambda operand: _value_of(operand, values) is not None):
-        if has_value:
-            text = "".join(_value_of(operand, values) or "" for operand in run)
+    for are_values, group in groupby(operands, has_value):
+        if are_values:
+            text = "".join(_value_of(operand, values) or "" for operand in group)
             pieces.append(_quote(text) or '""')  # an unprintable text is dropped
         else:
-            pieces += run
+            pieces += group
     return " + ".join(pieces) if len(pieces) < len(operands) else None
 
 
@@ -360,30 +373,37 @@ def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
     code = match["value"] or match["bare"]  # a literal, or a word without quotes
     resolved = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], code)
     value = _unquote(resolved) if match["value"] else resolved
+
+    # Forget an old value that is replaced by an unknown one.
     is_constant = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
     if is_constant:
         values[name] = value
     else:
         values.pop(name, None)
 
+    # Write the assignment again, with the variables resolved.
     if "$" not in code:
-        return None  # it uses no variable, so nothing was resolved
+        return None  # it uses no variable
     if is_constant and match["bare"]:
         resolved = _quote(value) or resolved
     return match[0].removesuffix(code) + resolved
 
 
 def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
-    """Return the value of a variable where it is used, including `${x:0:2}` and `${x/a/b}`."""
+    """Return the value of a variable where it is used, or None if it is unknown.
+
+    The uses `${x:FIRST:LENGTH}`, `${x/OLD/NEW}`, `${x//OLD/NEW}` and `${x:-DEFAULT}` are applied.
+    """
     name = _first_group(use, "braced", "plain", "ruby", "format", "batch").lower()
     if name.startswith("ifs") and use[0].startswith("$"):
         return " "  # the field separator of a shell, used in place of a space
     value = values.get(name)
     if value is None:
-        return use["default"]  # of `${x:-default}`
+        return use["default"]
     if use["first"] is not None:
         first = int(use["first"])
-        return value[first:][: int(use["length"])]
+        end = first + int(use["length"])
+        return value[first:end]
     if use["old"]:
         max_replacements = -1 if use["all"] else 1
         return value.replace(use["old"], use["new"], max_replacements)
@@ -392,16 +412,12 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
 
 def _join_arguments(match: re.Match[str], _: Values) -> str:
     """Write a list of arguments as one command line: `run(['curl', url])` is `run("curl $url")`."""
-    words = []
-    for argument in _ARGUMENT.finditer(match["list"]):
-        if argument[0].endswith((*_QUOTES, "`")):
-            words.append(_unquote(argument[0]))
-        else:
-            variable = argument[0].lstrip("$")
-            words.append(f"${variable}")
-    before_list = match.string[match.start() : match.start("list")]
-    call = before_list.rstrip().rstrip("[")
+    words: list[str] = []
+    for argument in _ARGUMENT.findall(match["list"]):
+        is_literal = argument.endswith((*_QUOTES, "`"))
+        words.append(_unquote(argument) if is_literal else "$" + argument.lstrip("$"))
     command_line = " ".join(words)
+    call = match.string[match.start() : match.start("list")].rstrip().rstrip("[")
     return f'{call}"{command_line}"'
 
 
@@ -414,15 +430,15 @@ def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
     """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`."""
     # Each form of lookup has its own pair of groups: 1 `getattr(of, name)`, 2 `of["name"](`,
     # 3 `window["name"]`, 4 `__import__("name")`, 5 `of.send(:name)`.
-    number = next(number for number in range(1, 6) if match[f"name{number}"])
-    name = match[f"name{number}"]
-    owner = match[f"of{number}"] or ""
-    if number == 4:
+    form = next(number for number in range(1, 6) if match[f"name{number}"])
+    name = match[f"name{form}"]
+    owner = match[f"of{form}"] or ""
+    if form == 4:
         owner = ""  # `__import__("os")` is the module itself
 
     if name.endswith(_QUOTES):
         name = _unquote(name)
-    elif number == 1:
+    elif form == 1:
         name = values.get(name.lower(), "")  # getattr(os, variable)
     return f"{owner}.{name}".lstrip(".") if _NAME_PATH.fullmatch(name) else None
 

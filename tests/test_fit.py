@@ -1,0 +1,243 @@
+"""`skilltrain fit` on a small library: an untrained router first, then a trained one if it is better."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skilltrain
+from faults import raises
+from skilltrain.serving import fit as fit_module
+from skilltrain.serving.fit import RouterComparison, compare_routers
+from skilltrain.serving.index import Index
+from skilltrain.serving.router import Router
+from small_library import contents, forget_ranks, succeeds
+from small_library import skilltrain as skilltrain_command
+
+TASK = "merge these pdf files"
+
+
+@pytest.fixture(scope="module")
+def skills(library, tmp_path_factory):
+    """Return a folder of 21 skills, which are enough to train an encoder."""
+    folder = tmp_path_factory.mktemp("skills") / "skills"
+    shutil.copytree(library / "skills", folder)
+    (folder / "extra").mkdir()
+    text = "---\nname: extra\ndescription: water the plants\n---\nFill the can with water.\n"
+    (folder / "extra" / "SKILL.md").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def queries(library, tmp_path_factory):
+    """Return the queries of the library, with split dev in place of test."""
+    text = (library / "queries" / "all.jsonl").read_text()
+    file = tmp_path_factory.mktemp("queries") / "queries.jsonl"
+    file.write_text(text.replace('"split": "test"', '"split": "dev"'))
+    return file
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A finished `fit`. A first process was killed after the stage `mined`.
+
+    `mined_first` and `mined_last` are the files of that stage before and after the second process.
+    """
+
+    out: Path
+    summary: dict[str, Any]
+    mined_first: dict[Path, tuple[int, int]]
+    mined_last: dict[Path, tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def fitted(queries, skills, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fit") / "router"
+    command = [sys.executable, "-m", "skilltrain", "fit", skills, "max_tokens=32"]
+    process = subprocess.Popen(
+        [*command, "--out", out, "--queries", queries],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    while not (out / "mined").is_dir() and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    mined = contents(out / "mined")
+
+    summary = skilltrain.fit(skills, out, queries=[queries], max_tokens=32)
+    forget_ranks()
+    return Fitted(out, summary, mined, contents(out / "mined"))
+
+
+@pytest.fixture(scope="module")
+def untrained(skills, tmp_path_factory):
+    """Return the folder of a router without training, and the summary."""
+    out = tmp_path_factory.mktemp("untrained") / "router"
+    return out, skilltrain.fit(skills, out, train=False)
+
+
+def test_router_without_training_answers(untrained):
+    out, _ = untrained
+
+    answer = Router.load(out).route(TASK, k=1)
+
+    assert answer.skills[0].skill_id == "documents/pdf-merge"
+
+
+def test_fit_without_training_trains_nothing(untrained):
+    out, summary = untrained
+
+    assert summary == {"out": str(out), "num_skills": 21, "trained": False}
+    assert not (out / "encoder").exists()
+
+
+def test_few_skills_get_an_untrained_router(library, tmp_path, capsys):
+    summary = skilltrain.fit(library / "skills", tmp_path / "router", max_tokens=32)
+
+    assert summary["num_skills"] == 20
+    assert not summary["trained"]
+    assert "20 skills are too few" in capsys.readouterr().err
+
+
+def test_killed_fit_continues(fitted):
+    assert fitted.summary["num_skills"] == 21
+    assert fitted.summary["num_lists"] > 0
+    assert fitted.mined_first
+    assert fitted.mined_last == fitted.mined_first
+
+
+def test_fit_compares_both_routers(fitted):
+    assert {"untrained router", "router"} <= fitted.summary["Hit@1"].keys()
+    assert fitted.summary["num_queries"] > 0
+
+
+def test_fit_writes_recipes(fitted):
+    names = {file.stem.partition("_")[2] for file in (fitted.out / "recipes").iterdir()}
+
+    steps = {"pool", "untrained", "queries", "mined", "filtered", "encoder_lists", "encoder"}
+    assert steps | {"report", "calibration"} <= names
+
+
+def test_recipe_of_fit_runs_again(fitted):
+    (recipe,) = (fitted.out / "recipes").glob("*_encoder.yaml")
+    files = contents(fitted.out)
+
+    outcome = succeeds("train", recipe)
+
+    assert "already holds this run" in outcome.err
+    assert contents(fitted.out) == files
+
+
+def test_index_of_fit_has_relative_paths(fitted):
+    (folder,) = fitted.out.glob("index-*")
+    record = json.loads((folder / "index.json").read_text())
+
+    assert record["pool"] == "./pool"
+
+
+def test_command_routes_with_the_router(fitted):
+    outcome = succeeds("route", TASK, "--router", fitted.out, "--top", 2)
+
+    assert outcome.out.count("\n") == 6
+
+
+def test_second_fit_keeps_the_router_while_it_works(fitted, skills, queries, monkeypatch):
+    """A router in use must not lose its trained encoder while `fit` runs again."""
+    steps = []
+    run_stage = fit_module.run_stage
+
+    def spy(stage, resume):
+        steps.append(stage.stage)
+        return run_stage(stage, resume)
+
+    monkeypatch.setattr(fit_module, "run_stage", spy)
+
+    skilltrain.fit(skills, fitted.out, queries=[queries], max_tokens=32)
+
+    first_index = steps.index("index")
+    assert first_index > steps.index("evaluate")
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "difference", "p", "is_better"),
+    [
+        (199, 0.1, 0.04, True),
+        (199, 0.1, 0.06, False),
+        (199, -0.1, 0.01, False),
+        (200, 0.0, 1.0, True),
+        (200, -0.01, 0.9, False),
+    ],
+)
+def test_trained_router_must_be_better(num_queries, difference, p, is_better):
+    comparison = RouterComparison({}, num_queries, difference, p)
+
+    assert comparison.is_better == is_better
+
+
+def test_report_without_both_routers_is_refused(tmp_path):
+    (tmp_path / "metrics.json").write_text('{"systems": [], "differences": []}')
+
+    with raises("not-comparable"):
+        compare_routers(tmp_path)
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_better_router_is_published(fitted, skills, queries, monkeypatch, is_better):
+    difference = 0.1 if is_better else -0.1
+    hits = {"untrained router": 0.5, "router": 0.5 + difference}
+    comparison = RouterComparison(hits, 300, difference, 0.01)
+    monkeypatch.setattr(fit_module, "compare_routers", lambda report: comparison)
+
+    summary = skilltrain.fit(skills, fitted.out, queries=[queries], max_tokens=32)
+
+    rankers = Index.open(fitted.out).system.rankers
+    assert summary["trained"] == is_better
+    assert (len(rankers) == 2) == is_better  # only the trained router has late interaction
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path):
+    leftover = tmp_path / "router" / "recipes" / ".4_filtered.yaml.x.partial"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("half a recipe")
+
+    with raises("not-found"):
+        skilltrain.fit(tmp_path / "no_skills", tmp_path / "router")
+
+    assert not leftover.exists()
+
+
+@pytest.fixture
+def command(skills, tmp_path):
+    return ("fit", skills, "--out", tmp_path / "router", "max_tokens=32")
+
+
+def test_dry_run_writes_nothing(command, tmp_path):
+    steps = json.loads(succeeds(*command, "--dry-run").out)["steps"]
+
+    assert [*steps][:3] == ["pool", "untrained", "queries"]
+    assert {step["state"] for step in steps.values()} == {"to run"}
+    assert not (tmp_path / "router").exists()
+
+
+def test_fit_without_queries_makes_its_own(command, tmp_path):
+    outcome = succeeds(*command, "--json")
+
+    messages = " ".join(outcome.err.split())
+    assert "passages of the skills' own texts: they favour BM25" in messages
+    systems = json.loads(outcome.out)["Hit@1"].keys()
+    expected = {"bm25", "base encoder", "trained encoder", "untrained router", "router"}
+    assert systems == expected
+    assert (tmp_path / "router" / "report" / "report.html").is_file()
+
+
+def test_dry_run_needs_skills(tmp_path):
+    outcome = skilltrain_command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run")
+
+    assert "no such file or folder" in outcome.error_line
