@@ -47,6 +47,7 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     network.train().activation_checkpointing_disable()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
+        # Tensors on the device meta are replaced, so that all are on one device.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
             if value.is_meta:
@@ -58,12 +59,12 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
             measurements.append(_saved_bytes(body, weights, ids, dtype))
     network.train(was_training)
 
-    # The bytes are a quadratic polynomial in the number of tokens: weights are constant,
-    # activations linear, attention masks quadratic. Solve for the linear coefficient. transformers
-    # builds masks only if it cannot look at the values of the inputs, as here.
+    # For n tokens, the bytes are a + b n + c n^2: weights are constant, activations linear, and
+    # attention masks quadratic. Real runs have no masks, which transformers builds here because it
+    # cannot look at the values of the inputs. Solve for b from the bytes for N, 2 N and 3 N tokens.
     single, double, triple = measurements
-    mask_bytes = (triple - 2 * double + single) / 2
-    token_bytes = (double - single - 3 * mask_bytes) / _NUM_TOKENS
+    mask_bytes = (triple - 2 * double + single) / 2  # c N^2
+    token_bytes = (double - single - 3 * mask_bytes) / _NUM_TOKENS  # b
     return token_bytes / network.config.num_hidden_layers
 
 

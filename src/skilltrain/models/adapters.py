@@ -56,7 +56,9 @@ def is_quantized(adapter: AdapterConfig | None) -> bool:
 
 
 def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that load a network in 4 bits, if it should be.
+    """Return the arguments of `from_pretrained` that load a network in 4 bits.
+
+    There are none if the adapter does not quantise.
 
     Raises:
         SkilltrainError: bitsandbytes is not installed.
@@ -86,7 +88,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     matrices A are random, so all ranks must call this function with the same seed.
 
     Raises:
-        SkilltrainError: No layer is as wide as the rank, or no layer has a name in the targets.
+        SkilltrainError: No layer is as wide as the rank, or a target matches no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -118,7 +120,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
 
 
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return peft's config of an adapter and its weights, with the head that trained with it.
+    """Return peft's config of an adapter, and the weights of the adapter and a trained head.
 
     Args:
         network: Network with an adapter.

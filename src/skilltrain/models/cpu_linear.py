@@ -36,11 +36,11 @@ class PackedLinear(nn.Module):
 class OneDnnLinear(nn.Linear):
     """Linear layer for training whose three float32 products on a CPU are computed by oneDNN.
 
-    It takes over the parameters and the pre-hooks of the layer that it replaces, so tied weights
-    stay tied.
+    It has the same parameters as the layer that it replaces, so tied weights stay tied.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
+        """Take over the parameters and the pre-hooks of `linear`."""
         nn.Module.__init__(self)  # nn.Linear would allocate and initialise new weights
         self.in_features = linear.in_features
         self.out_features = linear.out_features

@@ -94,6 +94,7 @@ class Encoder(nn.Module):
         self.settings = settings
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
+        # Whether every attention layer is causal.
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
         causal_flags.discard(None)  # modules without attention
         self._is_causal = causal_flags == {True}
@@ -266,7 +267,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         foreign = foreign_settings(folder, model_config, config.pooling, min_query_tokens)
         inherited = foreign.settings
         template_prompts = (foreign.query_prompt, foreign.skill_prompt)
-        if model_config.model_type.startswith("qwen"):
+        if model_config.model_type.startswith("qwen"):  # unless its files say otherwise
             inherited = {"pooling": "last_token"} | inherited
     settings = validate(EncoderSettings, inherited | chosen, folder)
 

@@ -115,6 +115,7 @@ def model_fingerprint(source: str) -> str:
         if file.suffix not in _MODEL_SUFFIXES:
             continue
         name = str(file.relative_to(folder))
+        # Leave out the files of a training run in the same folder.
         if name != _RUN_FILE and not name.startswith("checkpoints"):
             digest.update(f"{name} {fingerprint(file)}".encode())
     return digest.hexdigest()
@@ -307,8 +308,8 @@ def load_model_config(folder: Path) -> Any:
     The check needs no memory for a network.
 
     Raises:
-        SkilltrainError: The safetensors files are damaged, or config.json describes a network that
-            is much larger than they are.
+        SkilltrainError: The safetensors files are damaged, or config.json describes a network with
+            many more weights than they have.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -352,9 +353,13 @@ def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
 
 def _tensor_sizes(folder: Path) -> list[int]:
     """Read the number of elements of each tensor from the headers of the safetensors files."""
-    shards = [] if (folder / _WEIGHTS_FILE).is_file() else _shard_names(folder)
+    # A single file takes precedence over the files of an index.
+    names = _shard_names(folder)
+    if not names or (folder / _WEIGHTS_FILE).is_file():
+        names = [_WEIGHTS_FILE]
+
     sizes = []
-    for name in shards or [_WEIGHTS_FILE]:
+    for name in names:
         if not (folder / name).is_file():
             fault = f"cannot load the weights: there is no file named {name}"
             raise SkilltrainError(

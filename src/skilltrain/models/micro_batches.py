@@ -36,6 +36,7 @@ def micro_batches(
     group: list[int] = []  # the last group
     size = 0  # its number of tokens
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
+        # The number of tokens of the last group, if it had this text too.
         length = lengths[position]
         if num_shared is None:
             longest = lengths[group[0]] if group else length
@@ -66,6 +67,7 @@ def split_groups(groups: Groups, count: int) -> Groups:
         if len(group) < 2:
             groups.append([])
             continue
+        # Replace the group by its halves.
         index = groups.index(group)
         half = len(group) // 2
         groups[index : index + 1] = [group[:half], group[half:]]
@@ -132,9 +134,11 @@ def model_inputs(
     lengths = np.array([len(text) for text in texts])
     is_token = np.arange(lengths.max()) < lengths[:, None]
     mask = on_device(is_token.astype(np.int64), device)
+
     embedded = [text for text in texts if isinstance(text, Tensor)]
     if embedded:  # all texts, or none of them
         return {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True)}, mask
+
     ids = np.full(is_token.shape, pad_id, dtype=np.int64)
     ids[is_token] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
     return {"input_ids": on_device(ids, device)}, mask

@@ -77,6 +77,7 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
         for number, module in enumerate(modules)
     ]
     write_json(folder / "modules.json", listing)
+
     for module in modules[1:]:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
@@ -203,10 +204,13 @@ def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
     network = reranker.network
     if network.dtype.itemsize > 2:
         return {}
+
+    # Find the linear layers of the head. The last one gives the score.
     head_layers = heads(network) or [network.get_output_embeddings()]
-    names = [
-        name
-        for name, module in network.named_modules()
-        if module in head_layers and type(module) is torch.nn.Linear
-    ]
-    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]} if names else {}
+    names = []
+    for name, module in network.named_modules():
+        if module in head_layers and type(module) is torch.nn.Linear:
+            names.append(name)
+    if not names:
+        return {}
+    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]}

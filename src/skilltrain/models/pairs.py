@@ -69,7 +69,7 @@ class PairTokenizer:
         self.text = TextTokenizer(tokenizer)
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
-        # The end of the query's part, which is tokenised with a skill, and its number of tokens.
+        # A skill is tokenised after the end of the query's part, whose tokens are then dropped.
         self._query_ending = ""
         self._num_ending_tokens = 0
         skill_prompt = self.template.skill_prompt()

@@ -38,7 +38,8 @@ def pool(
     if pooling == "last_token":
         last_positions = mask.sum(1) - 1
         return hidden[torch.arange(len(hidden), device=hidden.device), last_positions]
-    weights = mask[:, :, None].to(hidden.dtype)
+    # The mean of the tokens, without padding.
+    weights = mask[:, :, None].to(hidden.dtype)  # [text, token, 1]
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
@@ -138,7 +139,9 @@ def foreign_settings(
     if "Pooling" in module_folders:
         pooling_folder = module_folders["Pooling"]
         pooling_config = read_json_object(pooling_folder / "config.json")
-        settings["pooling"] = pooling or _read_pooling(folder, pooling_folder, pooling_config)
+        if pooling is None:
+            pooling = _read_pooling(folder, pooling_folder, pooling_config)
+        settings["pooling"] = pooling
         has_prompt = query_prompt or skill_prompt
         if has_prompt and pooling_config.get("include_prompt") is False:
             fault = (
@@ -199,8 +202,8 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         modes = [modes]
 
     if len(modes) > 1 or modes[0] not in _POOLING_BY_MODE:
-        names = " + ".join(map(str, modes))
-        fault = f"its pooling is {names}, which an encoder here does not compute"
+        description = " + ".join(map(str, modes))
+        fault = f"its pooling is {description}, which an encoder here does not compute"
         fix = f"give pooling: {', '.join(_POOLING_BY_MODE.values())}"
         raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
     return _POOLING_BY_MODE[modes[0]]
@@ -232,6 +235,7 @@ def _token_limits(
             limit = tokenizer_limit
     limit = _smallest(limit, num_positions(model_config))
 
+    # Raise it for queries.
     query_limit = limit
     if limit is not None and not config.query_length:
         query_limit = max(limit, min_query_tokens)

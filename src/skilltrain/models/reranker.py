@@ -103,6 +103,7 @@ class Reranker(nn.Module):
         if not self.is_packed:
             lengths = [len(pair) for pair in chain.from_iterable(lists)]
             return micro_batches(lengths, token_budget)
+
         groups: Groups = []
         list_start = 0  # position of the first pair of a list
         for pairs in lists:
@@ -136,7 +137,7 @@ class Reranker(nn.Module):
         if self.yes_no_ids is None:
             return None
 
-        # The only row of a classification head, with which a model was exported, is the difference.
+        # If the model was exported with a classification head, its only row is the difference.
         head_layers = loading.heads(self.network)
         if head_layers:
             return at_least_float32(next(head_layers[0].parameters())[0])
@@ -252,7 +253,7 @@ def load_reranker(
     settings = settings.model_copy(update={"template": template})
 
     all_options = {**loading.loading_options(config, model_config, device), **options}
-    all_options.pop("add_pooling_layer", None)  # it is False, but a head uses the pooler
+    all_options.pop("add_pooling_layer", None)  # False, but the head uses the pooler
     if is_causal and settings.template.form == "yes_no":
         network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:

@@ -205,6 +205,7 @@ def _control_tokens(tokenizer: Any) -> list[Any]:
     """Return the added tokens that `TextTokenizer` reads as plain letters, sorted by name."""
     added_tokens = tokenizer.added_tokens_decoder  # by token id
     ids_by_token = TextTokenizer(tokenizer).ids([token.content for token in added_tokens.values()])
+    # The name of such a token is split, so the token itself is not among the ids of its name.
     control_tokens = []
     for (token_id, token), text_ids in zip(added_tokens.items(), ids_by_token, strict=True):
         if token_id not in text_ids:

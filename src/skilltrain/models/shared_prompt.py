@@ -81,10 +81,18 @@ class PackedTexts:
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
+        """Arrange texts in a row.
+
+        Args:
+            texts: The texts, of which only the lengths are read.
+            num_prompt: Number of tokens of their common prompt.
+            device: Device of all tensors.
+        """
         self.num_prompt = num_prompt
         self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
         self.was_used = False
+
         positions = [*range(num_prompt)]
         ends = [0] * len(texts)
         for index, length in zip(self.order, self.lengths, strict=True):
@@ -161,7 +169,7 @@ class PackedTexts:
             # Join the continuations again, without padding.
             row = output.transpose(0, 1).flatten(1, 2)  # [head, token of all texts, dim]
             outputs.append(row[:, bucket.real_tokens])
-        return torch.cat(outputs, 1).transpose(0, 1)[None]
+        return torch.cat(outputs, 1).transpose(0, 1)[None]  # [1, token, head, dim]
 
 
 class VarlenTexts(PackedTexts):
@@ -206,7 +214,7 @@ class VarlenTexts(PackedTexts):
 def num_shared(texts: Sequence[list[int]]) -> int:
     """Return the length of the common beginning of all texts.
 
-    It is shorter than each text, so that every text has a continuation.
+    It leaves at least one token of each text, so that every text has a continuation.
     """
     # In lexicographic order, the first and the last text have the shortest beginning in common.
     first = min(texts)
@@ -286,10 +294,12 @@ def shared_prompt_attention(
 
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
     packed.was_used = True
     # Cast here once, as autocast would do in every bucket.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
+    # Give every query head a key head.
     heads_per_key_head = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads_per_key_head, 1)
     value = value.repeat_interleave(heads_per_key_head, 1)

@@ -90,6 +90,7 @@ class TextTokenizer:
         spans = encoding.offsets
         if not self._finds_control_tokens:
             return ids, spans
+        # Leave out control tokens that were found in the text.
         positions = [i for i, token_id in enumerate(ids) if token_id not in self._control_ids]
         return [ids[i] for i in positions], [spans[i] for i in positions]
 

@@ -110,6 +110,7 @@ def save_checkpoint(
     Raises:
         SkilltrainError: The checkpoint cannot be written.
     """
+    # Write all files to a temporary folder.
     final = folder / f"step-{position.step}"
     partial = folder / f"{final.name}.partial"
     if accelerator.is_main_process:
@@ -129,7 +130,7 @@ def save_checkpoint(
         raise SkilltrainError("cannot-write", fault, where=partial) from error
     accelerator.wait_for_everyone()
 
-    # Make sure that all files are on the disk before the folder gets its final name.
+    # Rename the folder once all files are on the disk, and delete old checkpoints.
     if accelerator.is_main_process:
         for path in partial.rglob("*"):
             if path.is_file():
@@ -137,6 +138,7 @@ def save_checkpoint(
             _sync(path)
         partial.rename(final)
         _sync(folder)
+
         best = best_checkpoint(folder)
         for old in checkpoints(folder)[:-keep]:
             if old != best:
@@ -180,6 +182,8 @@ def load_checkpoint(
     paths = checkpoints(folder)
     if not paths:
         return None
+
+    # Check that the launch is the same.
     newest = paths[-1]
     state = _read_state(newest)
     launch = launch_of(accelerator)
@@ -189,6 +193,7 @@ def load_checkpoint(
             "other-launcher", fault, where=newest, fix="resume with that launcher"
         )
 
+    # Restore the weights, the optimiser and the random states.
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
     try:
@@ -368,6 +373,7 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
     parameters = []
     for group in optimizer.param_groups:
         parameters += group["params"]
+
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         number, _, name = key.partition(".")

@@ -45,7 +45,8 @@ def encoder_opener(
 ) -> OpenModel:
     """Return the function that opens an encoder in training as a ranker of `skills`.
 
-    Texts are tokenised here, once. The function encodes all of them in one call of the model.
+    All texts are tokenised here, once. The function encodes them in one call of the step module,
+    and the ranker looks their vectors up.
     """
     settings = encoder.settings
     query_texts = [settings.template.render_query(query.text) for query in queries]
@@ -95,9 +96,9 @@ def _score_lists(model: Any, lists: Iterable[list[PairIds]]) -> Iterator[list[fl
     inputs = PairsToScore([[*pairs.values()] for pairs in distinct if pairs])
     scores = _check_finite(model(inputs)).tolist() if inputs.lists else []
 
-    next_scores = iter(scores)
+    remaining_scores = iter(scores)
     for pairs, pairs_by_ids in zip(all_lists, distinct, strict=True):
-        score_by_ids = {ids: next(next_scores) for ids in pairs_by_ids}
+        score_by_ids = {ids: next(remaining_scores) for ids in pairs_by_ids}
         yield [score_by_ids[tuple(pair.ids)] for pair in pairs]
 
 

@@ -39,6 +39,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     Raises:
         SkilltrainError: This combination cannot work. Nothing has been loaded yet.
     """
+    # Set up the device.
     on_cpu = default_device().type == "cpu"
     deepspeed = _is_requested("DEEPSPEED")
     _check_backends(deepspeed)
@@ -51,6 +52,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
             # Texts of unequal lengths do not fragment memory that grows in segments.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
+    # Create the accelerator.
     mixed = config.dtype_on(default_device()) == torch.bfloat16
     handlers = [
         InitProcessGroupKwargs(

@@ -48,10 +48,12 @@ class TrainingLog:
     """
 
     def __init__(self, path: Path, resumed_step: int, trackers: Sequence[GeneralTracker]) -> None:
+        """Open the file. Lines after `resumed_step` are removed."""
         self.path = path
         self.active = is_main_process()
         self.trackers = trackers
         if self.active:
+            # Keep the lines of the steps that are not run again.
             lines = _read_lines(path, resumed_step) if path.is_file() else ()
             write_text(path, "".join(f"{line}\n" for line in lines))
             self.file = path.open("a", encoding="utf-8", buffering=1)

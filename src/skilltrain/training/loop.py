@@ -77,6 +77,7 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
 
     sample: list[TrainingList] = []
     for weight, group in lists_by_weight.items():
+        # The whole part of the weight, then the fraction.
         sample += group * int(weight)
         fraction = weight % 1
         if fraction:
@@ -187,10 +188,10 @@ class Training:
         optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
 
-        self.position = Position()
+        position = None
         if run.resume:
-            stored = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
-            self.position = stored or self.position
+            position = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
+        self.position = position or Position()
 
     def run_remaining_steps(self) -> None:
         """Run the steps after `position`. Log each step, and evaluate and save when it is time.
@@ -313,7 +314,7 @@ class Training:
         # Ranks that share gradients (FSDP2, ZeRO) exchange them after every batch. Otherwise each
         # rank would have to hold the whole gradient until the last batch.
         syncs_always = shares_state()
-        # Launchers average gradients over ranks, but the loss is a sum over queries.
+        # Launchers average gradients over ranks, but the gradient of a sum over queries is needed.
         loss_scale = accelerator.num_processes / num_queries
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
@@ -321,7 +322,8 @@ class Training:
             # In the backward pass for which this is true, DeepSpeed updates the weights.
             accelerator.sync_gradients = is_last
             is_synced = is_last or syncs_always
-            with nullcontext() if is_synced else accelerator.no_sync(self.model):
+            context = nullcontext() if is_synced else accelerator.no_sync(self.model)
+            with context:
                 loss = self.model(batch) * loss_scale
                 accelerator.backward(loss)
             total += loss.detach().float()

@@ -82,7 +82,8 @@ def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
         return
     unscored: list[str] = []  # ids of queries
     for training_list in data.lists:
-        if all(map(math.isnan, training_list.teacher_scores or ())):
+        scores = training_list.teacher_scores
+        if scores is None or all(map(math.isnan, scores)):
             unscored.append(training_list.query_id)
     if unscored:
         raise SkilltrainError(
@@ -106,7 +107,13 @@ class _ListTable:
     def __init__(
         self, lists: Sequence[TrainingList], columns: Sequence[Sequence[int]], num_columns: int
     ) -> None:
-        """Make the table; `columns` are those of each list's candidates."""
+        """Make the table.
+
+        Args:
+            lists: The lists.
+            columns: Columns of the candidates of each list.
+            num_columns: Number of columns of the table.
+        """
         sizes = np.array([*map(len, columns)], dtype=int)
         rows = np.repeat(np.arange(len(lists)), sizes)
         self.lists = lists
@@ -239,8 +246,11 @@ def encoder_scores(
 
     if all_queries is None:
         all_queries = query_vectors[:0]
-    matrices = (query_vectors, skill_vectors, all_queries)
-    vectors = Vectors(*map(at_least_float32, matrices))
+    vectors = Vectors(
+        at_least_float32(query_vectors),
+        at_least_float32(skill_vectors),
+        at_least_float32(all_queries),
+    )
     return table.to_scored_batch(vectors.scores, valid, context.needs, vectors, negatives)
 
 
@@ -286,7 +296,7 @@ def _negatives(
     is_lower = other_gains < table.gains()[query, skill][:, None]  # [positive, all queries]
 
     return {
-        # Queries without a common answer: [query, all queries].
+        # Queries that have no answer in common: [query, all queries].
         "query_to_query": ~_share_a_key(answer_keys, all_answer_keys),
         # [positive, all queries]
         "skill_to_query": is_candidate[:, skill].T & is_lower,

@@ -72,12 +72,12 @@ class DevConfig(Config):
         """All measures, including the one that decides."""
         return parse_measures([*DEV_MEASURES, self.metric])
 
-    def check(self, kind: str, example: str) -> None:
+    def check(self, kind: str, requirement: str) -> None:
         """Check the rankers and the metric.
 
         Args:
             kind: Kind of ranker that the model in training is: `dense` or `rerank`.
-            example: Rankers to suggest if the model in training is of another kind.
+            requirement: What to say if the model in training is of another kind.
 
         Raises:
             ValueError: The rankers cannot rank, the model in training is not one of them or is of
@@ -92,7 +92,7 @@ class DevConfig(Config):
         if not models:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
         if not all(part.kind == kind for part in models):
-            raise ValueError(f"dev.rankers: {example}")
+            raise ValueError(f"dev.rankers: {requirement}")
 
         # A reranker cannot change a measure that ignores the order of the candidates that it reads.
         measure = parse_measure(self.metric)

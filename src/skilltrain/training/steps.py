@@ -189,12 +189,14 @@ class EncoderStep(_Step[Encoder]):
         num_queries = len(rank_lists)
         query_vectors = vectors[:num_queries]
         skill_vectors = gather_rows(vectors[num_queries:], len(skills))
-        needs_all = self.context.needs.directions
+        all_queries = None
+        if self.context.needs.directions:
+            all_queries = gather_rows(query_vectors, len(batch))
         scored = encoder_scores(
             rank_lists,
             batch,
             query_vectors,
-            gather_rows(query_vectors, len(batch)) if needs_all else None,
+            all_queries,
             skill_ids,
             skill_vectors,
             self.context,

@@ -381,6 +381,7 @@ def _num_contaminated(
     """
     # Compare each list with the benchmarks.
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
+    # A skill may be in many lists, but is compared once.
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     contaminations: list[Dropped] = []
     for training_list in data.lists:
