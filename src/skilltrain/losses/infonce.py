@@ -86,7 +86,7 @@ class InfoNCE(Loss):
             return self._pull_and_push(batch)
         if not self.needs.directions:
             return contrast(batch, self.temperature)
-        if self.partition == "joint":
+        if self.partition == "joint":  # one denominator for all directions
             return contrast(batch, self.temperature, self._log_extra_negatives(batch))
 
         log_negatives = self._log_negatives(batch)["skill_to_query"]
