@@ -88,6 +88,14 @@ class Reranker(nn.Module):
         query_ids = tokenizer.query_ids(query)
         return [tokenizer.join(query_ids, ids) for ids in tokenizer.skill_ids(skills)]
 
+    def tokenize_queries(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of the query's part of a pair, for each raw query."""
+        return [self.pair_tokenizer.query_ids(text) for text in texts]
+
+    def tokenize_skills(self, skills: Sequence[Skill]) -> list[list[int]]:
+        """Return the token ids of the skill's part of a pair, for each skill."""
+        return self.pair_tokenizer.skill_ids(skills)
+
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
         """Group the pairs of all lists into micro-batches.
 

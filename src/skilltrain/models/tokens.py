@@ -21,6 +21,7 @@ from skilltrain.terminal import say, track
 _CONTROL_NAME = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _BLOCK_SIZE = 2000  # texts per step of the progress bar
 _DIGEST_BYTES = 32  # length of a SHA-256
+KeyT = TypeVar("KeyT", bound=Hashable)
 TextT = TypeVar("TextT", bound=Hashable)
 
 
@@ -109,11 +110,11 @@ class TextTokenizer:
 
 
 def tokenize_texts(
-    texts: Mapping[str, TextT],
+    texts: Mapping[KeyT, TextT],
     tokenize: Callable[[list[TextT]], Sequence[TokenIds]],
     identity: str = "",
     cache: Path | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[KeyT, np.ndarray]:
     """Tokenise each distinct text once, or read its token ids from the cache.
 
     Args:

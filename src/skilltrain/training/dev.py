@@ -21,7 +21,6 @@ from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.bootstrap import Interval, compact, intervals
 from skilltrain.metrics.measures import Relevance, per_query
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import tokenize_texts
@@ -54,12 +53,10 @@ def encoder_opener(
     inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
 
     # Each distinct text is encoded once, so equal skills have equal scores.
-    token_ids: dict[tuple[str, int], TokenIds] = {}  # by text and token limit
+    token_ids: dict[tuple[str, int], np.ndarray] = {}  # by text and token limit
     for texts, max_tokens in inputs:
         tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
-        ids_by_text = tokenize_texts({text: text for text in texts}, tokenize)
-        for text, ids in ids_by_text.items():
-            token_ids[text, max_tokens] = ids
+        token_ids |= tokenize_texts({(text, max_tokens): text for text in texts}, tokenize)
     rows = {text_and_limit: row for row, text_and_limit in enumerate(token_ids)}
 
     def open_model(model: Any) -> Any:

@@ -25,7 +25,6 @@ from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches,
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
-from skilltrain.records import Skill
 from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
@@ -80,13 +79,7 @@ class _Step(nn.Module, Generic[ModelT]):
     """
 
     def __init__(
-        self,
-        model: ModelT,
-        loss: Loss,
-        data: TrainingSet,
-        settings: StepSettings,
-        tokenize_queries: Callable[[list[str]], Sequence[TokenIds]],
-        tokenize_skills: Callable[[list[Skill]], Sequence[TokenIds]],
+        self, model: ModelT, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
         """Tokenise all queries and skills of `data`, or read their token ids from the cache."""
         super().__init__()
@@ -104,10 +97,10 @@ class _Step(nn.Module, Generic[ModelT]):
         cache = settings.token_cache
         queries = {training_list.query: training_list.query for training_list in data.lists}
         self.query_ids = made_by_first_rank(
-            lambda: tokenize_texts(queries, tokenize_queries, identity, cache)
+            lambda: tokenize_texts(queries, model.tokenize_queries, identity, cache)
         )
         self.skill_ids = made_by_first_rank(
-            lambda: tokenize_texts(data.skills, tokenize_skills, identity, cache)
+            lambda: tokenize_texts(data.skills, model.tokenize_skills, identity, cache)
         )
 
     def run(
@@ -151,9 +144,7 @@ class EncoderStep(_Step[Encoder]):
     def __init__(
         self, encoder: Encoder, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
-        super().__init__(
-            encoder, loss, data, settings, encoder.tokenize_queries, encoder.tokenize_skills
-        )
+        super().__init__(encoder, loss, data, settings)
         if settings.varlen:
             encoder.pack_texts()
         self.context = ScoreContext.of(data, loss, settings.in_batch)
@@ -261,19 +252,6 @@ class EncoderStep(_Step[Encoder]):
 
 class RerankerStep(_Step[Reranker]):
     """The reranker's loss on a batch of lists."""
-
-    def __init__(
-        self, reranker: Reranker, loss: Loss, data: TrainingSet, settings: StepSettings
-    ) -> None:
-        tokenizer = reranker.pair_tokenizer
-        super().__init__(
-            reranker,
-            loss,
-            data,
-            settings,
-            lambda texts: [tokenizer.query_ids(text) for text in texts],
-            tokenizer.skill_ids,
-        )
 
     def forward(self, batch: Sequence[TrainingList] | PairsToScore) -> Float[Tensor, "..."]:
         """Return the loss of a batch, summed over the queries of this rank.
