@@ -88,6 +88,7 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
+        """Make an encoder, which pads texts until `pack_texts` is called."""
         super().__init__()
         self.backbone: Any = backbone
         self.tokenizer = tokenizer

@@ -64,6 +64,7 @@ class PairTokenizer:
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:
+        """Tokenise the parts that all pairs have in common."""
         self.template = settings.template
         self.settings = settings
         self.text = TextTokenizer(tokenizer)

@@ -65,6 +65,7 @@ class Reranker(nn.Module):
     """
 
     def __init__(self, network: Any, tokenizer: Any, settings: RerankerSettings) -> None:
+        """Make a reranker, and let its network pack pairs if possible."""
         super().__init__()
         self.network: Any = network
         self.tokenizer = tokenizer

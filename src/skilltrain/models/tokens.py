@@ -43,6 +43,7 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Copy a tokenizer of transformers."""
         if not tokenizer.is_fast:
             raise SkilltrainError(
                 "unsupported-model", "the tokenizer has no fast implementation (tokenizer.json)"

@@ -51,17 +51,12 @@ def export_run(
     # Check that the arguments fit together and fit the run.
     if published.reports and (checkpoint is not None or not summary):
         fault = "a report is about the final model of a finished run"
-        raise SkilltrainError(
-            "conflicting-settings",
-            fault,
-            where="--report",
-            fix="leave out --report or --checkpoint",
-        )
+        fix = "leave out --report or --checkpoint"
+        raise SkilltrainError("conflicting-settings", fault, where="--report", fix=fix)
     if adapter_only and config.adapter is None:
         fault = "trained all weights, no adapter"
-        raise SkilltrainError(
-            "conflicting-settings", fault, where=run, fix="export without --adapter"
-        )
+        fix = "export without --adapter"
+        raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
 
     final_name = summary.get("checkpoint")  # None for an unfinished run
     name = final_name

@@ -266,7 +266,6 @@ def _read_lists(
     irrelevant_gain = source.gains[Verdict.IRRELEVANT]
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
 
-    # Turn the rows into lists.
     lists: list[TrainingList] = []
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
         query_id = row["query_id"]
@@ -279,15 +278,12 @@ def _read_lists(
         # A positive may be judged in the folder without being a candidate.
         skill_ids = tuple(row["skill_ids"])
         verdicts = tuple(map(Verdict, row["verdicts"]))
-        judgements = [
-            *verdicts_by_query.get(query_id, {}).items(),
-            *zip(skill_ids, verdicts, strict=True),
-        ]
-        positives = {
-            skill_id
-            for skill_id, verdict in judgements
-            if verdict in POSITIVE and gains[verdict] > 0
-        }
+        judgements = [*verdicts_by_query.get(query_id, {}).items()]
+        judgements += zip(skill_ids, verdicts, strict=True)
+        positives = set()
+        for skill_id, verdict in judgements:
+            if verdict in POSITIVE and gains[verdict] > 0:
+                positives.add(skill_id)
         scores = row["teacher_scores"]
         lists.append(
             TrainingList(
