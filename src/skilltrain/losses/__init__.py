@@ -1,8 +1,8 @@
-"""Losses by name. A loss sees a batch of scores, never a model.
+"""Losses. A loss gets a batch of scores, and knows nothing about the model.
 
-Those of this package are listed in `skilltrain.plugins.BUILT_IN`. A loss of another package is a
-subclass of `Loss`, found by its entry point or by an import path:
-`loss: {name: my_package.my_module:MyLoss}`.
+A recipe chooses a loss by its name. `skilltrain.plugins.BUILT_IN` lists those of this package. A
+loss of another package is a subclass of `Loss`, and has an entry point or is chosen by its import
+path: `loss: {name: my_package.my_module:MyLoss}`.
 """
 
 from skilltrain.losses.infonce import InfoNCE, LateInteraction

@@ -23,7 +23,7 @@ from skilltrain.losses.scored_batch import (
 class InfoNCE(Loss):
     """InfoNCE over hard and in-batch negatives, in one direction or more.
 
-    Use: the encoder's default. The skills of other queries serve as further negatives. For
+    Use: the encoder's default. The skills of other queries are further negatives. For
         symmetric InfoNCE (Jina): directions: [query_to_skill, skill_to_query], partition:
         per_direction. For GTE's improved contrast: all four directions, partition: joint.
     Formula: see `contrast`; scores are cosines. For a positive p of a query q:
@@ -66,6 +66,7 @@ class InfoNCE(Loss):
 
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
+        """Check that directions, partition and push_share can be combined."""
         if "query_to_skill" not in self.directions:
             raise ValueError(
                 "directions must hold query_to_skill: it compares a query with its positive"
@@ -80,19 +81,21 @@ class InfoNCE(Loss):
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """Return the loss, summed over queries."""
         if self.push_share:
             return self._pull_and_push(batch)
         if not self.needs.directions:
             return contrast(batch, self.temperature)
-        if self.partition == "per_direction":
-            log_negatives = self._log_negatives(batch)["skill_to_query"]
-            loss_over_queries = positives_against(
-                log_negatives, batch, batch.scores, self.temperature
-            )
-            return (contrast(batch, self.temperature) + loss_over_queries) / 2
-        return contrast(batch, self.temperature, self._log_extra_negatives(batch))
+        if self.partition == "joint":  # one denominator for all directions
+            return contrast(batch, self.temperature, self._log_extra_negatives(batch))
+
+        log_negatives = self._log_negatives(batch)["skill_to_query"]
+        loss_over_queries = positives_against(log_negatives, batch, batch.scores, self.temperature)
+        loss_over_skills = contrast(batch, self.temperature)
+        return (loss_over_skills + loss_over_queries) / 2
 
     def _pull_and_push(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """Return the weighted sum of a loss without rejected skills and a loss against them."""
         is_rejected = batch.gains < 0
         without_rejected = replace(batch, valid=batch.valid & ~is_rejected)
         only_rejected = replace(batch, valid=batch.valid & (is_rejected | batch.is_positive))
@@ -101,7 +104,10 @@ class InfoNCE(Loss):
         return (1 - self.push_share) * pull_loss + self.push_share * push_loss
 
     def _log_extra_negatives(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
-        """Return the log of each positive's denominator terms in the additional directions."""
+        """Return the log of the denominator terms that the other directions add to each positive.
+
+        Query to skill is not one of them.
+        """
         row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
         log_negatives = self._log_negatives(batch)
         terms: list[Tensor] = []  # each [positive]
@@ -115,12 +121,13 @@ class InfoNCE(Loss):
         return torch.stack(terms).logsumexp(0)
 
     def _log_negatives(self, batch: ScoredBatch) -> dict[Direction, Float[Tensor, "row"]]:
-        """Return the logsumexp of each row's negatives, by direction.
+        """Return the logsumexp of the negatives of each row, by direction.
 
-        It is -inf for a row without negatives.
+        Rows are queries or positives (see `ScoredBatch`). A row without negatives has -inf.
         """
         vectors = batch.vectors
-        positives = vectors.skills[batch.is_positive.nonzero(as_tuple=True)[1]]  # [positive, dim]
+        _, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
+        positives = vectors.skills[column]  # [positive, dim]
         sides: dict[Direction, tuple[Tensor, Tensor]] = {
             "query_to_query": (vectors.queries, vectors.all_queries),
             "skill_to_query": (positives, vectors.all_queries),

@@ -21,10 +21,14 @@ def contrast(
 
         -sum_p w_p log(e^{s_p/t} / (e^{s_p/t} + e^{m_p} + sum_{n: g_n < g_p} e^{s_n/t})),
 
-    where w_p is g_p divided by the sum of the positives' gains, and m_p is `log_extra_negatives`:
-    the logsumexp of further negatives of p. With one positive and no further negatives, this is the
-    softmax cross-entropy of SkillRouter (equations 1 and 2). Positives of the same gain do not push
-    each other down.
+    where w_p is g_p divided by the sum of the positives' gains, and m_p is `log_extra_negatives`.
+    With one positive and no further negatives, this is the softmax cross-entropy of SkillRouter
+    (equations 1 and 2). Positives of the same gain do not push each other down.
+
+    Args:
+        batch: Scores s and gains g.
+        temperature: Temperature t.
+        log_extra_negatives: Logsumexp of further negatives of each positive.
     """
     scores = batch.filled(0.0)
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
@@ -43,14 +47,20 @@ def positives_against(
     scores: Float[Tensor, "query candidate"],
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Return the sum of softplus(`log_negatives` - score / `temperature`) over the positives.
+    """Return the cross-entropy of each positive against its negatives, summed over positives.
 
-    Each positive has its share of the gains as weight. `log_negatives` are the logsumexp of each
-    positive's negatives.
+    The weight of a positive is its share of the gains of its query's positives.
+
+    Args:
+        log_negatives: Logsumexp of each positive's negatives, already divided by `temperature`.
+        batch: Gains and positives.
+        scores: Scores of all candidates.
+        temperature: The scores of the positives are divided by it.
     """
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
     weights = gain_shares(batch, batch.is_positive)[row, column]
     differences = log_negatives - scores[row, column] / temperature  # [positive]
+    # softplus(n - p) = -log(e^p / (e^p + e^n))
     return (weights * torch.nn.functional.softplus(differences)).sum()
 
 
@@ -170,9 +180,9 @@ class KL(Loss):
 
 
 def _log_softmax(batch: ScoredBatch, temperature: float) -> Float[Tensor, "query candidate"]:
-    """Return the log-softmax of the valid candidates' scores, and 0 for the others.
+    """Return the log-softmax of the scores of valid candidates, and 0 for the others.
 
-    Callers multiply it by a target that is 0 for the others, and 0 times -inf would be NaN.
+    It is multiplied by a target that is 0 for the others, and 0 times -inf would be NaN.
     """
     log_shares = torch.log_softmax(batch.filled(-torch.inf) / temperature, 1)
     return log_shares.masked_fill(~batch.valid, 0.0)

@@ -1,4 +1,4 @@
-"""A loss around another one, for vectors that may be cut short."""
+"""A loss that trains vectors which may be truncated later."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -14,13 +14,14 @@ from skilltrain.losses.scored_batch import Loss, Needs, RerankerLoss, ScoredBatc
 class Matryoshka(Loss):
     """A loss on cosines of the vectors' first coordinates, summed over several widths.
 
-    Use: an encoder whose vectors may be cut short when they are stored. Name the full width too, or it goes
-        untrained.
+    Use: an encoder whose vectors may be truncated when they are stored. Only the widths in `dims`
+        are trained, so name the full width too.
     Formula: sum_d loss(cosines of the first d coordinates, made unit vectors again).
-    Inputs: what the inner loss asks for, and vectors at least as wide as the widest of `dims`.
-    Returns: the sum over queries. As sentence-transformers' MatryoshkaLoss, of a loss that is a sum.
-    Example: query (0.8, 0.6), skills (1, 0) and (0, 1), gains (1, 0), infonce at temperature 1, dims (1,): the first
-        skill's cosine becomes 1, the second's 0: log(1 + 1/e).
+    Inputs: those of the inner loss, and vectors at least as wide as the widest of `dims`.
+    Returns: the sum over queries. It equals sentence-transformers' MatryoshkaLoss of a loss that is
+        a sum.
+    Example: query (0.8, 0.6), skills (1, 0) and (0, 1), gains (1, 0), infonce at temperature 1,
+        dims (1,): the first skill's cosine becomes 1, that of the second 0: log(1 + 1/e).
     Source: Kusupati et al. 2022, equation 1, with normalised representations and weights of 1.
     """
 
@@ -36,5 +37,5 @@ class Matryoshka(Loss):
         return replace(self.loss.needs, vectors=True)
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        parts = [self.loss(batch.truncated(dim)) for dim in self.dims]
-        return sum(parts[1:], parts[0])
+        losses = [self.loss(batch.truncated(dim)) for dim in self.dims]
+        return sum(losses[1:], losses[0])

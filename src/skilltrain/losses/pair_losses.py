@@ -12,17 +12,17 @@ from skilltrain.losses.scored_batch import Loss, Needs, ScoredBatch, Temperature
 
 @dataclass(frozen=True)
 class GradedPairs:
-    """Every pair of a higher and a lower gain among a query's valid candidates, once.
+    """All pairs of a higher and a lower gain among the valid candidates of each query.
 
-    A judged candidate is one with a gain other than 0. Each is compared with all candidates of its
-    query. Memory grows with the number of judged times all candidates, not with the square of all
-    candidates, which allows thousands of in-batch negatives.
+    Each judged candidate (gain other than 0) has a row, in which it is compared with all candidates
+    of its query. In-batch negatives have no rows, so thousands of them fit in memory. Every pair is
+    in one row only.
 
     Attributes:
         query: Query of each judged candidate.
         column: Its column in the scores.
         gaps: Its gain minus that of the other candidate.
-        is_pair: Whether both form a pair.
+        is_pair: Whether this row has the pair of the two.
         num_queries: Number of queries.
     """
 
@@ -35,8 +35,8 @@ class GradedPairs:
     def margins(
         self, scores: Float[Tensor, "query candidate"]
     ) -> Float[Tensor, "judged candidate"]:
-        """Return how far the candidate of higher gain scores above the other one, for each pair."""
-        sign = torch.where(self.gaps < 0, -1, 1)  # -1: the judged candidate is the lower one
+        """Return the score of each pair's higher gain minus the score of its lower gain."""
+        sign = torch.where(self.gaps < 0, -1, 1)  # -1: the judged candidate has the lower gain
         return sign * (scores[self.query, self.column][:, None] - scores[self.query])
 
     def sum_of_means(self, values: Float[Tensor, "judged candidate"]) -> Float[Tensor, ""]:
@@ -50,14 +50,14 @@ class GradedPairs:
 def find_pairs(batch: ScoredBatch) -> GradedPairs:
     """Find the pairs of a batch.
 
-    Most pairs are found from the candidate of higher gain. Candidates of gain 0 are not judged, so
-    their pairs with rejected candidates (gain below 0) are found from the rejected one.
+    A pair is in the row of its candidate of higher gain. If that gain is 0, the candidate has no
+    row, so the pair is in the row of the other one, a rejected candidate.
     """
-    query, column = (batch.valid & (batch.gains != 0)).nonzero(as_tuple=True)
+    query, column = (batch.valid & (batch.gains != 0)).nonzero(as_tuple=True)  # each [judged]
     other_gains = batch.gains[query]  # [judged, candidate]
     gaps = batch.gains[query, column][:, None] - other_gains
-    is_below_zero_gain = (gaps < 0) & (other_gains == 0)
-    is_pair = batch.valid[query] & ((gaps > 0) | is_below_zero_gain)
+    is_rejected_below_zero = (gaps < 0) & (other_gains == 0)
+    is_pair = batch.valid[query] & ((gaps > 0) | is_rejected_below_zero)
     return GradedPairs(query, column, gaps, is_pair, len(batch.gains))
 
 

@@ -53,7 +53,7 @@ class Vectors:
         return cosines(self.queries, self.skills)
 
     def truncated(self, dim: int) -> "Vectors":
-        """Return the first `dim` coordinates, made unit vectors again."""
+        """Return the first `dim` coordinates of all vectors, normalised to unit length again."""
         matrices = (self.queries, self.skills, self.all_queries)
         with torch.autocast(self.skills.device.type, enabled=False):
             truncated = [torch.nn.functional.normalize(each[:, :dim], dim=1) for each in matrices]
@@ -61,11 +61,11 @@ class Vectors:
 
 
 def cosines(
-    left: Float[Tensor, "left dim"], right: Float[Tensor, "right dim"]
-) -> Float[Tensor, "left right"]:
-    """Return the cosines of unit vectors in the dtype of these, even under autocast."""
-    with torch.autocast(left.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-        return left @ right.T
+    rows: Float[Tensor, "row dim"], columns: Float[Tensor, "column dim"]
+) -> Float[Tensor, "row column"]:
+    """Return the cosines of unit vectors, in the dtype of the vectors even under autocast."""
+    with torch.autocast(rows.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
+        return rows @ columns.T
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class ScoredBatch:
 
 
 def _undeclared(part: str) -> SkilltrainError:
+    """Return the error for a loss that reads a part of the batch without declaring it."""
     fix = f"return Needs({part}=True) from the loss's property `needs`"
     return SkilltrainError(
         "undeclared-need", f"this batch has no {part}: its loss does not declare them", fix=fix
@@ -175,10 +176,13 @@ RerankerLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="f
 def gain_shares(
     batch: ScoredBatch, counted: Bool[Tensor, "query candidate"]
 ) -> Float[Tensor, "query candidate"]:
-    """Return each counted candidate's share of the gains of its query's counted candidates.
+    """Return the share of each candidate in the gains of its query.
 
-    The shares of one query sum to 1, or to 0 if it has no counted candidate. `counted` candidates
-    must not have negative gains.
+    The shares of one query sum to 1, or to 0 if no candidate counts.
+
+    Args:
+        batch: Gains, and which candidates are valid.
+        counted: Which candidates count. They must not have negative gains. The others get 0.
     """
     gains = torch.where(batch.valid & counted, batch.gains, 0.0).to(batch.scores)
     return gains / gains.sum(1, keepdim=True).clamp(min=torch.finfo(gains.dtype).tiny)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -29,14 +30,13 @@ def checkpoint_layers(network: Any) -> None:
 
 
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:
-    """Return how many bytes a layer keeps per token for the backward pass, without its weights.
+    """Return how many bytes a layer saves per token for the backward pass, without its weights.
 
-    Nothing is computed: the network runs on tensors without data. Kept bytes are a polynomial in
-    the number of tokens: weights are constant, activations linear, masks quadratic. Three lengths
-    determine its coefficients. This switches recomputation off.
+    The network runs on tensors without data, so nothing is computed. This function switches
+    recomputation of layers off.
 
     Args:
-        network: A network with `base_model` and `num_hidden_layers`.
+        network: Network of an encoder or a reranker.
         dtype: Number format of the computation.
     """
     body = network.base_model
@@ -46,31 +46,48 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     was_training = network.training
     network.train().activation_checkpointing_disable()
 
-    def kept_bytes(num_tokens: int) -> int:
-        bytes_by_storage: dict[Any, int] = {}
-
-        def record(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            bytes_by_storage[storage] = storage.nbytes()
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
-        is_mixed = dtype == torch.bfloat16
-        with hooks, torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
-            ids = torch.zeros(1, num_tokens, dtype=torch.long, device=device)
-            functional_call(body, weights, (ids,))
-        return sum(bytes_by_storage.values())
-
     with FakeTensorMode(allow_non_fake_inputs=True):
+        # Tensors on the device meta are replaced, so that all are on one device.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
             if value.is_meta:
                 empty = torch.empty_like(value, device=device)
                 weights[name] = empty.requires_grad_(value.requires_grad)
-        single, double, triple = [kept_bytes(factor * _NUM_TOKENS) for factor in (1, 2, 3)]
+        measurements = []
+        for factor in (1, 2, 3):
+            ids = torch.zeros(1, factor * _NUM_TOKENS, dtype=torch.long, device=device)
+            measurements.append(_saved_bytes(body, weights, ids, dtype))
     network.train(was_training)
 
-    # transformers builds masks only if it cannot look at the values of the inputs, as here.
-    mask_bytes = (triple - 2 * double + single) / 2
-    token_bytes = (double - single - 3 * mask_bytes) / _NUM_TOKENS
+    # For n tokens, the bytes are a + b n + c n^2: weights are constant, activations linear, and
+    # attention masks quadratic. Real runs have no masks, which transformers builds here because it
+    # cannot look at the values of the inputs. Solve for b from the bytes for N, 2 N and 3 N tokens.
+    single, double, triple = measurements
+    mask_bytes = (triple - 2 * double + single) / 2  # c N^2
+    token_bytes = (double - single - 3 * mask_bytes) / _NUM_TOKENS  # b
     return token_bytes / network.config.num_hidden_layers
+
+
+def _saved_bytes(
+    body: Any, weights: dict[str, Tensor], ids: Int[Tensor, "1 token"], dtype: torch.dtype
+) -> int:
+    """Return the bytes of the tensors that a forward pass saves for the backward pass.
+
+    Args:
+        body: A transformer without its head.
+        weights: Weights by name, used instead of those of `body`.
+        ids: Token ids of one text.
+        dtype: Number format of the computation.
+    """
+    bytes_by_storage: dict[Any, int] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        bytes_by_storage[storage] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
+    is_mixed = dtype == torch.bfloat16
+    with hooks, torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=is_mixed):
+        functional_call(body, weights, (ids,))
+    return sum(bytes_by_storage.values())

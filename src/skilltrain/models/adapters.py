@@ -50,13 +50,20 @@ class AdapterConfig(Config):
     )
 
 
+def is_quantized(adapter: AdapterConfig | None) -> bool:
+    """Return whether the frozen weights are in 4 bits."""
+    return adapter is not None and adapter.quantize != "none"
+
+
 def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that load a network in 4 bits, if it should be.
+    """Return the arguments of `from_pretrained` that load a network in 4 bits.
+
+    There are none if the adapter does not quantise.
 
     Raises:
         SkilltrainError: bitsandbytes is not installed.
     """
-    if adapter is None or adapter.quantize == "none":
+    if not is_quantized(adapter):
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         fault = "adapter.quantize=nf4 needs bitsandbytes, which is not installed"
@@ -77,11 +84,11 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     """Add an adapter to a network in place.
 
     The network keeps its class and methods, and its outputs do not change before the first step.
-    The adapter trains in float32, and so does a classification head with its pooler. The matrices A
-    are random, so all ranks must call this function with the same seed.
+    The adapter trains in float32. A classification head and its pooler also train in float32. The
+    matrices A are random, so all ranks must call this function with the same seed.
 
     Raises:
-        SkilltrainError: No layer is as wide as the rank, or no layer has a name in the targets.
+        SkilltrainError: No layer is as wide as the rank, or a target matches no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -104,16 +111,16 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
             _prepare_for_cpu(name, module)
     inject_adapter_in_model(config, network)
 
-    # Heads train in float32 too, because FSDP2 needs one number format for all trained weights.
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
+    # FSDP2 needs one number format for all trained weights, so the heads become float32 too.
     for head in _trained_heads(network):
         head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
 
 
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return peft's config of an adapter and its weights, with the head that trained with it.
+    """Return peft's config of an adapter, and the weights of the adapter and a trained head.
 
     Args:
         network: Network with an adapter.
@@ -122,12 +129,12 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
     Returns:
         The config, and the weights by peft's names.
     """
-    head_ids = {id(head) for head in _trained_heads(network)}
-    head_names = [name for name, module in network.named_modules() if id(module) in head_ids]
+    trained_heads = _trained_heads(network)
+    head_names = [name for name, module in network.named_modules() if module in trained_heads]
     config = network.peft_config[_ADAPTER]
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # a set is in another order in every run
+    config.target_modules = sorted(config.target_modules)  # a set has no fixed order
     config.modules_to_save = head_names or None
 
     weights: dict[str, torch.Tensor] = {}
@@ -181,18 +188,23 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
-    """Return the names of the linear layers that get an adapter."""
-    excluded_ids = {id(network.get_output_embeddings())}
+    """Return the names of the linear layers that get an adapter.
+
+    Raises:
+        SkilltrainError: No layer has a name that ends with one of the targets.
+    """
+    # Find all linear layers that are not part of a head.
+    excluded = {network.get_output_embeddings()}
     for head in _trained_heads(network):
-        excluded_ids.update(id(module) for module in head.modules())
+        excluded.update(head.modules())
     names = []
     for name, module in network.named_modules():
-        if isinstance(module, nn.Linear) and id(module) not in excluded_ids:
+        if isinstance(module, nn.Linear) and module not in excluded:
             names.append(name)
     if adapter.targets == "all_linear":
         return names
 
-    # The dots make a target match whole parts of a name: "proj" does not match "q_proj".
+    # A target is one or more whole components of a dotted name: "proj" does not match "q_proj".
     for target in adapter.targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -203,7 +215,12 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
 
 
 def _trained_heads(network: Any) -> list[nn.Module]:
-    """Return the layers on the backbone of a sequence classification model, and its pooler."""
+    """Return the head layers of a sequence classification model, and its pooler if it has one.
+
+    Other models have no such layers, so the list is empty.
+    """
     layers = heads(network)
     pooler = getattr(network.base_model, "pooler", None)
-    return [*layers, pooler] if layers and pooler is not None else layers
+    if layers and pooler is not None:
+        layers.append(pooler)
+    return layers

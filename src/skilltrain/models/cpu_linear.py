@@ -1,7 +1,7 @@
 """Faster float32 linear layers on a CPU, computed by oneDNN, for inference and for training.
 
 PyTorch computes float32 products with MKL, which does not use AVX-512 on AMD's processors. oneDNN
-is 2.2 times as fast on an EPYC 9005. Results differ only by rounding (2e-7).
+does, and is 2.2 times as fast on an EPYC 9005. Results differ only by rounding (2e-7).
 """
 
 from collections.abc import Callable
@@ -30,17 +30,17 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, values: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
-        return torch.ops.mkldnn._linear_pointwise(values, self.packed, self.bias, "none", [], "")
+        return _product(values, self.packed, self.bias)
 
 
 class OneDnnLinear(nn.Linear):
     """Linear layer for training whose three float32 products on a CPU are computed by oneDNN.
 
-    It takes over the parameters and the pre-hooks of the layer that it replaces, so tied weights
-    stay tied.
+    It has the same parameters as the layer that it replaces, so tied weights stay tied.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
+        """Take over the parameters and the pre-hooks of `linear`."""
         nn.Module.__init__(self)  # nn.Linear would allocate and initialise new weights
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -50,10 +50,12 @@ class OneDnnLinear(nn.Linear):
             self.register_forward_pre_hook(hook)
 
     def forward(self, input: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
+        """Apply the layer with oneDNN, or with PyTorch's own product if oneDNN does not fit."""
         is_float32 = input.dtype == self.weight.dtype == torch.float32
         on_cpu = input.device.type == self.weight.device.type == "cpu"
         is_autocast = torch.is_autocast_enabled("cpu")
-        if not is_float32 or not on_cpu or is_autocast or input.numel() == 0:
+        can_use_onednn = is_float32 and on_cpu and not is_autocast and input.numel() > 0
+        if not can_use_onednn:
             return super().forward(input)
         rows = input.reshape(-1, input.shape[-1])  # [row, inner]
         outputs: Any = _OneDnnProduct.apply(rows, self.weight, self.bias)  # [row, outer]
@@ -74,15 +76,15 @@ def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
 def train_with_onednn(network: nn.Module) -> None:
     """Let oneDNN compute the linear layers of a network in training, in place, if it is faster.
 
-    The processor decides, not a measurement, so that a run gives the same bits again. The network's
-    weights must not be sharded.
+    The choice depends on the type of processor, not on a measurement, so that a repeated run gives
+    the same bits. The network's weights must not be sharded.
     """
     if onednn_is_faster():
         _replace_linear_layers(network, OneDnnLinear)
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN is faster than MKL, which does not use AVX-512 on other CPUs than Intel's."""
+    """Whether oneDNN is faster than MKL here: MKL uses AVX-512 only on Intel's processors."""
     processor = torch.cpu.get_capabilities()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     is_intel = "Intel" in str(processor.get("cpu_name", ""))
@@ -92,7 +94,12 @@ def onednn_is_faster() -> bool:
 def _replace_linear_layers(
     network: nn.Module, replacement_of: Callable[[nn.Linear], nn.Module]
 ) -> None:
-    """Replace the linear layers of `network` that have float32 weights on a CPU."""
+    """Replace the linear layers of `network` that have float32 weights on a CPU, in place.
+
+    Args:
+        network: Network whose layers are replaced.
+        replacement_of: Returns the new layer for an old one.
+    """
     # Names only: a list of layers would keep the weights of replaced layers in memory.
     names = [name for name, _ in network.named_modules()]
     for name in names:
@@ -116,6 +123,7 @@ class _OneDnnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
+        """Return the gradients of rows, weight and bias. None: it is not needed."""
         (gradient,) = gradients  # [row, outer]
         rows, weight = ctx.saved_tensors
         rows_gradient = None if weight is None else _product(gradient, weight.t())
@@ -125,5 +133,8 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _product(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return values weight^T + bias. oneDNN reads a transposed view as `weight` without a copy."""
+    """Return values weight^T + bias, computed by oneDNN.
+
+    `weight` may be packed, or a transposed view, which oneDNN does not copy.
+    """
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")

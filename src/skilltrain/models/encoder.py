@@ -32,7 +32,7 @@ _TYPICAL_CHARS_PER_TOKEN = 4
 
 
 class EncoderSettings(Config):
-    """Settings of an encoder, which are saved in its folder beside the weights."""
+    """Settings of an encoder. They are saved in its folder, beside the weights."""
 
     pooling: Pooling = "mean"
     max_tokens: int = Field(default=256, ge=8)
@@ -41,36 +41,38 @@ class EncoderSettings(Config):
     chunks: Chunks = Chunks()
 
     def window(self, skill: Skill, number: int) -> tuple[int, int]:
-        """Return where a window of a skill's body starts and ends, in characters.
+        """Return the start and the end of a window in a skill's body, in characters.
 
-        Windows are counted from 0.
+        Args:
+            skill: The whole skill.
+            number: Number of the window, counted from 0.
         """
         start = self.template.skill.window_starts(skill, self.chunks)[number]
         return start, min(start + self.template.skill.body_chars, len(skill.body))
 
     def chunk_texts(self, skill: Skill) -> list[str]:
-        """Return the texts that the encoder sees of a skill, one per window of its body."""
+        """Return the texts of a skill that the encoder reads, one per window of its body."""
         windows = self.template.skill.windows(skill, self.chunks)
         return [self.template.render_skill(window) for window in windows]
 
 
 class EncoderConfig(loading.ModelConfig):
-    """Settings that select an encoder. Those that are not set come from the model's folder."""
+    """Settings that select an encoder. A setting that is null comes from the model's folder."""
 
     pooling: Pooling | None = Field(
-        default=None, description="mean, last_token or cls; else as the folder says"
+        default=None, description="mean, last_token or cls; null: as the folder says"
     )
     max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of a skill; else the folder's, or 256"
+        default=None, ge=8, description="token limit of a skill; null: the folder's, or 256"
     )
     query_max_tokens: int | None = Field(
-        default=None, ge=8, description="token limit of a query; else the folder's, at least 512"
+        default=None, ge=8, description="token limit of a query; null: the folder's, at least 512"
     )
     template: EncoderTemplate | None = Field(
-        default=None, description="the texts it sees, or skillrouter_released"
+        default=None, description="how it reads queries and skills, or skillrouter_released"
     )
     chunks: Chunks | None = Field(
-        default=None, description="windows of a body; else as the folder says, or one"
+        default=None, description="windows of a body; null: as the folder says, or one"
     )
 
 
@@ -82,18 +84,20 @@ class Encoder(nn.Module):
         tokenizer: The tokenizer of transformers.
         settings: Pooling, token limits, template and windows.
         text_tokenizer: Tokenizer of untrusted texts.
-        is_packed: Whether the texts of a micro-batch are in one row, without padding.
+        is_packed: Whether the texts of a micro-batch form one row without padding.
     """
 
     def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
+        """Make an encoder, which pads texts until `pack_texts` is called."""
         super().__init__()
         self.backbone: Any = backbone
         self.tokenizer = tokenizer
         self.settings = settings
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
+        # Whether every attention layer is causal.
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
-        causal_flags.discard(None)  # of modules without attention
+        causal_flags.discard(None)  # modules without attention
         self._is_causal = causal_flags == {True}
 
     @property
@@ -109,27 +113,28 @@ class Encoder(nn.Module):
     def dim(self) -> int:
         return self.backbone.config.hidden_size
 
-    def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenIds]:
+    def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Return the token ids of each text, truncated to `max_tokens` with special tokens.
 
         The name of a special token in a text, such as `</s>`, is tokenised like any other word.
-        With last-token pooling, each text ends with exactly one pad token, even if the tokenizer
-        does not append it.
+        With last-token pooling, each text ends with a pad token. It is appended here if the
+        tokenizer does not do so.
         """
-        all_ids: list[TokenIds] = [*self.text_tokenizer.framed_ids(texts, max_tokens)]
+        all_ids = self.text_tokenizer.framed_ids(texts, max_tokens)
         if self.settings.pooling == "last_token":
             end = self.tokenizer.pad_token_id
-            for position, ids in enumerate(all_ids):
+            for ids in all_ids:
                 if not ids or ids[-1] != end:
-                    all_ids[position] = [*ids[: max_tokens - 1], end]
+                    del ids[max_tokens - 1 :]  # room for the pad token
+                    ids.append(end)
         return all_ids
 
-    def tokenize_queries(self, texts: Sequence[str]) -> list[TokenIds]:
+    def tokenize_queries(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of raw queries. Template and token limit are applied here."""
         rendered = [self.settings.template.render_query(text) for text in texts]
         return self.tokenize(rendered, self.settings.query_max_tokens)
 
-    def tokenize_skills(self, skills: Sequence[Skill]) -> list[TokenIds]:
+    def tokenize_skills(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Return the token ids of skills. Template and token limit are applied here."""
         rendered = [self.settings.template.render_skill(skill) for skill in skills]
         return self.tokenize(rendered, self.settings.max_tokens)
@@ -138,7 +143,7 @@ class Encoder(nn.Module):
         """Put the texts of a micro-batch into one row instead of padding them.
 
         Raises:
-            SkilltrainError: The vectors of this encoder would change.
+            SkilltrainError: Packed texts would have other vectors than padded ones.
         """
         uses_last_token = self._is_causal and self.settings.pooling == "last_token"
         if not uses_last_token or not shared_prompt.can_share(self.backbone):
@@ -151,13 +156,15 @@ class Encoder(nn.Module):
         self.is_packed = True
 
     def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
-        """Return the positions of the texts of each micro-batch."""
+        """Group texts into micro-batches. Return the positions of the texts of each."""
         num_shared = 0 if self.is_packed else None
         return micro_batches([*map(len, texts)], token_budget, num_shared)
 
     def num_slots(self, texts: Sequence[Sized]) -> int:
         """Return the number of tokens of a micro-batch, with padding."""
-        return sum(map(len, texts)) if self.is_packed else max(map(len, texts)) * len(texts)
+        if self.is_packed:
+            return sum(map(len, texts))
+        return max(map(len, texts)) * len(texts)
 
     def embed(self, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ width"]]:
         """Return the embedded tokens of each text, as input of `forward` instead of token ids.
@@ -184,20 +191,21 @@ class Encoder(nn.Module):
 
         Args:
             texts: Token ids or embedded tokens of each text.
-            num_tokens: Number of token vectors per text. Those of padding are zeros.
+            num_tokens: Number of token vectors per text. A shorter text ends with zero vectors.
         """
         hidden, mask = self._hidden(texts)
         text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, dim]
         token_rows = hidden * mask[:, :, None]  # [text, token, dim], padding is 0
         rows = nn.functional.normalize(torch.cat([text_rows, token_rows], 1), dim=-1)
-        return nn.functional.pad(rows, (0, 0, 0, 1 + num_tokens - rows.shape[1]))
+        num_missing_rows = 1 + num_tokens - rows.shape[1]
+        return nn.functional.pad(rows, (0, 0, 0, num_missing_rows))
 
     def _hidden(
         self, texts: Texts
     ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
         """Return the hidden states of all tokens, and a mask that is 0 for padding."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
-        # Padding is on the right, so tokens of a causal network do not see it.
+        # A causal network needs no mask: padding is on the right, so no token attends to it.
         has_padding = len({len(text) for text in texts}) > 1
         attention_mask = mask if has_padding and not self._is_causal else None
         output = self.backbone(**inputs, attention_mask=attention_mask)
@@ -211,7 +219,7 @@ def load_encoder(
 
     Args:
         config: Settings that select the encoder.
-        device: Where to put it. On the device meta, it has shapes but no weights.
+        device: Device of the encoder. On the device meta, it has shapes but no weights.
         options: Further arguments of `from_pretrained`.
 
     Raises:
@@ -235,15 +243,20 @@ def load_encoder(
 
 
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
-    """Return the settings of an encoder.
+    """Collect the settings of an encoder.
 
-    A setting comes from `config`, else from the settings that training has stored. For a model of
-    another program, it comes from that program's files. Otherwise it has our default, which is
-    reduced to the model's positions.
+    A setting that `config` leaves out comes from the model's folder: from the settings that
+    training stored, or from the files of sentence-transformers. If the folder has none, it is the
+    default.
+
+    Args:
+        folder: Folder of the model.
+        config: Settings that the user chose.
+        model_config: The model's config.json as an object of transformers.
 
     Raises:
-        SkilltrainError: The model is a reranker, a chosen limit exceeds its positions, or the
-            windows are impossible.
+        SkilltrainError: The model is a reranker, a limit exceeds its positions, or the windows of
+            bodies are impossible.
     """
     chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")
@@ -255,10 +268,11 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         foreign = foreign_settings(folder, model_config, config.pooling, min_query_tokens)
         inherited = foreign.settings
         template_prompts = (foreign.query_prompt, foreign.skill_prompt)
-        if model_config.model_type.startswith("qwen"):
+        if model_config.model_type.startswith("qwen"):  # unless its files say otherwise
             inherited = {"pooling": "last_token"} | inherited
     settings = validate(EncoderSettings, inherited | chosen, folder)
 
+    # Reduce a default limit to the model's positions. An explicit limit must fit.
     updates: dict[str, Any] = {}
     max_positions = loading.num_positions(model_config)
     for name in ("max_tokens", "query_max_tokens"):
@@ -276,7 +290,11 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
 
 
 def _check_windows(settings: EncoderSettings, source: str) -> None:
-    """Check that windows advance in the body, and that the token limit does not truncate them."""
+    """Check that windows of a body move forward, and fit in the token limit.
+
+    Raises:
+        SkilltrainError: They do not.
+    """
     skill = settings.template.skill
     if settings.chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
         return

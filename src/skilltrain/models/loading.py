@@ -42,12 +42,12 @@ _UNUSED_PATTERNS = ["*/*.safetensors", "consolidated*", "onnx/*"]
 
 # Files that count in a model's fingerprint.
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model")
-_RUN_FILE = "run.json"  # the record of a training run, which may lie in the model's folder
+_RUN_FILE = "run.json"  # the record of a training run, which may be in the model's folder
 
 _TOKENIZER_PROBE = "a b c d e"  # every complete tokenizer has tokens for these letters
 
-# How many weights config.json may describe for each element in the files. The files may lack a
-# pooler or a new head, and store two 4-bit weights as one element.
+# Weights that config.json may describe for each element in the files. Files may lack a pooler or a
+# new head, and store two 4-bit weights as one element.
 _MAX_DECLARED_PER_STORED = 2
 
 _LAYER_COUNT_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -108,19 +108,25 @@ def resolve_model(source: str, weights: bool = True) -> Path:
 
 
 def model_fingerprint(source: str) -> str:
-    """Return a SHA-256 over the files of a model, which ignores other files in its folder."""
+    """Return a SHA-256 over the files of a model. Other files in its folder do not count."""
     folder = resolve_model(source)
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if file.suffix not in _MODEL_SUFFIXES:
             continue
         name = str(file.relative_to(folder))
+        # Leave out the files of a training run in the same folder.
         if name != _RUN_FILE and not name.startswith("checkpoints"):
             digest.update(f"{name} {fingerprint(file)}".encode())
     return digest.hexdigest()
 
 
 def _package_folder(source: str) -> Path:
+    """Return the folder `model` of an installed package, for a source package:NAME.
+
+    Raises:
+        SkilltrainError: There is no such package, or it has no such folder.
+    """
     package = source.removeprefix("package:")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is not None:
@@ -136,7 +142,15 @@ def _package_folder(source: str) -> Path:
 
 @functools.cache
 def _download(source: str, weights: bool) -> Path:
-    """Download a model from the Hub, or find it in the cache, and return its cached folder."""
+    """Download a model from the Hub to the cache, or find it there, and return its folder.
+
+    Args:
+        source: Hub id owner/name.
+        weights: Whether to download the weights too.
+
+    Raises:
+        SkilltrainError: It is no Hub id, or neither the Hub nor the cache has the model.
+    """
     import httpx2
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
@@ -157,8 +171,8 @@ def _download(source: str, weights: bool) -> Path:
         fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
         raise SkilltrainError("download-failed", fault, where=source) from error
 
-    # Offline, the cache may lack some of the model's files. Without a settings file the results
-    # would differ, so the user gets a message.
+    # Offline, the cache may lack some files. Without a settings file, results would differ, so the
+    # user gets a message.
     try:
         get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
@@ -168,7 +182,12 @@ def _download(source: str, weights: bool) -> Path:
 
 
 def _check_files(folder: Path, source: str) -> None:
-    """Check that a folder holds a model, whose weight files all lie inside it."""
+    """Check that a folder holds a model, and that its index names only files in the folder.
+
+    Args:
+        folder: Folder of the model.
+        source: What the user named, for errors.
+    """
     if (folder / "adapter_config.json").is_file():
         fix = "merge it into its model first (peft's merge_and_unload)"
         raise SkilltrainError(
@@ -180,14 +199,13 @@ def _check_files(folder: Path, source: str) -> None:
             "not-a-model", "is no model folder: it has no config.json", where=source, fix=fix
         )
     for name in _shard_names(folder):
-        is_plain_name = PurePath(name).name == name
-        if not is_plain_name:
+        if PurePath(name).name != name:  # the path has a folder
             fault = f"the path {name!r} leaves its folder"
             raise SkilltrainError("path-outside-folder", fault, where=folder / _INDEX_FILE)
 
 
 def _shard_names(folder: Path) -> list[str]:
-    """Return the names of the weight files in the index, or an empty list without an index."""
+    """Return the names of the weight files that the index lists; none if there is no index."""
     shard_by_weight = read_json_object(folder / _INDEX_FILE).get("weight_map")
     if not isinstance(shard_by_weight, dict):
         return []
@@ -223,13 +241,17 @@ def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether a model's files say that it is an encoder. Those of a base model do not say so."""
+    """Whether a model's files say that it is an encoder. A plain transformer's do not say so."""
     stored_kind, _ = _read_kind_and_settings(folder)
     return stored_kind == "encoder"
 
 
 def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the kind of model in a folder (None if unknown) and the settings saved by training."""
+    """Read which kind of model a folder holds, and the settings that training saved.
+
+    Returns:
+        encoder, reranker or None (unknown), and the settings: empty for models of other programs.
+    """
     file = folder / CHECKPOINT_FILE
     if file.is_file():
         record = read_json(file)
@@ -240,8 +262,8 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
             raise SkilltrainError("not-a-model", fault, where=file, fix="export the model again")
         return str(record["kind"]), record["settings"]
 
-    # A model of another program: its architecture may tell the kind, or the names of the
-    # sentence-transformers modules in modules.json.
+    # A model of another program: its architecture or its sentence-transformers modules may tell the
+    # kind.
     architectures = str(read_json_object(folder / "config.json").get("architectures"))
     modules_file = folder / "modules.json"
     modules = str(read_json(modules_file)) if modules_file.is_file() else ""
@@ -281,11 +303,13 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
 
 
 def load_model_config(folder: Path) -> Any:
-    """Load config.json and compare it with the weights, before memory is taken for a network.
+    """Load config.json, and check that the network it describes fits the weights in the files.
+
+    The check needs no memory for a network.
 
     Raises:
-        SkilltrainError: The safetensors files are damaged, or config.json describes a network that
-            is much larger than they are.
+        SkilltrainError: The safetensors files are damaged, or config.json describes a network with
+            many more weights than they have.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -306,9 +330,14 @@ def load_model_config(folder: Path) -> Any:
 
 
 def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
-    """Check the numbers of layers and labels in config.json against the sizes of the tensors.
+    """Check that config.json does not declare more layers or labels than the weights can have.
 
-    transformers creates lists of these lengths when it reads config.json, so the check comes first.
+    transformers creates lists of these lengths when it reads config.json, so an invented number
+    would take all memory.
+
+    Args:
+        folder: Folder of the model.
+        sizes: Number of elements of each tensor in the weight files.
     """
     # A layer has at least one tensor, and a label at least one element.
     limits: dict[str, int] = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes))
@@ -323,10 +352,14 @@ def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
 
 
 def _tensor_sizes(folder: Path) -> list[int]:
-    """Return the number of elements of each tensor, from the headers of the safetensors files."""
-    shards = [] if (folder / _WEIGHTS_FILE).is_file() else _shard_names(folder)
+    """Read the number of elements of each tensor from the headers of the safetensors files."""
+    # A single file takes precedence over the files of an index.
+    names = _shard_names(folder)
+    if not names or (folder / _WEIGHTS_FILE).is_file():
+        names = [_WEIGHTS_FILE]
+
     sizes = []
-    for name in shards or [_WEIGHTS_FILE]:
+    for name in names:
         if not (folder / name).is_file():
             fault = f"cannot load the weights: there is no file named {name}"
             raise SkilltrainError(
@@ -371,7 +404,7 @@ def load_network(
     options: Mapping[str, Any],
     new_head: bool = False,
 ) -> Any:
-    """Load a network whose weights all come from the folder.
+    """Load a network, and check that all its weights come from the folder.
 
     Args:
         auto_class: A model class of transformers, such as AutoModel.
@@ -382,11 +415,11 @@ def load_network(
             then initialised at random.
 
     Returns:
-        The network. A backbone alone may lack its pooler. Weights in the files for layers that the
-        network does not have are ignored.
+        The network. The pooler of a backbone without a head may be missing in the files. Weights
+        of layers on top of the backbone that the network does not have are ignored.
 
     Raises:
-        SkilltrainError: The weights and config.json, or the tokenizer, do not fit together.
+        SkilltrainError: The weights do not fit config.json or the tokenizer.
     """
     checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = load_pretrained(auto_class, folder, "weights", **checks, **options)
@@ -400,7 +433,8 @@ def load_network(
             example = min(names)
             raise _weights_mismatch(folder, f"{len(names)} are {fault}, such as {example}")
 
-    # Weights on the CPU are mapped from the file. If it shrank later, this process would crash.
+    # Weights on the CPU are mapped from the file, and the process would crash if the file shrank.
+    # So copy them to memory.
     for parameter in network.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -417,12 +451,18 @@ def load_network(
 
 
 def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
-    """Return the missing weights without those that may be missing.
+    """Return the weights that must not be missing.
+
+    Args:
+        network: The loaded network.
+        missing: Names of its weights that the files lack.
+        folder: Folder of the model, for errors.
+        new_head: Whether the pooler and the head may be missing.
 
     Raises:
         SkilltrainError: The head is missing and `new_head` is false.
     """
-    if network.base_model is network:
+    if network.base_model is network:  # no head
         return {name for name in missing if "pooler." not in name}  # vectors do not use the pooler
 
     if not missing:
@@ -441,9 +481,13 @@ def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bo
 
 
 def _unknown_weights(network: Any, unexpected: Collection[str]) -> set[str]:
-    """Return the unexpected weights that belong to a module of the backbone.
+    """Return the weights in the files that the backbone should have, but does not.
 
-    With such weights, config.json describes a smaller backbone than the files hold.
+    If there are any, config.json describes a smaller backbone than the files hold.
+
+    Args:
+        network: The loaded network.
+        unexpected: Names of all weights in the files that the network does not have.
     """
     prefix = f"{network.base_model_prefix}."
     modules = {name.partition(".")[0] for name, _ in network.base_model.named_parameters()}
@@ -459,6 +503,11 @@ def loading_options(config: ModelConfig, model_config: Any, device: torch.device
     """Return the arguments of `from_pretrained` for a model on a device.
 
     A network for a GPU or for the meta device is created there, without a copy in main memory.
+
+    Args:
+        config: Settings that select the model.
+        model_config: The model's config.json as an object of transformers.
+        device: Device of the model.
     """
     options = {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config)}
     if device.type in ("cuda", "meta"):
@@ -469,8 +518,11 @@ def loading_options(config: ModelConfig, model_config: Any, device: torch.device
 def backbone_options(model_config: Any) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that BERT-like backbones need.
 
-    They switch off attention dropout, which is slow on a CPU, and the pooler. The pooler is not
-    used, so it gets no gradient, and DDP would stop at the second step.
+    They switch off attention dropout, because it is slow on a CPU, and the pooler, because vectors
+    do not use it. It would get no gradient, and DDP would stop at the second step.
+
+    Args:
+        model_config: The model's config.json as an object of transformers.
     """
     from transformers import MODEL_MAPPING
 
@@ -478,6 +530,7 @@ def backbone_options(model_config: Any) -> dict[str, Any]:
     if getattr(model_config, "attention_probs_dropout_prob", None) is not None:
         options["attention_probs_dropout_prob"] = 0.0
 
+    # A configuration has one model class or several.
     model_classes: Any = MODEL_MAPPING.get(type(model_config), ())
     if not isinstance(model_classes, tuple | list):
         model_classes = (model_classes,)
@@ -489,9 +542,9 @@ def backbone_options(model_config: Any) -> dict[str, Any]:
 
 
 def heads(network: Any) -> list[nn.Module]:
-    """Return the layers of a sequence classification model's head that have weights.
+    """Return the layers of a sequence classification model's head, without those without weights.
 
-    Other models have no such layers.
+    The list is empty for other models.
     """
     if "SequenceClassification" not in type(network).__name__:
         return []
@@ -502,14 +555,14 @@ def heads(network: Any) -> list[nn.Module]:
 def cast_to_weight_dtype(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Cast the inputs of a layer to the number format of its weights.
 
-    This is a forward pre-hook, for float32 heads on bfloat16 backbones.
+    As a forward pre-hook, it connects a float32 head to a bfloat16 backbone.
     """
     dtype = next(module.parameters()).dtype
     return tuple(value.to(dtype) for value in inputs)
 
 
 def num_positions(model_config: Any) -> int | None:
-    """Return the number of tokens that a model has positions for, or None if it is not limited."""
+    """Return the maximum number of tokens of a model, or None if its positions are not limited."""
     limit = getattr(model_config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
@@ -521,13 +574,13 @@ def num_positions(model_config: Any) -> int | None:
 def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """Return the number format to compute in.
 
-    `auto` is bfloat16 if the hardware multiplies it natively, else float32.
+    For `auto`, it is bfloat16 if the hardware multiplies bfloat16 natively, else float32.
     """
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
     if device.type == "meta":
-        device = default_device()
+        device = default_device()  # the model will be loaded there
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -19,7 +19,7 @@ Groups = list[list[int]]
 def micro_batches(
     lengths: Sequence[int], token_budget: int, num_shared: int | None = None
 ) -> Groups:
-    """Group texts by length into micro-batches.
+    """Group texts of similar length into micro-batches.
 
     The longest texts come first, so that memory peaks at the start.
 
@@ -33,32 +33,33 @@ def micro_batches(
         Positions of the texts of each group.
     """
     groups: Groups = []
-    size = 0  # tokens of the last group
+    group: list[int] = []  # the last group
+    size = 0  # its number of tokens
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
+        # The number of tokens of the last group, if it had this text too.
         length = lengths[position]
-        if not groups:
-            new_size = token_budget + 1
-        elif num_shared is None:
-            longest = lengths[groups[-1][0]]
-            new_size = longest * (len(groups[-1]) + 1)
+        if num_shared is None:
+            longest = lengths[group[0]] if group else length
+            new_size = longest * (len(group) + 1)
         else:
             new_size = size + length - num_shared
 
-        if new_size <= token_budget:
-            groups[-1].append(position)
+        if group and new_size <= token_budget:
+            group.append(position)
             size = new_size
         else:
-            groups.append([position])
+            group = [position]
+            groups.append(group)
             size = length
     return groups
 
 
 def split_groups(groups: Groups, count: int) -> Groups:
-    """Return the same groups split into at least `count`.
+    """Split groups until there are at least `count`, and return all of them.
 
-    The group with the most texts is halved again and again. If all groups have one text, empty ones
-    are added. Ranks that shard weights (FSDP2, ZeRO-3) need this: they must run the model equally
-    often.
+    The group with the most texts is halved again and again. Once no group has two texts, empty
+    groups are added. Ranks that shard weights (FSDP2, ZeRO-3) need this, because they must run the
+    model equally often.
     """
     groups = [*groups]
     while len(groups) < count:
@@ -66,6 +67,7 @@ def split_groups(groups: Groups, count: int) -> Groups:
         if len(group) < 2:
             groups.append([])
             continue
+        # Replace the group by its halves.
         index = groups.index(group)
         half = len(group) // 2
         groups[index : index + 1] = [group[:half], group[half:]]
@@ -75,10 +77,17 @@ def split_groups(groups: Groups, count: int) -> Groups:
 def run_micro_batches(
     function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], groups: Groups
 ) -> Float[Tensor, "text ..."]:
-    """Apply `function` to all texts, one group at a time. The result has the order of `texts`.
+    """Apply `function` to all texts, one group at a time.
 
-    For an empty group, the function runs on the shortest text. Its result has weight 0, but is part
-    of the graph, so that ranks also run backward equally often.
+    Args:
+        function: Returns one row per text of a group.
+        texts: All texts.
+        groups: Positions of the texts of each group. For an empty group, the function runs on the
+            shortest text, and its result has weight 0. It is part of the graph, so that all ranks
+            run backward equally often.
+
+    Returns:
+        The rows of all texts, in the order of `texts`.
     """
     outputs: list[Tensor] = []
     zeros: list[Tensor] = []
@@ -87,15 +96,20 @@ def run_micro_batches(
             outputs.append(function([texts[position] for position in group]))
         else:
             zeros.append(function([min(texts, key=len)]).sum() * 0)
-    order = np.argsort([*chain.from_iterable(groups)])  # inverts the order of the groups
-    result = torch.cat(outputs)[on_device(order, outputs[0].device)]
-    return result + sum(zeros) if zeros else result
+
+    # The outputs are in the order of the groups. Put them back in the order of the texts.
+    positions = [*chain.from_iterable(groups)]
+    rows = torch.cat(outputs)[on_device(np.argsort(positions), outputs[0].device)]
+    if zeros:
+        return rows + sum(zeros)
+    return rows
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Return `values` on `device`.
+    """Copy `values` to `device` if they are elsewhere.
 
-    A copy to a GPU starts from pinned memory, because a copy from other memory blocks the host.
+    Values for a GPU are first copied to pinned memory, because otherwise the host would wait for
+    the transfer.
     """
     tensor = torch.as_tensor(values)
     if device.type == "cuda":
@@ -106,27 +120,35 @@ def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 def model_inputs(
     texts: Texts, pad_id: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Int[Tensor, "text token"]]:
-    """Pad texts on the right to the longest.
+    """Pad texts on the right to the length of the longest one.
+
+    Args:
+        texts: Token ids or embedded tokens of each text.
+        pad_id: Token id for padding.
+        device: Device of the results.
 
     Returns:
-        Token ids or embedded tokens as a keyword argument of the model, and the attention mask.
+        The padded texts as a keyword argument of the model, and the mask: 1 for tokens, 0 for
+        padding.
     """
     lengths = np.array([len(text) for text in texts])
     is_token = np.arange(lengths.max()) < lengths[:, None]
     mask = on_device(is_token.astype(np.int64), device)
+
     embedded = [text for text in texts if isinstance(text, Tensor)]
-    if embedded:  # all of them
+    if embedded:  # all texts, or none of them
         return {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True)}, mask
+
     ids = np.full(is_token.shape, pad_id, dtype=np.int64)
     ids[is_token] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
     return {"input_ids": on_device(ids, device)}, mask
 
 
 def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:
-    """Look up the token embeddings of all texts at once.
+    """Look up the embeddings of all tokens of all texts in one call, for training.
 
-    The gradient of a lookup is as large as the embeddings of the whole vocabulary, so a training
-    step has one lookup instead of one per micro-batch. Inference passes token ids to the model.
+    The gradient of a lookup is as large as the embeddings of the whole vocabulary. So a training
+    step has one lookup for all its micro-batches.
     """
     table = network.get_input_embeddings()
     ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])

@@ -50,7 +50,10 @@ class Module(NamedTuple):
 
 
 def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = False) -> None:
-    """Write modules.json, config_sentence_transformers.json and the settings of each module.
+    """Write the files from which sentence-transformers, TEI and vLLM assemble a model.
+
+    These are modules.json, config_sentence_transformers.json, sentence_bert_config.json and the
+    settings of each module.
 
     Args:
         model: An encoder, for `SentenceTransformer`, or a reranker, for `CrossEncoder`.
@@ -74,6 +77,7 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
         for number, module in enumerate(modules)
     ]
     write_json(folder / "modules.json", listing)
+
     for module in modules[1:]:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
@@ -81,7 +85,7 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
 
 
 def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
-    """Return the content of config_sentence_transformers.json."""
+    """Return the content of config_sentence_transformers.json for a reranker."""
     template = reranker.settings.template
     is_yes_no = template.form == "yes_no"
     return {
@@ -95,7 +99,12 @@ def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
 
 
 def _encoder_settings(encoder: Encoder, per_token: bool) -> dict[str, Any]:
-    """Return the content of config_sentence_transformers.json."""
+    """Return the content of config_sentence_transformers.json for an encoder.
+
+    Args:
+        encoder: The encoder.
+        per_token: Whether it returns one vector per token.
+    """
     template = encoder.settings.template
     return {
         "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
@@ -107,6 +116,12 @@ def _encoder_settings(encoder: Encoder, per_token: bool) -> dict[str, Any]:
 
 
 def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
+    """Return the modules of an encoder: transformer, pooling or mask, and normalisation.
+
+    Args:
+        encoder: The encoder.
+        per_token: Whether it returns one vector per token, and so does not pool.
+    """
     transformer: dict[str, Any] = {
         "transformer_task": "feature-extraction",
         # Without this entry, a tokenizer that has a chat template would wrap every text in it.
@@ -138,7 +153,11 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
 
 
 def _reranker_modules(reranker: Reranker) -> list[Module]:
-    """Return the transformer and, for logits of yes and no, the module that reads them."""
+    """Return the modules of a reranker.
+
+    They are the transformer and, if the score comes from the logits of yes and no, the module that
+    reads these logits.
+    """
     logits = {"method": "forward", "method_output_name": "logits"}
     transformer: dict[str, Any] = {
         "transformer_task": "sequence-classification",
@@ -150,6 +169,7 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
         transformer["processing_kwargs"] = {"text": {"truncation": _truncation(reranker)}}
         return modules
 
+    # The form yes_no is a chat, whose messages may be query, document and system.
     transformer["modality_config"]["message"] = logits | {"format": "flat"}
     if not heads(reranker.network):
         transformer["transformer_task"] = "text-generation"
@@ -165,10 +185,10 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
 
 
 def _truncation(reranker: Reranker) -> str:
-    """Return the tokenizer's truncation strategy that cuts only the skill of a pair.
+    """Return the truncation strategy of the tokenizer that cuts only the skill of a pair.
 
-    longest_first cuts only the skill while the query takes at most half of the tokens. only_second
-    always does, but fails for a query that fills the whole pair.
+    If the query takes at most half of the tokens, longest_first cuts only the skill. Otherwise
+    only_second is needed, although it fails for a query that fills the whole pair.
     """
     num_special = reranker.tokenizer.num_special_tokens_to_add(pair=True)
     half = (reranker.settings.max_tokens - num_special) // 2
@@ -177,17 +197,20 @@ def _truncation(reranker: Reranker) -> str:
 
 
 def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
-    """Return the setting that keeps the head of a 16-bit model in float32.
+    """Return the setting that keeps the head of a 16-bit model in float32; empty for other models.
 
-    In 16 bits, candidates with close scores would tie.
+    With a head in 16 bits, candidates with close scores would tie.
     """
     network = reranker.network
     if network.dtype.itemsize > 2:
         return {}
+
+    # Find the linear layers of the head. The last one gives the score.
     head_layers = heads(network) or [network.get_output_embeddings()]
-    names = [
-        name
-        for name, module in network.named_modules()
-        if module in head_layers and type(module) is torch.nn.Linear
-    ]
-    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]} if names else {}
+    names = []
+    for name, module in network.named_modules():
+        if module in head_layers and type(module) is torch.nn.Linear:
+            names.append(name)
+    if not names:
+        return {}
+    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]}

@@ -15,11 +15,11 @@ from skilltrain.records import Skill
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
 
 MIN_QUERY_TOKENS = 8
-_MIN_SKILL_TOKENS = 8  # a query must leave room for at least so many
+_MIN_SKILL_TOKENS = 8  # a query must leave room for at least these tokens of a skill
 
 
 class RerankerSettings(Config):
-    """Settings of a reranker, which are saved in its folder beside the weights.
+    """Settings of a reranker. They are saved in its folder, beside the weights.
 
     The default limits are SkillRouter's for the form yes_no, and BERT's for the form pair.
     """
@@ -56,20 +56,21 @@ class PairIds:
 class PairTokenizer:
     """Tokenizer of queries and skills for a reranker.
 
-    Each part is tokenised only once, and parts are joined as token ids. In the form yes_no, a query
-    ends with a line break and a skill begins with `<Document>: `. No token spans this border, but
-    a tokenizer may treat the start or the end of a text differently. So each part is tokenised with
-    a little of its neighbour, whose tokens are then dropped, and the ids equal those of the whole
-    text.
+    Queries and skills are tokenised only once, and joined as token ids. In the form yes_no, the
+    query's part ends with a line break and the skill's part begins with `<Document>: `. No token
+    spans this border, but a tokenizer may treat the start or the end of a text differently. So each
+    part is tokenised together with the border of the other one, and the tokens of that are dropped.
+    The joined ids equal those of the whole text.
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:
+        """Tokenise the parts that all pairs have in common."""
         self.template = settings.template
         self.settings = settings
         self.text = TextTokenizer(tokenizer)
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
-        # The end of the query's part, which is tokenised with a skill, and its number of tokens.
+        # A skill is tokenised after the end of the query's part, whose tokens are then dropped.
         self._query_ending = ""
         self._num_ending_tokens = 0
         skill_prompt = self.template.skill_prompt()
@@ -83,6 +84,9 @@ class PairTokenizer:
 
         In the form yes_no, only the query's own text is truncated to `query_max_tokens`, not the
         prompt around it.
+
+        Args:
+            text: A raw query.
         """
         limit = self.settings.query_max_tokens
         prompt = self.template.query_prompt()
@@ -91,17 +95,19 @@ class PairTokenizer:
         if not ending:  # the form pair
             return self.text.ids([prompt + text])[0][:limit]
 
-        start = len(prompt)
+        # Truncate the text until at most `limit` tokens overlap it. Each shorter text is tokenised
+        # again, because its last word may be split in another way.
+        start = len(prompt)  # the text's first character
         while True:
             end = start + len(text)
             whole = prompt + text + ending + self.template.skill_prompt()
             ids, spans = self.text.ids_and_spans(whole)
-            # Starts of the tokens that overlap the query's own text.
-            query_starts = [first for first, stop in spans if stop > start and first < end]
-            if len(query_starts) <= limit:
-                return ids[: _first_token_from(end + len(ending), spans)]
-            # Tokenise the shorter text again, because its last word may be split in another way.
-            text = text[: max(0, query_starts[limit] - start)]
+            # Starts of the tokens that overlap the text.
+            token_starts = [first for first, stop in spans if stop > start and first < end]
+            if len(token_starts) <= limit:
+                skill_start = end + len(ending)
+                return ids[: _first_token_from(skill_start, spans)]
+            text = text[: max(0, token_starts[limit] - start)]
 
     def skill_ids(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Return the token ids of each skill's part, without truncation."""
@@ -112,14 +118,19 @@ class PairTokenizer:
         return [ids[self._num_ending_tokens :] for ids in self.text.ids(texts)]
 
     def join(self, query: TokenIds, skill: TokenIds) -> PairIds:
-        """Join both parts to a pair of at most `max_tokens`. The end of the skill is cut."""
+        """Join a query and a skill to a pair of at most `max_tokens`. The end of the skill is cut.
+
+        Args:
+            query: Token ids of the query's part.
+            skill: Token ids of the skill's part.
+        """
         room = max(0, self.settings.max_tokens - self.num_fixed - len(query))
         first = [*self.before, *_as_list(query), *self.between]
         ids = [*first, *_as_list(skill[:room]), *self.after]
         return PairIds(ids, second_start=len(first), num_cut=max(0, len(skill) - room))
 
     def room_for_query(self) -> int:
-        """Return how many tokens a query may have so that some remain for the skill."""
+        """Return how many tokens a query may have so that a skill still has room in the pair."""
         empty_query = self.query_ids("")
         (empty_skill,) = self.skill_ids([Skill("", "", "", "")])
         num_fixed = self.num_fixed + len(empty_query) + len(empty_skill)
@@ -139,9 +150,9 @@ def _first_token_from(character: int, spans: Sequence[tuple[int, int]]) -> int:
 
 
 def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids before a query, between query and skill, and after the skill.
+    """Return the fixed token ids before a query, between query and skill, and after the skill.
 
-    For the form pair, they are found by encoding the pair ("a", "a").
+    For the form pair, they are what the tokenizer puts around the letters of the pair ("a", "a").
     """
     if form == "yes_no":
         prefix = tokenizer.encode(QWEN3_RERANKER_PREFIX, add_special_tokens=False)
@@ -151,7 +162,8 @@ def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
     letter = tokenizer.encode("a", add_special_tokens=False)
     size = len(letter)
     pair = tokenizer("a", "a")["input_ids"]
-    matches = [i for i in range(len(pair)) if pair[i : i + size] == letter]
-    first = matches[0]
-    second = next(i for i in matches if i >= first + size)
-    return pair[:first], pair[first + size : second], pair[second + size :]
+    starts = [i for i in range(len(pair)) if pair[i : i + size] == letter]
+    first_start = starts[0]
+    first_end = first_start + size
+    second_start = next(start for start in starts if start >= first_end)
+    return pair[:first_start], pair[first_end:second_start], pair[second_start + size :]

@@ -30,7 +30,7 @@ def pool(
 
     Args:
         hidden: Hidden states of the tokens.
-        mask: 1 for the tokens of a text, 0 for padding, which is on the right.
+        mask: 1 for the tokens of a text, 0 for padding. Padding is on the right.
         pooling: Mean of all tokens, or the vector of the first (cls) or the last token.
     """
     if pooling == "cls":
@@ -38,7 +38,8 @@ def pool(
     if pooling == "last_token":
         last_positions = mask.sum(1) - 1
         return hidden[torch.arange(len(hidden), device=hidden.device), last_positions]
-    weights = mask[:, :, None].to(hidden.dtype)
+    # The mean of the tokens, without padding.
+    weights = mask[:, :, None].to(hidden.dtype)  # [text, token, 1]
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
@@ -52,8 +53,8 @@ def max_sim(
 ) -> Float[Tensor, "query skill"]:
     """Return the late-interaction score of each query and skill (ColBERT, equation 3).
 
-    The score is the mean over the query's tokens of the largest cosine with a token of the skill;
-    ColBERT takes the sum.
+    For each token of the query, take the largest cosine with a token of the skill. The score is the
+    mean of these cosines, where ColBERT takes their sum.
 
     Args:
         queries: Unit vectors of each query's tokens. A rank may have no query.
@@ -61,7 +62,7 @@ def max_sim(
     """
     tokens = torch.cat([skills[0][:0], *queries])  # [token of any query, dim]
     with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-        # Skill by skill: the gradient then needs only the positions of the maxima.
+        # One skill at a time, so that only the positions of the maxima are saved for the gradient.
         best_cosines = [(tokens @ skill.T).max(1).values for skill in skills]
         by_token = torch.stack(best_cosines, 1)  # [token of any query, skill]
     if not queries:
@@ -71,7 +72,7 @@ def max_sim(
 
 
 class _ForeignConfig(Config):
-    """Settings of another program, of which skilltrain reads a few."""
+    """Settings of another program. skilltrain reads a few, and ignores the others."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -95,7 +96,7 @@ class ForeignSettings(NamedTuple):
     """Settings of an encoder from the files of sentence-transformers.
 
     Attributes:
-        settings: Values of `pooling`, `max_tokens` and `query_max_tokens`, if the files have them.
+        settings: Those of `pooling`, `max_tokens` and `query_max_tokens` that the files have.
         query_prompt: Text before every query.
         skill_prompt: Text before every skill.
     """
@@ -108,13 +109,13 @@ class ForeignSettings(NamedTuple):
 def foreign_settings(
     folder: Path, model_config: Any, pooling: Pooling | None, min_query_tokens: int
 ) -> ForeignSettings:
-    """Read the settings of a sentence-transformers model, or none if a folder holds another model.
+    """Read the settings of a sentence-transformers model. There are none for other models.
 
     Args:
         folder: Folder of the model.
         model_config: The model's config.json as an object of transformers.
-        pooling: Pooling that the user chose. It replaces that of the files.
-        min_query_tokens: Token limit of queries, if the files only have a smaller limit of texts.
+        pooling: Pooling that the user chose, if any. It replaces that of the files.
+        min_query_tokens: Lowest token limit of queries, unless the files have one for queries.
 
     Raises:
         SkilltrainError: The model has modules, a pooling or a prompt that skilltrain does not
@@ -122,23 +123,25 @@ def foreign_settings(
     """
     if not (folder / "modules.json").is_file():
         return ForeignSettings({}, "", "")
+
     content = read_json_object(folder / "config_sentence_transformers.json")
     content["modules"] = read_json(folder / "modules.json")
     config = validate(_SentenceTransformersConfig, content, folder)
     module_folders = _module_folders(config.modules, folder)
 
-    # encode_document is documented to use the first of _SKILL_PROMPTS that exists. Release 6.2 uses
+    # As documented, encode_document uses the first of _SKILL_PROMPTS that exists. Release 6.2 uses
     # the last two only if the caller names them.
     prompts = {name: text for name, text in config.prompts.items() if text is not None}
     query_prompt = prompts.get("query", "")
-    skill_prompts = [prompts[name] for name in _SKILL_PROMPTS if name in prompts]
-    skill_prompt = skill_prompts[0] if skill_prompts else ""
+    skill_prompt = next((prompts[name] for name in _SKILL_PROMPTS if name in prompts), "")
 
     settings: dict[str, Any] = {}
     if "Pooling" in module_folders:
         pooling_folder = module_folders["Pooling"]
         pooling_config = read_json_object(pooling_folder / "config.json")
-        settings["pooling"] = pooling or _read_pooling(folder, pooling_folder, pooling_config)
+        if pooling is None:
+            pooling = _read_pooling(folder, pooling_folder, pooling_config)
+        settings["pooling"] = pooling
         has_prompt = query_prompt or skill_prompt
         if has_prompt and pooling_config.get("include_prompt") is False:
             fault = (
@@ -155,7 +158,11 @@ def foreign_settings(
 
 
 def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]:
-    """Return the folder of each module by the name of its class."""
+    """Return the folder of each module by the name of its class.
+
+    Raises:
+        SkilltrainError: skilltrain does not compute a module, or its folder is outside `folder`.
+    """
     folders: dict[str, Path] = {}
     for module in modules:
         names = module.type.split(".")
@@ -170,14 +177,24 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
 
 
 def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any]) -> Pooling:
-    """Return the pooling in the settings of a Pooling module, of any release."""
+    """Return the pooling of a Pooling module. Its settings may be from any release.
+
+    Args:
+        folder: Folder of the model.
+        pooling_folder: Folder of the module.
+        config: Settings of the module.
+
+    Raises:
+        SkilltrainError: There are no settings, or skilltrain does not compute this pooling.
+    """
     if not config:
         fault = f"it has no {pooling_folder.name}/config.json, which its modules.json names"
         raise SkilltrainError("incomplete-model", fault, where=folder, fix="give pooling")
 
+    # Newer releases write one mode or a list of modes, older ones a flag for each mode, such as
+    # pooling_mode_mean_tokens, pooling_mode_cls_token and pooling_mode_lasttoken.
     modes = config.get("pooling_mode")
     if not modes:
-        # Flags such as pooling_mode_mean_tokens, pooling_mode_cls_token, pooling_mode_lasttoken.
         flags = [flag for flag in config if flag.startswith(_MODE_FLAG) and config[flag]]
         names = [flag.removeprefix(_MODE_FLAG).removesuffix("s") for flag in flags]
         modes = [name.removesuffix("_token") for name in names] or ["mean"]
@@ -185,8 +202,8 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         modes = [modes]
 
     if len(modes) > 1 or modes[0] not in _POOLING_BY_MODE:
-        names = " + ".join(map(str, modes))
-        fault = f"its pooling is {names}, which an encoder here does not compute"
+        description = " + ".join(map(str, modes))
+        fault = f"its pooling is {description}, which an encoder here does not compute"
         fix = f"give pooling: {', '.join(_POOLING_BY_MODE.values())}"
         raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
     return _POOLING_BY_MODE[modes[0]]
@@ -195,18 +212,21 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
 def _token_limits(
     folder: Path, transformer_folder: Path, model_config: Any, min_query_tokens: int
 ) -> dict[str, int]:
-    """Return the token limits of skills and queries, if there are any.
+    """Return the token limits of skills and queries, if there are any, by name of our setting.
 
-    They come from sentence-transformers' settings, else from the tokenizer, and the model's
-    positions limit them. Queries may have `min_query_tokens` if they have no limit of their
-    own: the template already limits their characters, and the task is often stated at the end.
+    The limit of all texts comes from sentence-transformers' settings, else from the tokenizer. It
+    is never above the model's positions. Queries may have at least `min_query_tokens`, unless they
+    have a limit of their own: the template already limits their characters, and a query often
+    states its task at the end.
     """
+    # Find the settings of the transformer.
     content = read_json_object(transformer_folder / "sentence_bert_config.json")
     if not content:
         older_name = f"sentence_{model_config.model_type}_config.json"
         content = read_json_object(transformer_folder / older_name)
     config = validate(_SentenceTransformersConfig, content, folder)
 
+    # Find the limit of all texts.
     limit = config.max_seq_length
     if limit is None:
         tokenizer_config = read_json_object(transformer_folder / "tokenizer_config.json")
@@ -215,6 +235,7 @@ def _token_limits(
             limit = tokenizer_limit
     limit = _smallest(limit, num_positions(model_config))
 
+    # Raise it for queries.
     query_limit = limit
     if limit is not None and not config.query_length:
         query_limit = max(limit, min_query_tokens)
@@ -227,4 +248,5 @@ def _token_limits(
 
 
 def _smallest(*limits: int | None) -> int | None:
+    """Return the smallest limit. None means that there is no limit."""
     return min((limit for limit in limits if limit is not None), default=None)

@@ -35,7 +35,7 @@ from skilltrain.templates import RerankerTemplate, with_fields
 
 
 class RerankerConfig(loading.ModelConfig):
-    """Settings that select a reranker. Those that are not set come from the model's folder."""
+    """Settings that select a reranker. A setting that is null comes from the model's folder."""
 
     max_tokens: int | None = Field(
         default=None, ge=32, description="token limit of a (query, skill) pair"
@@ -46,12 +46,14 @@ class RerankerConfig(loading.ModelConfig):
         description="token limit of the query inside a pair",
     )
     template: RerankerTemplate | None = Field(
-        default=None, description="the texts it sees, or skillrouter_released"
+        default=None, description="how it reads pairs, or skillrouter_released"
     )
 
 
 class Reranker(nn.Module):
-    """A transformer that scores pairs: by a classification head, or by logit(yes) - logit(no).
+    """A transformer that scores (query, skill) pairs.
+
+    The score is the output of a classification head, or logit(yes) - logit(no).
 
     Attributes:
         network: The transformer with its head.
@@ -59,10 +61,11 @@ class Reranker(nn.Module):
         settings: Template and token limits.
         pair_tokenizer: Tokenizer of untrusted queries and skills.
         yes_no_ids: Token ids of `yes` and `no` for the form yes_no, else None.
-        is_packed: Whether the pairs of a query are in one row, which has the query only once.
+        is_packed: Whether the pairs of a query form one row, in which the query occurs once.
     """
 
     def __init__(self, network: Any, tokenizer: Any, settings: RerankerSettings) -> None:
+        """Make a reranker, and let its network pack pairs if possible."""
         super().__init__()
         self.network: Any = network
         self.tokenizer = tokenizer
@@ -86,23 +89,39 @@ class Reranker(nn.Module):
         query_ids = tokenizer.query_ids(query)
         return [tokenizer.join(query_ids, ids) for ids in tokenizer.skill_ids(skills)]
 
+    def tokenize_queries(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of the query's part of a pair, for each raw query."""
+        return [self.pair_tokenizer.query_ids(text) for text in texts]
+
+    def tokenize_skills(self, skills: Sequence[Skill]) -> list[list[int]]:
+        """Return the token ids of the skill's part of a pair, for each skill."""
+        return self.pair_tokenizer.skill_ids(skills)
+
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
-        """Return micro-batches as positions in the concatenation of all lists.
+        """Group the pairs of all lists into micro-batches.
 
         A packed micro-batch has pairs of one list only, and their common prompt counts once.
+
+        Args:
+            lists: Pairs of each query.
+            token_budget: Maximum number of tokens of a micro-batch.
+
+        Returns:
+            Micro-batches as positions in the concatenation of all lists.
         """
         if not self.is_packed:
             lengths = [len(pair) for pair in chain.from_iterable(lists)]
             return micro_batches(lengths, token_budget)
+
         groups: Groups = []
-        first = 0  # position of the first pair of a list
+        list_start = 0  # position of the first pair of a list
         for pairs in lists:
             if not pairs:
                 continue
             num_shared = shared_prompt.num_shared([pair.ids for pair in pairs])
             for group in micro_batches([*map(len, pairs)], token_budget, num_shared):
-                groups.append([first + position for position in group])
-            first += len(pairs)
+                groups.append([list_start + position for position in group])
+            list_start += len(pairs)
         return groups
 
     def num_slots(self, pairs: Sequence[PairIds]) -> int:
@@ -113,23 +132,25 @@ class Reranker(nn.Module):
         return max(map(len, pairs)) * len(pairs)
 
     def embed(self, pairs: Sequence[PairIds]) -> list[PairIds]:
-        """Return the pairs with the embeddings of their tokens, looked up all at once."""
+        """Return the pairs with the embeddings of their tokens, from a single lookup."""
         embedded = embed_together(self.network, [pair.ids for pair in pairs])
         return [replace(pair, embedded=rows) for pair, rows in zip(pairs, embedded, strict=True)]
 
     def score_vector(self) -> Float[Tensor, "dim"] | None:
         """Return the vector whose product with the last hidden state is the score.
 
-        It is the head's row of `yes` minus its row of `no`, in float32 or wider. A causal model
-        that was exported with a classification head has this difference as its only row. The form
-        pair has no such vector. A step calls this only once, because the gradient of each call is
-        as large as the embeddings of the whole vocabulary.
+        It is the head's row of `yes` minus its row of `no`, in float32 or wider. The form pair has
+        no such vector, and returns None. A step calls this only once, because the gradient of each
+        call is as large as the embeddings of the whole vocabulary.
         """
         if self.yes_no_ids is None:
             return None
+
+        # If the model was exported with a classification head, its only row is the difference.
         head_layers = loading.heads(self.network)
         if head_layers:
             return at_least_float32(next(head_layers[0].parameters())[0])
+
         head = self.network.get_output_embeddings().weight
         rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
         return rows[0] - rows[1]
@@ -147,13 +168,14 @@ class Reranker(nn.Module):
             pairs: Pairs with or without embeddings.
             score_vector: Result of `score_vector()`.
         """
+        # The form yes_no.
         if score_vector is not None:
-            last = self._last_hidden(pairs)
+            last = self._last_hidden(pairs)  # [pair, dim]
             with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score
                 return at_least_float32(last) @ score_vector
 
+        # The form pair. BERT marks the second segment, XLM-R has only one segment.
         inputs, mask = self._inputs(pairs)
-        # XLM-R, for example, has only one segment.
         num_segments = getattr(self.network.config, "type_vocab_size", None) or 0
         if num_segments > 1:
             starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
@@ -165,6 +187,7 @@ class Reranker(nn.Module):
     def _inputs(
         self, pairs: Sequence[PairIds]
     ) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
+        """Return the padded pairs as a keyword argument of the network, and the mask."""
         return model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
@@ -207,12 +230,12 @@ def load_reranker(
 ) -> Reranker:
     """Load a reranker in evaluation mode.
 
-    Causal language models score by the logits of yes and no, others by a classification head with
-    one output.
+    A causal language model scores by the logits of yes and no, any other model by a classification
+    head with one output.
 
     Args:
         config: Settings that select the reranker.
-        device: Where to put it. On the device meta, it has shapes but no weights.
+        device: Device of the reranker. On the device meta, it has shapes but no weights.
         options: Further arguments of `from_pretrained`.
         new_head: Whether the head may be new, for training. An encoder then becomes a reranker if
             `config` has a template of the form pair.
@@ -226,9 +249,10 @@ def load_reranker(
     folder = loading.resolve_model(config.source)
     may_be_encoder = new_head and config.template is not None
     if may_be_encoder and loading.is_encoder(folder):
-        stored = {}
+        stored = {}  # its settings are those of an encoder
     else:
         stored = loading.stored_settings(folder, "reranker")
+
     model_config = loading.load_model_config(folder)
     is_causal = any("CausalLM" in name for name in model_config.architectures or [])
     settings = _settings(config, stored, is_causal, folder)
@@ -238,7 +262,7 @@ def load_reranker(
     settings = settings.model_copy(update={"template": template})
 
     all_options = {**loading.loading_options(config, model_config, device), **options}
-    all_options.pop("add_pooling_layer", None)  # it is False, but a head uses the pooler
+    all_options.pop("add_pooling_layer", None)  # False, but the head uses the pooler
     if is_causal and settings.template.form == "yes_no":
         network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:
@@ -254,7 +278,13 @@ def load_reranker(
 def _settings(
     config: RerankerConfig, stored: dict[str, Any], is_causal: bool, folder: Path
 ) -> RerankerSettings:
-    """Return the settings `config` chooses, else the `stored` ones of training, else the defaults.
+    """Collect the settings of a reranker: those of `config`, then `stored` ones, then defaults.
+
+    Args:
+        config: Settings that the user chose.
+        stored: Settings that training has stored; empty for other models.
+        is_causal: Whether the model is a causal language model.
+        folder: Folder of the model, for errors.
 
     Raises:
         SkilltrainError: The form yes_no does not fit the model.
@@ -263,7 +293,8 @@ def _settings(
     if is_causal and "template" not in stored | chosen:
         chosen["template"] = {"form": "yes_no"}
     settings = validate(RerankerSettings, stored | chosen, folder)
-    # An exported causal model has a classification head, but its stored form is still yes_no.
+
+    # A causal model that was exported with a classification head still has the stored form yes_no.
     was_causal = stored.get("template", {}).get("form") == "yes_no"
     if settings.template.form == "yes_no" and not (is_causal or was_causal):
         fault = "template.form=yes_no needs a causal language model"
@@ -274,11 +305,18 @@ def _settings(
 def _reduce_limits(
     settings: RerankerSettings, tokenizer: Any, model_config: Any, where: str
 ) -> RerankerSettings:
-    """Reduce default token limits to the model's positions, and so that a skill has room.
+    """Reduce default token limits so that a pair fits in the model, and a skill in the pair.
+
+    Args:
+        settings: Settings of the reranker.
+        tokenizer: The tokenizer of transformers.
+        model_config: The model's config.json as an object of transformers.
+        where: What the user named, for errors.
 
     Raises:
-        SkilltrainError: A limit that is not a default is too large.
+        SkilltrainError: An explicit limit is too large.
     """
+    # A pair must fit in the model's positions.
     explicit = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
@@ -288,6 +326,7 @@ def _reduce_limits(
             )
         settings = RerankerSettings.model_validate(explicit | {"max_tokens": limit})
 
+    # The query must leave room for a skill.
     room = PairTokenizer(tokenizer, settings).room_for_query()
     if settings.query_max_tokens <= room:
         return settings

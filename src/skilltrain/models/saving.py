@@ -1,4 +1,7 @@
-"""Writes model folders for skilltrain, sentence-transformers and peft, complete or not at all."""
+"""Writes model folders that skilltrain, sentence-transformers and peft can read.
+
+A folder is complete, or it is no model folder.
+"""
 
 import copy
 import json
@@ -56,6 +59,11 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
     """Save only the adapter of a model, in the format of peft.
 
     `PeftModel.from_pretrained(network, folder)` adds it to the network of `base`.
+
+    Args:
+        model: A model with an adapter.
+        folder: Where to save it.
+        base: Source of the model without the adapter.
     """
     config, weights = adapter_files(model.network, shareable(base))
     with _staging_folder(folder, model, base) as staging:
@@ -64,7 +72,7 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copy the files of a model that skilltrain.json lists, and no other files in its folder.
+    """Copy the files of a model that its skilltrain.json lists, and no others.
 
     Raises:
         SkilltrainError: A file is missing, or `target` cannot be written.
@@ -86,9 +94,17 @@ def copy_model(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staging_folder(folder: Path, model: Encoder | Reranker, base: str) -> Iterator[Path]:
-    """Yield a temporary folder inside `folder`, and move its files to `folder` if no error occurs.
+    """Yield a temporary folder for the files of a model, and move them to `folder` at the end.
 
-    `folder` may also hold the checkpoints of a run. skilltrain.json lists the files of the model.
+    An error in between leaves no model. skilltrain.json, which lists the files, is written here.
+
+    Args:
+        folder: Folder of the model. It may also hold the checkpoints of a run.
+        model: The model.
+        base: Source of the model that was trained.
+
+    Raises:
+        SkilltrainError: A file cannot be written.
     """
     staging = folder / ".model.partial"
     shutil.rmtree(staging, ignore_errors=True)
@@ -115,7 +131,7 @@ def _staging_folder(folder: Path, model: Encoder | Reranker, base: str) -> Itera
 
 
 def write_weights(network: Any, staging: Path, folder: Path) -> None:
-    """Write config.json and the safetensors files to `staging`.
+    """Check the weights, and write config.json and the safetensors files to `staging`.
 
     Args:
         network: The network of an encoder or a reranker.
@@ -135,6 +151,7 @@ def write_weights(network: Any, staging: Path, folder: Path) -> None:
             raise SkilltrainError("not-a-number", fault, where=folder)
     network.save_pretrained(str(staging), safe_serialization=True)
 
+    # Adapt config.json to other programs.
     config = read_json(staging / "config.json")
     if config.get("pad_token_id") is None:
         config.pop("pad_token_id", None)  # TEI accepts a missing key, but not null
@@ -145,9 +162,13 @@ def write_weights(network: Any, staging: Path, folder: Path) -> None:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write skilltrain.json with `record` and the names of all files in the folder.
+    """Write skilltrain.json, which holds `record` and the names of all files in the folder.
 
-    All files become readable by everyone.
+    This makes all files readable by everyone.
+
+    Args:
+        folder: Folder of the model.
+        record: Kind, settings and base of the model, for example.
     """
     names = {CHECKPOINT_FILE}
     for path in folder.rglob("*"):
@@ -159,10 +180,10 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _standalone_tokenizer(model: Encoder | Reranker) -> Any:
-    """Copy the tokenizer and change it so that it alone reads a text as the model does.
+    """Return a copy of the tokenizer that treats texts as skilltrain does, in any program.
 
-    Like `TextTokenizer`, it reads the name of a control token in a text as plain letters. The chat
-    template of a yes_no reranker takes care of that itself.
+    Like `TextTokenizer`, it reads the name of a control token in a text as plain letters. A yes_no
+    reranker gets a chat template for this purpose.
     """
     tokenizer = copy.deepcopy(model.tokenizer)
     control_tokens = _control_tokens(tokenizer)
@@ -182,8 +203,9 @@ def _standalone_tokenizer(model: Encoder | Reranker) -> Any:
 
 def _control_tokens(tokenizer: Any) -> list[Any]:
     """Return the added tokens that `TextTokenizer` reads as plain letters, sorted by name."""
-    added_tokens = tokenizer.added_tokens_decoder
+    added_tokens = tokenizer.added_tokens_decoder  # by token id
     ids_by_token = TextTokenizer(tokenizer).ids([token.content for token in added_tokens.values()])
+    # The name of such a token is split, so the token itself is not among the ids of its name.
     control_tokens = []
     for (token_id, token), text_ids in zip(added_tokens.items(), ids_by_token, strict=True):
         if token_id not in text_ids:
@@ -192,9 +214,9 @@ def _control_tokens(tokenizer: Any) -> list[Any]:
 
 
 def _append_end_token(tokenizer: Any) -> None:
-    """Let the tokenizer end every text with the pad token, as `Encoder.tokenize` does.
+    """Let the tokenizer append the pad token to every text, as `Encoder.tokenize` does.
 
-    Qwen3-Embedding's tokenizer does so already, that of the base model Qwen3 does not.
+    The tokenizer of Qwen3-Embedding does so already, that of the base model Qwen3 does not.
     """
     if tokenizer("a")["input_ids"][-1] == tokenizer.pad_token_id:
         return
@@ -210,11 +232,11 @@ def _append_end_token(tokenizer: Any) -> None:
 
 
 def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
-    """Return Qwen3-Reranker's format as a chat template.
+    """Return a chat template that formats a pair as Qwen3-Reranker expects it.
 
-    The roles are query, document and, for another instruction, system. Untrusted text must not end
-    its own message, so the template inserts a space into the name of a control token. skilltrain
-    needs no space, because it reads such names as plain text.
+    The roles are query, document and, for another instruction, system. A text could end its own
+    message by the name of a control token, so the template inserts a space into such names.
+    skilltrain needs no space, because it reads them as plain letters.
 
     Args:
         template: Template of the reranker.

@@ -3,8 +3,8 @@
 `PackedTexts` have a common beginning, the prompt, which is computed once: the candidates of a query
 share the reranker's instructions and the query. The rest of each text is its continuation. Its
 position ids start at the prompt's length, and it attends to the prompt and to itself only.
-`VarlenTexts` have no prompt, and use flash attention on a GPU. Scores and gradients are those of
-the texts one by one.
+`VarlenTexts` have no prompt, and use flash attention on a GPU. Scores and gradients are the same as
+for each text alone.
 """
 
 from collections.abc import Sequence, Sized
@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from skilltrain.models.micro_batches import Texts, TokenIds, on_device
+from skilltrain.models.micro_batches import Texts, on_device
 
 _NAME = "skilltrain_shared_prompt"
-# Continuations at least this long, relative to the longest, share one attention call.
+# Continuations whose length is at least this share of the longest one are in one bucket.
 _MIN_RELATIVE_LENGTH = 0.8
 
 PerHead = Float[Tensor, "1 head token dim"]
@@ -27,10 +27,10 @@ PerHead = Float[Tensor, "1 head token dim"]
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Continuations of similar length that share one attention call. There they are padded.
+    """Continuations of similar length. They are padded, and share one attention call.
 
     Attributes:
-        tokens: Position of each token in the row. The last token of a continuation is its padding.
+        tokens: Position of each token in the row. Padding repeats a continuation's last token.
         real_tokens: Indices of the flattened `tokens` that are not padding.
         mask: Whether a token attends to a key. Keys are the prompt, then the continuation.
     """
@@ -43,14 +43,22 @@ class Bucket:
     def from_lengths(
         cls, lengths: Sequence[int], start: int, num_prompt: int, device: torch.device
     ) -> "Bucket":
-        """Make the bucket of continuations, longest first, that begin at `start` in the row."""
+        """Make a bucket of continuations that follow each other in the row.
+
+        Args:
+            lengths: Number of tokens of each continuation, longest first.
+            start: Position of the first continuation in the row.
+            num_prompt: Number of tokens of the prompt.
+            device: Device of the bucket.
+        """
         longest = lengths[0]
         sizes = torch.tensor(lengths)[:, None]  # [text, 1]
         firsts = start + sizes.cumsum(0) - sizes  # [text, 1], position of the first token
         offsets = torch.arange(longest)  # [token]
         tokens = firsts + torch.minimum(offsets, sizes - 1)  # [text, token]
-        real_tokens = (offsets < sizes).flatten().nonzero()[:, 0]
-        # Causal, after a prompt that every token sees.
+        real_tokens = (offsets < sizes).flatten().nonzero()[:, 0]  # [index]
+
+        # Every token attends to the whole prompt, and causally to its continuation.
         mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
         return cls(
             on_device(tokens, device), on_device(real_tokens, device), on_device(mask, device)
@@ -60,7 +68,7 @@ class Bucket:
 class PackedTexts:
     """Texts (none empty) as one row: the prompt, then every continuation, longest first.
 
-    This is no dataclass, because FSDP2 with mixed precision copies dataclasses.
+    It is not a dataclass, because FSDP2 with mixed precision would copy it.
 
     Attributes:
         num_prompt: Number of tokens of the prompt.
@@ -73,10 +81,18 @@ class PackedTexts:
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
+        """Arrange texts in a row.
+
+        Args:
+            texts: The texts, of which only the lengths are read.
+            num_prompt: Number of tokens of their common prompt.
+            device: Device of all tensors.
+        """
         self.num_prompt = num_prompt
         self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
         self.was_used = False
+
         positions = [*range(num_prompt)]
         ends = [0] * len(texts)
         for index, length in zip(self.order, self.lengths, strict=True):
@@ -87,6 +103,7 @@ class PackedTexts:
         self.buckets = self._make_buckets(device)
 
     def _make_buckets(self, device: torch.device) -> list[Bucket]:
+        """Divide the continuations into buckets of similar length, longest first."""
         buckets: list[Bucket] = []
         start = self.num_prompt
         remaining = self.lengths  # longest first
@@ -101,7 +118,11 @@ class PackedTexts:
     def join(self, texts: Texts) -> dict[str, Tensor]:
         """Return the row as a keyword argument of the model.
 
-        It has token ids [1, token] or embedded tokens [1, token, width].
+        Args:
+            texts: Token ids or embedded tokens of each text.
+
+        Returns:
+            `input_ids` [1, token] or `inputs_embeds` [1, token, width].
         """
         start = self.num_prompt
         segments: list[Any] = [texts[0][:start]]
@@ -114,7 +135,17 @@ class PackedTexts:
     def attend(
         self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Attend from the prompt causally to itself, and from a continuation to both."""
+        """Compute attention of all texts.
+
+        The prompt attends causally to itself. A continuation attends to the whole prompt, and
+        causally to itself.
+
+        Args:
+            query: Queries of all tokens of the row.
+            key: Keys, with as many heads as the queries.
+            value: Values, with as many heads as the queries.
+            **settings: Scale and dropout of SDPA.
+        """
         sdpa = torch.nn.functional.scaled_dot_product_attention
         length = self.num_prompt
         prompt_query = query[:, :, :length]
@@ -124,18 +155,21 @@ class PackedTexts:
         if length:
             output = sdpa(prompt_query, prompt_key, prompt_value, is_causal=True, **settings)
             outputs.append(output[0])
+
         for bucket in self.buckets:
             # Each [text, head, token, dim].
             queries = query[0][:, bucket.tokens].transpose(0, 1)
             keys = key[0][:, bucket.tokens].transpose(0, 1)
             values = value[0][:, bucket.tokens].transpose(0, 1)
-            shape = (len(bucket.tokens), -1, -1, -1)  # the prompt for each text
+            # Put the prompt before the continuation of each text.
+            shape = (len(bucket.tokens), -1, -1, -1)
             keys = torch.cat([prompt_key.expand(shape), keys], 2)
             values = torch.cat([prompt_value.expand(shape), values], 2)
             output = sdpa(queries, keys, values, attn_mask=bucket.mask, **settings)
+            # Join the continuations again, without padding.
             row = output.transpose(0, 1).flatten(1, 2)  # [head, token of all texts, dim]
             outputs.append(row[:, bucket.real_tokens])
-        return torch.cat(outputs, 1).transpose(0, 1)[None]
+        return torch.cat(outputs, 1).transpose(0, 1)[None]  # [1, token, head, dim]
 
 
 class VarlenTexts(PackedTexts):
@@ -153,9 +187,9 @@ class VarlenTexts(PackedTexts):
     def attend(
         self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Attend causally from each text to itself.
+        """Compute attention of all texts. Each text attends causally to itself.
 
-        Without support by torch's flash attention, the texts are attended to in buckets.
+        If torch's flash attention does not support the inputs, the texts are computed in buckets.
         """
         if not query.is_cuda or value.dtype != torch.bfloat16 or settings["dropout_p"]:
             return super().attend(query, key, value, **settings)
@@ -177,13 +211,15 @@ class VarlenTexts(PackedTexts):
         return output[None]
 
 
-def num_shared(texts: Sequence[TokenIds]) -> int:
-    """Return the length of the texts' common beginning, without the last token of any text."""
-    lists = [text if isinstance(text, list) else [*text] for text in texts]
-    # All texts have the beginning that the lexicographically first and last have in common.
-    first = min(lists)
-    last = max(lists)
-    limit = min(map(len, lists)) - 1
+def num_shared(texts: Sequence[list[int]]) -> int:
+    """Return the length of the common beginning of all texts.
+
+    It leaves at least one token of each text, so that every text has a continuation.
+    """
+    # In lexicographic order, the first and the last text have the shortest beginning in common.
+    first = min(texts)
+    last = max(texts)
+    limit = min(map(len, texts)) - 1
     for position in range(limit):
         if first[position] != last[position]:
             return position
@@ -191,7 +227,13 @@ def num_shared(texts: Sequence[TokenIds]) -> int:
 
 
 def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor, "text dim"]:
-    """Return the hidden state of each text's last token. Call `enable` on the network before."""
+    """Run a decoder on packed texts, and return the hidden state of each text's last token.
+
+    Args:
+        decoder: The decoder of a network for which `enable` was called.
+        packed: The texts' places in the row.
+        texts: Token ids or embedded tokens of each text.
+    """
     inputs = packed.join(texts)
     output = decoder(**inputs, position_ids=packed.positions, use_cache=False, packed=packed)
     if not packed.was_used:
@@ -202,7 +244,7 @@ def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor
 def can_share(network: Any) -> bool:
     """Return whether the texts of a causal language model can be packed.
 
-    Its attention must be replaceable, see all tokens before a token, and not cap its logits.
+    Its attention must be replaceable, include all previous tokens, and not cap its logits.
     """
     config = network.config
     if getattr(config, "sliding_window", None) or getattr(config, "attn_logit_softcapping", None):
@@ -212,7 +254,7 @@ def can_share(network: Any) -> bool:
 
 
 def enable(network: Any) -> None:
-    """Make `network` use `shared_prompt_attention`, which is plain SDPA for texts not packed."""
+    """Let `network` use `shared_prompt_attention`. It is plain SDPA for texts that are padded."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -237,15 +279,27 @@ def shared_prompt_attention(
     packed: PackedTexts | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "row token head dim"], None]:
-    """Compute attention for packed texts; plain SDPA if there are none. For AttentionInterface."""
+    """Compute attention as transformers' AttentionInterface requires.
+
+    Args:
+        module: The attention layer.
+        query: Queries.
+        key: Keys. Several query heads may share a key head.
+        value: Values.
+        attention_mask: Mask of padded texts.
+        packed: The packed texts. None: the texts are padded, and plain SDPA is computed.
+        **options: Scale and dropout, by the names of transformers.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
     packed.was_used = True
     # Cast here once, as autocast would do in every bucket.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
+    # Give every query head a key head.
     heads_per_key_head = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads_per_key_head, 1)
     value = value.repeat_interleave(heads_per_key_head, 1)

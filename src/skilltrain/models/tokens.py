@@ -21,34 +21,29 @@ from skilltrain.terminal import say, track
 _CONTROL_NAME = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _BLOCK_SIZE = 2000  # texts per step of the progress bar
 _DIGEST_BYTES = 32  # length of a SHA-256
+KeyT = TypeVar("KeyT", bound=Hashable)
 TextT = TypeVar("TextT", bound=Hashable)
 
 
 def as_special(token: Any) -> Any:
     """Return a copy of an added token that is marked as special."""
-    from tokenizers import AddedToken
-
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=True,
-    )
+    special_token = copy.copy(token)
+    special_token.special = True
+    return special_token
 
 
 class TextTokenizer:
     """Copy of a tokenizer that reads `<|im_end|>`, `<think>` or `[SEP]` in a text as plain letters.
 
-    The option `split_special_tokens=True` of transformers does so only for tokens that are marked
-    as special and are not in a Unigram vocabulary, as `</s>` of XLM-R is.
+    The option `split_special_tokens=True` of transformers is not enough. It skips tokens that are
+    not marked as special, and those in a Unigram vocabulary, such as `</s>` of XLM-R.
 
     Raises:
         SkilltrainError: The tokenizer has no fast implementation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Copy a tokenizer of transformers."""
         if not tokenizer.is_fast:
             raise SkilltrainError(
                 "unsupported-model", "the tokenizer has no fast implementation (tokenizer.json)"
@@ -57,6 +52,7 @@ class TextTokenizer:
         self.backend.no_padding()
         self.backend.no_truncation()
 
+        # Mark control tokens as special, so that the backend splits their names.
         control_tokens = {
             token_id: token
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -65,7 +61,7 @@ class TextTokenizer:
         self.backend.add_special_tokens([as_special(token) for token in control_tokens.values()])
         self.backend.encode_special_tokens = True
 
-        # Control tokens of a Unigram vocabulary are still found in texts. They are removed later.
+        # Texts may still contain the control tokens of a Unigram vocabulary. They are removed later.
         self._control_ids = set(control_tokens) - {tokenizer.unk_token_id}
         names = [token.content for token in control_tokens.values()]
         encodings = self.backend.encode_batch(names, add_special_tokens=False)
@@ -89,46 +85,50 @@ class TextTokenizer:
         return [self._ids_of_text(encoding) for encoding in encodings]
 
     def ids_and_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the token ids of a text, and the characters [start, end) that each comes from."""
+        """Return the token ids of a text, and for each the start and end of its characters."""
         self.backend.no_truncation()
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids = encoding.ids
         spans = encoding.offsets
         if not self._finds_control_tokens:
             return ids, spans
+        # Leave out control tokens that were found in the text.
         positions = [i for i, token_id in enumerate(ids) if token_id not in self._control_ids]
         return [ids[i] for i in positions], [spans[i] for i in positions]
 
     def _ids_of_text(self, encoding: Any) -> list[int]:
-        """Return the ids of an encoding without the control tokens that come from the text."""
+        """Return the ids of an encoding, without control tokens that were found in the text.
+
+        Special tokens that the tokenizer itself has added stay.
+        """
         if not self._finds_control_tokens or self._control_ids.isdisjoint(encoding.ids):
             return encoding.ids
-        marks = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [
-            token_id
-            for token_id, is_frame in marks
-            if is_frame or token_id not in self._control_ids
-        ]
+        ids = []
+        for token_id, is_added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
+            if is_added or token_id not in self._control_ids:
+                ids.append(token_id)
+        return ids
 
 
 def tokenize_texts(
-    texts: Mapping[str, TextT],
+    texts: Mapping[KeyT, TextT],
     tokenize: Callable[[list[TextT]], Sequence[TokenIds]],
     identity: str = "",
     cache: Path | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[KeyT, np.ndarray]:
     """Tokenise each distinct text once, or read its token ids from the cache.
 
     Args:
         texts: Texts by key, of any type that `tokenize` accepts and `repr` distinguishes.
         tokenize: Returns the token ids of each text of a list.
         identity: Everything else that the token ids depend on. It is part of the file's name.
-        cache: Folder of the cache, if there is one. A damaged file is replaced.
+        cache: Folder of the cache. None: no cache. A damaged file is replaced.
 
     Returns:
-        Token ids by key. They are views of one int32 array, which takes 4 bytes per token; lists
+        Token ids by key. They are views of one int32 array, which takes 4 bytes per token. Lists
         would take 40.
     """
+    # Read or make the token ids of all texts.
     distinct_texts = list(dict.fromkeys(texts.values()))
     file = cache / f"{_fingerprint(distinct_texts, identity)}.tokens" if cache else None
     values = _read(file) if file else None
@@ -137,6 +137,7 @@ def tokenize_texts(
         if file:
             _write(file, values)
 
+    # Split them by text.
     lengths, ids = np.split(values, [len(distinct_texts)])
     ends = np.cumsum(lengths, dtype=np.int64)
     ids_by_text = dict(zip(distinct_texts, np.split(ids, ends[:-1]), strict=False))
@@ -146,7 +147,11 @@ def tokenize_texts(
 def _tokenize_in_blocks(
     texts: list[TextT], tokenize: Callable[[list[TextT]], Sequence[TokenIds]]
 ) -> Int32[np.ndarray, "length_or_token"]:
-    """Return the number of tokens of each text, followed by the token ids of all texts."""
+    """Tokenise texts block by block.
+
+    Returns:
+        The number of tokens of each text, followed by the token ids of all texts.
+    """
     starts = range(0, len(texts), _BLOCK_SIZE)
     ids: list[np.ndarray] = []
     for start in track(starts, "tokenizing", len(starts)):
@@ -159,7 +164,7 @@ def _tokenize_in_blocks(
 def tokenizer_identity(tokenizer: Any) -> str:
     """Return a fingerprint of everything that decides which ids a tokenizer gives a text.
 
-    Truncation and padding do not count. The tokenizer keeps those of its last call.
+    Truncation and padding do not count, because the tokenizer remembers those of its last call.
     """
     import tokenizers
     import transformers
@@ -172,6 +177,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def _fingerprint(texts: Iterable[Any], identity: str) -> str:
+    """Return a SHA-256 over the texts and `identity`."""
     digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass"))
     for text in texts:
         digest.update(b"\0" + repr(text).encode("utf-8", "surrogatepass"))
@@ -179,7 +185,7 @@ def _fingerprint(texts: Iterable[Any], identity: str) -> str:
 
 
 def _read(file: Path) -> Int32[np.ndarray, "length_or_token"] | None:
-    """Read what `_write` wrote. The result is None if the file is missing or damaged."""
+    """Read the values that `_write` stored. Return None if the file is missing or damaged."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -192,7 +198,7 @@ def _read(file: Path) -> Int32[np.ndarray, "length_or_token"] | None:
 
 
 def _write(file: Path, values: Int32[np.ndarray, "length_or_token"]) -> None:
-    """Write a SHA-256 and the values, or tell the user why this is not possible."""
+    """Write a SHA-256 of the values and the values. If this fails, tell the user and go on."""
     try:
         with atomic_path(file) as temporary:
             temporary.write_bytes(hashlib.sha256(values.data).digest() + values.tobytes())

@@ -1,8 +1,8 @@
 """Saves and restores checkpoints of training runs, as folders step-N that are complete or absent.
 
 A checkpoint is written to a temporary folder, synced to disk, and then renamed. It may come from
-someone else, so nothing here is read in a way that could run code. DeepSpeed's own files are only
-read as tensors and numbers.
+someone else, so reading it never runs code. DeepSpeed's own files are only read as tensors and
+numbers.
 """
 
 import os
@@ -43,12 +43,12 @@ class Best:
     Attributes:
         step: Step of the evaluation; 0 if there is none.
         value: Value of the metric that decides.
-        num_bad: Number of evaluations since then, none of which was better.
+        num_bad: Number of evaluations since then. None of them was better.
         figures: All metrics of the evaluation, by name.
     """
 
     step: int = 0
-    value: float = -1.0  # below every measure
+    value: float = -1.0  # below the value of every measure
     num_bad: int = 0
     figures: dict[str, Interval] = field(default_factory=dict)
 
@@ -95,21 +95,23 @@ def save_checkpoint(
 ) -> None:
     """Save the model, the optimiser, the position and all random states as `folder`/step-N.
 
-    All ranks must call this. The weights that train are in one file, even if each rank has a part
-    of them, so that every checkpoint can be exported. The frozen weights are in the base model.
+    All ranks must call this. One file holds all weights that train, even if each rank has a part
+    of them, so that every checkpoint can be exported. Frozen weights are not saved, because the
+    base model has them.
 
     Args:
         accelerator: Accelerator of the run.
-        model: The prepared model.
-        optimizer: The prepared optimiser.
+        model: The model that the accelerator has prepared.
+        optimizer: The optimiser that the accelerator has prepared.
         folder: Folder of the run's checkpoints.
         position: Progress of the run.
-        keep: Number of the newest checkpoints to keep. The best one is kept too, and all others
-            are deleted.
+        keep: Number of the newest checkpoints to keep. The best one is kept too. All others are
+            deleted.
 
     Raises:
         SkilltrainError: The checkpoint cannot be written.
     """
+    # Write all files to a temporary folder.
     final = folder / f"step-{position.step}"
     partial = folder / f"{final.name}.partial"
     if accelerator.is_main_process:
@@ -129,6 +131,7 @@ def save_checkpoint(
         raise SkilltrainError("cannot-write", fault, where=partial) from error
     accelerator.wait_for_everyone()
 
+    # Rename the folder once all files are on the disk, and delete old checkpoints.
     if accelerator.is_main_process:
         for path in partial.rglob("*"):
             if path.is_file():
@@ -136,8 +139,11 @@ def save_checkpoint(
             _sync(path)
         partial.rename(final)
         _sync(folder)
-        for old in {*checkpoints(folder)[:-keep]} - {best_checkpoint(folder)}:
-            shutil.rmtree(old)
+
+        best = best_checkpoint(folder)
+        for old in checkpoints(folder)[:-keep]:
+            if old != best:
+                shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
@@ -152,9 +158,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that scored best on the dev benchmark, or None without evaluations.
+    """Return the checkpoint that scored best on the dev benchmark.
 
-    The newest checkpoint records which one it is.
+    The newest checkpoint records which one it is. Without an evaluation, return None.
     """
     paths = checkpoints(folder)
     if not paths:
@@ -166,7 +172,9 @@ def best_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path
 ) -> Position | None:
-    """Restore the newest checkpoint of `folder`, and return its position, or None without one.
+    """Restore the newest checkpoint of `folder`, and return its position.
+
+    Without a checkpoint, do nothing and return None.
 
     Raises:
         SkilltrainError: A run with another launch wrote it (`launch_of`), or a part of it is
@@ -175,6 +183,8 @@ def load_checkpoint(
     paths = checkpoints(folder)
     if not paths:
         return None
+
+    # Check that the launch is the same.
     newest = paths[-1]
     state = _read_state(newest)
     launch = launch_of(accelerator)
@@ -184,12 +194,13 @@ def load_checkpoint(
             "other-launcher", fault, where=newest, fix="resume with that launcher"
         )
 
+    # Restore the weights, the optimiser and the random states.
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
     try:
         _load_states(accelerator, model, optimizer, newest)
     except pickle.UnpicklingError as error:
-        # The message of the error explains at length how to switch off the protection.
+        # Do not show the message of the error: it explains how to switch off the protection.
         fault = "the checkpoint is damaged, or holds code"
         raise SkilltrainError(
             "damaged-checkpoint", fault, where=newest, fix=_DAMAGED_FIX
@@ -220,6 +231,7 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
         raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
 
+    # Leave frozen weights out, and divide the weights that the ranks share.
     current = module.state_dict(keep_vars=True)
     frozen = set()
     for key, value in current.items():
@@ -232,12 +244,14 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
                 whole, value.device_mesh, value.placements, src_data_rank=None
             )
 
+    # Find weights that only the checkpoint or only the module has.
     try:
-        missing, unknown = module.load_state_dict(stored, strict=False)
+        missing, mismatches = module.load_state_dict(stored, strict=False)
         # Tied weights are stored under one of their names.
         loaded_ids = {id(value) for key, value in current.items() if key not in missing}
-        unloaded = [key for key in missing if id(current[key]) not in loaded_ids]
-        mismatches = [*unknown, *(key for key in unloaded if key not in frozen)]
+        for key in missing:
+            if id(current[key]) not in loaded_ids and key not in frozen:
+                mismatches.append(key)
     except RuntimeError as error:  # a weight has another shape
         mismatches = [str(error).splitlines()[-1].strip()]
     if mismatches:
@@ -246,9 +260,10 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
 
 
 def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained weights and the buffers on the first rank. All ranks must call this.
+    """Collect the trained weights and the buffers on the first rank. All ranks must call this.
 
-    Tied weights are returned under one name.
+    Returns:
+        Weights by name, on the CPU. Tied weights have one name. On other ranks there are none.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         options = StateDictOptions(
@@ -270,6 +285,7 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
 
 
 def _read_state(checkpoint: Path) -> _State:
+    """Read and check state.json of a checkpoint."""
     file = checkpoint / STATE_FILE
     state = read_json(file)
     CHECKPOINT.check(state, file, "train again into another folder: skilltrain train RECIPE out=…")
@@ -284,7 +300,10 @@ def _sync(path: Path) -> None:
 
 
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Save the random states of this process and its part of the optimiser's state."""
+    """Save the random states of this process, and its part of the optimiser's state.
+
+    Under DeepSpeed, its own files hold the optimiser's state and the weights.
+    """
     device = accelerator.device
     random_states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
@@ -305,7 +324,7 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
 
 
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Restore what `_save_states` saved, and the weights under DeepSpeed.
+    """Restore everything that `_save_states` saved.
 
     Random states come last, because loading may use random numbers.
     """
@@ -319,10 +338,11 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
     else:
         _restore_moments(optimizer, load_file(folder / _optimizer_file(accelerator)))
 
+    # If the run had fewer ranks, this one may have no file. It then keeps its random state.
     random_file = folder / _random_file(accelerator)
-    is_first_rank = accelerator.process_index == 0
-    if not is_first_rank and not shards_weights(accelerator) and not random_file.is_file():
-        return  # the run had fewer ranks: this one keeps the random state of its start
+    needs_file = accelerator.process_index == 0 or shards_weights(accelerator)
+    if not needs_file and not random_file.is_file():
+        return
     random_states = load_file(random_file)
     torch.set_rng_state(random_states["cpu"])
     device = accelerator.device
@@ -345,8 +365,8 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
     """Restore the state of the optimiser.
 
     Args:
-        optimizer: The prepared optimiser.
-        moments: This rank's part of each value, by `<number of the parameter>.<name>`.
+        optimizer: The optimiser that the accelerator has prepared.
+        moments: This rank's part of each value, by key `<number of the parameter>.<name>`.
 
     Raises:
         ValueError: A value has another shape than its parameter.
@@ -354,10 +374,12 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
     parameters = []
     for group in optimizer.param_groups:
         parameters += group["params"]
+
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
         number, _, name = key.partition(".")
-        if value.ndim:  # the number of steps is a scalar
+        if value.ndim:  # a moment, not the number of steps
+            # Make a tensor that is sharded like its parameter.
             whole = torch.zeros_like(parameters[int(number)])
             local = whole.to_local() if isinstance(whole, DTensor) else whole
             if value.shape != local.shape:
@@ -374,9 +396,10 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _plain_data_only() -> Iterator[None]:
-    """Let torch.load refuse everything that could run code, even if DeepSpeed asks it not to.
+    """Let torch.load refuse everything that could run code, although DeepSpeed asks for it.
 
-    The allowed classes are numbers and settings in DeepSpeed's files. Creating them has no effect.
+    The allowed classes hold numbers and settings in DeepSpeed's files, and creating them is
+    harmless.
     """
     # DeepSpeed is an optional dependency.
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Evaluates the model in training on a dev benchmark, as one of several rankers."""
+"""Evaluates the model in training on a dev benchmark. The model is one of several rankers."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,6 @@ from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.bootstrap import Interval, compact, intervals
 from skilltrain.metrics.measures import Relevance, per_query
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import TokenIds
 from skilltrain.models.pairs import PairIds
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import tokenize_texts
@@ -43,18 +42,21 @@ OpenModel = Callable[[Any], Any]
 def encoder_opener(
     encoder: Encoder, queries: Sequence[Query], skills: Mapping[str, Skill]
 ) -> OpenModel:
-    """Return the function that opens an encoder in training. It encodes all texts in one call."""
+    """Return the function that opens an encoder in training as a ranker of `skills`.
+
+    All texts are tokenised here, once. The function encodes them in one call of the step module,
+    and the ranker looks their vectors up.
+    """
     settings = encoder.settings
     query_texts = [settings.template.render_query(query.text) for query in queries]
     skill_texts = chain.from_iterable(map(settings.chunk_texts, skills.values()))
     inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
+
     # Each distinct text is encoded once, so equal skills have equal scores.
-    token_ids: dict[tuple[str, int], TokenIds] = {}
+    token_ids: dict[tuple[str, int], np.ndarray] = {}  # by text and token limit
     for texts, max_tokens in inputs:
         tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
-        ids_by_text = tokenize_texts({text: text for text in texts}, tokenize)
-        for text, ids in ids_by_text.items():
-            token_ids[text, max_tokens] = ids
+        token_ids |= tokenize_texts({(text, max_tokens): text for text in texts}, tokenize)
     rows = {text_and_limit: row for row, text_and_limit in enumerate(token_ids)}
 
     def open_model(model: Any) -> Any:
@@ -69,29 +71,36 @@ def encoder_opener(
 
 
 def reranker_opener(reranker: Reranker, skills: Mapping[str, Skill]) -> OpenModel:
-    """Return the function that opens a reranker in training."""
+    """Return the function that opens a reranker in training as a ranker of `skills`."""
+    return lambda model: Rerank(reranker, skills, 0, forward=partial(_score_lists, model))
 
-    def open_model(model: Any) -> Any:
-        def score(lists: Iterable[list[PairIds]]) -> Iterator[list[float]]:
-            all_pairs = [*lists]
-            # Each distinct pair of a list is scored once, so equal skills have equal scores.
-            distinct = [{tuple(pair.ids): pair for pair in pairs} for pairs in all_pairs]
-            inputs = PairsToScore([[*pairs.values()] for pairs in distinct if pairs])
-            scores = _check_finite(model(inputs)).tolist() if inputs.lists else []
-            start = 0
-            for pairs, pairs_by_ids in zip(all_pairs, distinct, strict=True):
-                end = start + len(pairs_by_ids)
-                score_by_ids = dict(zip(pairs_by_ids, scores[start:end], strict=True))
-                start = end
-                yield [score_by_ids[tuple(pair.ids)] for pair in pairs]
 
-        return Rerank(reranker, skills, 0, forward=score)
+def _score_lists(model: Any, lists: Iterable[list[PairIds]]) -> Iterator[list[float]]:
+    """Score lists of pairs in one call of the model, and yield the scores of each list.
 
-    return open_model
+    Args:
+        model: The wrapped step module of a reranker.
+        lists: Pairs of each query.
+
+    Raises:
+        SkilltrainError: A score is not finite.
+    """
+    # Each distinct pair of a list is scored once, so equal skills have equal scores.
+    all_lists = [*lists]
+    distinct = []  # the pairs of each list, by their token ids
+    for pairs in all_lists:
+        distinct.append({tuple(pair.ids): pair for pair in pairs})
+    inputs = PairsToScore([[*pairs.values()] for pairs in distinct if pairs])
+    scores = _check_finite(model(inputs)).tolist() if inputs.lists else []
+
+    remaining_scores = iter(scores)
+    for pairs, pairs_by_ids in zip(all_lists, distinct, strict=True):
+        score_by_ids = {ids: next(remaining_scores) for ids in pairs_by_ids}
+        yield [score_by_ids[tuple(pair.ids)] for pair in pairs]
 
 
 def _check_finite(output: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return vectors [text, dim] or scores [pair] in float32.
+    """Check vectors [text, dim] or scores [pair] of the model, and convert them to float32.
 
     Raises:
         SkilltrainError: A value is not finite.
@@ -132,13 +141,13 @@ class Dev:
         stages = self.cascade.run(self.config.system)
         measures = self.config.measures
         values = per_query(stages[-1].skill_ids(), self.relevances, measures)
-        table = np.array([[row[str(measure)] for measure in measures] for row in values.values()])
+        table = np.array([[*row.values()] for row in values.values()])  # [query, measure]
         # Rounding may differ between ranks, but all of them must take the same decision to stop.
         metrics = of_first_rank(intervals(table))
-        return {str(measure): metric for measure, metric in zip(measures, metrics, strict=True)}
+        return dict(zip(map(str, measures), metrics, strict=True))
 
     def line(self, metrics: Mapping[str, Interval]) -> str:
-        """Return one line of text: the metric that decides with its interval, then the others."""
+        """Format metrics as one line: the metric that decides and its interval, then the others."""
         main = self.config.metric
         texts = [f"{main} {metrics[main]}"]
         for name, metric in metrics.items():
@@ -149,6 +158,11 @@ class Dev:
 
 def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) -> Dev:
     """Load the dev benchmark for a model in training, and run the rankers before the model.
+
+    Args:
+        config: Settings of the benchmark.
+        model: The model in training.
+        training_pool: Pool of the training data, which is ranked if `config` names no other.
 
     Raises:
         SkilltrainError: Gold skills are not in the pool, or none of them reaches the model.
@@ -163,10 +177,13 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
         f"dev: {len(queries):,} queries of {config.benchmark}, ranked over {len(skills):,} of "
         f"{len(pool):,} skills"
     )
+
     if isinstance(model, Encoder):
         open_model = encoder_opener(model, queries, skills)
     else:
         open_model = reranker_opener(model, skills)
+
+    # Rank as deep as the largest cutoff and every ranker need.
     cutoffs = [measure.cutoff for measure in config.measures]
     keeps = [ranker.keep or 0 for ranker in config.rankers]
     cascade = Cascade(queries, [*skills.values()], depth=max(cutoffs + keeps))
@@ -177,7 +194,13 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
 def _sample_pool(
     pool: Mapping[str, Skill], tasks: Sequence[Task], max_skills: int | None
 ) -> dict[str, Skill]:
-    """Return all judged skills, and a random sample of the others up to `max_skills` in all."""
+    """Return all judged skills of a pool, and a random sample of the others.
+
+    Args:
+        pool: Skills by id.
+        tasks: Queries with their judgements.
+        max_skills: Number of skills to return, unless more are judged. None: the whole pool.
+    """
     sample: set[str] = set()
     for task in tasks:
         sample |= pool.keys() & {*task.relevance.gains, *task.relevance.alternatives}
@@ -190,25 +213,29 @@ def _sample_pool(
 
 
 def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
-    """Run the rankers before the model, and warn of gold skills that they do not find.
+    """Run the rankers before the model in training, and warn of gold skills that they miss.
 
-    The cascade keeps their rankings for all later evaluations.
+    The cascade keeps their rankings for all evaluations.
 
     Raises:
         SkilltrainError: They find no gold skill.
     """
-    is_model = [any(part.is_own for part in ranker.parts()) for ranker in config.rankers]
-    num_before = is_model.index(True)
-    if num_before == 0:
+    # Run the rankers before the model.
+    num_earlier = 0
+    while not any(part.is_own for part in config.rankers[num_earlier].parts()):
+        num_earlier += 1
+    if num_earlier == 0:
         return
-    rankers = tuple(with_keeps(config.rankers, cascade.depth)[:num_before])
+    rankers = tuple(with_keeps(config.rankers, cascade.depth)[:num_earlier])
     rankings = cascade.run(SystemConfig(name="dev", rankers=rankers))[-1].skill_ids()
-    # Their models are not needed any more; those of the rankers from here on are.
-    needed = {"rankers": config.rankers[num_before:]}
-    cascade.release([config.system.model_copy(update=needed)])
 
+    # Release their models. Evaluations need only those of the other rankers.
+    later_rankers = {"rankers": config.rankers[num_earlier:]}
+    cascade.release([config.system.model_copy(update=later_rankers)])
+
+    # Count the gold skills that they miss.
     num_gold = 0
-    missed: list[str] = []  # query id of each gold skill that is not found
+    missed: list[str] = []  # query id of each missed gold skill
     for task in tasks:
         query_id = task.query.query_id
         gold = task.relevance.gold

@@ -1,4 +1,4 @@
-"""Sets up the way a run is launched: one process, DDP, FSDP2 or DeepSpeed ZeRO."""
+"""Creates the accelerator of a run: for one process, DDP, FSDP2 or DeepSpeed ZeRO."""
 
 import importlib.util
 import math
@@ -26,9 +26,7 @@ from skilltrain.terminal import launched_ranks
 from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # names of accelerate
-_VISIBILITY_TIMEOUT = (
-    60.0  # seconds; a network file system may cache for so long that a file is new
-)
+_VISIBILITY_TIMEOUT = 60.0  # seconds; a network file system may show a new file this late
 
 
 def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
@@ -41,6 +39,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     Raises:
         SkilltrainError: This combination cannot work. Nothing has been loaded yet.
     """
+    # Set up the device.
     on_cpu = default_device().type == "cpu"
     deepspeed = _is_requested("DEEPSPEED")
     _check_backends(deepspeed)
@@ -49,15 +48,16 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     else:
         torch.set_float32_matmul_precision("high")  # TF32
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(os.environ):
             # Texts of unequal lengths do not fragment memory that grows in segments.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
+    # Create the accelerator.
     mixed = config.dtype_on(default_device()) == torch.bfloat16
     handlers = [
         InitProcessGroupKwargs(
             backend="gloo" if on_cpu and deepspeed else None,  # DeepSpeed would choose another one
-            timeout=timedelta(hours=1),  # ranks wait for the first one while it saves a model
+            timeout=timedelta(hours=1),  # ranks wait while the first one saves a model
         ),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # no copy of each gradient
     ]
@@ -73,8 +73,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     if accelerator.distributed_type == DistributedType.FSDP and mixed:
         plugin = accelerator.state.fsdp_plugin
         assert plugin is not None
-        # accelerate's own policy would round the step's output, the loss, to bfloat16, and reduce
-        # gradients in bfloat16.
+        # accelerate's own policy would round the loss to bfloat16, and sum gradients in bfloat16.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
@@ -82,7 +81,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
 
 
 def _check_backends(deepspeed: bool) -> None:
-    """Check that the launcher requests an installed DeepSpeed and version 2 of FSDP."""
+    """Check that a requested DeepSpeed is installed, and that a requested FSDP has version 2."""
     if _is_requested("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         fix = "set fsdp_version: 2, as launch/fsdp2.yaml does"
         raise SkilltrainError("unsupported-launcher", "FSDP version 1 is not supported", fix=fix)
@@ -97,9 +96,9 @@ def shards_weights(accelerator: Accelerator) -> bool:
 
 
 def launch_of(accelerator: Accelerator) -> str:
-    """Describe how the processes share the work.
+    """Describe how the processes share the model. Only the same launch can resume a checkpoint.
 
-    The number of processes is left out if each has the whole model, because it does not matter.
+    If each process has the whole model, their number does not matter, and is left out.
     """
     device = accelerator.device.type
     stage = _zero_stage(accelerator)
@@ -113,10 +112,10 @@ def launch_of(accelerator: Accelerator) -> str:
 
 
 def check_shared(accelerator: Accelerator, folder: Path) -> None:
-    """Check that all ranks see the same folder, by a file that process 0 writes.
+    """Check that all ranks see the same folder: process 0 writes a file, the others look for it.
 
-    All ranks must call this before any of them uses the folder. A rank that finds the file in the
-    listing of the folder has no outdated listing, and will also see every checkpoint.
+    All ranks must call this before any of them uses the folder. A rank whose listing of the folder
+    shows the new file will also see every checkpoint.
 
     Raises:
         SkilltrainError: On every rank, if one of them does not see the file.
@@ -128,12 +127,15 @@ def check_shared(accelerator: Accelerator, folder: Path) -> None:
         write_text(marker, "")
     accelerator.wait_for_everyone()
 
+    # Wait until this rank sees the file.
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT
-    is_visible = marker in folder.glob(".seen-by-all-*")
-    while not is_visible and time.monotonic() < deadline:
-        time.sleep(1)
+    while True:
         is_visible = marker in folder.glob(".seen-by-all-*")
+        if is_visible or time.monotonic() >= deadline:
+            break
+        time.sleep(1)
 
+    # Collect the ranks that do not see it.
     blind_ranks = gather_object([] if is_visible else [accelerator.process_index])
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)
@@ -163,7 +165,16 @@ def _zero_stage(accelerator: Accelerator) -> int:
 
 
 def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quantized: bool) -> None:
-    """Raise SkilltrainError if the launch and the settings cannot work together."""
+    """Check that the launch is supported, and that the settings can work with it.
+
+    Args:
+        accelerator: The new accelerator.
+        config: Settings of the training run.
+        quantized: Whether the frozen weights are in 4 bits.
+
+    Raises:
+        SkilltrainError: They cannot work together.
+    """
     kind = accelerator.distributed_type
     world = accelerator.num_processes
     if kind.value not in _SUPPORTED_TYPES:
@@ -180,7 +191,7 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
             "unsupported-launcher", fault, fix="use launch/ddp.yaml, or zero_stage: 2"
         )
     if config.batch_size % world:
-        # Suggest the next larger batch, and about as many queries per update.
+        # Suggest the next larger batch, and about the same number of queries per update.
         batch = world * math.ceil(config.batch_size / world)
         accumulation = max(1, round(config.batch_size * config.accumulation / batch))
         fault = (
@@ -199,10 +210,10 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
 
 
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Set DeepSpeed's own settings. Its defaults would clip gradients, or fail to save.
+    """Set DeepSpeed's own settings, because its defaults clip gradients and fail to save.
 
-    Accumulation is done by skilltrain: accelerate tells DeepSpeed at each backward pass whether a
-    step follows.
+    DeepSpeed does not accumulate gradients: skilltrain does, and accelerate tells DeepSpeed at each
+    backward pass whether a step follows.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -1,4 +1,4 @@
-"""Save the model of a training run, export it to a folder, and push it to the Hugging Face Hub."""
+"""Exports the model of a training run to a folder, and pushes it to the Hugging Face Hub."""
 
 import tempfile
 from collections.abc import Mapping
@@ -47,23 +47,21 @@ def export_run(
         SkilltrainError: The run has no such checkpoint, form, adapter or report.
     """
     config, summary = _read_run(run)
+
+    # Check that the arguments fit together and fit the run.
     if published.reports and (checkpoint is not None or not summary):
         fault = "a report is about the final model of a finished run"
-        raise SkilltrainError(
-            "conflicting-settings",
-            fault,
-            where="--report",
-            fix="leave out --report or --checkpoint",
-        )
+        fix = "leave out --report or --checkpoint"
+        raise SkilltrainError("conflicting-settings", fault, where="--report", fix=fix)
     if adapter_only and config.adapter is None:
         fault = "trained all weights, no adapter"
-        raise SkilltrainError(
-            "conflicting-settings", fault, where=run, fix="export without --adapter"
-        )
+        fix = "export without --adapter"
+        raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
 
-    final_name = summary.get("checkpoint")
+    final_name = summary.get("checkpoint")  # None for an unfinished run
     name = final_name
     with staged_folder(out) as staged:
+        # Copy the saved model of a finished run, or make the model of a checkpoint.
         if summary and checkpoint is None and not adapter_only:
             copy_model(run, staged)
         else:
@@ -72,8 +70,10 @@ def export_run(
             if name != final_name:
                 summary = {}  # it describes another checkpoint
             save_trained(config, source, staged, summary, adapter_only)
+
         if form is not None:
             write_form(staged, form)
+
         if not adapter_only:
             settings = open_model(staged, "meta").settings
             recipe = config.model_dump(mode="json")
@@ -84,7 +84,11 @@ def export_run(
 
 
 def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
-    """Return settings and summary of a run; the summary of an unfinished run is empty."""
+    """Return the settings and the summary of a run. The summary of an unfinished run is empty.
+
+    Raises:
+        SkilltrainError: It is no training run, or another release wrote it.
+    """
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
@@ -98,7 +102,8 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
             "wrong-stage", f"is a run of stage {name}, which trains no model", where=run
         )
     config = validate(stage, recipe, run / RECIPE_FILE)
-    return config, record["summary"] if record["finished"] else {}
+    summary = record["summary"] if record["finished"] else {}
+    return config, summary
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
@@ -107,6 +112,9 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     Args:
         run: Folder of a training run.
         name: `step-N`, `best`, or None for the newest.
+
+    Raises:
+        SkilltrainError: There is no such checkpoint.
     """
     folder = run / CHECKPOINTS
     paths = {path.name: path for path in checkpoints(folder)}
@@ -131,9 +139,9 @@ def push_model(
     into_existing: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Upload a model to the repository `published.repo` on the Hub, in one commit.
+    """Upload a model to the repository `published.repo` on the Hub.
 
-    The commit deletes all other files of the repository.
+    This is one commit, which deletes all other files of the repository.
 
     Args:
         run: Folder of a finished training run, or one that `export_run` wrote.
@@ -150,7 +158,7 @@ def push_model(
         SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
     """
     assert published.repo is not None
-    record = record_of(run)
+    record = record_of(run)  # empty for an export
     _check_pushable(run, record, has_facts=bool(form or published.license or published.reports))
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
@@ -159,6 +167,7 @@ def push_model(
         else:
             copy_model(run, folder)
             rename_model(folder / "README.md", published.repo)
+
         paths = check_folder(folder)
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         card = paths["README.md"].read_text(encoding="utf-8")
@@ -167,7 +176,16 @@ def push_model(
 
 
 def _check_pushable(run: Path, record: Mapping[str, Any], has_facts: bool) -> None:
-    """Check that a folder is a finished run, or an export to which no more facts are given."""
+    """Check that a folder can be pushed: a finished run, or an export.
+
+    Args:
+        run: The folder.
+        record: Record of the run; empty for an export.
+        has_facts: Whether the user gives facts for the model card. An export already has its card.
+
+    Raises:
+        SkilltrainError: The folder cannot be pushed.
+    """
     if record and not record.get("finished"):
         fix = "continue it with --resume, or export a checkpoint and push that"
         raise SkilltrainError(

@@ -18,13 +18,13 @@ from skilltrain.metrics.bootstrap import Interval
 from skilltrain.terminal import is_main_process
 
 TrackerName = Literal["wandb", "tensorboard"]
-# Sections of a recipe that wandb gets. Paths in the other sections would reveal the machine.
+# Sections of a recipe that wandb gets. Paths in the other sections reveal the machine.
 _PUBLIC_SECTIONS = ("stage", "loss", "adapter", "training")
 
 
 def note_of(metrics: Mapping[str, float]) -> str:
     """Format the metrics of a step as one line."""
-    parts = [
+    texts = [
         f"loss {metrics['loss']:.4f}",
         f"lr {metrics['learning_rate']:.1e}",
         f"|g| {metrics['grad_norm']:.2f}",
@@ -33,8 +33,8 @@ def note_of(metrics: Mapping[str, float]) -> str:
         f"padding {metrics['padding_share']:.0%}",
     ]
     if "peak_gib" in metrics:
-        parts.append(f"peak {metrics['peak_gib']:.1f} GiB")
-    return "  ".join(parts)
+        texts.append(f"peak {metrics['peak_gib']:.1f} GiB")
+    return "  ".join(texts)
 
 
 class TrainingLog:
@@ -42,18 +42,19 @@ class TrainingLog:
 
     Args:
         path: File to write, one JSON object per line.
-        resumed_step: Step that the run resumes from; later lines of the file are removed. 0 starts
+        resumed_step: Step that the run resumes from. Later lines of the file are removed. 0 starts
             a new file.
         trackers: Trackers to write to, and to close at the end.
     """
 
     def __init__(self, path: Path, resumed_step: int, trackers: Sequence[GeneralTracker]) -> None:
+        """Open the file. Lines after `resumed_step` are removed."""
         self.path = path
         self.active = is_main_process()
         self.trackers = trackers
         if self.active:
-            is_resumed = resumed_step and path.is_file()
-            lines = _read_lines(path, resumed_step) if is_resumed else ()
+            # Keep the lines of the steps that are not run again.
+            lines = _read_lines(path, resumed_step) if path.is_file() else ()
             write_text(path, "".join(f"{line}\n" for line in lines))
             self.file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -72,7 +73,7 @@ class TrainingLog:
         self._write(step, _round(metrics), tracked)
 
     def write_dev(self, step: int, metrics: Mapping[str, Interval]) -> None:
-        """Write the metrics of a dev evaluation after `step`, each with its interval."""
+        """Write the metrics of an evaluation after `step`, with the interval of each."""
         row: dict[str, Any] = {}
         tracked: dict[str, float] = {}
         for name, interval in metrics.items():
@@ -83,7 +84,16 @@ class TrainingLog:
         self._write(step, {"dev": row}, tracked)
 
     def _write(self, step: int, row: Mapping[str, Any], tracked: dict[str, float]) -> None:
-        """Write `row` to the file and `tracked` to the trackers."""
+        """Write the metrics of a step.
+
+        Args:
+            step: Number of the step.
+            row: Metrics as the file gets them.
+            tracked: Metrics as the trackers get them.
+
+        Raises:
+            SkilltrainError: The file cannot be written.
+        """
         if not self.active:
             return
         try:
@@ -99,7 +109,7 @@ class TrainingLog:
 def open_trackers(
     names: Sequence[TrackerName], folder: Path, recipe: Mapping[str, Any]
 ) -> list[GeneralTracker]:
-    """Open accelerate's trackers of a run. All processes but the first get none.
+    """Open accelerate's trackers of a run. Only the first process gets them.
 
     Args:
         names: Trackers to open.
@@ -130,6 +140,7 @@ def open_trackers(
 
 
 def _wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> WandBTracker:
+    """Return a tracker that sends metrics and public settings to wandb, and nothing else."""
     import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
     settings = wandb.Settings(
@@ -160,7 +171,7 @@ def _read_lines(path: Path, last_step: int) -> Iterator[str]:
 
 
 def _round(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Round to seven digits, the precision of float32. NaN and infinity become null in JSON."""
+    """Round to seven digits, the precision of float32. NaN and infinity become None."""
     rounded: dict[str, float | None] = {}
     for name, value in metrics.items():
         rounded[name] = float(f"{value:.7g}") if math.isfinite(value) else None

@@ -49,13 +49,13 @@ _STEPS_PER_TRIM = 3  # a call of malloc_trim takes time, so not in every step
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a training run, and what the run is evaluated on.
+    """The folder of a training run, and its dev benchmark.
 
     Attributes:
         folder: Folder of the log and the checkpoints.
         resume: Whether to continue from the newest checkpoint.
         recipe: Settings of the stage, for the trackers.
-        dev: Benchmark that is evaluated during training.
+        dev: Benchmark for evaluations during training. None: no evaluations.
     """
 
     folder: Path
@@ -69,9 +69,9 @@ class Run:
 
 
 def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> list[TrainingList]:
-    """Repeat each list by its weight, a whole number of times.
+    """Return the lists of one epoch, each as often as its weight says.
 
-    Of the lists with the same fractional weight, a random share, which is the fraction, is added.
+    Of all lists with weight 2.3, for example, a random 30% occur three times and the others twice.
     """
     lists_by_weight: dict[float, list[TrainingList]] = {}
     for training_list in lists:
@@ -79,6 +79,7 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
 
     sample: list[TrainingList] = []
     for weight, group in lists_by_weight.items():
+        # The whole part of the weight, then the fraction.
         sample += group * int(weight)
         fraction = weight % 1
         if fraction:
@@ -89,9 +90,9 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
 
 
 def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[Batch]]:
-    """Yield the batches of each optimiser step.
+    """Yield the batches of each optimiser step, for all epochs.
 
-    The order of the lists depends on the seed and the epoch only.
+    The order of the lists depends only on the seed and the epoch.
     """
     step_size = config.batch_size * config.accumulation
     for epoch in range(config.epochs):
@@ -103,11 +104,12 @@ def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Itera
 
 
 def _split(lists: Batch, size: int) -> list[Batch]:
+    """Split lists into batches of `size`. The last one may be smaller."""
     return [lists[start : start + size] for start in range(0, len(lists), size)]
 
 
 def new_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> Optimizer:
-    """Return AdamW for the parameters that train. Only matrices decay, not biases and norms."""
+    """Return AdamW for the parameters that train, with weight decay for matrices only."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -126,7 +128,8 @@ def learning_rate_factor(step: int, num_steps: int, warmup_share: float) -> floa
     num_warmup = math.ceil(warmup_share * num_steps)
     if step < num_warmup:
         return (step + 1) / (num_warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - num_warmup) / max(1, num_steps - num_warmup)))
+    num_decay = max(1, num_steps - num_warmup)
+    return 0.5 * (1 + math.cos(math.pi * (step - num_warmup) / num_decay))
 
 
 def train(
@@ -172,10 +175,15 @@ class Training:
     def __init__(
         self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
     ) -> None:
-        """Prepare the model and the optimiser, and restore the newest checkpoint on resume."""
+        """Prepare the model and the optimiser. To resume, restore the newest checkpoint.
+
+        Raises:
+            SkilltrainError: Checkpoints exist although `run` does not resume, or cannot be read.
+        """
         set_seed(config.seed)
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
+
         self.accelerator = accelerator
         self.step = step
         self.config = config
@@ -183,18 +191,23 @@ class Training:
         optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
 
-        self.position = Position()
+        position = None
         if run.resume:
-            stored = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
-            self.position = stored or self.position
+            position = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
+        self.position = position or Position()
+        self.seconds_at_checkpoint = self.position.seconds
+
         # A resumed run keeps the token budget of its first start: another one changes the rounding.
         token_budget = self.position.token_budget or step.settings.token_budget
         self.position.token_budget = token_budget
-        self.seconds_at_checkpoint = self.position.seconds
         step.settings = replace(step.settings, token_budget=token_budget)
 
     def run_remaining_steps(self) -> None:
-        """Run and log the steps after `position`. Evaluate and save when it is time."""
+        """Run the steps after `position`. Log each step, and evaluate and save when it is time.
+
+        Raises:
+            StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
+        """
         config = self.config
         run = self.run
         position = self.position
@@ -215,6 +228,8 @@ class Training:
             for batches in steps[position.step :]:
                 if self._is_patience_exhausted():
                     break
+
+                # Run and log one step.
                 self._set_learning_rate(num_steps)
                 metrics = self._update(batches)
                 position.seconds = time.monotonic() - start_time
@@ -223,6 +238,7 @@ class Training:
                 show(position.step, note_of(metrics))
                 return_free_memory(position.step, self.accelerator.device)
 
+                # Evaluate and save.
                 is_last = position.step == num_steps
                 is_best = self._evaluate_if_due(is_last, log)
                 is_finished = is_last or self._is_patience_exhausted()
@@ -231,6 +247,7 @@ class Training:
                 is_stopped, is_due = (self._sum_over_ranks(flags) > 0).tolist()
                 if is_stopped or is_finished or is_best or is_due:
                     self._save()
+
                 if is_stopped and not is_finished:
                     raise StoppedError(
                         "interrupted",
@@ -250,17 +267,27 @@ class Training:
         return self.position.step % (save_every or _STEPS_PER_CHECKPOINT) == 0
 
     def _is_patience_exhausted(self) -> bool:
-        patience = self.run.dev and self.run.dev.config.patience
-        return bool(patience) and self.position.best.num_bad >= patience
+        """Whether the last evaluations, as many as `patience`, were not better than the best."""
+        dev = self.run.dev
+        if dev is None or dev.config.patience is None:
+            return False
+        return self.position.best.num_bad >= dev.config.patience
 
     def _set_learning_rate(self, num_steps: int) -> None:
-        """Set the rate of the next step. It depends only on the step: checkpoints need no rate."""
+        """Set the learning rate of the next step.
+
+        It depends only on the number of the step, so checkpoints need not save it.
+        """
         factor = learning_rate_factor(self.position.step, num_steps, self.config.warmup_share)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * factor
 
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Run one optimiser step, in which all queries have the same weight. Return its metrics."""
+        """Run one optimiser step on all `batches`, and return its metrics.
+
+        All queries of the step have the same weight.
+        """
+        # Compute the gradients, check them, and change the weights.
         start_time = time.monotonic()
         num_queries = sum(map(len, batches))
         mean_loss = self._backward(batches, num_queries)
@@ -269,6 +296,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+        # Update the position.
         counts = self._sum_over_ranks([self.step.count["tokens"], self.step.count["slots"]])
         num_tokens, num_slots = counts.tolist()
         self.step.count.clear()
@@ -276,6 +304,7 @@ class Training:
         self.position.loss = mean_loss
         self.position.queries += num_queries
         self.position.tokens += num_tokens
+
         seconds = time.monotonic() - start_time
         metrics = {
             "loss": mean_loss,
@@ -291,46 +320,62 @@ class Training:
         return metrics
 
     def _backward(self, batches: Sequence[Batch], num_queries: int) -> float:
-        """Add up the gradients of all batches. Return the mean loss of all ranks' queries."""
+        """Accumulate the gradients of all batches, and return the mean loss per query.
+
+        Args:
+            batches: Batches of the step, which all ranks share.
+            num_queries: Number of queries in all batches.
+        """
         accelerator = self.accelerator
         # Ranks that share gradients (FSDP2, ZeRO) exchange them after every batch. Otherwise each
         # rank would have to hold the whole gradient until the last batch.
         syncs_always = shares_state()
-        # Launchers average gradients over ranks, but the loss is a sum over queries.
+        # Launchers average gradients over ranks, but the gradient of a sum over queries is needed.
         loss_scale = accelerator.num_processes / num_queries
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            # DeepSpeed updates the weights in the backward pass for which this is true.
+            # In the backward pass for which this is true, DeepSpeed updates the weights.
             accelerator.sync_gradients = is_last
             is_synced = is_last or syncs_always
-            with nullcontext() if is_synced else accelerator.no_sync(self.model):
+            context = nullcontext() if is_synced else accelerator.no_sync(self.model)
+            with context:
                 loss = self.model(batch) * loss_scale
                 accelerator.backward(loss)
             total += loss.detach().float()
         return float(self._sum_over_ranks(total)) / accelerator.num_processes
 
     def _clip_gradients(self) -> float:
-        """Clip the gradients, and return their norm before that."""
+        """Clip the gradients, and return their norm before clipping."""
         norm: Any = self.accelerator.clip_grad_norm_(
             self.model.parameters(), self.config.max_grad_norm
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _evaluate_if_due(self, is_last: bool, log: TrainingLog) -> bool:
-        """Evaluate the dev benchmark if it is time, and return whether the result is the best.
+        """Evaluate the model on the dev benchmark if it is time. All ranks must call this.
 
-        All ranks must call this.
+        Args:
+            is_last: Whether the last step has been done. Then it is always time.
+            log: Log for the metrics.
+
+        Returns:
+            Whether the model was evaluated, and is better than in all evaluations before.
         """
         dev = self.run.dev
         step = self.position.step
-        if dev is None or (step % dev.config.every and not is_last):
+        if dev is None:
             return False
+        is_due = is_last or step % dev.config.every == 0
+        if not is_due:
+            return False
+
         self.model.eval()
         with torch.no_grad():
             metrics = dev.evaluate(self.model)
         self.model.train()
-        self.step.count.clear()
+        self.step.count.clear()  # tokens of the evaluation
+
         log.write_dev(step, metrics)
         say(f"step {step}: {dev.line(metrics)}")
         return self.position.best.update(step, dev.config.metric, metrics)
@@ -348,13 +393,14 @@ class Training:
     def probe_memory(self, batch: Batch) -> float:
         """Run the largest batch forward and backward, so that a lack of memory shows at once.
 
-        Weights and random states do not change, and the gradients are dropped. AdamW creates its
-        two moments in the first step, so their memory is occupied here. All ranks must call this.
+        Weights and random states do not change, and the gradients are dropped. All ranks must call
+        this.
 
         Returns:
             Seconds of the last run. The batch runs twice if steps accumulate gradients, because the
             second batch of a step needs memory beside the gradients of the first.
         """
+        # AdamW creates its two moments in the first step. Occupy their memory.
         device = self.accelerator.device
         moments = []
         if not self.optimizer.state:
@@ -372,6 +418,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         self.step.count.clear()
         del moments
+
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device) / GIB
             total = torch.cuda.get_device_properties(device).total_memory / GIB
@@ -383,6 +430,12 @@ def _check_step(
     loss: float, grad_norm: float, batches: Sequence[Batch], max_grad_norm: float
 ) -> None:
     """Check a step before its gradient changes the weights.
+
+    Args:
+        loss: Mean loss of the step.
+        grad_norm: Norm of its gradient, before clipping.
+        batches: Batches of the step, for the error.
+        max_grad_norm: Largest norm that is allowed.
 
     Raises:
         SkilltrainError: The loss or the gradient is not finite, or the gradient is too large.
@@ -419,21 +472,19 @@ def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
 
 
 def can_probe(accelerator: Accelerator) -> bool:
-    """Return whether memory can be probed.
+    """Return whether `Training` can run a batch only to measure its memory.
 
     On a CPU it would take too long, and DeepSpeed would update the weights in the backward pass.
     """
-    return (
-        accelerator.device.type == "cuda"
-        and accelerator.distributed_type != DistributedType.DEEPSPEED
-    )
+    uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return accelerator.device.type == "cuda" and not uses_deepspeed
 
 
 def return_free_memory(step: int, device: torch.device) -> None:
     """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU.
 
-    Tensors of varying lengths fragment the heap. Without this, a run held 2.1 GB after 35 steps,
-    0.6 GB of it in use, and kept growing.
+    Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
+    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
     """
     is_due = device.type == "cpu" and step % _STEPS_PER_TRIM == 0
     if is_due and platform.libc_ver()[0] == "glibc":
@@ -442,7 +493,12 @@ def return_free_memory(step: int, device: torch.device) -> None:
 
 @contextmanager
 def out_of_memory_in_one_line(config: TrainingConfig, step: StepModule) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into a SkilltrainError that names the settings to lower."""
+    """Turn a GPU's out-of-memory error into a SkilltrainError that suggests other settings.
+
+    Args:
+        config: Settings of the training run.
+        step: The step module.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -463,8 +519,8 @@ def out_of_memory_in_one_line(config: TrainingConfig, step: StepModule) -> Itera
 class StopRequest:
     """Signal handlers that let the loop stop after the current step, on Ctrl-C or SIGTERM.
 
-    A second Ctrl-C stops at once. A second SIGTERM does not, because some batch systems signal both
-    the launcher and its workers, and the checkpoint must be complete.
+    A second Ctrl-C stops at once. A second SIGTERM does not: some batch systems send it to the
+    launcher and to its workers, and the checkpoint must still be completed.
 
     Attributes:
         signal_number: Number of the signal that arrived; 0 if none did.

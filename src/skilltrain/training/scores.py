@@ -1,4 +1,4 @@
-"""Makes the batch that a loss gets from a step: scores, gains, and masks of negatives."""
+"""Makes the input of a loss from the model's output: scores, gains and masks of negatives."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -23,13 +23,13 @@ from skilltrain.training.training_set import TrainingList, TrainingSet
 class ScoreContext:
     """Facts about the training set and the loss that every step needs to find negatives.
 
-    Skills are duplicates if they share a name or a near-duplicate cluster. Such names and clusters
+    Skills are duplicates if they have the same name or near-duplicate cluster. Names and clusters
     are duplicate keys, for example `name pdf` or `cluster 7`.
 
     Attributes:
         in_batch: Whether skills of other queries are negatives.
         needs: Needs of the loss.
-        keys_by_skill: Duplicate keys of each skill, by skill id.
+        keys_by_skill: Duplicate keys by key of the skill.
         answer_keys_by_query: Duplicate keys of all known answers, by query text.
     """
 
@@ -40,25 +40,36 @@ class ScoreContext:
 
     @classmethod
     def of(cls, data: TrainingSet, loss: Loss, in_batch: bool) -> "ScoreContext":
-        """Collect the duplicate keys of all skills, and of all queries' answers."""
+        """Collect the duplicate keys of all skills, and of the answers of all queries.
 
-        def duplicate_keys(key: str) -> tuple[str, ...]:
-            # The key of a window of a skill is not the skill's id.
-            skill = data.skills.get(key)
-            skill_id = skill.skill_id if skill else key
-            name = name_key(skill.name) if skill else ""
-            first_key = f"name {name}" if name else f"id {skill_id}"
-            if skill_id not in data.clusters:
-                return (first_key,)
-            return (first_key, f"cluster {data.clusters[skill_id]}")
-
+        Args:
+            data: The training set.
+            loss: The loss.
+            in_batch: Whether skills of other queries are negatives.
+        """
         answer_keys: dict[str, set[str]] = {}
         for training_list in data.lists:
             keys = answer_keys.setdefault(training_list.query, set())
             for skill_id in training_list.positives:
-                keys.update(duplicate_keys(skill_id))
-        keys_by_skill = {skill_id: duplicate_keys(skill_id) for skill_id in data.skills}
+                keys.update(_duplicate_keys(skill_id, data))
+        keys_by_skill = {key: _duplicate_keys(key, data) for key in data.skills}
         return cls(in_batch, loss.needs, keys_by_skill, answer_keys)
+
+
+def _duplicate_keys(key: str, data: TrainingSet) -> tuple[str, ...]:
+    """Return the duplicate keys of a skill: its name, else its id, and its cluster if it has one.
+
+    Args:
+        key: Key of the skill or of one of its windows. A skill may not be in the training set.
+        data: The training set.
+    """
+    skill = data.skills.get(key)
+    skill_id = skill.skill_id if skill else key
+    name = name_key(skill.name) if skill else ""
+    first_key = f"name {name}" if name else f"id {skill_id}"
+    if skill_id not in data.clusters:
+        return (first_key,)
+    return (first_key, f"cluster {data.clusters[skill_id]}")
 
 
 def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
@@ -71,7 +82,8 @@ def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
         return
     unscored: list[str] = []  # ids of queries
     for training_list in data.lists:
-        if all(map(math.isnan, training_list.teacher_scores or ())):
+        scores = training_list.teacher_scores
+        if scores is None or all(map(math.isnan, scores)):
             unscored.append(training_list.query_id)
     if unscored:
         raise SkilltrainError(
@@ -95,7 +107,13 @@ class _ListTable:
     def __init__(
         self, lists: Sequence[TrainingList], columns: Sequence[Sequence[int]], num_columns: int
     ) -> None:
-        """Make the table; `columns` are those of each list's candidates."""
+        """Make the table.
+
+        Args:
+            lists: The lists.
+            columns: Columns of the candidates of each list.
+            num_columns: Number of columns of the table.
+        """
         sizes = np.array([*map(len, columns)], dtype=int)
         rows = np.repeat(np.arange(len(lists)), sizes)
         self.lists = lists
@@ -107,7 +125,9 @@ class _ListTable:
     def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_ListTable":
         """Make the table of the lists' candidates among all skills of a batch."""
         positions = {skill_id: position for position, skill_id in enumerate(skill_ids)}
-        columns = [[*map(positions.__getitem__, each.skill_ids)] for each in lists]
+        columns = []
+        for training_list in lists:
+            columns.append([positions[skill_id] for skill_id in training_list.skill_ids])
         return cls(lists, columns, len(skill_ids))
 
     def gains(self) -> Float[np.ndarray, "query candidate"]:
@@ -131,7 +151,15 @@ class _ListTable:
         vectors: Vectors | None,
         negatives: Mapping[Direction, Bool[np.ndarray, "_ _"]],
     ) -> ScoredBatch:
-        """Return all that a loss needs, on the device of the scores."""
+        """Return the input of a loss, on the device of the scores.
+
+        Args:
+            scores: Scores of the model.
+            valid: Whether a candidate counts.
+            needs: Needs of the loss.
+            vectors: Vectors whose cosines are the scores. None for a reranker.
+            negatives: Masks of negatives by direction (see `ScoredBatch`).
+        """
         device = scores.device
         teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
         return ScoredBatch(
@@ -147,7 +175,13 @@ class _ListTable:
     def _filled(
         self, values: Iterable[Iterable[float]], empty: float | bool, dtype: type
     ) -> Shaped[np.ndarray, "query candidate"]:
-        """Return a table of the lists' values, with `empty` where a candidate is not listed."""
+        """Return the values of each list as a table.
+
+        Args:
+            values: Values of each list, one per candidate.
+            empty: Value of a candidate that is not in the list.
+            dtype: Type of the table.
+        """
         table = np.full(self.is_listed.shape, empty, dtype)
         table[self.cells] = [*chain.from_iterable(values)]
         return table
@@ -158,7 +192,14 @@ def list_scores(
     pair_scores: Float[Tensor, "pair"],
     needs_teacher_scores: bool,
 ) -> ScoredBatch:
-    """Return the batch for a reranker's loss, from the scores of all pairs, list after list."""
+    """Return the input of a reranker's loss.
+
+    Args:
+        lists: Lists of this rank.
+        pair_scores: Scores of all their candidates, list after list.
+        needs_teacher_scores: Whether the loss learns from a teacher. Candidates without a teacher
+            score are then not valid.
+    """
     sizes = [len(training_list.gains) for training_list in lists]
     scores = torch.nn.utils.rnn.pad_sequence([*pair_scores.split(sizes)], batch_first=True)
     table = _ListTable(lists, [*map(range, sizes)], max(sizes))
@@ -177,7 +218,7 @@ def encoder_scores(
     skill_vectors: Float[Tensor, "skill dim"],
     context: ScoreContext,
 ) -> ScoredBatch:
-    """Return the batch for an encoder's loss: this rank's queries against all skills.
+    """Return the input of an encoder's loss: this rank's queries against the skills of all ranks.
 
     If the loss learns from a teacher, only candidates with a teacher score are valid. In-batch
     negatives have none.
@@ -189,30 +230,36 @@ def encoder_scores(
         all_queries: Unit vectors of the queries of `batch`, for a loss that needs directions.
         skill_ids: The distinct skills of `batch`.
         skill_vectors: Their unit vectors.
-        context: Facts about the training run.
+        context: Facts about the training set and the loss.
     """
+    # Find the candidates that count.
     table = _ListTable.among(rank_lists, skill_ids)
     valid = table.is_listed
     if context.in_batch:
         valid = valid | in_batch_negatives(rank_lists, skill_ids, context)
     if context.needs.teacher_scores:
         valid = valid & table.has_teacher_score()
+
     negatives = {}
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
+
     if all_queries is None:
         all_queries = query_vectors[:0]
-    matrices = (query_vectors, skill_vectors, all_queries)
-    vectors = Vectors(*map(at_least_float32, matrices))
+    vectors = Vectors(
+        at_least_float32(query_vectors),
+        at_least_float32(skill_vectors),
+        at_least_float32(all_queries),
+    )
     return table.to_scored_batch(vectors.scores, valid, context.needs, vectors, negatives)
 
 
 def in_batch_negatives(
     lists: Sequence[TrainingList], skill_ids: Sequence[str], context: ScoreContext
 ) -> Bool[np.ndarray, "query skill"]:
-    """Return which skills of other lists are negatives of each query.
+    """Return which skills are in-batch negatives of each query.
 
-    Known answers of the query and their duplicates are not.
+    These are the skills of other lists, except known answers of the query and their duplicates.
     """
     answer_keys = [context.answer_keys_by_query[each.query] for each in lists]
     skill_keys = [context.keys_by_skill[skill_id] for skill_id in skill_ids]
@@ -227,24 +274,31 @@ def _negatives(
     skill_ids: Sequence[str],
     context: ScoreContext,
 ) -> dict[Direction, Bool[np.ndarray, "_ _"]]:
-    """Find the negatives in the directions other than from query to skill (see `ScoredBatch`).
+    """Return masks of negatives by direction, except from query to skill (see `ScoredBatch`).
 
-    A positive is a (query, skill) pair of this rank. All queries are those of `batch`.
+    Args:
+        table: Lists of this rank.
+        valid: Whether a candidate of this rank's queries counts.
+        batch: Lists of all ranks. `all queries` in the shapes below are their queries.
+        skill_ids: The distinct skills of `batch`.
+        context: Facts about the training set and the loss.
     """
+    # The positives of this rank, as (query, skill) pairs.
     query, skill = (table.is_positive() & valid).nonzero()  # each [positive]
     answer_keys = [context.answer_keys_by_query[each.query] for each in table.lists]
     all_answer_keys = [context.answer_keys_by_query[each.query] for each in batch]
 
-    # Whether each query has the positive as a candidate of lower gain: [positive, all queries].
-    # A skill that is not in the query's list has gain 0.
+    # A query of the batch is a negative of a positive if the positive's skill is one of its
+    # candidates, and has a lower gain there. A skill that is not in the query's list has gain 0.
     all_table = _ListTable.among(batch, skill_ids)
     is_candidate = all_table.is_listed | in_batch_negatives(batch, skill_ids, context)
-    other_gains = all_table.gains()[:, skill].T
-    is_lower = other_gains < table.gains()[query, skill][:, None]
+    other_gains = all_table.gains()[:, skill].T  # [positive, all queries]
+    is_lower = other_gains < table.gains()[query, skill][:, None]  # [positive, all queries]
 
     return {
-        # Queries without a common answer: [query, all queries].
+        # Queries that have no answer in common: [query, all queries].
         "query_to_query": ~_share_a_key(answer_keys, all_answer_keys),
+        # [positive, all queries]
         "skill_to_query": is_candidate[:, skill].T & is_lower,
         # The in-batch negatives of the positive's query: [positive, skill].
         "skill_to_skill": in_batch_negatives(table.lists, skill_ids, context)[query],

@@ -15,11 +15,12 @@ from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
 from skilltrain.training.log import TrackerName
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
-# The order of the skills in the top k does not change these measures.
+# These measures do not depend on the order of the top k skills.
 _UNORDERED_MEASURES = ("Hit", "Recall", "Precision", "FC", "COMP")
 
 
-def _known_measure(text: str) -> str:
+def _check_metric(text: str) -> str:
+    """Check the name of a measure, and return it in its standard form."""
     try:
         measure = parse_measure(text)
     except SkilltrainError as error:
@@ -29,11 +30,11 @@ def _known_measure(text: str) -> str:
     return str(measure)
 
 
-_MeasureName = Annotated[str, AfterValidator(_known_measure)]
+_MeasureName = Annotated[str, AfterValidator(_check_metric)]
 
 
 class DevConfig(Config):
-    """Rank a pool for the queries of a benchmark while the model trains."""
+    """Rank a pool for the queries of a benchmark, between the steps of training."""
 
     benchmark: InputPath = Field(
         description="folder of a benchmark, in a published format or in our tables"
@@ -68,15 +69,19 @@ class DevConfig(Config):
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """All measures, with the one that decides."""
+        """All measures, including the one that decides."""
         return parse_measures([*DEV_MEASURES, self.metric])
 
-    def check(self, kind: str, example: str) -> None:
-        """Check the rankers and the metric for a model of `kind`, such as `dense`.
+    def check(self, kind: str, requirement: str) -> None:
+        """Check the rankers and the metric.
+
+        Args:
+            kind: Kind of ranker that the model in training is: `dense` or `rerank`.
+            requirement: What to say if the model in training is of another kind.
 
         Raises:
             ValueError: The rankers cannot rank, the model in training is not one of them or is of
-                another kind (the error gives the `example`), or the metric cannot change.
+                another kind, or no training can change the metric.
         """
         if any(part.only_orders for part in self.rankers[0].parts()):
             raise ValueError(
@@ -87,9 +92,9 @@ class DevConfig(Config):
         if not models:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
         if not all(part.kind == kind for part in models):
-            raise ValueError(f"dev.rankers: {example}")
+            raise ValueError(f"dev.rankers: {requirement}")
 
-        # A reranker only orders the candidates that it reads.
+        # A reranker cannot change a measure that ignores the order of the candidates that it reads.
         measure = parse_measure(self.metric)
         last = self.rankers[-1]
         if last.num_read is None or measure.name not in _UNORDERED_MEASURES:
@@ -148,7 +153,9 @@ class TrainingConfig(Config):
 
         With fewer tokens than 16,384, a GPU waits for its host.
         """
-        return self.token_budget or (16384 if device.type == "cuda" else 4096)
+        if self.token_budget is not None:
+            return self.token_budget
+        return 16384 if device.type == "cuda" else 4096
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """Return the dtype to compute in on a device."""

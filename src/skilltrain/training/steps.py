@@ -1,4 +1,4 @@
-"""The modules that launchers wrap: a model with its loss on batches of training lists."""
+"""Modules that hold a model and its loss, and compute the loss of a batch of training lists."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +25,6 @@ from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches,
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
-from skilltrain.records import Skill
 from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
@@ -38,7 +37,7 @@ class StepSettings:
 
     Attributes:
         token_budget: Maximum number of tokens of a micro-batch.
-        recompute: Whether layers are computed again in the backward pass, to save memory.
+        recompute: Whether the backward pass computes the layers again, to save memory.
         in_batch: Whether skills of other queries are negatives.
         token_cache: Folder that keeps token ids between runs.
         varlen: Whether the encoder's texts are packed without padding.
@@ -71,23 +70,18 @@ class PairsToScore:
 
 
 class _Step(nn.Module, Generic[ModelT]):
-    """A model with its loss. Launchers wrap it (DDP, FSDP2), so the model runs only in `forward`.
+    """A model with its loss. DDP or FSDP2 wraps it, so only `forward` may run the model.
 
     Attributes:
         query_ids: Token ids by query text. For a reranker, those of the query's part of a pair.
         skill_ids: Token ids by skill id. For a reranker, those of the skill's part of a pair.
-        count: Numbers of `tokens` and of `slots` (tokens and padding) that this rank has computed.
+        count: Number of `tokens` and of `slots` (tokens and padding) that this rank has computed.
     """
 
     def __init__(
-        self,
-        model: ModelT,
-        loss: Loss,
-        data: TrainingSet,
-        settings: StepSettings,
-        tokenize_queries: Callable[[list[str]], Sequence[TokenIds]],
-        tokenize_skills: Callable[[list[Skill]], Sequence[TokenIds]],
+        self, model: ModelT, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
+        """Tokenise all queries and skills of `data`, or read their token ids from the cache."""
         super().__init__()
         self.model = model
         self.loss = loss
@@ -98,14 +92,15 @@ class _Step(nn.Module, Generic[ModelT]):
         self._no_split_modules = _layer_classes(model.network)
         if settings.recompute:
             checkpoint_layers(model.network)
+
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
         queries = {training_list.query: training_list.query for training_list in data.lists}
         self.query_ids = made_by_first_rank(
-            lambda: tokenize_texts(queries, tokenize_queries, identity, cache)
+            lambda: tokenize_texts(queries, model.tokenize_queries, identity, cache)
         )
         self.skill_ids = made_by_first_rank(
-            lambda: tokenize_texts(data.skills, tokenize_skills, identity, cache)
+            lambda: tokenize_texts(data.skills, model.tokenize_skills, identity, cache)
         )
 
     def run(
@@ -115,9 +110,13 @@ class _Step(nn.Module, Generic[ModelT]):
         groups: Groups,
         is_counted: bool,
     ) -> Float[Tensor, "item ..."]:
-        """Apply `function`, which runs the model, to texts or pairs in micro-batches.
+        """Run the model on texts or pairs, one micro-batch at a time.
 
-        `is_counted` says whether `count` includes them.
+        Args:
+            function: Runs the model on one micro-batch, and returns one row per item.
+            items: Texts or pairs.
+            groups: Positions of the items of each micro-batch.
+            is_counted: Whether `count` includes the items.
         """
         model = self.model
         if self.settings.is_sharded:
@@ -140,22 +139,23 @@ class _Step(nn.Module, Generic[ModelT]):
 
 
 class EncoderStep(_Step[Encoder]):
-    """The encoder's loss on a batch of lists; each distinct skill is encoded once, by one rank."""
+    """The encoder's loss on a batch of lists. One rank encodes each distinct skill, once."""
 
     def __init__(
         self, encoder: Encoder, loss: Loss, data: TrainingSet, settings: StepSettings
     ) -> None:
-        super().__init__(
-            encoder, loss, data, settings, encoder.tokenize_queries, encoder.tokenize_skills
-        )
+        super().__init__(encoder, loss, data, settings)
         if settings.varlen:
             encoder.pack_texts()
         self.context = ScoreContext.of(data, loss, settings.in_batch)
 
     def forward(self, batch: Sequence[TrainingList] | TextsToEncode) -> Float[Tensor, "..."]:
-        """Return the loss, summed over this rank's queries of the global batch.
+        """Return the loss of a batch, summed over the queries of this rank.
 
         For `TextsToEncode`, return the vectors [text, dim] of all texts.
+
+        Args:
+            batch: Lists of all ranks, or texts.
         """
         if isinstance(batch, TextsToEncode):
             rank, world = rank_and_world()
@@ -164,7 +164,8 @@ class EncoderStep(_Step[Encoder]):
         return self._loss(batch)
 
     def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
-        # Rank r encodes queries and skills r, r + world, …; `gather_rows` restores their order.
+        """Return the loss of a batch, summed over the queries of this rank."""
+        # Encode the queries and skills of this rank: r, r + world, r + 2 world, …
         rank, world = rank_and_world()
         rank_lists = batch[rank::world]
         skill_ids = self._distinct_skills(batch)
@@ -175,20 +176,25 @@ class EncoderStep(_Step[Encoder]):
         texts = [*queries[rank::world], *skills[rank::world]]
         vectors, tokens = self._encode(texts, queries[0], num_tokens)
 
+        # Compare this rank's queries with the skills of all ranks.
         num_queries = len(rank_lists)
         query_vectors = vectors[:num_queries]
         skill_vectors = gather_rows(vectors[num_queries:], len(skills))
-        needs_all = self.context.needs.directions
+        all_queries = None
+        if self.context.needs.directions:
+            all_queries = gather_rows(query_vectors, len(batch))
         scored = encoder_scores(
             rank_lists,
             batch,
             query_vectors,
-            gather_rows(query_vectors, len(batch)) if needs_all else None,
+            all_queries,
             skill_ids,
             skill_vectors,
             self.context,
         )
         loss = self.loss(scored)
+
+        # Add the loss on token vectors.
         if late_loss:
             query_tokens = _without_padding(tokens[:num_queries], queries[rank::world])
             skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
@@ -196,7 +202,8 @@ class EncoderStep(_Step[Encoder]):
             loss = loss + late_loss(
                 ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
             )
-        # The sum of no rows is 0. A rank without queries needs it as a path to the model.
+
+        # The sum of no rows is 0. It connects the loss of a rank without queries to the model.
         return loss + skill_vectors[:0].sum()
 
     def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
@@ -221,15 +228,16 @@ class EncoderStep(_Step[Encoder]):
     def _encode(
         self, texts: Sequence[TokenIds], any_text: TokenIds, num_tokens: int = 0
     ) -> tuple[Float[Tensor, "text dim"], Float[Tensor, "text token dim"]]:
-        """Encode this rank's texts.
+        """Encode the texts of this rank.
 
         Args:
-            any_text: Text that a rank without texts encodes. Every rank must run the model, because
+            texts: Token ids of each text. A rank may have none.
+            any_text: Text that is encoded if there are none. Every rank must run the model, because
                 ranks exchange weights and gradients.
-            num_tokens: Token vectors per text; 0 if only the texts' vectors are needed.
+            num_tokens: Number of token vectors per text. 0: only the texts' vectors are needed.
 
         Returns:
-            Unit vectors of the texts, and of their tokens. Missing tokens have zeros.
+            Unit vectors of the texts, and of their tokens. A shorter text ends with zero vectors.
         """
         model = self.model
         inputs = texts or [any_text]
@@ -245,26 +253,17 @@ class EncoderStep(_Step[Encoder]):
 class RerankerStep(_Step[Reranker]):
     """The reranker's loss on a batch of lists."""
 
-    def __init__(
-        self, reranker: Reranker, loss: Loss, data: TrainingSet, settings: StepSettings
-    ) -> None:
-        tokenizer = reranker.pair_tokenizer
-        super().__init__(
-            reranker,
-            loss,
-            data,
-            settings,
-            lambda texts: [tokenizer.query_ids(text) for text in texts],
-            tokenizer.skill_ids,
-        )
-
     def forward(self, batch: Sequence[TrainingList] | PairsToScore) -> Float[Tensor, "..."]:
-        """Return the loss, summed over this rank's queries of the global batch.
+        """Return the loss of a batch, summed over the queries of this rank.
 
         For `PairsToScore`, return the scores [pair] of all pairs.
+
+        Args:
+            batch: Lists of all ranks, or pairs.
         """
         if isinstance(batch, PairsToScore):
             return self._gathered_scores(batch.lists)
+
         # A rank without a list scores the first one, with weight 0.
         rank, world = rank_and_world()
         is_idle = rank >= len(batch)
@@ -275,11 +274,13 @@ class RerankerStep(_Step[Reranker]):
         return loss * 0 if is_idle else loss
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
-        """Score all lists. Each rank computes a part of them."""
+        """Score all lists. Each rank scores some of them, and returns the scores of all."""
+        # A rank without a list scores the first one, and does not use the scores.
         rank, world = rank_and_world()
         rank_lists = lists[rank::world]
         scores = self._scores(rank_lists or lists[:1], is_counted=bool(rank_lists))
-        # Ranks exchange padded rows, one per list.
+
+        # Ranks exchange rows of equal length, one per list.
         sizes = torch.tensor([len(pairs) for pairs in lists])
         is_pair = torch.arange(int(sizes.max())) < sizes[:, None]  # [list, column]
         is_rank_pair = is_pair[rank::world]  # [rank's list, column]
@@ -307,6 +308,7 @@ class RerankerStep(_Step[Reranker]):
     def _scores(
         self, lists: Sequence[Sequence[PairIds]], is_counted: bool
     ) -> Float[Tensor, "pair"]:
+        """Return the scores of all pairs, list after list."""
         groups = self.model.micro_batches(lists, self.settings.token_budget)
         score = partial(self.model.score, score_vector=self.model.score_vector())
         return self.run(score, [*chain.from_iterable(lists)], groups, is_counted)
@@ -322,14 +324,15 @@ def _skill_ids(batch: Sequence[TrainingList]) -> set[str]:
 def _without_padding(
     tokens: Float[Tensor, "text token dim"], texts: Sequence[TokenIds]
 ) -> list[Float[Tensor, "_ dim"]]:
-    """Return the vectors of each text's tokens."""
+    """Return the token vectors of each text, without those of padding."""
     return [vectors[: len(text)] for vectors, text in zip(tokens, texts, strict=True)]
 
 
 def _layer_classes(network: Any) -> list[str]:
     """Return the names of the layer classes that FSDP2 shards as units.
 
-    A class that contains the embedding table is left out, because `embed` reads the table directly.
+    Classes that contain the table of token embeddings are left out, because `embed` reads the table
+    outside of their `forward`.
     """
     table = network.get_input_embeddings()
     classes_with_table: set[str] = set()

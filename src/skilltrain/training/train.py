@@ -32,7 +32,13 @@ from skilltrain.losses import (
     RerankerLoss,
 )
 from skilltrain.metrics.benchmarks.load import load_benchmark
-from skilltrain.models.adapters import AdapterConfig, add_adapter, merge_adapter, quantizing_options
+from skilltrain.models.adapters import (
+    AdapterConfig,
+    add_adapter,
+    is_quantized,
+    merge_adapter,
+    quantizing_options,
+)
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
@@ -64,20 +70,32 @@ class Train(TrainingStage):
 
     result = "{num_steps} steps on {num_lists} lists, last loss {last_loss}"
 
-    # Declared for type checkers only: each stage defines them in its own order.
+    # The first settings of both stages, in the order of recipe.yaml.
+    stage: Any
+    model: Any
+    adapter: AdapterConfig | None = Field(
+        default=None, description="train low-rank adapters (LoRA) instead of all"
+    )
+    data: ListsSource = Field(description="what to train on")
+    loss: Any
+
+    # Each stage defines the other settings, because they come after its own.
     if TYPE_CHECKING:
-        model: Any
-        adapter: AdapterConfig | None
-        data: ListsSource
-        loss: Any
         training: TrainingConfig
         dev: DevConfig | None
 
     def run(self, out: Path, resume: bool = False) -> Summary:
-        """Train and save the model. The summary counts what it was trained on."""
-        # The accelerator comes first: it refuses settings that cannot work.
-        accelerator = new_accelerator(self.training, is_quantized(self))
+        """Train and save the model. The summary counts the data and the work.
+
+        Args:
+            out: Folder for the model, the log and the checkpoints.
+            resume: Whether to continue from the newest checkpoint.
+        """
+        # Check the settings before anything is loaded.
+        accelerator = new_accelerator(self.training, is_quantized(self.adapter))
         check_fits(self)
+
+        # Load the data and the model.
         data = load_data(self)
         contaminated = check_held_out(self, data)
         step = open_step(
@@ -93,7 +111,8 @@ class Train(TrainingStage):
             limit = f"model.max_tokens={step.model.settings.max_tokens}"
             say(f"warning: {share:.1%} of the positives are longer than {limit}, and cut there")
         dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
-        # Parameters are counted before the launcher shards them.
+
+        # Train. Parameters are counted before the launcher shards them.
         summary: Summary = counts_of(step) | contaminated
         run = Run(out, resume, self.model_dump(mode="json"), dev)
         position, checkpoint = train(accelerator, step, self.training, run)
@@ -108,6 +127,7 @@ class Train(TrainingStage):
         best = position.best
         if best.step:  # 0 without an evaluation
             summary["dev"] = {name: asdict(metric) for name, metric in best.figures.items()}
+
         if is_main_process():
             save_trained(self, checkpoint, out, summary)
         accelerator.wait_for_everyone()
@@ -119,13 +139,13 @@ class Train(TrainingStage):
 
         Nothing is measured under DeepSpeed, and for a large model on a CPU.
         """
-        accelerator = new_accelerator(self.training, is_quantized(self))
+        accelerator = new_accelerator(self.training, is_quantized(self.adapter))
         check_fits(self)
         data = load_data(self)
         check_held_out(self, data)
         is_measured = can_probe(accelerator) or _is_small_on_cpu(self, accelerator)
         # Weights become 4-bit weights while they are loaded, which the device meta cannot show.
-        is_loaded = is_measured or is_quantized(self)
+        is_loaded = is_measured or is_quantized(self.adapter)
         device = default_device() if is_loaded else torch.device("meta")
         step = open_step(self, data, device, sharded=shards_weights(accelerator))
         counts = count_work(step, self.training)
@@ -144,10 +164,6 @@ class TrainEncoder(Train):
 
     stage: Literal["train_encoder"]
     model: EncoderConfig = Field(description="the encoder to start from")
-    adapter: AdapterConfig | None = Field(
-        default=None, description="train low-rank adapters (LoRA) instead of all"
-    )
-    data: ListsSource = Field(description="what to train on")
     loss: EncoderLoss = Field(default=InfoNCE(), description="what to minimise")
     late_interaction: LateInteraction | None = Field(
         default=None, description="train tokens' vectors too (kind late)"
@@ -167,14 +183,16 @@ class TrainEncoder(Train):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainEncoder":
+        """Check that settings of different sections fit together."""
         if self.dev is not None:
-            fault = "an encoder in training is {kind: dense, source: self}"
-            self.dev.check("dense", fault)
+            self.dev.check("dense", "an encoder in training is {kind: dense, source: self}")
+
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
-        pushes = isinstance(loss, InfoNCE) and loss.push_share > 0
-        if pushes and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
+        pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
+        if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
+
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
                 "late_interaction needs all tokens' vectors, "
@@ -191,10 +209,6 @@ class TrainReranker(Train):
 
     stage: Literal["train_reranker"]
     model: RerankerConfig = Field(description="the reranker, or the plain model, to start from")
-    adapter: AdapterConfig | None = Field(
-        default=None, description="train low-rank adapters (LoRA) instead of all"
-    )
-    data: ListsSource = Field(description="what to train on")
     loss: RerankerLoss = Field(default=ListwiseCE(), description="what to minimise")
     training: TrainingConfig = Field(
         default=TrainingConfig(batch_size=1, accumulation=16, learning_rate=1e-5),
@@ -205,6 +219,7 @@ class TrainReranker(Train):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainReranker":
+        """Check that settings of different sections fit together."""
         if self.loss.needs.directions:
             raise ValueError(
                 "loss: a reranker compares skills only with their query: "
@@ -215,35 +230,37 @@ class TrainReranker(Train):
         if self.training.varlen:
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:
-            example = "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]"
-            fault = f"a reranker in training orders the candidates of others: {example}"
-            self.dev.check("rerank", fault)
+            self.dev.check(
+                "rerank",
+                "a reranker in training orders the candidates of others: "
+                "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]",
+            )
         return self
 
 
 def _is_small_on_cpu(config: Train, accelerator: Accelerator) -> bool:
-    """Return whether this process trains alone on a CPU, and its batches take no minutes."""
-    if accelerator.device.type != "cpu" or is_quantized(config):
+    """Return whether the model trains on a CPU, and is so small that a batch takes no minutes."""
+    if accelerator.device.type != "cpu" or is_quantized(config.adapter) or shares_state():
         return False
     model = load_model(config, torch.device("meta"))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return num_parameters <= _MAX_PARAMETERS_ON_CPU and not shares_state()
-
-
-def is_quantized(config: Train) -> bool:
-    """Return whether the frozen weights are in 4 bits."""
-    return config.adapter is not None and config.adapter.quantize != "none"
+    return num_parameters <= _MAX_PARAMETERS_ON_CPU
 
 
 def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
-    """Load the model that training starts from, with its adapter.
+    """Load the model that training starts from, and add the adapter if there is one.
 
-    New layers depend only on the seed.
+    Args:
+        config: Settings of the training stage.
+        device: Device of the model. On the device meta, it has shapes but no weights.
+
+    Raises:
+        SkilltrainError: The model cannot be loaded, or does not fit the settings.
     """
-    set_seed(config.training.seed)
+    set_seed(config.training.seed)  # for new layers
     source = config.model
     if config.adapter is None:
-        # Most of AdamW's steps are too small to change a number in bfloat16.
+        # Most of AdamW's updates are too small to change a weight in bfloat16.
         source = source.model_copy(update={"precision": "float32"})
     elif "precision" not in source.model_fields_set:
         # Autocast would copy frozen float32 weights to bfloat16 in every micro-batch.
@@ -270,10 +287,17 @@ def save_trained(
     summary: Mapping[str, Any],
     adapter_only: bool = False,
 ) -> None:
-    """Save the model of a checkpoint with its card. An adapter (LoRA) is merged, or saved alone.
+    """Save the model of a checkpoint, with its model card.
 
-    Runs on the CPU, because the GPU may still hold the model.
+    Args:
+        config: Settings of the training stage.
+        checkpoint: Folder of the checkpoint.
+        out: Folder for the model.
+        summary: Summary of the training run, for the card.
+        adapter_only: Whether to save the adapter (LoRA) alone, without a card. Otherwise it is
+            merged into the weights.
     """
+    # Use the CPU, because the GPU may still hold the model.
     model = load_model(config, torch.device("cpu"))
     load_weights(model, "model", checkpoint)
     if adapter_only:
@@ -286,10 +310,7 @@ def save_trained(
 
 
 def load_data(config: Train) -> TrainingSet:
-    """Read and check the lists.
-
-    Near-duplicate skills are clustered for an encoder with in-batch negatives.
-    """
+    """Read and check the lists, and cluster near-duplicate skills if in-batch negatives need it."""
     is_encoder = isinstance(config, TrainEncoder)
     near_duplicates = config.near_duplicates if is_encoder and config.in_batch_negatives else None
     data = load_training_set(config.data, near_duplicates)
@@ -304,7 +325,15 @@ def open_step(
     token_cache: Path | None = None,
     sharded: bool = False,
 ) -> StepModule:
-    """Load the model, and return the module that computes its loss on the lists of `data`."""
+    """Load the model, and return the module that computes its loss.
+
+    Args:
+        config: Settings of the training stage.
+        data: The training set.
+        device: Device of the model.
+        token_cache: Folder that keeps token ids between runs. None: they are not kept.
+        sharded: Whether ranks will hold shards of the model (FSDP2, ZeRO-3).
+    """
     model = load_model(config, device)
     training = config.training
     settings = StepSettings(
@@ -326,11 +355,11 @@ def open_step(
 
 
 def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
-    """Count contaminated lists.
+    """Count lists that are contaminated by a benchmark.
 
-    The queries and positives of the lists are compared with the benchmarks of `held_out`. Only the
-    queries are compared with the dev benchmark, because it may ask for trained skills with other
-    queries.
+    The queries and the positives of the lists are compared with the benchmarks of `held_out`. Only
+    the queries are compared with the dev benchmark, because it may have the same skills as answers
+    to other queries.
 
     Returns:
         Number of lists by summary key. There is no key for a benchmark that the recipe lacks.
@@ -349,13 +378,19 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
         benchmark = load_benchmark(dev.benchmark, dev.split)
         command = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
         fix = f"choose another dev.split, or {command}"
-        held_out = HeldOutBenchmark(benchmark.name, benchmark.tasks, ())  # without gold skills
-        counts["num_lists_of_dev_queries"] = _num_contaminated([held_out], data, source, fix)
+        queries_only = HeldOutBenchmark(benchmark.name, benchmark.tasks, ())
+        counts["num_lists_of_dev_queries"] = _num_contaminated([queries_only], data, source, fix)
     return counts
 
 
 def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
-    """Return the advice for contaminated lists: the command that cleans them."""
+    """Return the advice for contaminated lists: the command that removes them.
+
+    Args:
+        source: The lists.
+        benchmarks: Folders of the benchmarks.
+        limits: Further arguments of the command.
+    """
     queries = source.lists if isinstance(source.lists, Path) else "FOLDER"  # one run per folder
     names = ", ".join(map(str, benchmarks))
     command = f"skilltrain decontaminate pool={source.pool} queries={queries}"
@@ -365,12 +400,20 @@ def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str 
 def _num_contaminated(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet, source: ListsSource, fix: str
 ) -> int:
-    """Count contaminated lists.
+    """Count the lists that contain a query or a gold skill of a benchmark.
+
+    Args:
+        benchmarks: The benchmarks.
+        data: The lists.
+        source: Settings of the lists.
+        fix: What the user can do, for the error.
 
     Raises:
-        SkilltrainError: There is one, and the recipe does not allow it.
+        SkilltrainError: There is such a list, and the settings do not allow it.
     """
+    # Compare each list with the benchmarks.
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
+    # A skill may be in many lists, but is compared once.
     matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     contaminations: list[Dropped] = []
     for training_list in data.lists:
@@ -383,11 +426,13 @@ def _num_contaminated(
     if not contaminations:
         return 0
 
+    # Count the lists, also by the ground on which they are contaminated.
     num_lists = len({contamination.query_id for contamination in contaminations})
-    # A list counts once for each ground.
     lists_and_grounds = {(each.query_id, each.filter) for each in contaminations}
     num_by_ground = Counter(ground for _, ground in lists_and_grounds)
     grounds = [f"{ground} {num_by_ground[ground]:,}" for ground in GROUNDS if num_by_ground[ground]]
+
+    # Describe them by the first one.
     first = contaminations[0]
     where = f"query {first.query_id}"
     if first.skill_id:
@@ -404,20 +449,23 @@ def _num_contaminated(
 
 
 def check_fits(config: Train) -> None:
-    """Raise SkilltrainError if weights, gradients and moments exceed the GPU. Reads no weights.
+    """Check that weights, gradients and moments fit on the GPU, before any weight is read.
 
     Activations need more memory, which is not counted. 4-bit weights are not checked, because
     weights are quantised only while they are loaded.
+
+    Raises:
+        SkilltrainError: They do not fit.
     """
     device = default_device()
-    if device.type != "cuda" or is_quantized(config):
+    if device.type != "cuda" or is_quantized(config.adapter):
         return
-    held = held_bytes(load_model(config, torch.device("meta")))
-    total = torch.cuda.get_device_properties(device).total_memory
-    if held > total:
+    needed_bytes = held_bytes(load_model(config, torch.device("meta")))
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    if needed_bytes > gpu_bytes:
         fault = (
-            f"its weights, gradients and AdamW's moments take {held / GIB:.1f} GiB on each GPU, "
-            f"which has {total / GIB:.1f}"
+            f"its weights, gradients and AdamW's moments take {needed_bytes / GIB:.1f} GiB on each "
+            f"GPU, which has {gpu_bytes / GIB:.1f}"
         )
         fix = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
         fix += ", or shard the model over GPUs by launch/fsdp2.yaml"

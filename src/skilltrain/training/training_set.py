@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ _NUL = "\0"
 
 
 def skill_of(key: str) -> str:
-    """Return the skill id in a key of a training list, which may be the key of a window."""
+    """Return the skill id of a candidate's key, which may be the key of a window."""
     return key.partition(_NUL)[0]
 
 
@@ -57,12 +57,13 @@ class ListsSource(Config):
 
     @property
     def folders(self) -> Mapping[Path, float]:
-        """Weight by folder of lists: how often an epoch contains each list of the folder."""
+        """Weights by folder: how often an epoch contains each list of the folder, on average."""
         return self.lists if isinstance(self.lists, dict) else {self.lists: 1.0}
 
     @field_validator("lists")
     @classmethod
     def _check_weights(cls, lists: Path | dict[Path, float]) -> Path | dict[Path, float]:
+        """Check that there is a folder, and that all weights are positive."""
         if lists == {}:
             raise ValueError("no folder is named")
         weights = lists if isinstance(lists, dict) else {}
@@ -74,6 +75,7 @@ class ListsSource(Config):
     @field_validator("gains")
     @classmethod
     def _check_gains(cls, gains: dict[Verdict, float]) -> dict[Verdict, float]:
+        """Check that every verdict has a gain, and that a required skill is worth most."""
         missing = sorted(set(Verdict) - gains.keys())
         if missing:
             raise ValueError(f"no value for '{missing[0]}'")
@@ -92,7 +94,7 @@ class TrainingList:
         skill_ids: Keys of the candidates: skill ids, or keys of windows (`on_best_windows`).
         gains: Gain of each candidate. An irrelevant skill has 0.
         positives: All skills that are known to answer the query, in the list or not.
-        teacher_scores: Score of each candidate by a teacher. NaN if it has not scored it.
+        teacher_scores: Score of each candidate by a teacher, NaN if the teacher has not scored it.
         weight: How often an epoch contains this list, on average.
         verdicts: Verdict of each candidate.
     """
@@ -117,12 +119,13 @@ class TrainingList:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """All lists and the skills of their candidates.
+    """All lists, and the skills of their candidates.
 
     Attributes:
         lists: The lists.
-        skills: Skills by key. A window has a key and a skill of its own (`on_best_windows`).
-        clusters: Near-duplicate cluster by skill id, for skills that have near-duplicates.
+        skills: Skills by key. A window has its own key and skill (`on_best_windows`).
+        clusters: Number of the near-duplicate cluster by skill id, for skills that have
+            near-duplicates.
     """
 
     lists: tuple[TrainingList, ...]
@@ -135,8 +138,8 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
 
     Args:
         source: Folders of the pool and the lists.
-        near_duplicates: Jaccard similarity of two bodies from which on the skills share a cluster.
-            Without it, there are no clusters.
+        near_duplicates: Skills whose bodies are at least this similar (Jaccard) share a cluster.
+            None: there are no clusters.
 
     Raises:
         SkilltrainError: A list cannot be used for training.
@@ -153,6 +156,7 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
 
 
 def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
+    """Return the skill ids of all candidates."""
     skill_ids: set[str] = set()
     for training_list in lists:
         skill_ids.update(training_list.skill_ids)
@@ -160,7 +164,11 @@ def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
 
 
 def _check_rejections(lists: Sequence[TrainingList]) -> None:
-    """Check that no list rejects a skill that answers the same text in another list."""
+    """Check that no list rejects a skill that answers the same query text in another list.
+
+    Raises:
+        SkilltrainError: A list does so.
+    """
     answers_by_text: dict[str, set[str]] = {}
     for training_list in lists:
         answers_by_text.setdefault(training_list.query, set()).update(training_list.positives)
@@ -176,28 +184,35 @@ def _check_rejections(lists: Sequence[TrainingList]) -> None:
 
 
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
-    """Replace each candidate by the window of its body with the highest BM25 score for the query.
+    """Replace each candidate by the window of its body that matches the query best.
 
-    The index that computes the scores contains the windows of all skills of the training set.
+    This is the window with the highest BM25 score. The BM25 index contains the windows of all
+    skills.
 
     Args:
         data: Lists of whole skills.
         settings: The encoder's template and windows.
+
+    Returns:
+        A training set in which each window has its own key and skill. The first window of a skill
+        has the skill's id as its key.
     """
     if settings.chunks.windows == 1:
         return data
+
+    # Index the windows of all skills.
     template = settings.template.skill
-    windows_by_skill = {
-        skill_id: template.windows(skill, settings.chunks)
-        for skill_id, skill in data.skills.items()
-    }
     texts: list[str] = []
+    windows_by_skill = {}
     start_by_skill: dict[str, int] = {}  # position of the first window in `texts`
-    for skill_id, windows in windows_by_skill.items():
+    for skill_id, skill in data.skills.items():
+        windows = template.windows(skill, settings.chunks)
+        windows_by_skill[skill_id] = windows
         start_by_skill[skill_id] = len(texts)
         texts += [template.render(window) for window in windows]
     index = BM25Index(texts)
 
+    # Choose a window for each candidate of each list.
     skills = dict(data.skills)
     lists: list[TrainingList] = []
     for training_list in track(data.lists, "choosing windows", len(data.lists)):
@@ -206,7 +221,8 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
         for skill_id in training_list.skill_ids:
             windows = windows_by_skill[skill_id]
             start = start_by_skill[skill_id]
-            best = int(scores[start : start + len(windows)].argmax())
+            end = start + len(windows)
+            best = int(scores[start:end].argmax())
             key = f"{skill_id}{_NUL}{best}" if best else skill_id
             keys.append(key)
             skills[key] = windows[best]
@@ -215,7 +231,15 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
 
 
 def _clusters(skills: Mapping[str, Skill], near_duplicates: float | None) -> dict[str, int]:
-    """Return the cluster of each skill that has near-duplicates among `skills`, by skill id."""
+    """Find clusters of near-duplicates.
+
+    Args:
+        skills: Skills by id.
+        near_duplicates: Smallest similarity (Jaccard) of near-duplicates. None: no clusters.
+
+    Returns:
+        Number of the cluster by skill id, for skills that have near-duplicates.
+    """
     if near_duplicates is None:
         return {}
     clusters = near_duplicate_clusters([*skills.values()], near_duplicates)
@@ -226,7 +250,13 @@ def _clusters(skills: Mapping[str, Skill], near_duplicates: float | None) -> dic
 def _read_lists(
     folder: Path, source: ListsSource, weight: float, pool: Mapping[str, Skill]
 ) -> list[TrainingList]:
-    """Read the lists of a folder.
+    """Read the lists of a folder, and check them.
+
+    Args:
+        folder: Folder of lists, queries and judgements.
+        source: Gain of each verdict, and maximum number of lists.
+        weight: Weight of each list.
+        pool: Skills by id.
 
     Raises:
         SkilltrainError: A list cannot be used for training, or a skill is not in the pool.
@@ -239,23 +269,21 @@ def _read_lists(
     lists: list[TrainingList] = []
     for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
         query_id = row["query_id"]
-        fault = next(_faults(row, texts, gains), None)
+        fault = _fault_of(row, texts, gains)
         if fault:
             raise SkilltrainError(
                 "invalid-list", f"the list of query {query_id!r} {fault}", where=folder
             )
 
+        # A positive may be judged in the folder without being a candidate.
         skill_ids = tuple(row["skill_ids"])
         verdicts = tuple(map(Verdict, row["verdicts"]))
-        judgements = [
-            *verdicts_by_query.get(query_id, {}).items(),
-            *zip(skill_ids, verdicts, strict=True),
-        ]
-        positives = {
-            skill_id
-            for skill_id, verdict in judgements
-            if verdict in POSITIVE and gains[verdict] > 0
-        }
+        judgements = [*verdicts_by_query.get(query_id, {}).items()]
+        judgements += zip(skill_ids, verdicts, strict=True)
+        positives = set()
+        for skill_id, verdict in judgements:
+            if verdict in POSITIVE and gains[verdict] > 0:
+                positives.add(skill_id)
         scores = row["teacher_scores"]
         lists.append(
             TrainingList(
@@ -270,6 +298,7 @@ def _read_lists(
             )
         )
 
+    # Check that there are lists, and that the pool has all their skills.
     if not lists:
         raise SkilltrainError("no-list", "holds no list to train on", where=folder)
     missing = sorted(_candidate_ids(lists) - pool.keys())
@@ -280,10 +309,8 @@ def _read_lists(
     return lists
 
 
-def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float]) -> Iterator[str]:
-    """Yield the reasons why a list cannot be used for training.
-
-    Only the first is meaningful: later checks assume that the earlier ones passed.
+def _fault_of(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float]) -> str:
+    """Return why a list cannot be used for training, or an empty string if it can.
 
     Args:
         row: A row of the table LISTS.
@@ -294,18 +321,20 @@ def _faults(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float])
     verdicts = row["verdicts"]
     scores = row["teacher_scores"]
     if row["query_id"] not in texts:
-        yield "has no query text"
+        return "has no query text"
     for values, name in ((verdicts, "verdicts"), (scores, "teacher scores")):
         if values is not None and len(values) != len(skill_ids):
-            yield f"holds {len(skill_ids)} skills, but {len(values)} {name}"
+            return f"holds {len(skill_ids)} skills, but {len(values)} {name}"
     if len(set(skill_ids)) < len(skill_ids):
-        yield f"holds skill {Counter(skill_ids).most_common(1)[0][0]!r} twice"
+        most_frequent = Counter(skill_ids).most_common(1)[0][0]
+        return f"holds skill {most_frequent!r} twice"
     unknown = sorted(set(verdicts) - set(Verdict))
     if unknown:
-        yield f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
-    if any(map(math.isinf, scores or ())):  # NaN is allowed: the teacher has not scored a candidate
-        yield "holds an infinite teacher score"
+        return f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
+    if scores and any(map(math.isinf, scores)):  # NaN is allowed: the candidate has no score
+        return "holds an infinite teacher score"
     if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
-        yield "holds no positive"
+        return "holds no positive"
     if len({gains[verdict] for verdict in verdicts}) == 1:
-        yield "holds no negative"
+        return "holds no negative"
+    return ""
