@@ -33,7 +33,6 @@ UNTRAINED = "untrained router"
 TRAINED = "router"
 _MAX_P = 0.05  # of the test that compares the two routers
 _ENOUGH_QUERIES = 200  # with so many, a trained router that is not worse is published
-LIST_STEPS = ("mined", "filtered", "encoder_lists")
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 
 
@@ -128,9 +127,10 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         say(f"{num_skills} skills are too few to train an encoder; the router works without one")
         return result
 
-    for step in ("queries", *LIST_STEPS):
-        summary = run(step)
-    result["num_lists"] = summary["num_lists"]
+    run("queries")
+    run("mined")
+    run("filtered")
+    result["num_lists"] = run("encoder_lists")["num_lists"]
     run("encoder")
     queries = read_table(config.out / "queries", QUERIES)
     if "dev" not in queries.column("split").to_pylist():
