@@ -309,7 +309,9 @@ class RankWindowLayer(FilterLayer):
         if unknown := sorted(self.ranks.keys() - present):
             problem = f"no candidate is of source '{unknown[0]}'"
             fix = f"sources: {', '.join(sorted(present))}"
-            raise SkilltrainError("unknown-source", problem, where="layers.rank_window.ranks", fix=fix)
+            raise SkilltrainError(
+                "unknown-source", problem, where="layers.rank_window.ranks", fix=fix
+            )
 
         sources = np.array(pool.sources, dtype=object)[pairs["row"]]
         ranks = pairs["rank"]

@@ -237,7 +237,9 @@ def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
     """
     clusters = {row["skill_id"]: row["cluster"] for row in read_table(path, CLUSTERS).to_pylist()}
     if missing := [skill_id for skill_id in skill_ids if skill_id not in clusters]:
-        problem = f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
+        problem = (
+            f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
+        )
         raise SkilltrainError(
             "missing-clusters", problem, where=path, fix="make the clusters of this pool"
         )
