@@ -126,14 +126,11 @@ class TrigramSets:
     def of(cls, bodies: Sequence[str], workers: WorkersConfig) -> "TrigramSets":
         """Return the trigram sets of `bodies`, computed by `workers`."""
         blocks = [bodies[start : start + _BLOCK] for start in range(0, len(bodies), _BLOCK)]
-        sizes = [np.zeros(1, dtype=np.int64)]
-        trigrams = [np.zeros(0, dtype=np.uint64)]
-        for block_sizes, block_trigrams in map_blocks(
-            _read_block, blocks, workers, "reading bodies"
-        ):
-            sizes.append(block_sizes)
-            trigrams.append(block_trigrams)
-        return cls(np.concatenate(trigrams), np.cumsum(np.concatenate(sizes)))
+        sets = [np.empty(0, dtype=np.uint64)]  # makes the starts begin with 0
+        for block_sets in map_blocks(_read_block, blocks, workers, "reading bodies"):
+            sets += block_sets
+        starts = np.cumsum([len(trigrams) for trigrams in sets])
+        return cls(np.concatenate(sets), starts)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -176,11 +173,8 @@ class TrigramSets:
         return TrigramSets(self.trigrams[~is_removed], self.starts - num_removed)
 
 
-def _read_block(bodies: Sequence[str]) -> tuple[Positions, Trigrams]:
-    """Return the sizes of the trigram sets of `bodies`, and the sets one after the other."""
-    sets = [word_trigrams(body) for body in bodies]
-    sizes = np.array([len(trigrams) for trigrams in sets], dtype=np.int64)
-    return sizes, np.concatenate(sets)
+def _read_block(bodies: Sequence[str]) -> list[Trigrams]:
+    return [word_trigrams(body) for body in bodies]
 
 
 def trigram_sets(
