@@ -91,6 +91,7 @@ def open_benchmarks(
         SkilltrainError: A folder is no benchmark or has only queries of split `train`; or
             `need_golds` is set and a gold skill has no text.
     """
+    # A benchmark has the name of its folder. If two folders have one name, their paths are used.
     names = [path.resolve().name for path in paths]
     benchmarks: list[HeldOutBenchmark] = []
     for path, name in zip(paths, names, strict=True):
@@ -291,12 +292,12 @@ class Decontaminate(Stage):
                 matches += matches_by_skill.get(skill_id, ())
             rows += index.contaminations(query.query_id, query.text, matches)
 
-        dropped = {row.query_id for row in rows}
-        if len(dropped) == len(positives):
+        dropped_ids = {row.query_id for row in rows}
+        if len(dropped_ids) == len(positives):
             problem = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
             fix = "hold out other benchmarks, or loosen the limits"
             raise SkilltrainError("nothing-left", problem, where=self.queries, fix=fix)
-        counts = _write_clean(self.queries, dropped, out)
+        counts = _write_clean(self.queries, dropped_ids, out)
         write_table(rows, DROPPED, out)
 
         # Count each query once for a ground, and once for a benchmark.
@@ -306,8 +307,8 @@ class Decontaminate(Stage):
         by_benchmark = Counter(benchmark for _, benchmark in sources)
         return {
             "num_queries": len(positives),
-            "num_kept": len(positives) - len(dropped),
-            "num_dropped": len(dropped),
+            "num_kept": len(positives) - len(dropped_ids),
+            "num_dropped": len(dropped_ids),
             **counts,
             "dropped_by_ground": {ground: by_ground[ground] for ground in GROUNDS},
             "dropped_by_benchmark": {item.name: by_benchmark[item.name] for item in benchmarks},
@@ -333,22 +334,23 @@ def _read_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
     return skills
 
 
-def _write_clean(source: Path, dropped: Collection[str], out: Path) -> dict[str, int]:
+def _write_clean(source: Path, dropped_ids: Collection[str], out: Path) -> dict[str, int]:
     """Write the tables of a folder without the dropped queries.
 
     Args:
         source: Folder with QUERIES, JUDGEMENTS and perhaps LISTS.
-        dropped: Ids of the queries to leave out.
+        dropped_ids: Ids of the queries to leave out.
         out: Folder to write to.
 
     Returns:
         Numbers of lists kept and dropped; empty without LISTS.
     """
-    is_clean = ~pc.field("query_id").isin(pa.array(dropped, pa.string()))
+    is_clean = ~pc.field("query_id").isin(pa.array(dropped_ids, pa.string()))
     for spec in (QUERIES, JUDGEMENTS):
         write_table(read_table(source, spec).filter(is_clean), spec, out)
     if not table_path(source, LISTS).is_file():
         return {}
+
     lists = read_table(source, LISTS)
     clean = lists.filter(is_clean)
     write_table(clean, LISTS, out)

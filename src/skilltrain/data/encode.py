@@ -74,8 +74,8 @@ class Encode(Stage):
         chunks: list[str] = []
         for skill in read_skills(self.pool):
             chunks += settings.chunk_texts(skill)
-        kind = "skills" if settings.chunks.windows == 1 else "chunks"
-        inputs_by_kind = {kind: (chunks, settings.max_tokens)}
+        skill_kind = "skills" if settings.chunks.windows == 1 else "chunks"
+        inputs_by_kind = {skill_kind: (chunks, settings.max_tokens)}
         if self.queries is not None:
             query_texts = read_table(self.queries, QUERIES).column("text").to_pylist()
             inputs = [settings.template.render_query(text) for text in query_texts]

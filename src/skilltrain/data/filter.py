@@ -97,7 +97,7 @@ class Filter(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
+        """Write the candidates without false negatives, and return counts.
 
         Candidates judged irrelevant or rejected are kept, because a judgement counts more than a
         similarity. An unjudged candidate is dropped if a layer calls it a false negative.
@@ -106,6 +106,7 @@ class Filter(Stage):
         skills = read_skills(self.pool)
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
 
+        # Find the false negatives.
         rows = rows_by_query(rankings)
         pairs, judged_positives = pair_with_golds(
             rankings, rows, skills, read_verdicts(self.queries)
@@ -123,6 +124,7 @@ class Filter(Stage):
         if self.judged_positives == "drop":
             dropped_by_row |= judged_positives
 
+        # Write the other candidates.
         is_kept = np.ones(rankings.num_rows, dtype=bool)
         is_kept[list(dropped_by_row)] = False
         kept_rankings = rankings.filter(pa.array(is_kept))
@@ -164,61 +166,72 @@ def pair_with_golds(
         verdicts: Verdicts by query id and skill id.
 
     Returns:
-        The pairs, as rows of the array type PAIR. A candidate of a query without gold skills has
-        one pair with -1 as the gold skill.
-        The candidates that are judged positives, by row of the rankings.
+        The pairs, as an array of type PAIR. A candidate of a query without gold skills has one
+        pair, with -1 as the gold skill.
+        A row of DROPPED for each candidate that is a judged positive, by row of the rankings.
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
     sources = texts_of(rankings.column("stage"))
-    ranks = rankings.column("rank").to_pylist()
 
     judged_positives: dict[int, Dropped] = {}
     blocks = [np.empty(0, PAIR)]  # one block per query; the empty one is for no queries at all
-    for query, (query_id, query_rows) in enumerate(rows.items()):
+    for query_number, (query_id, query_rows) in enumerate(rows.items()):
         query_verdicts = verdicts.get(query_id, {})
-        gold_ids = [skill_id for skill_id in positives_of(query_verdicts) if skill_id in positions]
-        golds = [positions[skill_id] for skill_id in gold_ids] or [-1]
-
-        pairs: list[tuple[int, int, int, int, int]] = []
+        unjudged_rows: list[int] = []
         for row in query_rows.tolist():
-            skill_id = skill_ids[row]
-            verdict = query_verdicts.get(skill_id)
+            verdict = query_verdicts.get(skill_ids[row])
             if verdict is None:
-                skill = positions[skill_id]
-                pairs += [(row, query, skill, gold, ranks[row]) for gold in golds]
+                unjudged_rows.append(row)
             elif verdict in POSITIVE:
                 reason = f"judged {verdict} for this query"
                 judged_positives[row] = Dropped(
-                    query_id, skill_id, "judged", reason, source=sources[row]
+                    query_id, skill_ids[row], "judged", reason, source=sources[row]
                 )
-        blocks.append(np.array(pairs, PAIR))
-    return np.concatenate(blocks), judged_positives
+
+        gold_ids = [skill_id for skill_id in positives_of(query_verdicts) if skill_id in positions]
+        golds = [positions[skill_id] for skill_id in gold_ids] or [-1]
+        block = np.empty((len(unjudged_rows), len(golds)), PAIR)  # [candidate, gold skill]
+        block["row"] = np.reshape(unjudged_rows, (-1, 1))
+        block["gold"] = golds
+        block["query"] = query_number
+        blocks.append(block.ravel())
+
+    pairs = np.concatenate(blocks)
+    pairs["skill"] = [positions[skill_ids[row]] for row in pairs["row"].tolist()]
+    pairs["rank"] = rankings.column("rank").to_numpy()[pairs["row"]]
+    return pairs, judged_positives
 
 
 def find_false_negatives(
     pool: FilterPool, query_ids: Sequence[str], layers: Sequence[Layer]
 ) -> dict[int, Dropped]:
-    """Run the layers in order and return the false negatives by row of the rankings.
+    """Find false negatives with the layers, in order.
 
     A layer checks only the candidates that no earlier layer dropped.
+
+    Args:
+        pool: The pairs to check, and data for the layers.
+        query_ids: Ids of the queries that the pairs number.
+        layers: The layers.
+
+    Returns:
+        A row of DROPPED for each false negative, by row of the rankings.
     """
     dropped_by_row: dict[int, Dropped] = {}
     remaining = pool.pairs
     for layer in layers:
         pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
         values = layer.check(pool, pairs)  # NaN for a pair whose candidate is kept
-        is_dropped = ~np.isnan(values)
-        dropped_pairs = pairs[is_dropped]
-        dropped_values = values[is_dropped].tolist()
+        hits = np.flatnonzero(~np.isnan(values))  # positions of the other pairs
 
         # A candidate that resembles several gold skills is reported with the first.
-        rows, first_pairs = np.unique(dropped_pairs["row"], return_index=True)
-        for row, first in zip(rows.tolist(), first_pairs.tolist(), strict=True):
-            pair = dropped_pairs[first]
-            value = dropped_values[first]
+        rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
+        hits = hits[first_hits]
+        for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
+            row = int(pair["row"])
             dropped_by_row[row] = Dropped(
-                query_ids[pair["query"]],
+                query_ids[int(pair["query"])],
                 pool.skills[pair["skill"]].skill_id,
                 layer.name,
                 layer.reason.format(value=value, layer=layer),

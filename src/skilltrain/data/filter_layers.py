@@ -270,16 +270,15 @@ class CeilingLayer(FilterLayer):
         # Score each query and gold skill once, because many candidates share them. One number
         # stands for a query and a gold skill.
         keys, key_of_pair = np.unique(queries * num_skills + pairs["gold"], return_inverse=True)
-        gold_scores = pool.query_scores(keys // num_skills, keys % num_skills)[
-            key_of_pair
-        ]  # [pair]
+        key_scores = pool.query_scores(keys // num_skills, keys % num_skills)
+        gold_scores = key_scores[key_of_pair]  # [pair]
 
         # Find the lowest score of a query's gold skills.
         lowest_by_query = np.full(len(pool.query_texts), np.inf)
         np.minimum.at(lowest_by_query, queries, gold_scores)
         lowest = lowest_by_query[queries]  # [pair]
 
-        # A candidate must stay below this score by the larger margin.
+        # A candidate must stay below this score by the larger of the two margins.
         scores = pool.query_scores(queries, pairs["skill"].astype(np.int64))
         relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)
         margins = np.maximum(self.absolute_margin or 0.0, relative_margins)

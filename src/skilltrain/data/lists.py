@@ -119,6 +119,8 @@ class Lists(Stage):
         rankings = read_table(self.rankings, RANKINGS)
         _check_sources(rankings, self)
         check_ranked(rankings, pool, self.pool)
+
+        # Build the lists.
         flags = flags_to_leave_out(self.pool) if self.flagged == "leave_out" else {}
         verdicts = verdicts_by_query(judgements)
         rows = rows_by_query(rankings)
@@ -144,6 +146,7 @@ class Lists(Stage):
             fix = "check that rankings, queries and pool belong together"
             raise SkilltrainError("nothing-left", problem, where=self.rankings, fix=fix)
 
+        # Write them with their queries and judgements.
         write_table(lists.values(), LISTS, out)
         list_judgements = [row for row in judgements.to_pylist() if row["query_id"] in lists]
         list_judgements.sort(key=lambda row: row["query_id"])
@@ -260,22 +263,23 @@ def _list_row(
     """
     query_id = judged.query_id
     skill_ids = [candidate.skill_id for candidate in candidates]
-    positives = [skill_id for skill_id in judged.positives if skill_id in skill_ids]
-    # Positives are missing from the candidates only with `absent_gold: drop`.
+    positives: list[str] = []
     for skill_id in judged.positives:
-        if skill_id not in positives:
+        if skill_id in skill_ids:
+            positives.append(skill_id)
+        else:  # only with `absent_gold: drop`
             reason = f"a positive outside the top {config.list_size}"
             dropped.append(Dropped(query_id, skill_id, "outside_top", reason))
-
     if not any(judged.verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return None
+
     num_negatives = len(candidates) - len(positives)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
         dropped.append(Dropped(query_id, "", "min_negatives", reason, float(num_negatives)))
         return None
 
-    # Mining assumes that a candidate which nobody judged is irrelevant.
+    # A candidate that nobody judged counts as irrelevant.
     verdicts = [str(judged.verdicts.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
     return {
         "query_id": query_id,

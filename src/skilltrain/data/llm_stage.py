@@ -107,10 +107,11 @@ def ask(questions: Questions[ItemT, ValueT]) -> Outcome[ItemT, ValueT]:
 
 def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
     """Return the skills of a pool without safety flags, and rows of DROPPED for flagged ones."""
+    skills = read_skills(pool)
     flags = flags_to_leave_out(pool)
     unflagged: list[Skill] = []
     dropped: list[Dropped] = []
-    for skill in read_skills(pool):
+    for skill in skills:
         if skill.skill_id in flags:
             reason = "the safety screening flagged the skill"
             dropped.append(Dropped("", skill.skill_id, "flagged", reason))

@@ -102,6 +102,7 @@ class Mine(Stage):
             raise SkilltrainError("empty-pool", "the pool holds no skill to mine", where=self.pool)
         positions = {skill.skill_id: position for position, skill in enumerate(skills)}
 
+        # Select the queries with a positive in the pool.
         queries: list[Query] = []
         positives: list[Positions] = []
         dropped: list[Dropped] = []

@@ -160,13 +160,15 @@ class TrigramSets:
         if not len(positions):
             return self
 
-        # Number the pairs of a trigram and a name. The name of each trigram is that of its skill.
-        names_of_trigrams = np.repeat(names, self.sizes)[positions] + 1  # from 0
+        # Find the distinct pairs of a trigram and a name, each as one number. The name of a trigram
+        # is that of its skill. Names begin at -1, so that 1 is added.
+        names_of_trigrams = np.repeat(names, self.sizes)[positions] + 1
         num_names = names.max() + 2
         pairs = _distinct(np.sort(numbers * num_names + names_of_trigrams, kind="stable"))
 
         # Count the names of each trigram, and remove the trigrams with too many.
-        is_template = np.bincount(pairs // num_names) > max_names
+        trigrams_of_pairs = pairs // num_names
+        is_template = np.bincount(trigrams_of_pairs) > max_names
         is_removed = np.zeros(len(self.trigrams), dtype=bool)
         is_removed[positions] = is_template[numbers]
         num_removed = np.searchsorted(np.flatnonzero(is_removed), self.starts)  # before each start
@@ -216,6 +218,7 @@ class Clusters(Stage):
             {"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()
         ]
         write_table(rows, CLUSTERS, out)
+
         sizes = Counter(clusters.values())
         first_ids: dict[int, str] = {}  # lowest skill id of each cluster
         for skill_id, cluster in clusters.items():
@@ -268,6 +271,7 @@ def copies_of(
     Raises:
         SkilltrainError: A skill is in no cluster of the table `clusters`.
     """
+    # Group the skills of the pool by cluster and by name.
     pool_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
     cluster_of = read_clusters(clusters, pool_ids)
     ids_by_cluster: defaultdict[int | None, list[str]] = defaultdict(list)
@@ -305,10 +309,10 @@ def near_duplicate_clusters(
     sets = trigram_sets(skills, max_names, workers)
     lowest_positions = link_near_duplicates(sets, threshold, workers)
     skill_ids = [skill.skill_id for skill in skills]
-    numbers: dict[int, int] = {}  # cluster number by the lowest position in the cluster
+    numbers: dict[int, int] = {}  # number of a cluster by its lowest position
     clusters: dict[str, int] = {}
     for skill_id, lowest in sorted(zip(skill_ids, lowest_positions, strict=True)):
-        clusters[skill_id] = numbers.setdefault(lowest, len(numbers))
+        clusters[skill_id] = numbers.setdefault(lowest, len(numbers))  # or the next number
     return clusters
 
 

@@ -59,13 +59,14 @@ _LEAD = re.compile(
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """Make queries from passages of a skill.
 
-    Each kind of passage gives one query before any kind gives a second. The order of the kinds is
-    random: in half of the skills the description comes last of the first three, so that not every
-    skill loses its description.
+    Each kind of passage gives one query before any kind gives a second. In half of the skills the
+    description comes first, in the others after quotes and "when to use" lines. So not every skill
+    loses its description.
 
     Returns:
         At most `count` queries, and the skill without their passages.
     """
+    # Group the passages by kind, in random order.
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
     kinds: list[Kind] = ["quote", "use", "description", "heading", "sentence"]
     if rng.random() < 0.5:
@@ -76,6 +77,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
+    # Take one query of each kind in turn.
     queries: dict[str, str] = {}  # by casefolded text, so that no two are equal
     rest = skill
     while len(queries) < count and any(passages_by_kind.values()):

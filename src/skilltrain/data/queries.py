@@ -231,6 +231,8 @@ class _QueryReader:
             keys = ", ".join(map(str, list(values)[:8]))
             problem = f"is no query: no key skill_ids or required among {keys}"
             raise SkilltrainError("invalid-row", problem, where=where)
+
+        # Make the query and its judgements.
         id_in_row = values.get("query_id")
         row = validate(QueryRow, values, f"{where}, query {id_in_row}" if id_in_row else where)
         row_id = _optional_line(row.query_id)
@@ -244,6 +246,7 @@ class _QueryReader:
             )
             raise SkilltrainError("invalid-row", problem, where=where)
 
+        # Add the query if it is usable and new.
         earlier = self.queries.get(query.query_id)
         if not query.text:
             self._drop(query, "", "empty_query", f"{where} has no query text")

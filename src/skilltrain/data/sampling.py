@@ -49,7 +49,7 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     if max_skills is None or max_skills >= len(pool):
         return list(pool)
 
-    strata: dict[tuple[str, str], list[str]] = defaultdict(list)
+    strata: dict[tuple[str, str], list[str]] = defaultdict(list)  # by category and language
     for skill in pool:
         strata[skill.category or "", skill.lang or ""].append(skill.skill_id)
     sizes = {key: len(skill_ids) for key, skill_ids in strata.items()}
@@ -108,6 +108,7 @@ def largest_remainder(
     """
     whole = sum(sizes.values())
     quotas = {key: size * total // whole for key, size in sizes.items()}
+    # The largest remainder comes first.
     by_remainder = sorted(sizes, key=lambda key: (-(sizes[key] * total % whole), key))
     num_missing = total - sum(quotas.values())
     for key in by_remainder[:num_missing]:

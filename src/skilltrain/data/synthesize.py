@@ -164,13 +164,13 @@ class Synthesize(Stage):
                 fix = "answers are kept in llm.cache; set another seed to have others asked for"
             raise SkilltrainError("nothing-generated", problem, fix=fix)
 
-        # All skills of a cluster are in one split.
         origin = self.origin
         first_id_of = _first_ids_of_clusters(self.clusters)
         dropped = flagged + outcome.dropped
         queries: list[Query] = []
         judgements: list[Judgement] = []
         for query, text in outcome.values:
+            # All skills of a cluster are in one split.
             split_key = first_id_of.get(query.skill_id, query.skill_id)
             is_dev = is_drawn(self.dev_share, self.seed, "split", split_key)
             split = "dev" if is_dev else "train"

@@ -58,10 +58,12 @@ def read_pool(path: Path | str) -> list[Skill]:
 
     sources, dropped = read_sources([path])
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
-    counts = counted(drop.filter for drop in dropped + duplicates if drop.filter != CUT)
+
+    # Say what is left out.
+    counts = counted(row.filter for row in dropped + duplicates if row.filter != CUT)
     if counts:
         num_dropped = sum(counts.values())
-        reasons = ", ".join(f"{name} {num}" for name, num in counts.items())
+        reasons = ", ".join(f"{name} {count}" for name, count in counts.items())
         say(
             f"{path}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
             f"`skilltrain pool sources={path}` lists them"
@@ -185,8 +187,7 @@ def merge_sources(
 ) -> tuple[list[list[Skill]], list[Dropped]]:
     """Join the skills of sources: drop duplicates, and make ids unique.
 
-    If an earlier skill has the id of a skill, the skill is renamed to ID~2, ID~3 and so on. New ids
-    are never ids that a skill had in its source.
+    The first skill with an id keeps it. The others are renamed to ID~2, ID~3 and so on.
 
     Args:
         sources: Skills of each source.
@@ -215,7 +216,7 @@ def merge_sources(
                 continue
             identities.add(identity)
 
-            # Find the first free id. The first skill with an id keeps it.
+            # Find the first free id. It must not be the id of another skill in its source.
             new_id = skill.skill_id
             while new_id in unique_ids or (new_id != skill.skill_id and new_id in source_ids):
                 num_renames[skill.skill_id] += 1
@@ -236,13 +237,14 @@ def _content_digest(skill: Skill) -> bytes:
 
 
 def read_source(source: Path | str) -> SkillsOrDropped:
-    """Yield the skills of one source, and a Dropped for everything in it that is no skill.
+    """Yield the skills of one source, and a row of DROPPED for everything that is no skill.
 
     Args:
         source: A file or folder, or `hf:` with the name or folder of a dataset.
 
     Raises:
-        SkilltrainError: The source is missing, has not the format of its name, or lacks columns.
+        SkilltrainError: The source is missing, lacks columns, or is not in the format that its name
+            says.
     """
     if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
@@ -457,6 +459,8 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     where = HF_PREFIX + reference
     if not Path(reference).exists() and ":" in reference:
         name, split = reference.rsplit(":", 1)
+
+    # Load it, and choose the split. A dataset with one split needs no name of a split.
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
     loaded: Any = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
     splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
@@ -468,6 +472,7 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
         raise SkilltrainError(
             "choose-split", problem, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
         )
+
     rows = splits[split]
     rows = rows.select_columns(_known_columns(rows.column_names, where))
     source = Path(name).name if Path(name).exists() else name

@@ -72,6 +72,7 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
         for key in ("name", "description", "category", "lang", "license")
     }
     lang = texts["lang"].lower()[:2]  # en-US becomes en
+    facts = _facts_in(metadata | fields)  # the header takes precedence over its metadata
     return Skill(
         skill_id,
         name=texts["name"] or one_line(clean_text(fallback_name)),
@@ -81,7 +82,7 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
         lang=lang if _LANG.fullmatch(lang) else None,
         source=source,
         license=texts["license"] or None,
-        **_facts_in(metadata | fields),
+        **facts,
     )
 
 
@@ -107,16 +108,17 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     body_key = next((key for key in BODY_COLUMNS if values[key]), "")  # first column with a text
     if not skill_id:
         return Dropped("", "", "no_id", f"{where} has neither skill_id nor name")
-    is_tool = bool(description.strip()) and row.keys().isdisjoint(BODY_COLUMNS)
     if body_key and not isinstance(row[body_key], str | bytes):
         reason = f"{where}: {body_key} is a {type(row[body_key]).__name__}, not text"
         return Dropped("", skill_id, "not_text", reason)
 
+    # Make a skill from the body column.
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
     if body_key in ("body", ""):
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
     else:
         skill = parse_skill_file(values[body_key], skill_id, fallback_name)
+    is_tool = description.strip() and row.keys().isdisjoint(BODY_COLUMNS)
     if not skill.body and not is_tool:
         return Dropped("", skill_id, "empty_body", f"{where} has no body")
 
@@ -213,8 +215,10 @@ def as_text(value: Any) -> str:
     if isinstance(value, list):
         texts: list[str] = []
         for item in value[:MAX_ITEMS]:
-            if not isinstance(item, list):
-                texts.append(as_text(item[:MAX_HEADER_CHARS] if isinstance(item, str) else item))
+            if isinstance(item, str):
+                texts.append(as_text(item[:MAX_HEADER_CHARS]))
+            elif not isinstance(item, list):
+                texts.append(as_text(item))
         return ", ".join(filter(None, texts))[:MAX_HEADER_CHARS]
     if isinstance(value, float) and not math.isfinite(value):
         return ""

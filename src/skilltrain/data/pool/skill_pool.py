@@ -111,7 +111,7 @@ class Pool(Stage):
         for source, source_skills in zip(self.sources, skills_by_source, strict=True):
             num_found[str(source)] = len(source_skills) + num_unreadable[clean_text(str(source))]
 
-        # Join the sources.
+        # Join the sources, and find the missing categories.
         merged_by_source, duplicates = merge_sources(skills_by_source, self.drop_duplicates)
         dropped += duplicates
         merged = list(chain.from_iterable(merged_by_source))
@@ -130,6 +130,7 @@ class Pool(Stage):
         folders = {skill_id: file.parent for skill_id, file in files.items() if file}
         flags = screen_pool(skills, self.workers, folders)
 
+        # Write the tables, and the number of skills of each source.
         write_table(skills, SKILLS, out)
         write_table(dropped, DROPPED, out)
         write_flags(flags, out)
