@@ -123,7 +123,8 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
     skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
     if pool is not None and first_task_of.keys() - skills.keys():
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
-    if missing := [skill_id for skill_id in first_task_of if skill_id not in skills]:
+    missing = [skill_id for skill_id in first_task_of if skill_id not in skills]
+    if missing:
         problem = (
             f"gold skill '{missing[0]}' of task {first_task_of[missing[0]]} "
             "has no text in the benchmark or the pool"

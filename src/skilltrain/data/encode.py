@@ -168,7 +168,8 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     sums = torch.tensor([counts[name] for name in names])
     if world > 1:
         torch.distributed.all_reduce(sums)
-        if rank == 0 and (num_lost := len(cache.missing(keys[missing]))):
+        num_lost = len(cache.missing(keys[missing])) if rank == 0 else 0
+        if num_lost:
             say(
                 f"warning: {cache.folder}: {num_lost:,} vectors of other ranks are not visible "
                 "here: all machines must share this folder"

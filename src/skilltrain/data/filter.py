@@ -81,7 +81,7 @@ class Filter(Stage):
 
     @model_validator(mode="after")
     def _check_layers(self) -> "Filter":
-        """Check that no layer is repeated, and that the settings which the layers need are given."""
+        """Check that no layer is repeated, and that the layers have the settings they need."""
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
@@ -144,7 +144,8 @@ class Filter(Stage):
     def _query_texts(self, query_ids: Collection[str]) -> list[str]:
         """Return the texts of the ranked queries. Raises SkilltrainError if one is missing."""
         texts = {query.query_id: query.text for query in read_queries(self.queries)}
-        if missing := [query_id for query_id in query_ids if query_id not in texts]:
+        missing = [query_id for query_id in query_ids if query_id not in texts]
+        if missing:
             problem = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
             fix = "give the queries that were mined for"
             raise SkilltrainError("unknown-query", problem, where=self.queries, fix=fix)

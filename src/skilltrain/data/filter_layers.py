@@ -318,7 +318,8 @@ class RankWindowLayer(FilterLayer):
             SkilltrainError: A source of `ranks` has no candidate.
         """
         present = set(pool.sources)
-        if unknown := sorted(self.ranks.keys() - present):
+        unknown = sorted(self.ranks.keys() - present)
+        if unknown:
             problem = f"no candidate is of source '{unknown[0]}'"
             fix = f"sources: {', '.join(sorted(present))}"
             raise SkilltrainError(

@@ -99,7 +99,8 @@ class Lists(Stage):
             )
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
-        if unknown := set(self.best_of).difference(self.quotas or {}):
+        unknown = set(self.best_of).difference(self.quotas or {})
+        if unknown:
             raise ValueError(f"best_of: '{min(unknown)}' is no source of 'quotas'")
         if self.absent_gold == "drop" and (self.list_size is None or self.quotas):
             raise ValueError("absent_gold: drop needs 'list_size', and no 'quotas'")
@@ -201,7 +202,8 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
 
     known_sources = {*sources, *plugin_paths("source"), JUDGED}
     quotas = config.quotas or {}
-    if unknown := [source for source in quotas if source not in known_sources]:
+    unknown = [source for source in quotas if source not in known_sources]
+    if unknown:
         problem = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
         raise SkilltrainError("unknown-source", problem, where=config.rankings)
 

@@ -99,9 +99,9 @@ def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions
     return positions, numbers
 
 
-def jaccard(left: Trigrams, right: Trigrams) -> float:
+def jaccard(first: Trigrams, second: Trigrams) -> float:
     """Return the Jaccard index of two sets, 0 if one is empty."""
-    both = np.sort(np.concatenate([left, right]))  # a shared trigram is there twice
+    both = np.sort(np.concatenate([first, second]))  # a shared trigram is there twice
     num_shared = int(np.count_nonzero(both[1:] == both[:-1]))
     return num_shared / (len(both) - num_shared) if num_shared else 0.0
 
@@ -241,7 +241,8 @@ def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
         SkilltrainError: One of `skill_ids` is in no cluster.
     """
     clusters = {row["skill_id"]: row["cluster"] for row in read_table(path, CLUSTERS).to_pylist()}
-    if missing := [skill_id for skill_id in skill_ids if skill_id not in clusters]:
+    missing = [skill_id for skill_id in skill_ids if skill_id not in clusters]
+    if missing:
         problem = (
             f"{len(missing)} skill(s) of the pool are in no cluster, '{min(missing)}' among them"
         )

@@ -79,7 +79,7 @@ class Mining:
         return number_values((skill.category or "").strip() for skill in self.skills)
 
     def has_category_of_positive(self, row: int) -> Bool[np.ndarray, " skill"]:
-        """Return a mask of the skills that share a category with a positive of the query at `row`."""
+        """Return a mask of the skills in a category of the positives of the query at `row`."""
         categories = self.category_numbers
         return np.isin(categories, categories[self.positives[row]]) & (categories >= 0)
 

@@ -333,7 +333,8 @@ def _from_own_text(
             reason = "another skill has the same passage"
             dropped.append(Dropped(query.query_id, skill_id, "duplicate", reason, other_id=owner))
     write_table(pool.values(), SKILLS, out)
-    if (flags := read_flags(config.pool)) is not None:
+    flags = read_flags(config.pool)
+    if flags is not None:
         write_flags(flags, out)
     return Outcome(values, dropped, {})
 

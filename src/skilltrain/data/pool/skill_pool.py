@@ -138,7 +138,9 @@ class Pool(Stage):
         num_by_path = dict(zip(paths, map(len, merged_by_source), strict=True))
         write_json(out / LOCAL_FILE, num_by_path)
 
-        rules_by_skill = [{flag.rule for flag in skill_flags} for skill_flags in flags.values()]
+        rules: list[str] = []  # each rule once for a skill
+        for skill_flags in flags.values():
+            rules += {flag.rule for flag in skill_flags}
         return {
             "num_skills": len(skills),
             "num_found": num_found,
@@ -150,7 +152,7 @@ class Pool(Stage):
             "num_categories": len({skill.category for skill in skills} - {None}),
             "description_words": audit([skill.description for skill in skills]),
             "num_flagged_skills": len(flags),
-            "num_flagged": counted(chain.from_iterable(rules_by_skill)),
+            "num_flagged": counted(rules),
         }
 
 
