@@ -6,7 +6,7 @@ A training query is contaminated on three grounds:
 - `name`: one of its positives is a gold skill of the benchmark, or has the name of one.
 - `jaccard`: the body of a positive has most word trigrams in common with that of a gold skill.
 
-A query that asks the same in other words is found only by its gold skill.
+A query that asks the same in other words is found only through its gold skill.
 """
 
 from collections import Counter, defaultdict
@@ -64,7 +64,11 @@ class ContaminationLimits(Config):
 
 @dataclass(frozen=True, slots=True)
 class HeldOutBenchmark:
-    """A benchmark to compare training data with. Without gold skills only queries are compared."""
+    """A benchmark to compare training data with.
+
+    Attributes:
+        golds: Gold skills of the tasks; empty if only queries are compared.
+    """
 
     name: str
     tasks: tuple[Task, ...]
@@ -76,13 +80,18 @@ def open_benchmarks(
 ) -> list[HeldOutBenchmark]:
     """Read benchmarks without their queries of split `train`.
 
-    One folder may hold both training queries and held-out ones. The text of a gold skill comes
-    from the benchmark, else from the SKILLS table `pool`.
+    One folder may hold both training queries and held-out ones.
+
+    Args:
+        paths: Folders of the benchmarks.
+        pool: SKILLS table with the texts of gold skills that a benchmark does not hold.
+        need_golds: Whether to read the gold skills.
 
     Raises:
         SkilltrainError: A folder is no benchmark or has only queries of split `train`; or
             `need_golds` is set and a gold skill has no text.
     """
+    # A benchmark has the name of its folder. If two folders have one name, their paths are used.
     names = [path.resolve().name for path in paths]
     benchmarks: list[HeldOutBenchmark] = []
     for path, name in zip(paths, names, strict=True):
@@ -92,6 +101,7 @@ def open_benchmarks(
 
 
 def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) -> HeldOutBenchmark:
+    """Read one benchmark under the given name (see `open_benchmarks`)."""
     benchmark = load_benchmark(path)
     tasks = tuple(task for task in benchmark.tasks if task.query.split != TRAIN)
     if not tasks:
@@ -108,11 +118,13 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
     for task in tasks:
         for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
             first_task_of.setdefault(skill_id, task.query.query_id)
+
+    # The benchmark's text of a skill takes precedence over that of the pool.
     skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
     if pool is not None and first_task_of.keys() - skills.keys():
-        # The text of the benchmark replaces that of the pool.
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
-    if missing := [skill_id for skill_id in first_task_of if skill_id not in skills]:
+    missing = [skill_id for skill_id in first_task_of if skill_id not in skills]
+    if missing:
         problem = (
             f"gold skill '{missing[0]}' of task {first_task_of[missing[0]]} "
             "has no text in the benchmark or the pool"
@@ -126,8 +138,8 @@ class _TrigramIndex:
     """An index of the word trigrams of texts, to find texts similar to a given one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._sizes: list[int] = []
-        self._positions: defaultdict[int, list[int]] = defaultdict(list)
+        self._sizes: list[int] = []  # number of trigrams of each text
+        self._positions: defaultdict[int, list[int]] = defaultdict(list)  # of texts, by trigram
         for position, text in enumerate(texts):
             trigrams = word_trigrams(text).tolist()
             self._sizes.append(len(trigrams))
@@ -135,16 +147,20 @@ class _TrigramIndex:
                 self._positions[trigram].append(position)
 
     def similar(self, text: str, threshold: float | None) -> list[tuple[int, float]]:
-        """Return (position, Jaccard index) of texts at `threshold` or above; none if it is None."""
+        """Return the texts whose Jaccard index with `text` is at least `threshold`.
+
+        Returns:
+            (position of the text, Jaccard index), in order of position; none without a threshold.
+        """
         if threshold is None:
             return []
         trigrams = word_trigrams(text).tolist()
-        num_shared = Counter[int]()
+        num_shared = Counter[int]()  # by position of the text
         for trigram in trigrams:
             num_shared.update(self._positions.get(trigram, ()))
+
         matches: list[tuple[int, float]] = []
-        for position in sorted(num_shared):
-            shared = num_shared[position]
+        for position, shared in sorted(num_shared.items()):
             value = shared / (self._sizes[position] + len(trigrams) - shared)
             if value >= threshold:
                 matches.append((position, value))
@@ -154,7 +170,7 @@ class _TrigramIndex:
 class BenchmarkIndex:
     """An index of the queries and gold skills of benchmarks, to find them in training data.
 
-    Its methods return rows of DROPPED. Those of single matches have no query id yet.
+    A match is a row of DROPPED. Its query id is empty until `contaminations` sets it.
     """
 
     def __init__(self, benchmarks: Sequence[HeldOutBenchmark], limits: ContaminationLimits) -> None:
@@ -169,7 +185,7 @@ class BenchmarkIndex:
         self._queries = _TrigramIndex(task.query.text for _, task in self._tasks)
 
     def query_matches(self, text: str) -> list[Dropped]:
-        """Return a row, without query id, for each benchmark query that `text` repeats."""
+        """Return a match for each benchmark query that has (nearly) the words of `text`."""
         matches: list[Dropped] = []
         for position, value in self._queries.similar(text, self._limits.query_overlap):
             benchmark, task = self._tasks[position]
@@ -179,25 +195,27 @@ class BenchmarkIndex:
         return matches
 
     def skill_matches(self, skill: Skill) -> list[Dropped]:
-        """Return a row, without query id, for each gold skill that `skill` is or resembles."""
+        """Return a match for each gold skill that `skill` is, or that has its name or body."""
         matches: list[Dropped] = []
-
-        def add(position: int, ground: str, value: float, relation: str) -> None:
-            benchmark, gold = self._golds[position]
-            reason = f"{relation} gold skill {gold.skill_id} of benchmark {benchmark}"
-            row = Dropped("", skill.skill_id, ground, reason, value, benchmark, gold.skill_id)
-            matches.append(row)
-
         if self._limits.name:
             name = name_key(skill.name)
             for position, (_, gold) in enumerate(self._golds):
                 if gold.skill_id == skill.skill_id:
-                    add(position, "name", 1.0, "is")
+                    matches.append(self._gold_match(skill, position, "name", 1.0, "is"))
                 elif name and name == self._names[position]:
-                    add(position, "name", 1.0, "same name as")
+                    matches.append(self._gold_match(skill, position, "name", 1.0, "same name as"))
         for position, value in self._bodies.similar(skill.body, self._limits.jaccard):
-            add(position, "jaccard", value, f"body overlap {value:.3f} with")
+            relation = f"body overlap {value:.3f} with"
+            matches.append(self._gold_match(skill, position, "jaccard", value, relation))
         return matches
+
+    def _gold_match(
+        self, skill: Skill, position: int, ground: str, value: float, relation: str
+    ) -> Dropped:
+        """Return the match of a skill with the gold skill at `position`."""
+        benchmark, gold = self._golds[position]
+        reason = f"{relation} gold skill {gold.skill_id} of benchmark {benchmark}"
+        return Dropped("", skill.skill_id, ground, reason, value, benchmark, gold.skill_id)
 
     def contaminations(
         self, query_id: str, text: str, skill_matches: Iterable[Dropped]
@@ -207,16 +225,17 @@ class BenchmarkIndex:
         Args:
             query_id: Id of the training query.
             text: Text of the training query.
-            skill_matches: The matches of its positives.
+            skill_matches: Matches of its positives, from the method `skill_matches`.
 
         Returns:
             Rows of DROPPED in the order of GROUNDS: `filter` is the ground, `skill_id` the positive
             (empty for the query itself), `source` the benchmark, `other_id` its gold skill.
         """
         matches = [*self.query_matches(text), *skill_matches]
-        strongest: dict[tuple[int, str], Dropped] = {}  # by (index of ground, benchmark)
-        for match in sorted(matches, key=lambda match: -(match.value or 0)):
-            key = GROUNDS.index(match.filter), match.source or ""
+        matches.sort(key=lambda match: -(match.value or 0))  # the strongest first
+        strongest: dict[tuple[int, str], Dropped] = {}  # by index of the ground, and benchmark
+        for match in matches:
+            key = (GROUNDS.index(match.filter), match.source or "")
             strongest.setdefault(key, replace(match, query_id=query_id))
         return [strongest[key] for key in sorted(strongest)]
 
@@ -247,75 +266,92 @@ class Decontaminate(Stage):
     out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED")
 
     def run(self, out: Path) -> Summary:
-        """Write the clean tables and DROPPED; return counts by ground and benchmark.
+        """Write the tables without contaminated queries, and return counts.
 
-        A dropped query has a row for each benchmark and ground, so the counts by ground can add up
-        to more than the dropped queries. Copies of gold skills stay in the pool: `evaluate` counts
-        them as gold if it has the pool's clusters.
+        DROPPED has a row for each ground and benchmark of a dropped query. So the counts by ground
+        can add up to more than the number of dropped queries. Copies of gold skills stay in the
+        pool: `evaluate` counts them as gold if it has the pool's clusters.
         """
         positives = {
             query: positives_of(verdicts)
             for query, verdicts in select_judged(self.queries, self.split)
         }
-        skills = _known_positives(self.pool, set().union(*positives.values()))
+        skills = _read_positives(self.pool, set().union(*positives.values()))
         need_golds = self.limits.name or self.limits.jaccard is not None
         benchmarks = open_benchmarks(self.benchmarks, self.pool, need_golds)
         index = BenchmarkIndex(benchmarks, self.limits)
 
-        matches = {
+        # Find the contaminated queries. A skill is compared once for all its queries.
+        matches_by_skill = {
             skill.skill_id: index.skill_matches(skill)
             for skill in track(skills, "comparing skills", len(skills))
         }
         rows: list[Dropped] = []
         for query in track(positives, "comparing queries", len(positives)):
-            skill_matches: list[Dropped] = []
+            matches: list[Dropped] = []
             for skill_id in positives[query]:
-                skill_matches += matches.get(skill_id, ())
-            rows += index.contaminations(query.query_id, query.text, skill_matches)
+                matches += matches_by_skill.get(skill_id, ())
+            rows += index.contaminations(query.query_id, query.text, matches)
 
-        dropped = {row.query_id for row in rows}
-        if len(dropped) == len(positives):
+        dropped_ids = {row.query_id for row in rows}
+        if len(dropped_ids) == len(positives):
             problem = f"no query is left of {len(positives)}; the first: {rows[0].reason}"
             fix = "hold out other benchmarks, or loosen the limits"
             raise SkilltrainError("nothing-left", problem, where=self.queries, fix=fix)
-        counts = _write_clean(self.queries, dropped, out)
+        counts = _write_clean(self.queries, dropped_ids, out)
         write_table(rows, DROPPED, out)
 
         # Count each query once for a ground, and once for a benchmark.
-        by_ground = Counter(ground for _, ground in {(row.query_id, row.filter) for row in rows})
-        by_benchmark = Counter(name for _, name in {(row.query_id, row.source) for row in rows})
+        grounds = {(row.query_id, row.filter) for row in rows}
+        sources = {(row.query_id, row.source) for row in rows}
+        by_ground = Counter(ground for _, ground in grounds)
+        by_benchmark = Counter(benchmark for _, benchmark in sources)
         return {
             "num_queries": len(positives),
-            "num_kept": len(positives) - len(dropped),
-            "num_dropped": len(dropped),
+            "num_kept": len(positives) - len(dropped_ids),
+            "num_dropped": len(dropped_ids),
             **counts,
             "dropped_by_ground": {ground: by_ground[ground] for ground in GROUNDS},
             "dropped_by_benchmark": {item.name: by_benchmark[item.name] for item in benchmarks},
         }
 
 
-def _known_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
-    """Return the positives that are in the pool. Raises SkilltrainError if it has none."""
-    known = [skill for skill in read_skills(pool) if skill.skill_id in positives]
-    if positives and not known:
+def _read_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
+    """Return the positives that are in the pool, and warn if some are not.
+
+    Raises:
+        SkilltrainError: None of the positives is in the pool.
+    """
+    skills = [skill for skill in read_skills(pool) if skill.skill_id in positives]
+    if positives and not skills:
         fix = "give the pool that the queries were made for"
         raise SkilltrainError("wrong-pool", "holds no positive of the queries", where=pool, fix=fix)
-    num_missing = len(positives) - len(known)
+    num_missing = len(positives) - len(skills)
     if num_missing:
         say(
             f"warning: {num_missing:,} of {len(positives):,} positives are not in {pool}, "
             "so they were compared with no gold skill"
         )
-    return known
+    return skills
 
 
-def _write_clean(source: Path, dropped: Collection[str], out: Path) -> dict[str, int]:
-    """Write the tables of `source` without the dropped queries; return counts of its lists."""
-    is_clean = ~pc.field("query_id").isin(pa.array(dropped, pa.string()))
+def _write_clean(source: Path, dropped_ids: Collection[str], out: Path) -> dict[str, int]:
+    """Write the tables of a folder without the dropped queries.
+
+    Args:
+        source: Folder with QUERIES, JUDGEMENTS and perhaps LISTS.
+        dropped_ids: Ids of the queries to leave out.
+        out: Folder to write to.
+
+    Returns:
+        Numbers of lists kept and dropped; empty without LISTS.
+    """
+    is_clean = ~pc.field("query_id").isin(pa.array(dropped_ids, pa.string()))
     for spec in (QUERIES, JUDGEMENTS):
         write_table(read_table(source, spec).filter(is_clean), spec, out)
     if not table_path(source, LISTS).is_file():
         return {}
+
     lists = read_table(source, LISTS)
     clean = lists.filter(is_clean)
     write_table(clean, LISTS, out)

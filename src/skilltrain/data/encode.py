@@ -61,26 +61,30 @@ class Encode(Stage):
     def run(self, out: Path) -> Summary:
         """Encode the texts that the cache lacks, and return counts of texts and tokens.
 
-        All n ranks call it. Each distinct text is encoded once. A rank takes every n-th missing
-        text in order of length, so that all have equal work, also after an interrupted run.
+        Every rank of a distributed run calls it. Each distinct text is encoded once. Of n ranks,
+        each takes every n-th missing text in order of length, so that all have equal work, also
+        after an interrupted run.
         """
         _join_ranks()
         encoder = open_encoder(self.encoder)
         assert encoder.cache is not None, "checked by Encode"
+
+        # Render the inputs of the model.
         settings = encoder.model.settings
         chunks: list[str] = []
         for skill in read_skills(self.pool):
             chunks += settings.chunk_texts(skill)
-        kind = "skills" if settings.chunks.windows == 1 else "chunks"
-        inputs_by_kind = {kind: (chunks, settings.max_tokens)}
+        skill_kind = "skills" if settings.chunks.windows == 1 else "chunks"
+        inputs_by_kind = {skill_kind: (chunks, settings.max_tokens)}
         if self.queries is not None:
             query_texts = read_table(self.queries, QUERIES).column("text").to_pylist()
             inputs = [settings.template.render_query(text) for text in query_texts]
-            inputs_by_kind["queries"] = inputs, settings.query_max_tokens
+            inputs_by_kind["queries"] = (inputs, settings.query_max_tokens)
 
+        # Encode them.
         started = monotonic()
         summary: dict[str, Any] = {}
-        total = Counter[str]()
+        total = Counter[str]()  # texts, tokens and slots of all kinds
         for kind, (texts, max_tokens) in inputs_by_kind.items():
             counts = _encode(encoder, kind, texts, max_tokens)
             total += counts
@@ -119,6 +123,12 @@ def _join_ranks() -> None:
 def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int) -> Counter[str]:
     """Encode this rank's share of the texts that the cache lacks.
 
+    Args:
+        encoder: The encoder, with its cache.
+        kind: Kind of texts, for messages.
+        texts: All inputs of this kind, which may repeat.
+        max_tokens: Number of tokens to which an input is cut.
+
     Returns:
         Numbers of texts, tokens and slots (tokens with padding), over all ranks.
     """
@@ -126,6 +136,8 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     assert cache is not None
     rank, world = rank_and_world()
     keys = text_keys(texts, max_tokens)
+
+    # All ranks must have the same model and texts.
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
     if of_first_rank(digest) != digest:
         problem = (
@@ -133,6 +145,8 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
         )
         fix = "give all machines the same files and set precision"
         raise SkilltrainError("ranks-differ", problem, where=encoder.source, fix=fix)
+
+    # Find the missing texts, longest first, and take the share of this rank.
     distinct_keys, first_positions = np.unique(keys, return_index=True)
     cache.make()
     # The first rank decides what is missing: the others may see an older state of the folder.
@@ -141,17 +155,21 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     missing = missing[longest_first([texts[position] for position in missing.tolist()])]
     share = missing[rank::world]
 
-    description = f"encoding {kind}" + (f" (rank 0 of {world})" if world > 1 else "")
+    description = f"encoding {kind}"
+    if world > 1:
+        description += f" (rank 0 of {world})"
     counts = Counter[str]()
     share_texts = [texts[position] for position in share.tolist()]
-    for part, vectors in encoder.encode_texts(share_texts, max_tokens, description, counts):
-        cache.add(keys[share[part]], vectors)  # `part` holds positions in `share_texts`
+    for batch, vectors in encoder.encode_texts(share_texts, max_tokens, description, counts):
+        cache.add(keys[share[batch]], vectors)  # `batch` holds positions in `share_texts`
 
+    # Add up the counts of all ranks.
     names = ("texts", "tokens", "slots")
     sums = torch.tensor([counts[name] for name in names])
     if world > 1:
         torch.distributed.all_reduce(sums)
-        if rank == 0 and (num_lost := len(cache.missing(keys[missing]))):
+        num_lost = len(cache.missing(keys[missing])) if rank == 0 else 0
+        if num_lost:
             say(
                 f"warning: {cache.folder}: {num_lost:,} vectors of other ranks are not visible "
                 "here: all machines must share this folder"

@@ -25,7 +25,7 @@ from skilltrain.data.filter_layers import (
 from skilltrain.data.near_duplicates import Positions
 from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import plugin_paths
-from skilltrain.records import Dropped, Skill, Verdict, counted, positives_of
+from skilltrain.records import POSITIVE, Dropped, Skill, Verdict, counted, positives_of
 from skilltrain.retrieval.dense import EncoderSource
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
@@ -81,6 +81,7 @@ class Filter(Stage):
 
     @model_validator(mode="after")
     def _check_layers(self) -> "Filter":
+        """Check that no layer is repeated, and that the layers have the settings they need."""
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
@@ -96,15 +97,16 @@ class Filter(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write RANKINGS and DROPPED; return counts of what was kept and dropped.
+        """Write the candidates without false negatives, and return counts.
 
-        A candidate judged irrelevant or rejected is kept, because a judgement counts more than a
-        similarity. Each unjudged candidate is dropped by the first layer that objects.
+        Candidates judged irrelevant or rejected are kept, because a judgement counts more than a
+        similarity. An unjudged candidate is dropped if a layer calls it a false negative.
         """
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
 
+        # Find the false negatives.
         rows = rows_by_query(rankings)
         pairs, judged_positives = pair_with_golds(
             rankings, rows, skills, read_verdicts(self.queries)
@@ -122,6 +124,7 @@ class Filter(Stage):
         if self.judged_positives == "drop":
             dropped_by_row |= judged_positives
 
+        # Write the other candidates.
         is_kept = np.ones(rankings.num_rows, dtype=bool)
         is_kept[list(dropped_by_row)] = False
         kept_rankings = rankings.filter(pa.array(is_kept))
@@ -129,19 +132,20 @@ class Filter(Stage):
         write_table((dropped_by_row[row] for row in sorted(dropped_by_row)), DROPPED, out)
 
         num_dropped_by_layer = Counter(dropped.filter for dropped in dropped_by_row.values())
-        layers = ("judged", *(layer.name for layer in self.layers))
+        reasons = ["judged"] + [layer.name for layer in self.layers]
         return {
             "num_candidates": rankings.num_rows,
             "num_kept": kept_rankings.num_rows,
             "num_dropped": len(dropped_by_row),
-            "dropped_by_layer": {name: num_dropped_by_layer[name] for name in layers},
+            "dropped_by_layer": {reason: num_dropped_by_layer[reason] for reason in reasons},
             "kept_by_source": counted(kept_rankings.column("stage").to_pylist()),
         }
 
     def _query_texts(self, query_ids: Collection[str]) -> list[str]:
         """Return the texts of the ranked queries. Raises SkilltrainError if one is missing."""
         texts = {query.query_id: query.text for query in read_queries(self.queries)}
-        if missing := [query_id for query_id in query_ids if query_id not in texts]:
+        missing = [query_id for query_id in query_ids if query_id not in texts]
+        if missing:
             problem = f"{len(missing)} ranked queries are not here, '{missing[0]}' among them"
             fix = "give the queries that were mined for"
             raise SkilltrainError("unknown-query", problem, where=self.queries, fix=fix)
@@ -157,67 +161,72 @@ def pair_with_golds(
     """Pair each unjudged candidate with each gold skill of its query.
 
     Args:
-        rankings: The candidates.
+        rankings: The candidates of all queries.
         rows: Rows of the rankings by query id.
         skills: The pool.
         verdicts: Verdicts by query id and skill id.
 
     Returns:
-        The pairs, the gold skills of a query in order of id (-1 if it has none). The field `query`
-        is the position of the query in `rows`.
-        And the candidates that are judged positives, by row of the rankings.
+        The pairs, as an array of type PAIR. A candidate of a query without gold skills has one
+        pair, with -1 as the gold skill.
+        A row of DROPPED for each candidate that is a judged positive, by row of the rankings.
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
     sources = texts_of(rankings.column("stage"))
-    candidates = np.zeros(rankings.num_rows, dtype=PAIR)  # query and gold are filled in below
-    candidates["row"] = np.arange(len(candidates))
-    candidates["skill"] = [positions[skill_id] for skill_id in skill_ids]
-    candidates["rank"] = rankings.column("rank").to_numpy()
 
     judged_positives: dict[int, Dropped] = {}
-    # The empty arrays are for rankings without queries: an empty list cannot be concatenated.
-    pair_rows = [np.empty(0, np.int64)]
-    pair_golds = [np.empty(0, np.int64)]
-    for number, (query_id, query_rows) in enumerate(rows.items()):
-        candidates["query"][query_rows] = number
-        verdict_of = verdicts.get(query_id, {})
-        judged = [positions[skill_id] for skill_id in verdict_of if skill_id in positions]
-        golds = [
-            positions[skill_id] for skill_id in positives_of(verdict_of) if skill_id in positions
-        ]
+    blocks = [np.empty(0, PAIR)]  # one block per query; the empty one is for no queries at all
+    for query_number, (query_id, query_rows) in enumerate(rows.items()):
+        query_verdicts = verdicts.get(query_id, {})
+        unjudged_rows: list[int] = []
+        for row in query_rows.tolist():
+            verdict = query_verdicts.get(skill_ids[row])
+            if verdict is None:
+                unjudged_rows.append(row)
+            elif verdict in POSITIVE:
+                reason = f"judged {verdict} for this query"
+                judged_positives[row] = Dropped(
+                    query_id, skill_ids[row], "judged", reason, source=sources[row]
+                )
 
-        # Put each unjudged candidate beside each gold skill.
-        query_skills = candidates["skill"][query_rows]
-        unjudged_rows = query_rows[~np.isin(query_skills, judged)]
-        pair_rows.append(np.repeat(unjudged_rows, max(1, len(golds))))
-        pair_golds.append(np.tile(golds or [-1], len(unjudged_rows)))
+        gold_ids = [skill_id for skill_id in positives_of(query_verdicts) if skill_id in positions]
+        golds = [positions[skill_id] for skill_id in gold_ids] or [-1]
+        block = np.empty((len(unjudged_rows), len(golds)), PAIR)  # [candidate, gold skill]
+        block["row"] = np.reshape(unjudged_rows, (-1, 1))
+        block["gold"] = golds
+        block["query"] = query_number
+        blocks.append(block.ravel())
 
-        for row in query_rows[np.isin(query_skills, golds)].tolist():
-            reason = f"judged {verdict_of[skill_ids[row]]} for this query"
-            judged_positives[row] = Dropped(
-                query_id, skill_ids[row], "judged", reason, source=sources[row]
-            )
-    pairs = candidates[np.concatenate(pair_rows)]
-    pairs["gold"] = np.concatenate(pair_golds)
+    pairs = np.concatenate(blocks)
+    pairs["skill"] = [positions[skill_ids[row]] for row in pairs["row"].tolist()]
+    pairs["rank"] = rankings.column("rank").to_numpy()[pairs["row"]]
     return pairs, judged_positives
 
 
 def find_false_negatives(
     pool: FilterPool, query_ids: Sequence[str], layers: Sequence[Layer]
 ) -> dict[int, Dropped]:
-    """Return the false negatives by row of the rankings.
+    """Find false negatives with the layers, in order.
 
-    Each layer checks only the candidates that the layers before it kept.
+    A layer checks only the candidates that no earlier layer dropped.
+
+    Args:
+        pool: The pairs to check, and data for the layers.
+        query_ids: Ids of the queries that the pairs number.
+        layers: The layers.
+
+    Returns:
+        A row of DROPPED for each false negative, by row of the rankings.
     """
     dropped_by_row: dict[int, Dropped] = {}
     remaining = pool.pairs
     for layer in layers:
         pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
-        values = layer.check(pool, pairs)
+        values = layer.check(pool, pairs)  # NaN for a pair whose candidate is kept
+        hits = np.flatnonzero(~np.isnan(values))  # positions of the other pairs
 
         # A candidate that resembles several gold skills is reported with the first.
-        hits = np.flatnonzero(~np.isnan(values))
         rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
         hits = hits[first_hits]
         for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):

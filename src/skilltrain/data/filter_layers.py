@@ -46,9 +46,11 @@ _PAIRS_AT_ONCE = 4096  # pairs whose vectors are multiplied at once
 
 @dataclass
 class FilterPool:
-    """The data that layers may use; derived data are computed when a layer first needs them.
+    """The data that layers may use. Derived data are computed when a layer first needs them.
 
     Attributes:
+        skills: The pool.
+        pairs: All pairs of a candidate and a gold skill.
         sources: Source of each row of RANKINGS.
         query_texts: Text of each query, by the position that pairs have in `query`.
     """
@@ -74,9 +76,9 @@ class FilterPool:
 
     @cached_property
     def chunks(self) -> ChunkVectors:
-        """Unit vectors of the skills' chunks. Skills outside `used_skills` have no chunks."""
+        """Unit vectors of the skills' chunks. Skills outside `used_skills` have none."""
         chunks = self._encoder.encode_chunks([self.skills[i] for i in self.used_skills])
-        # The starts must count all skills of the pool.
+        # `starts` has an entry for each skill of the pool.
         num_chunks = np.zeros(len(self.skills), dtype=np.int64)
         num_chunks[self.used_skills] = np.diff(chunks.starts)
         return replace(chunks, starts=starts_of(num_chunks))
@@ -146,7 +148,7 @@ class NameLayer(FilterLayer):
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
         names = pool.name_numbers[pairs["skill"]]
-        has_gold_name = (names == pool.name_numbers[pairs["gold"]]) & (names >= 0)
+        has_gold_name = (names == pool.name_numbers[pairs["gold"]]) & (names >= 0)  # [pair]
         return np.where(has_gold_name, 1.0, np.nan)
 
 
@@ -167,12 +169,16 @@ class JaccardLayer(FilterLayer):
     reason = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Compute exact values. Pairs whose set sizes rule out the threshold are skipped."""
+        """Compute the exact Jaccard index of each pair that can be above the threshold."""
         trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
-        num_own = trigrams.sizes[pairs["skill"]]
-        num_gold = trigrams.sizes[pairs["gold"]]
-        is_possible = np.minimum(num_own, num_gold) > self.above * np.maximum(num_own, num_gold)
-        possible = np.flatnonzero(is_possible)
+
+        # The index is at most the ratio of the set sizes.
+        num_candidate = trigrams.sizes[pairs["skill"]]  # [pair]
+        num_gold = trigrams.sizes[pairs["gold"]]  # [pair]
+        smaller = np.minimum(num_candidate, num_gold)
+        larger = np.maximum(num_candidate, num_gold)
+        possible = np.flatnonzero(smaller > self.above * larger)
+
         values = np.full(len(pairs), np.nan)
         for i in track(possible.tolist(), "comparing bodies", len(possible)):
             value = jaccard(trigrams[pairs["gold"][i]], trigrams[pairs["skill"][i]])
@@ -257,20 +263,26 @@ class CeilingLayer(FilterLayer):
         return self
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
+        """Compare the scores of a candidate and of the query's lowest gold skill."""
         num_skills = len(pool.skills)
         queries = pairs["query"].astype(np.int64)
 
-        # Score each pair of query and gold skill once; many candidates share it.
+        # Score each query and gold skill once, because many candidates share them. One number
+        # stands for a query and a gold skill.
         keys, key_of_pair = np.unique(queries * num_skills + pairs["gold"], return_inverse=True)
-        gold_scores = pool.query_scores(keys // num_skills, keys % num_skills)[key_of_pair]
+        key_scores = pool.query_scores(keys // num_skills, keys % num_skills)
+        gold_scores = key_scores[key_of_pair]  # [pair]
+
+        # Find the lowest score of a query's gold skills.
         lowest_by_query = np.full(len(pool.query_texts), np.inf)
         np.minimum.at(lowest_by_query, queries, gold_scores)
         lowest = lowest_by_query[queries]  # [pair]
 
+        # A candidate must stay below this score by the larger of the two margins.
         scores = pool.query_scores(queries, pairs["skill"].astype(np.int64))
         relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)
         margins = np.maximum(self.absolute_margin or 0.0, relative_margins)
-        # Only the pair with the lowest gold skill drops the candidate, so that it is reported.
+        # Only the pair with the lowest gold skill drops the candidate: DROPPED names this skill.
         is_dropped = (gold_scores == lowest) & (scores > lowest - margins)
         return np.where(is_dropped, scores, np.nan)
 
@@ -300,13 +312,14 @@ class RankWindowLayer(FilterLayer):
         return ranks
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Check the ranks that the sources gave, as they were before any layer.
+        """Check the ranks that the sources gave. Earlier layers do not change them.
 
         Raises:
             SkilltrainError: A source of `ranks` has no candidate.
         """
         present = set(pool.sources)
-        if unknown := sorted(self.ranks.keys() - present):
+        unknown = sorted(self.ranks.keys() - present)
+        if unknown:
             problem = f"no candidate is of source '{unknown[0]}'"
             fix = f"sources: {', '.join(sorted(present))}"
             raise SkilltrainError(
@@ -317,6 +330,8 @@ class RankWindowLayer(FilterLayer):
         ranks = pairs["rank"]
         is_outside = np.zeros(len(pairs), dtype=bool)
         for source, (first, last) in self.ranks.items():
-            is_beyond = (ranks < first) | (ranks > (np.inf if last is None else last))
+            is_beyond = ranks < first
+            if last is not None:
+                is_beyond |= ranks > last
             is_outside |= is_beyond & (sources == source)
         return np.where(is_outside, ranks, np.nan)

@@ -87,9 +87,11 @@ class Lists(Stage):
 
     @model_validator(mode="after")
     def _check_combination(self) -> "Lists":
+        """Check that the settings fit together."""
         if self.list_size is None:
             is_valid = self.quotas is not None
         else:
+            # With `list_size`, the only possible quota is that of judged negatives.
             is_valid = self.quotas is None or self.quotas.keys() == {JUDGED}
         if not is_valid:
             raise ValueError(
@@ -97,14 +99,17 @@ class Lists(Stage):
             )
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
-        if unknown := set(self.best_of).difference(self.quotas or {}):
+        unknown = set(self.best_of).difference(self.quotas or {})
+        if unknown:
             raise ValueError(f"best_of: '{min(unknown)}' is no source of 'quotas'")
         if self.absent_gold == "drop" and (self.list_size is None or self.quotas):
             raise ValueError("absent_gold: drop needs 'list_size', and no 'quotas'")
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write LISTS, their QUERIES and JUDGEMENTS, and DROPPED; return counts.
+        """Build a list for each query, and return counts.
+
+        Writes LISTS, the QUERIES and JUDGEMENTS of the lists, and DROPPED.
 
         Raises:
             SkilltrainError: The rankings do not fit the settings or the pool, or no list is left.
@@ -115,6 +120,8 @@ class Lists(Stage):
         rankings = read_table(self.rankings, RANKINGS)
         _check_sources(rankings, self)
         check_ranked(rankings, pool, self.pool)
+
+        # Build the lists.
         flags = flags_to_leave_out(self.pool) if self.flagged == "leave_out" else {}
         verdicts = verdicts_by_query(judgements)
         rows = rows_by_query(rankings)
@@ -123,7 +130,7 @@ class Lists(Stage):
         ranks = rankings.column("rank").to_pylist()
 
         dropped: list[Dropped] = []
-        lists: dict[str, dict[str, Any]] = {}
+        lists: dict[str, dict[str, Any]] = {}  # row of LISTS by query id
         for query_id in track(queries, "building lists", len(queries)):
             judged = _judged_in_pool(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
             if judged is None:
@@ -132,8 +139,7 @@ class Lists(Stage):
                 Candidate(skill_ids[row], sources[row], ranks[row])
                 for row in rows.get(query_id, ())
             ]
-            candidates = build_list(judged, candidates, self)
-            list_row = _list_row(judged, candidates, self, dropped)
+            list_row = _list_row(judged, build_list(judged, candidates, self), self, dropped)
             if list_row is not None:
                 lists[query_id] = list_row
         if not lists:
@@ -141,6 +147,7 @@ class Lists(Stage):
             fix = "check that rankings, queries and pool belong together"
             raise SkilltrainError("nothing-left", problem, where=self.rankings, fix=fix)
 
+        # Write them with their queries and judgements.
         write_table(lists.values(), LISTS, out)
         list_judgements = [row for row in judgements.to_pylist() if row["query_id"] in lists]
         list_judgements.sort(key=lambda row: row["query_id"])
@@ -186,13 +193,17 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
     """Raise SkilltrainError if the sources of the rankings do not fit the settings."""
     sources = sorted(rankings.column("stage").unique().to_pylist())
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
+
     if config.list_size is not None and len(sources) > 1:
         problem = f"'list_size' takes the top of one ranking; {present}"
         raise SkilltrainError(
             "conflicting-settings", problem, where=config.rankings, fix="set quotas instead"
         )
-    known = {*sources, *plugin_paths("source"), JUDGED}
-    if unknown := [source for source in config.quotas or {} if source not in known]:
+
+    known_sources = {*sources, *plugin_paths("source"), JUDGED}
+    quotas = config.quotas or {}
+    unknown = [source for source in quotas if source not in known_sources]
+    if unknown:
         problem = f"'quotas' names an unknown source '{unknown[0]}'; {present}"
         raise SkilltrainError("unknown-source", problem, where=config.rankings)
 
@@ -204,46 +215,61 @@ def _judged_in_pool(
     flags: Mapping[str, Sequence[Flag]],
     dropped: list[Dropped],
 ) -> JudgedSkills | None:
-    """Return the judged skills that a list may hold, or None if no required skill is among them.
+    """Return the judged skills that a list may hold.
 
-    Adds the skills and queries that are left out to `dropped`.
+    Args:
+        query_id: The query of the list.
+        verdicts: Verdict by skill id.
+        pool: Ids of the pool's skills.
+        flags: Safety flags by skill id. A flagged skill cannot be a positive.
+        dropped: Rows of DROPPED, to which the skills and queries that are left out are added.
+
+    Returns:
+        None if no required skill can be a positive: the query is left out.
     """
     positives: list[str] = []
     negatives: list[str] = []
-
-    def drop(skill_id: str, filter: str, reason: str) -> None:
-        dropped.append(Dropped(query_id, skill_id, filter, reason))
-
     for skill_id, verdict in sorted(verdicts.items()):
         if skill_id not in pool:
-            drop(skill_id, "not_in_pool", f"judged {verdict}, not in the pool")
+            reason = f"judged {verdict}, not in the pool"
+            dropped.append(Dropped(query_id, skill_id, "not_in_pool", reason))
         elif verdict not in POSITIVE:
             negatives.append(skill_id)
         elif skill_id in flags:
             rules = ", ".join(sorted({flag.rule for flag in flags[skill_id]}))
-            drop(skill_id, "flagged", f"a positive with the flag {rules}")
+            reason = f"a positive with the flag {rules}"
+            dropped.append(Dropped(query_id, skill_id, "flagged", reason))
         else:
             positives.append(skill_id)
 
     if any(verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return JudgedSkills(query_id, verdicts, tuple(positives), tuple(negatives))
-    drop("", "no_positive", "no required skill of this query can be a positive")
+    reason = "no required skill of this query can be a positive"
+    dropped.append(Dropped(query_id, "", "no_positive", reason))
     return None
 
 
 def _list_row(
     judged: JudgedSkills, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
 ) -> dict[str, Any] | None:
-    """Return the row of LISTS, or None if a required skill or enough negatives are missing.
+    """Return a list as a row of LISTS.
 
-    Adds the positives and lists that are left out to `dropped`.
+    Args:
+        judged: The judged skills of the query.
+        candidates: The skills of the list (see `build_list`).
+        config: Settings of the stage.
+        dropped: Rows of DROPPED, to which the positives and lists that are left out are added.
+
+    Returns:
+        None if a list has no required skill or fewer than `min_negatives` negatives.
     """
     query_id = judged.query_id
     skill_ids = [candidate.skill_id for candidate in candidates]
-    positives = [skill_id for skill_id in judged.positives if skill_id in skill_ids]
-    # Positives are missing from the candidates only with `absent_gold: drop`.
+    positives: list[str] = []
     for skill_id in judged.positives:
-        if skill_id not in positives:
+        if skill_id in skill_ids:
+            positives.append(skill_id)
+        else:  # only with `absent_gold: drop`
             reason = f"a positive outside the top {config.list_size}"
             dropped.append(Dropped(query_id, skill_id, "outside_top", reason))
     if not any(judged.verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
@@ -255,7 +281,7 @@ def _list_row(
         dropped.append(Dropped(query_id, "", "min_negatives", reason, float(num_negatives)))
         return None
 
-    # Mining assumes that a candidate which nobody judged is irrelevant.
+    # A candidate that nobody judged counts as irrelevant.
     verdicts = [str(judged.verdicts.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
     return {
         "query_id": query_id,
@@ -269,43 +295,61 @@ def _list_row(
 def build_list(
     judged: JudgedSkills, candidates: Sequence[Candidate], config: Lists
 ) -> list[Candidate]:
-    """Return the positives and negatives of one list, fewer if there are too few candidates.
+    """Choose the positives and negatives of one list. Without `list_size`, sample the negatives.
 
     A known positive is never a negative. The result depends only on the judged skills, the set of
     candidates and the seed.
+
+    Args:
+        judged: The judged skills of the query.
+        candidates: The mined candidates of the query.
+        config: Settings of the stage.
+
+    Returns:
+        The skills of the list, fewer than asked for if there are too few candidates.
     """
     quotas = config.quotas or {}
     golds = [Candidate(skill_id, GOLD, 0) for skill_id in judged.positives]
     judged_negatives = _judged_negatives(judged, config.seed)
-    mined_negatives = [c for c in candidates if judged.verdicts.get(c.skill_id) not in POSITIVE]
+    mined_negatives = [
+        candidate
+        for candidate in candidates
+        if judged.verdicts.get(candidate.skill_id) not in POSITIVE
+    ]
     if config.list_size is None:
         seed = f"{config.seed}/{judged.query_id}"
-        negatives = [*judged_negatives, *mined_negatives]
+        negatives = judged_negatives + mined_negatives
         return golds + sample_negatives(negatives, quotas, seed, config.best_of)
+
     if config.absent_gold == "drop":
-        ranked_golds = [c for c in candidates if c.skill_id in judged.positives]
-        return sorted([*ranked_golds, *mined_negatives], key=_rank_key)[: config.list_size]
+        ranked_golds = [
+            candidate for candidate in candidates if candidate.skill_id in judged.positives
+        ]
+        return sorted(ranked_golds + mined_negatives, key=_rank_key)[: config.list_size]
 
-    # Golds and judged negatives are always in the list. If the ranking holds them, they have its
-    # rank and source; otherwise they follow at the end.
-    fixed = {c.skill_id: c for c in (*golds, *judged_negatives[: quotas.get(JUDGED, 0)])}
-    ranked = {c.skill_id: c for c in candidates if c.skill_id in fixed}
-    unranked = [c for skill_id, c in fixed.items() if skill_id not in ranked]
+    # The gold skills and some judged negatives are in every list. Those in the ranking get its rank
+    # and source; the others follow at the end of the list.
+    required = golds + judged_negatives[: quotas.get(JUDGED, 0)]
+    required_ids = {candidate.skill_id for candidate in required}
+    ranked = [candidate for candidate in candidates if candidate.skill_id in required_ids]
+    ranked_ids = {candidate.skill_id for candidate in ranked}
+    unranked = [candidate for candidate in required if candidate.skill_id not in ranked_ids]
 
-    # Fill the list from the top of the ranking.
-    num_others = max(0, config.list_size - len(fixed))
-    others = sorted((c for c in mined_negatives if c.skill_id not in fixed), key=_rank_key)
-    return sorted([*ranked.values(), *others[:num_others]], key=_rank_key) + unranked
+    # Fill the list with the best mined negatives.
+    fill = [candidate for candidate in mined_negatives if candidate.skill_id not in required_ids]
+    fill.sort(key=_rank_key)
+    num_free = max(0, config.list_size - len(required))
+    return sorted(ranked + fill[:num_free], key=_rank_key) + unranked
 
 
 def _judged_negatives(judged: JudgedSkills, seed: int) -> list[Candidate]:
     """Return the judged negatives: rejected skills, then irrelevant ones, both in random order."""
 
-    def order(skill_id: str) -> tuple[bool, int]:
+    def sort_key(skill_id: str) -> tuple[bool, int]:
         is_irrelevant = judged.verdicts[skill_id] is not Verdict.REJECTED
         return is_irrelevant, stable_number(seed, JUDGED, judged.query_id, skill_id)
 
-    skill_ids = sorted(judged.negatives, key=order)
+    skill_ids = sorted(judged.negatives, key=sort_key)
     return [Candidate(skill_id, JUDGED, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
 
@@ -331,7 +375,8 @@ def sample_negatives(
     """
     remaining: dict[str, list[Candidate]] = {}
     for source in quotas:
-        matching = sorted((c for c in candidates if c.source == source), key=_rank_key)
+        matching = [candidate for candidate in candidates if candidate.source == source]
+        matching.sort(key=_rank_key)
         if source != JUDGED and source not in best_of:
             random.Random(f"{seed}/{source}").shuffle(matching)
         remaining[source] = matching
@@ -344,14 +389,17 @@ def sample_negatives(
 
     # Fill the slots that a source could not fill.
     for source in quotas:
-        _select(remaining[source], selected, limit=sum(quotas.values()) - len(selected))
+        num_free = sum(quotas.values()) - len(selected)
+        _select(remaining[source], selected, limit=num_free)
     return list(selected.values())
 
 
 def _select(candidates: Sequence[Candidate], selected: dict[str, Candidate], limit: int) -> None:
-    """Add the first `limit` candidates of skills that are not selected yet."""
-    new = [c for c in candidates if c.skill_id not in selected]
-    selected.update((c.skill_id, c) for c in new[: max(0, limit)])
+    """Add to `selected` the first `limit` candidates of skills that are not selected yet."""
+    for candidate in candidates:
+        if limit > 0 and candidate.skill_id not in selected:
+            selected[candidate.skill_id] = candidate
+            limit -= 1
 
 
 def _rank_key(candidate: Candidate) -> tuple[int, str]:

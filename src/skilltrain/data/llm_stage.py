@@ -80,7 +80,17 @@ def questions_of(
     answer_tokens: int,
     description: str,
 ) -> Questions[ItemT, ValueT]:
-    """Return the questions of a stage (see `Questions`). Each item and attempt has its own seed."""
+    """Return the questions of a stage. Each item and attempt has its own seed.
+
+    Args:
+        llm: Settings of the chat model.
+        items: The items to ask about.
+        prompt: Returns the system and the user message for an item.
+        read: Returns the value in an answer, or raises AnswerError.
+        seed: Seed of the stage.
+        answer_tokens: Expected tokens of an answer, for the estimate of the cost.
+        description: Label of the progress bar.
+    """
 
     def seed_of(item: ItemT, attempt: int) -> int:
         number = stable_number(seed, item.query_id, item.skill_id, attempt)
@@ -99,17 +109,23 @@ def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
     """Return the skills of a pool without safety flags, and rows of DROPPED for flagged ones."""
     skills = read_skills(pool)
     flags = flags_to_leave_out(pool)
-    reason = "the safety screening flagged the skill"
-    flagged_ids = [skill.skill_id for skill in skills if skill.skill_id in flags]
-    dropped = [Dropped("", skill_id, "flagged", reason) for skill_id in flagged_ids]
-    return [skill for skill in skills if skill.skill_id not in flags], dropped
+    unflagged: list[Skill] = []
+    dropped: list[Dropped] = []
+    for skill in skills:
+        if skill.skill_id in flags:
+            reason = "the safety screening flagged the skill"
+            dropped.append(Dropped("", skill.skill_id, "flagged", reason))
+        else:
+            unflagged.append(skill)
+    return unflagged, dropped
 
 
 def language_phrase(lang: str | None, text: str) -> str:
-    """Return how a prompt names the language of a skill.
+    """Return how a prompt names the language of a skill, such as "English".
 
-    The field `lang` is untrusted, so only a language code is used. Otherwise the phrase is
-    "the language of {text}".
+    Args:
+        lang: Field of the skill. It is untrusted, so it is used only if it is a language code.
+        text: The text whose language is named otherwise: "the language of {text}".
     """
     if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"

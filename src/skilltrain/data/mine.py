@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +20,8 @@ from skilltrain.tables import DROPPED, RANKINGS, read_skills, select_judged, wri
 from skilltrain.terminal import say, track
 
 
-def _known_source(name: str) -> str:
-    """Return the name. Raises an error if there is no such source."""
+def _check_source(name: str) -> str:
+    """Return the name of a source. Raises ValueError if there is no such source."""
     chosen_plugin("source", name)
     return name
 
@@ -48,7 +48,7 @@ class Mine(Stage):
     split: str | None = Field(
         default="train", description="mine for the queries of this split only; null for all"
     )
-    sources: tuple[Annotated[str, AfterValidator(_known_source)], ...] = Field(
+    sources: tuple[Annotated[str, AfterValidator(_check_source)], ...] = Field(
         default=tuple(BUILT_IN["source"]),
         min_length=1,
         description=f"where candidates come from: {', '.join(plugin_paths('source'))}",
@@ -80,23 +80,29 @@ class Mine(Stage):
         return self
 
     def limits(self) -> dict[str, int]:
-        """Return the most candidates per query, by source in use, built-in sources first."""
+        """Return how many candidates each source in use gives a query at most.
+
+        Installed sources come first, in a fixed order, then those given by an import path.
+        """
         limits = {"taxonomy": self.num_taxonomy, "random": self.num_random}
-        names = dict.fromkeys((*plugin_paths("source"), *self.sources))
-        return {name: limits.get(name, self.depth) for name in names if name in self.sources}
+        names = [name for name in plugin_paths("source") if name in self.sources]
+        names += self.sources  # a dict keeps the first place of a repeated name
+        return {name: limits.get(name, self.depth) for name in names}
 
     def run(self, out: Path) -> Summary:
-        """Write RANKINGS (one stage per source, with its own ranks and scores) and DROPPED.
+        """Mine candidates, write them to RANKINGS, and return counts.
 
-        Scores are cosines; those of `lexical` are BM25 scores. A query's judged positives are never
-        candidates. A query without a positive in the pool is dropped, because the stages filter and
-        lists cannot use it.
+        RANKINGS names the source of a candidate in the column `stage`. Each source has its own
+        ranks and scores: BM25 scores for `lexical`, cosines for the others. A query's judged
+        positives are never candidates. A query without a positive in the pool goes to DROPPED,
+        because the stages filter and lists cannot use it.
         """
         skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
         if not skills:
             raise SkilltrainError("empty-pool", "the pool holds no skill to mine", where=self.pool)
         positions = {skill.skill_id: position for position, skill in enumerate(skills)}
 
+        # Select the queries with a positive in the pool.
         queries: list[Query] = []
         positives: list[Positions] = []
         dropped: list[Dropped] = []
@@ -106,20 +112,19 @@ class Mine(Stage):
             if in_pool:
                 queries.append(query)
                 positives.append(np.array(in_pool, dtype=np.int64))
-                continue
-            reason = "it has no positive skill"
-            if positive_ids:
+            elif positive_ids:
                 reason = f"none of its {len(positive_ids)} positive skill(s) is in the pool"
-            first_id = min(positive_ids, default="")
-            dropped.append(Dropped(query.query_id, first_id, "no_positive", reason))
+                dropped.append(Dropped(query.query_id, positive_ids[0], "no_positive", reason))
+            else:
+                reason = "it has no positive skill"
+                dropped.append(Dropped(query.query_id, "", "no_positive", reason))
         if not queries:
             problem = f"no query of {self.queries} has a positive in the pool"
             fix = "give the pool that the queries were made for"
             raise SkilltrainError("wrong-pool", problem, where=self.pool, fix=fix)
 
         candidates = mine_candidates(self, skills, queries, positives)
-        query_ids = [query.query_id for query in queries]
-        write_table(_as_rankings(candidates, query_ids, list(positions)), RANKINGS, out)
+        write_table(_as_rankings(candidates, queries, skills), RANKINGS, out)
         write_table(dropped, DROPPED, out)
         return {
             "num_queries": len(queries),
@@ -129,13 +134,19 @@ class Mine(Stage):
         }
 
     def _count_by_source(self, candidates: Sequence[Mapping[str, Ranked]]) -> dict[str, int]:
-        """Count the candidates, and warn of each source in use without any.
+        """Count the candidates of each source, and warn if a source in use has none.
 
-        Built-in sources that are not in use count 0.
+        Installed sources that are not in use count 0.
+
+        Args:
+            candidates: Positions and scores of each query's candidates, by source.
         """
-        counts = dict.fromkeys(plugin_paths("source"), 0)
-        for source, limit in self.limits().items():
-            counts[source] = sum(len(of_query[source][0]) for of_query in candidates)
+        limits = self.limits()
+        counts = dict.fromkeys([*plugin_paths("source"), *limits], 0)
+        for source, limit in limits.items():
+            for ranked_by_source in candidates:
+                positions, _ = ranked_by_source[source]
+                counts[source] += len(positions)
             if limit and not counts[source]:
                 hint = ""
                 if source == "taxonomy":
@@ -150,15 +161,16 @@ def mine_candidates(
     queries: Sequence[Query],
     positives: Sequence[Positions],
 ) -> list[dict[str, Ranked]]:
-    """Return the candidates of each query by source.
-
-    A query's candidates do not depend on the other queries.
+    """Mine the candidates of each query. They do not depend on the other queries.
 
     Args:
         config: Settings of the stage.
         skills: The pool.
         queries: Queries to mine for.
         positives: Positions in the pool of each query's positives.
+
+    Returns:
+        For each query its candidates by source: positions in the pool and scores, best first.
     """
     encoder = open_encoder(config.encoder)
     mining = Mining(
@@ -172,6 +184,7 @@ def mine_candidates(
         config.seed,
     )
     del encoder  # frees its memory
+
     limits = config.limits()
     sources = {name: load_plugin("source", name)() for name in limits}
     candidates: list[dict[str, Ranked]] = []
@@ -183,22 +196,24 @@ def mine_candidates(
 
 
 def _as_rankings(
-    candidates: Sequence[Mapping[str, Ranked]], query_ids: list[str], skill_ids: list[str]
+    candidates: Sequence[Mapping[str, Ranked]],
+    queries: Sequence[Query],
+    skills: Sequence[Skill],
 ) -> pa.Table:
-    """Return the RANKINGS of all queries, query by query and source by source."""
-    sources = list(candidates[0])
-    # One (positions, scores) for each query and source; `group` is its index for each candidate.
-    groups = [of_query[source] for of_query in candidates for source in sources]
-    counts = np.array([len(positions) for positions, _ in groups])
-    group = np.repeat(np.arange(len(groups)), counts)
-    starts = np.cumsum(counts) - counts
-    ranks = np.arange(len(group)) - starts[group] + 1  # 1, 2, ... within each group
-    positions = np.concatenate([positions for positions, _ in groups])
-    columns = [
-        pa.array(query_ids).take(pa.array(group // len(sources))),
-        pa.array(skill_ids).take(pa.array(positions)),
-        pa.array(ranks, pa.int32()),
-        pa.array(np.concatenate([scores for _, scores in groups]), pa.float64()),
-        pa.array(sources).take(pa.array(group % len(sources))),
-    ]
-    return pa.Table.from_arrays(columns, schema=RANKINGS.schema)
+    """Return the RANKINGS of all queries, query by query and source by source.
+
+    Args:
+        candidates: Positions and scores of each query's candidates, by source; best first.
+        queries: The queries, in the order of `candidates`.
+        skills: The pool that the positions refer to.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in RANKINGS.schema.names}
+    for query, ranked_by_source in zip(queries, candidates, strict=True):
+        for source, (positions, scores) in ranked_by_source.items():
+            count = len(positions)
+            columns["query_id"] += [query.query_id] * count
+            columns["skill_id"] += [skills[position].skill_id for position in positions.tolist()]
+            columns["rank"] += range(1, count + 1)
+            columns["score"] += scores.tolist()
+            columns["stage"] += [source] * count
+    return pa.table(columns, schema=RANKINGS.schema)

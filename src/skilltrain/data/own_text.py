@@ -59,39 +59,50 @@ _LEAD = re.compile(
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """Make queries from passages of a skill.
 
-    Each kind of passage gives one query before any kind gives a second. In half of the skills
-    quotes and "when to use" lines come first, so that not every skill loses its description.
+    Each kind of passage gives one query before any kind gives a second. In half of the skills the
+    description comes first, in the others after quotes and "when to use" lines. So not every skill
+    loses its description.
 
     Returns:
         At most `count` queries, and the skill without their passages.
     """
+    # Group the passages by kind, in random order.
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
-    kinds: list[Kind] = ["quote", "use", "description"]
+    kinds: list[Kind] = ["quote", "use", "description", "heading", "sentence"]
     if rng.random() < 0.5:
-        kinds = ["description", "quote", "use"]
-    passages_by_kind: dict[Kind, list[str]] = {kind: [] for kind in (*kinds, "heading", "sentence")}
+        kinds = ["description", "quote", "use", "heading", "sentence"]
+    passages_by_kind: dict[Kind, list[str]] = {kind: [] for kind in kinds}
     for kind, text in _passages(skill):
         passages_by_kind[kind].append(text)
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
+    # Take one query of each kind in turn.
     queries: dict[str, str] = {}  # by casefolded text, so that no two are equal
     rest = skill
     while len(queries) < count and any(passages_by_kind.values()):
         for kind, passages in passages_by_kind.items():
             query, passage = _next_query(kind, passages, skill.name)
-            if passage and query.casefold() not in queries and len(queries) < count:
-                queries[query.casefold()] = query
-                # The body often repeats the description, and the description a line of the body.
-                description = rest.description.replace(passage, "")
-                if kind == "description":
-                    description = ""
-                rest = replace(rest, description=description, body=rest.body.replace(passage, ""))
+            if not passage or query.casefold() in queries or len(queries) == count:
+                continue
+            queries[query.casefold()] = query
+
+            # The body often repeats the description, and the description a line of the body.
+            body = rest.body.replace(passage, "")
+            description = rest.description.replace(passage, "")
+            if kind == "description":
+                description = ""
+            rest = replace(rest, description=description, body=body)
     return list(queries.values()), rest
 
 
 def _next_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
     """Take passages off the end of the list until one makes a query.
+
+    Args:
+        kind: Kind of the passages.
+        passages: Passages that are not used yet.
+        name: Name of the skill, which is removed from the query.
 
     Returns:
         The query and its passage; both are empty if no passage makes one.
@@ -114,7 +125,8 @@ def _passages(skill: Skill) -> Iterator[tuple[Kind, str]]:
     yield "description", skill.description
     for quote in _QUOTED.findall(skill.description):
         yield "quote", quote
-    heading = ""
+
+    heading = ""  # of the section that the line is in
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
         mark, text = _LINE.findall(line.strip())[0]
         is_heading = mark.startswith("#")

@@ -74,17 +74,19 @@ class Queries(Stage):
     @field_validator("files")
     @classmethod
     def _expand_patterns(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        """Replace each pattern by the files that match it, so that these are recorded."""
+        """Replace each pattern by the files that match it, so that a run records the files."""
         expanded: list[Path] = []
         for file in files:
             matches: list[Path] = []
             if not file.exists():
-                matches = sorted(Path(file.anchor).glob(str(file.relative_to(file.anchor))))
-            expanded += matches or [file]
+                # `glob` takes no absolute pattern. The anchor is "/", or "" for a relative path.
+                pattern = str(file.relative_to(file.anchor))
+                matches = sorted(Path(file.anchor).glob(pattern))
+            expanded += matches or [file]  # a pattern without matches fails when it is read
         return tuple(expanded)
 
     def run(self, out: Path) -> Summary:
-        """Write QUERIES, JUDGEMENTS and DROPPED; return their counts.
+        """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts.
 
         Raises:
             SkilltrainError: A row is no query, an id appears twice, a required skill is not in the
@@ -93,8 +95,8 @@ class Queries(Stage):
         """
         reader = _QueryReader(self)
         for path in self.files:
-            for where, values in _read_rows(path):
-                reader.add(values, path, where)
+            for where, row in _read_rows(path):
+                reader.add(row, path, where)
         judgements = reader.consistent_judgements()
         dropped = reader.dropped
 
@@ -103,20 +105,22 @@ class Queries(Stage):
         incomplete_ids = {row.query_id for row in missing}
         if missing and self.missing_gold == "error":
             query_id = missing[0].query_id
-            num_more = len(incomplete_ids) - 1
             problem = (
                 f"query '{query_id}' requires skill '{missing[0].skill_id}', which is not in "
-                f"{self.pool}" + (f" (and {num_more} more)" if num_more else "")
+                f"{self.pool}"
             )
+            if len(incomplete_ids) > 1:
+                problem += f" (and {len(incomplete_ids) - 1} more)"
             where = reader.queries[query_id].where
             fix = "add its source to the pool, or set missing_gold: drop"
             raise SkilltrainError("unknown-skill", problem, where=where, fix=fix)
         judgements = [row for row in judgements if row.query_id not in incomplete_ids]
         queries = [
-            item.query
-            for query_id, item in reader.queries.items()
+            judged.query
+            for query_id, judged in reader.queries.items()
             if query_id not in incomplete_ids
         ]
+
         if not queries:
             file = self.out.with_name(f"{self.out.name}.dropped.parquet")
             write_table(dropped, DROPPED, file)
@@ -141,7 +145,11 @@ def _optional_line(value: Any) -> str | None:
 
 
 def _as_entries(value: Any) -> list[Any]:
-    """Return a list of maps, made of one skill id, of a list of ids and maps, or of None."""
+    """Return the judged skills of a row as a list of maps.
+
+    Args:
+        value: One skill, a list of skills, or None. A skill is an id, or a map with a `skill_id`.
+    """
     if value is None:
         return []
     items = value if isinstance(value, list | tuple) else [value]
@@ -152,7 +160,7 @@ OptionalLine = Annotated[str | None, BeforeValidator(_optional_line)]
 
 
 class Entry(BaseModel, frozen=True):
-    """A judged skill of a row."""
+    """A judged skill in a row of a query file."""
 
     skill_id: Annotated[StrictStr, AfterValidator(one_line)]
     reason: OptionalLine = None
@@ -161,7 +169,7 @@ class Entry(BaseModel, frozen=True):
 
 
 class RejectedEntry(Entry, frozen=True):
-    """A rejected skill, with one of R3's reasons."""
+    """A rejected skill. Its reason is one of the reasons in R3."""
 
     reason: Reason | None = None
 
@@ -187,7 +195,7 @@ class QueryRow(Config, extra="ignore"):
 
 
 class JudgedQuery(NamedTuple):
-    """A query with its judgements by skill; `where` is its file and row."""
+    """A query with its judgements by skill id. `where` names its file and row."""
 
     query: Query
     judgements: dict[str, Judgement]
@@ -209,7 +217,12 @@ class _QueryReader:
         self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
     def add(self, values: dict[str, Any], path: Path, where: str) -> None:
-        """Add the query of a row, or drop it.
+        """Add the query of a row with its judgements, or drop it.
+
+        Args:
+            values: The row, with values by key.
+            path: File of the row.
+            where: File and row, for errors and reasons.
 
         Raises:
             SkilltrainError: The row is no query, or has the id of an earlier row.
@@ -218,11 +231,13 @@ class _QueryReader:
             keys = ", ".join(map(str, list(values)[:8]))
             problem = f"is no query: no key skill_ids or required among {keys}"
             raise SkilltrainError("invalid-row", problem, where=where)
-        own_id = values.get("query_id")
-        row = validate(QueryRow, values, f"{where}, query {own_id}" if own_id else where)
+
+        # Make the query and its judgements.
+        id_in_row = values.get("query_id")
+        row = validate(QueryRow, values, f"{where}, query {id_in_row}" if id_in_row else where)
         row_id = _optional_line(row.query_id)
-        required = sorted({self._kept_id(entry) for entry in (*row.skill_ids, *row.required)})
-        query = self._query_of(row, row_id, required, path)
+        required = sorted({self._kept_id(entry) for entry in row.skill_ids + row.required})
+        query = self._make_query(row, row_id, required, path)
         judgements = self._judge(row, query, where)
         if "group_id" in values and len(judgements) < 2:
             problem = (
@@ -231,38 +246,53 @@ class _QueryReader:
             )
             raise SkilltrainError("invalid-row", problem, where=where)
 
+        # Add the query if it is usable and new.
+        earlier = self.queries.get(query.query_id)
         if not query.text:
             self._drop(query, "", "empty_query", f"{where} has no query text")
         elif not required:
             self._drop(query, "", "no_gold", f"{where} requires no skill")
-        elif query.query_id not in self.queries:
+        elif earlier is None:
             self.queries[query.query_id] = JudgedQuery(query, judgements, where)
+        elif row_id:
+            problem = f"query_id '{row_id}' stands in {earlier.where} too"
+            raise SkilltrainError("repeated-id", problem, where=where)
         else:
-            # A repeated id of the rows is an error. An id made here repeats with the content.
-            earlier = self.queries[query.query_id].where
-            if row_id:
-                problem = f"query_id '{row_id}' stands in {earlier} too"
-                raise SkilltrainError("repeated-id", problem, where=where)
-            self._drop(query, "", "duplicate_query", f"{where} repeats {earlier}")
+            # An id made from the content repeats only if the content does.
+            self._drop(query, "", "duplicate_query", f"{where} repeats {earlier.where}")
 
-    def _query_of(
+    def _make_query(
         self, row: QueryRow, row_id: str | None, required: list[str], path: Path
     ) -> Query:
-        """Return the query of a row, with an id, a kind and a split where the row has none."""
+        """Return the query of a row. Id, kind, origin and split have defaults.
+
+        Args:
+            row: The row.
+            row_id: Its query id. If it is None, the id is a hash of the text and required skills.
+            required: Ids of the required skills, in order.
+            path: File of the row. The start of its name is the default of the split.
+        """
         text = clean_text(row.text or "").strip()
         stem = path.name.split(".")[0]
         split = self._config.split or row.split or stem
         if split not in get_args(Split):
             problem = "neither its rows nor its file name give a split"
             raise SkilltrainError("choose-split", problem, where=path, fix="set split: train")
-        # An id from the content stays the same when rows are added or moved.
-        digest = hashlib.sha256("\x00".join([text, *required]).encode()).hexdigest()[:12]
+
+        # A hash of the content stays the same when rows are added or moved.
+        content = "\x00".join([text, *required])
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         query_id = row_id or f"{clean_text(stem)}-{digest}"
-        kind = row.kind or ("multi" if len(required) > 1 else "single")
-        return Query(query_id, text, kind, row.origin or self._config.origin, split)
+        default_kind = "multi" if len(required) > 1 else "single"
+        return Query(
+            query_id, text, row.kind or default_kind, row.origin or self._config.origin, split
+        )
 
     def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
-        """Return the judgements of a row by skill id, and drop all but the first of a skill."""
+        """Return the first judgement of each skill in a row, by skill id.
+
+        A later judgement of the skill with another verdict is dropped as a contradiction.
+        """
         judgements: dict[str, Judgement] = {}
         for key, verdict in VERDICT_KEYS.items():
             for entry in getattr(row, key):
@@ -289,32 +319,35 @@ class _QueryReader:
         return self._kept_ids.get(entry.skill_id) or entry.skill_id
 
     def consistent_judgements(self) -> list[Judgement]:
-        """Return the judgements of skills in the pool; drop the others.
+        """Return the judgements of all queries, and drop those that cannot be used.
 
-        Also drops a negative judgement of a skill that is a positive of the same text elsewhere.
+        A judgement is dropped if its skill is not in the pool, or if it is negative and another
+        query of the same text has the skill as a positive.
         """
-        # File and row of the first positive judgement of a text and a skill.
-        first_positive: dict[tuple[str, str], str] = {}
-        for item in self.queries.values():
-            for skill_id, judgement in item.judgements.items():
+        # File and row of the first positive judgement of each text and skill.
+        first_positives: dict[tuple[str, str], str] = {}
+        for query, judgements, where in self.queries.values():
+            for skill_id, judgement in judgements.items():
                 if judgement.verdict in POSITIVE:
-                    first_positive.setdefault((item.query.text, skill_id), item.where)
+                    first_positives.setdefault((query.text, skill_id), where)
 
         consistent: list[Judgement] = []
-        for item in self.queries.values():
-            for skill_id, judgement in item.judgements.items():
-                positive_where = first_positive.get((item.query.text, skill_id))
-                says = f"{item.where} says {judgement.verdict}"
-                if positive_where is not None and judgement.verdict not in POSITIVE:
-                    reason = f"{says}, but {positive_where}, of the same text, calls it an answer"
-                    self._drop(item.query, skill_id, "contradiction", reason)
-                elif skill_id in self._pool:
-                    consistent.append(judgement)
+        for query, judgements, where in self.queries.values():
+            for skill_id, judgement in judgements.items():
+                verdict = judgement.verdict
+                positive_where = first_positives.get((query.text, skill_id))
+                if positive_where is not None and verdict not in POSITIVE:
+                    reason = (
+                        f"{where} says {verdict}, but {positive_where}, of the same text, calls it "
+                        "an answer"
+                    )
+                    self._drop(query, skill_id, "contradiction", reason)
+                elif skill_id not in self._pool:
+                    filter = "missing_gold" if verdict is Verdict.REQUIRED else "not_in_pool"
+                    reason = f"{where} says {verdict} of a skill that is not in the pool"
+                    self._drop(query, skill_id, filter, reason)
                 else:
-                    is_gold = judgement.verdict is Verdict.REQUIRED
-                    filter = "missing_gold" if is_gold else "not_in_pool"
-                    reason = f"{says} of a skill that is not in the pool"
-                    self._drop(item.query, skill_id, filter, reason)
+                    consistent.append(judgement)
         return consistent
 
     def _drop(self, query: Query, skill_id: str, filter: str, reason: str) -> None:
@@ -322,7 +355,7 @@ class _QueryReader:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row after a text that names its file and row.
+    """Yield the rows of a query file, each with a text that names the file and the row.
 
     Raises:
         SkilltrainError: The file cannot be read.

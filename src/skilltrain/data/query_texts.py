@@ -13,10 +13,10 @@ import numpy as np
 from skilltrain.data.sampling import stable_number
 from skilltrain.llm import AnswerError
 from skilltrain.records import Skill
-from skilltrain.texts import CJK, num_words, words_of
+from skilltrain.texts import CJK, num_words, one_line, words_of
 
 MAX_TERSE_WORDS = 20
-# Words are counted over so many queries at most: larger sets have fewer distinct ones in relation.
+# Queries over which words and trigrams are counted
 _MAX_COUNTED_QUERIES = 1000
 _REFUSAL = re.compile(
     r"(?:i['’]?m sorry|sorry,? (?:but )?i"
@@ -52,18 +52,26 @@ _COMMON_PROGRAMS = frozenset(
 )
 
 
-def usable_query(answer: str, seen: set[str], max_words: int, skills: Iterable[Skill]) -> str:
-    """Return the query in a chat model's answer, and add it to `seen`.
+def usable_query(
+    answer: str, earlier_texts: set[str], max_words: int, skills: Iterable[Skill]
+) -> str:
+    """Return the query in a chat model's answer, without labels and quotes.
+
+    Args:
+        answer: Answer of the chat model.
+        earlier_texts: Casefolded queries of earlier answers, to which this query is added.
+        max_words: Number of words that the query may have.
+        skills: Skills that the query must not name.
 
     Raises:
-        AnswerError: The answer is a refusal, is empty or too long, names one of `skills`, or is in
-            `seen`.
+        AnswerError: The answer is a refusal, is empty or too long, names a skill, or repeats a
+            query.
     """
     text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
     if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
         text = text[1:-1].strip()
-    length = num_words(text)
 
+    length = num_words(text)
     if _REFUSAL.match(text):
         raise AnswerError("refused", "the model declined to answer")
     if not length:
@@ -72,23 +80,25 @@ def usable_query(answer: str, seen: set[str], max_words: int, skills: Iterable[S
         raise AnswerError("too_long", f"it had {length} words, more than {max_words}", length)
     if any(names_skill(text, skill.name) for skill in skills):
         raise AnswerError("name_leak", "it named the capability")
-    if text.casefold() in seen:
+    if text.casefold() in earlier_texts:
         raise AnswerError("duplicate", "the same text was written before")
-    seen.add(text.casefold())
+    earlier_texts.add(text.casefold())
     return text
 
 
 def query_profile(texts: Sequence[str]) -> dict[str, float]:
-    """Return the median and 90th percentile of words per query, and shares of distinct items.
+    """Measure the length and the variety of queries.
 
-    The items are texts, their first three words, words and word trigrams (distinct-1 and distinct-3
-    of Li et al., arXiv 1510.03055). Words and trigrams are counted over at most 1,000 queries, so
-    that sets of different sizes can be compared. Without queries the result is empty.
+    Returns:
+        Median and 90th percentile of words per query. Shares of distinct texts, of distinct first
+        three words (openings), of distinct words and of distinct word trigrams (distinct-1 and
+        distinct-3 of Li et al., arXiv 1510.03055). Empty without queries.
     """
     if not texts:
         return {}
     words: list[str] = []
     trigrams: list[tuple[str, ...]] = []
+    # Larger sets repeat more words, so that a sample of fixed size is counted.
     for text in sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]:
         query_words = words_of(text)
         words += query_words
@@ -113,7 +123,12 @@ def programs_of(body: str) -> frozenset[str]:
 
 
 def names_program(query: str, body: str) -> bool:
-    """Return whether `query` has a program of the skill as a word, as in "with ffmpeg"."""
+    """Return whether `query` names a program that the skill starts, as in "with ffmpeg".
+
+    Args:
+        query: Text of the query.
+        body: Body of the skill.
+    """
     return any(names_skill(query, program) for program in programs_of(body))
 
 
@@ -124,30 +139,34 @@ def names_skill(query: str, name: str) -> bool:
     "WebScraper" and "webscraper", but not by "webscrapers" or "scrape the web". Single words count
     too, even common ones.
     """
-    spelled = "".join(words_of(name))
-    if not spelled:
+    joined_name = "".join(words_of(name))
+    if not joined_name:  # the name has only signs
         return bool(name.strip()) and name.strip() in query
+
+    # Compare texts without separators. The name must start and end where words do.
     words = words_of(query)
-    text = "".join(words)
-    boundaries = list(accumulate(map(len, words), initial=0))  # where words start and end in text
+    joined_query = "".join(words)
+    boundaries = list(accumulate(map(len, words), initial=0))
     return any(
-        text.startswith(spelled, start) and start + len(spelled) in boundaries
+        joined_query.startswith(joined_name, start) and start + len(joined_name) in boundaries
         for start in boundaries
     )
 
 
 def without_name(text: str, name: str) -> str:
-    """Return `text` on one line without the words that spell `name`, whatever case and separators.
+    """Remove the words that spell `name` from a text, and put it on one line.
 
-    Unlike `names_skill`, it does not find other Unicode forms of the letters (NFKC).
+    Case and separators do not matter. Unlike `names_skill`, it does not find other Unicode forms of
+    the letters (NFKC).
     """
     words = words_of(name)
     if not words:
         return text
+
     # Separators may stand between the words, or between the letters of a single word.
-    units = "".join(words) if len(words) == 1 else words
-    spelled = r"[\W_]*".join(map(re.escape, units))
+    units = words[0] if len(words) == 1 else words
+    pattern = r"[\W_]*".join(map(re.escape, units))
     # A Latin word must be whole. A CJK character is a word of its own.
-    before = rf"(?<![^\W_{CJK}])" if _IS_LATIN.match(words[0]) else ""
-    after = rf"(?![^\W_{CJK}])" if _IS_LATIN.match(words[-1]) else ""
-    return " ".join(re.sub(f"{before}(?i:{spelled}){after}", " ", text).split())
+    start = rf"(?<![^\W_{CJK}])" if _IS_LATIN.match(words[0]) else ""
+    end = rf"(?![^\W_{CJK}])" if _IS_LATIN.match(words[-1]) else ""
+    return one_line(re.sub(f"{start}(?i:{pattern}){end}", " ", text))

@@ -11,20 +11,30 @@ from jaxtyping import Int64
 from skilltrain.records import Skill
 
 
-def stable_number(*parts: object) -> int:
-    """Return a 64-bit number that depends only on `parts`, like a random one."""
-    return int.from_bytes(hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()[:8])
+def stable_number(*key: object) -> int:
+    """Return a pseudo-random 64-bit number that depends only on `key`."""
+    text = "\x1f".join(map(str, key))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def is_drawn(share: float, *parts: object) -> bool:
-    """Return True with probability `share`, always the same for the same `parts`."""
-    return stable_number(*parts) < share * 2**64
+def is_drawn(share: float, *key: object) -> bool:
+    """Return True with probability `share`, always the same for the same `key`."""
+    return stable_number(*key) < share * 2**64
 
 
 def draw(
     allowed: Int64[np.ndarray, " position"], count: int, key: str
 ) -> Int64[np.ndarray, " drawn"]:
-    """Sample `count` of `allowed` without repetition, or all if there are fewer; random order."""
+    """Sample `count` positions without repetition, or all if there are fewer.
+
+    Args:
+        allowed: Positions to choose from.
+        count: Number of positions to sample.
+        key: Text that decides the sample.
+
+    Returns:
+        The sampled positions, in random order.
+    """
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     rng = np.random.default_rng(seed)
     chosen = rng.choice(len(allowed), size=min(count, len(allowed)), replace=False)
@@ -38,11 +48,14 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     """
     if max_skills is None or max_skills >= len(pool):
         return list(pool)
-    strata: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    strata: dict[tuple[str, str], list[str]] = defaultdict(list)  # by category and language
     for skill in pool:
         strata[skill.category or "", skill.lang or ""].append(skill.skill_id)
     sizes = {key: len(skill_ids) for key, skill_ids in strata.items()}
     quotas = largest_remainder(sizes, max_skills)
+
+    # Sample each stratum with a random stream of its own.
     chosen: set[str] = set()
     for key, skill_ids in strata.items():
         rng = random.Random(stable_number(seed, "sample", *key))
@@ -66,14 +79,16 @@ def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int)
     """
     from scipy.cluster.hierarchy import DisjointSet
 
+    # Link the groups that share a skill.
     linked = DisjointSet(groups)
     first_group_of: dict[str, str] = {}  # by skill id
     for name, skill_ids in groups.items():
         for skill_id in skill_ids:
             linked.merge(first_group_of.setdefault(skill_id, name), name)
+
+    # Put linked groups into dev as long as there is room for them.
     components = linked.subsets()
     components.sort(key=lambda names: stable_number(seed, "split", min(names)))
-
     num_free = round(share * len(groups))
     splits = dict.fromkeys(groups, "train")
     for names in components:
@@ -86,13 +101,16 @@ def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int)
 def largest_remainder(
     sizes: Mapping[tuple[str, str], int], total: int
 ) -> dict[tuple[str, str], int]:
-    """Divide `total` seats in proportion to `sizes` (Hamilton's method).
+    """Divide `total` in whole numbers in proportion to `sizes` (Hamilton's method).
 
-    Of equal remainders the smaller key gets the seat.
+    Each key gets its exact share rounded down. The keys with the largest remainders get one more;
+    of equal remainders, the smaller key.
     """
     whole = sum(sizes.values())
     quotas = {key: size * total // whole for key, size in sizes.items()}
+    # The largest remainder comes first.
     by_remainder = sorted(sizes, key=lambda key: (-(sizes[key] * total % whole), key))
-    for key in by_remainder[: total - sum(quotas.values())]:
+    num_missing = total - sum(quotas.values())
+    for key in by_remainder[:num_missing]:
         quotas[key] += 1
     return quotas

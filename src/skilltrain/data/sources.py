@@ -79,21 +79,32 @@ class Mining:
         return number_values((skill.category or "").strip() for skill in self.skills)
 
     def has_category_of_positive(self, row: int) -> Bool[np.ndarray, " skill"]:
-        """Return a mask of the skills that share a category with a positive of the query."""
+        """Return a mask of the skills in a category of the positives of the query at `row`."""
         categories = self.category_numbers
         return np.isin(categories, categories[self.positives[row]]) & (categories >= 0)
 
-    def without_positives(self, row: int, found: Found, limit: int) -> Ranked:
-        """Return the `limit` best skills of the query, without positives and NaN scores."""
-        positions = found[0][row]
-        scores = found[1][row]
+    def without_positives(self, row: int, results: Found, limit: int) -> Ranked:
+        """Return the `limit` best skills of the query at `row`, without its positives.
+
+        Args:
+            row: Index of the query.
+            results: Positions and scores of a search, best first, with one row per query. Results
+                with a NaN score are left out.
+            limit: Number of skills.
+        """
+        positions = results[0][row]
+        scores = results[1][row]
         is_candidate = ~np.isin(positions, self.positives[row]) & ~np.isnan(scores)
         return positions[is_candidate][:limit], scores[is_candidate][:limit]
 
     def sample(self, source: str, row: int, allowed: Positions, limit: int) -> Ranked:
-        """Sample skills for the query and rank them by cosine.
+        """Sample skills for the query at `row`, and rank them by their cosine to the query.
 
-        Each source and query has its own random stream.
+        Args:
+            source: Name of the source. Each source and query has its own random stream.
+            row: Index of the query.
+            allowed: Positions of the skills to choose from.
+            limit: Number of skills.
         """
         seed = f"{self.seed}/{self.queries[row].query_id}/{source}"
         positions = draw(allowed, limit, seed)
@@ -138,7 +149,8 @@ class LexicalSource(NegativeSource):
             return mining.without_positives(row, mining.best_by_bm25, limit)
         positions, _ = mining.without_positives(row, mining.nearest, limit)
         scores = mining.bm25.scores(mining.queries[row].text)[positions]
-        return best_first(positions[scores > 0], scores[scores > 0])
+        shares_term = scores > 0
+        return best_first(positions[shares_term], scores[shares_term])
 
 
 class TaxonomySource(NegativeSource):

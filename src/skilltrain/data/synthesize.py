@@ -8,8 +8,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, zip_longest
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -39,7 +37,7 @@ from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
 from skilltrain.texts import num_words
 
-# The style of `rewrite` begins with "in", which the prompt of `synthesize` does not need.
+# Words for a terse query, as its length in a prompt. The style of `rewrite` begins with "in".
 TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
 
 
@@ -50,12 +48,13 @@ class OwnTextConfig(Config):
 
 
 def _as_path(name: object) -> object:
+    """Return the name of a YAML file as a path, and everything else unchanged."""
     is_file = isinstance(name, str) and name.endswith((".yaml", ".yml"))
     return Path(str(name)) if is_file else name
 
 
 def _check_renders(name: str | Path) -> str | Path:
-    """Return the name of a prompt. Raises ValueError if its templates cannot be rendered."""
+    """Return the name or path of a prompt. Raises ValueError if it cannot be rendered."""
     try:
         render_prompt(load_prompt(name), "", number=1, total=1, length="", lang="en", style="")
     except SkilltrainError as error:
@@ -139,20 +138,24 @@ class Synthesize(Stage):
         """Author of the queries, as the tables name it."""
         if isinstance(self.llm, OwnTextConfig):
             return OWN_TEXT
-        return f"llm:{self.llm.model}" + (f", {self.style}" if self.style else "")
+        if self.style is not None:
+            return f"llm:{self.llm.model}, {self.style}"
+        return f"llm:{self.llm.model}"
 
     def run(self, out: Path) -> Summary:
-        """Write QUERIES, JUDGEMENTS and DROPPED. Every query asked for is in QUERIES or in DROPPED.
+        """Write QUERIES, JUDGEMENTS and DROPPED, and return counts.
+
+        Every planned query is in QUERIES or in DROPPED.
 
         Raises:
             SkilltrainError: No query was made at all.
         """
-        wanted, flagged = _plan_queries(self)
+        planned, flagged = _plan_queries(self)
         if isinstance(self.llm, OwnTextConfig):
-            outcome = _from_own_text(self, wanted, out)
+            outcome = _from_own_text(self, planned, out)
         else:
-            outcome = ask(_questions(self, self.llm, wanted))
-        num_skills = len(wanted) // self.num_queries_per_skill
+            outcome = ask(_questions(self, self.llm, planned))
+        num_skills = len(planned) // self.num_queries_per_skill
         if not outcome.values:
             reason = outcome.dropped[0].reason if outcome.dropped else "every skill is flagged"
             problem = f"made no query for {num_skills} skills; the first reason: {reason}"
@@ -167,20 +170,23 @@ class Synthesize(Stage):
         queries: list[Query] = []
         judgements: list[Judgement] = []
         for query, text in outcome.values:
+            # All skills of a cluster are in one split.
             split_key = first_id_of.get(query.skill_id, query.skill_id)
             is_dev = is_drawn(self.dev_share, self.seed, "split", split_key)
             split = "dev" if is_dev else "train"
             queries.append(Query(query.query_id, text, "single", origin, split))
             judgements.append(Judgement(query.query_id, query.skill_id, Verdict.REQUIRED, origin))
         write_queries(queries, judgements, dropped, out)
+
+        total_words = sum(num_words(query.text) for query in queries)
         return {
             "num_skills": num_skills,
-            "num_asked": len(wanted),
+            "num_asked": len(planned),
             "num_queries": len(queries),
             "num_dropped": len(dropped),
             "dropped": counted(row.filter for row in dropped),
             "num_dev": sum(query.split == "dev" for query in queries),
-            "mean_words": round(sum(num_words(query.text) for query in queries) / len(queries), 1),
+            "mean_words": round(total_words / len(queries), 1),
             "origin": origin,
             **outcome.used,
             "profile": query_profile([query.text for query in queries]),
@@ -188,21 +194,26 @@ class Synthesize(Stage):
 
     def dry_run(self) -> Summary:
         """Count the queries and estimate their cost. Asks no chat model."""
-        wanted, flagged = _plan_queries(self)
+        planned, flagged = _plan_queries(self)
         summary = {
-            "num_skills": len(wanted) // self.num_queries_per_skill,
+            "num_skills": len(planned) // self.num_queries_per_skill,
             "num_flagged": len(flagged),
-            "num_asked": len(wanted),
+            "num_asked": len(planned),
             "origin": self.origin,
         }
         if isinstance(self.llm, LLMConfig):
-            summary |= estimate_cost(_questions(self, self.llm, wanted))
+            summary |= estimate_cost(_questions(self, self.llm, planned))
         return summary
 
 
 @dataclass(frozen=True, slots=True)
 class WantedQuery:
-    """A query to be written. `number` counts the queries of a skill from 1."""
+    """A query to be written for a skill.
+
+    Attributes:
+        number: Number of the query among those of the skill, from 1.
+        is_terse: Whether the query has few words.
+    """
 
     query_id: str
     skill_id: str
@@ -212,7 +223,11 @@ class WantedQuery:
 
 
 def _plan_queries(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]:
-    """Return the queries to write, skill by skill, and rows of DROPPED for flagged skills."""
+    """Plan the queries to write.
+
+    Returns:
+        The queries, skill by skill, and rows of DROPPED for flagged skills.
+    """
     skills: list[Skill]
     flagged: list[Dropped] = []
     if config.flagged == "leave_out":
@@ -235,54 +250,61 @@ def _plan_queries(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]
         settings += (config.prompt, config.style)
     run_hash = hashlib.sha256(repr(settings).encode()).hexdigest()[:6]
 
-    wanted: list[WantedQuery] = []
+    planned: list[WantedQuery] = []
     for skill in sample_skills(skills, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
             is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
             query_id = f"{skill.skill_id}#{run_hash}-{number}"
-            wanted.append(WantedQuery(query_id, skill.skill_id, skill, number, is_terse))
-    return wanted, flagged
+            planned.append(WantedQuery(query_id, skill.skill_id, skill, number, is_terse))
+    return planned, flagged
 
 
-def query_prompt(config: Synthesize, wanted: WantedQuery) -> tuple[str, str]:
+def query_prompt(config: Synthesize, query: WantedQuery) -> tuple[str, str]:
     """Return the system and the user message for one query, the same in every attempt."""
-    skill = wanted.skill
-    styles = PROMPTS["styles"]["drawn"]
-    number = stable_number(config.seed, "style", f"{skill.skill_id}#{wanted.number}")
-    style = config.style or styles[number % len(styles)]
-    material = untrusted_skill(skill, 500, config.body_chars)
+    skill = query.skill
+    if query.is_terse:
+        style = "terse"
+        length = TERSE
+    else:
+        # Without a setting, the query draws one of the styles.
+        styles = PROMPTS["styles"]["drawn"]
+        number = stable_number(config.seed, "style", f"{skill.skill_id}#{query.number}")
+        style = config.style or styles[number % len(styles)]
+        length = f"about {config.num_words} words"
+
     texts = load_prompt(config.prompt)
+    material = untrusted_skill(skill, 500, config.body_chars)
     if texts.get("shows_category"):
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
     return render_prompt(
         texts,
         material,
-        number=wanted.number,
+        number=query.number,
         total=config.num_queries_per_skill,
-        length=TERSE if wanted.is_terse else f"about {config.num_words} words",
+        length=length,
         lang=skill.lang or "en",
-        style="terse" if wanted.is_terse else style,
+        style=style,
     )
 
 
 def _questions(
-    config: Synthesize, llm: LLMConfig, wanted: Sequence[WantedQuery]
+    config: Synthesize, llm: LLMConfig, planned: Sequence[WantedQuery]
 ) -> Questions[WantedQuery, str]:
     """Return the questions that ask the chat model for the queries."""
-    seen: set[str] = set()
+    earlier_texts: set[str] = set()
 
     def read(query: WantedQuery, answer: str) -> str:
         max_words = MAX_TERSE_WORDS if query.is_terse else config.num_words * 3 // 2
-        return usable_query(answer, seen, max_words, [query.skill])
+        return usable_query(answer, earlier_texts, max_words, [query.skill])
 
     tokens = round(config.num_words * TOKENS_PER_WORD)
     return questions_of(
-        llm, wanted, partial(query_prompt, config), read, config.seed, tokens, "writing queries"
+        llm, planned, partial(query_prompt, config), read, config.seed, tokens, "writing queries"
     )
 
 
 def _from_own_text(
-    config: Synthesize, wanted: Sequence[WantedQuery], out: Path
+    config: Synthesize, planned: Sequence[WantedQuery], out: Path
 ) -> Outcome[WantedQuery, str]:
     """Make queries from the skills' own texts.
 
@@ -291,38 +313,41 @@ def _from_own_text(
     values: list[tuple[WantedQuery, str]] = []
     dropped: list[Dropped] = []
     pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    first_skill: dict[str, str] = {}  # first skill id with a casefolded text
-    for skill_id, group in groupby(wanted, key=attrgetter("skill_id")):
-        texts, pool[skill_id] = own_queries(
-            pool[skill_id], config.num_queries_per_skill, config.seed
-        )
-        for query, text in zip_longest(group, texts):
-            if text is None:
-                reason = "its own text holds no further passage that can be a query"
-                dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
-                continue
-            first_id = first_skill.setdefault(text.casefold(), skill_id)
-            if first_id == skill_id:
-                values.append((query, text))
-                continue
+    texts: list[str] = []  # of the skill of the loop
+    first_owners: dict[str, str] = {}  # id of the first skill with a text, by casefolded text
+    for query in planned:
+        skill_id = query.skill_id
+        if query.number == 1:
+            texts, rest = own_queries(query.skill, config.num_queries_per_skill, config.seed)
+            pool[skill_id] = rest
+        if query.number > len(texts):
+            reason = "its own text holds no further passage that can be a query"
+            dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
+            continue
+
+        text = texts[query.number - 1]
+        owner = first_owners.setdefault(text.casefold(), skill_id)
+        if owner == skill_id:
+            values.append((query, text))
+        else:
             reason = "another skill has the same passage"
-            dropped.append(
-                Dropped(query.query_id, skill_id, "duplicate", reason, other_id=first_id)
-            )
+            dropped.append(Dropped(query.query_id, skill_id, "duplicate", reason, other_id=owner))
     write_table(pool.values(), SKILLS, out)
-    if (flags := read_flags(config.pool)) is not None:
+    flags = read_flags(config.pool)
+    if flags is not None:
         write_flags(flags, out)
     return Outcome(values, dropped, {})
 
 
 def _first_ids_of_clusters(clusters: Path | None) -> dict[str, str]:
-    """Return the lowest skill id of its cluster for each skill, nothing without `clusters`.
+    """Return for each skill the lowest skill id of its cluster; nothing without `clusters`.
 
     This id decides the split of all skills of the cluster. It seldom changes when the pool grows.
     """
-    cluster_of = read_clusters(clusters, ()) if clusters is not None else {}
-    lowest: dict[int, str] = {}
+    if clusters is None:
+        return {}
+    first_ids: dict[int, str] = {}  # by cluster
     return {
-        skill_id: lowest.setdefault(cluster, skill_id)
-        for skill_id, cluster in sorted(cluster_of.items())
+        skill_id: first_ids.setdefault(cluster, skill_id)
+        for skill_id, cluster in sorted(read_clusters(clusters, ()).items())
     }

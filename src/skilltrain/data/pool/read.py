@@ -28,11 +28,11 @@ from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
-from skilltrain.texts import clean_text, decode_text, language_of
+from skilltrain.texts import clean_text, decode_text, language_of, one_line
 
-MAX_BODY_CHARS = 200_000
-MAX_FILE_BYTES = 64 * 2**20
-CUT = "body_too_long"  # in DROPPED, but its skill is kept
+MAX_BODY_CHARS = 200_000  # longer bodies are cut
+MAX_FILE_BYTES = 64 * 2**20  # of a SKILL.md; larger files are not read
+CUT = "body_too_long"  # `filter` of a row in DROPPED whose skill is kept with a cut body
 HF_PREFIX = "hf:"
 _SHARDS = (".jsonl", ".jsonl.gz", ".parquet")
 _BATCH_ROWS = 256  # rows of a parquet file that are converted at once
@@ -41,10 +41,13 @@ SOURCE_FILES = ("skill.md", *_SHARDS)
 """Endings of the names of files that may hold skills, in lower case."""
 
 SkillsOrDropped = Iterator[Skill | Dropped]
+"""Skills of a source, and a row of DROPPED for everything in it that is no skill."""
 
 
 def read_pool(path: Path | str) -> list[Skill]:
     """Read a SKILLS table, or any source of the stage `pool` without dropping duplicates.
+
+    A message says how many skills are left out, and why.
 
     Raises:
         SkilltrainError: There is no skill.
@@ -52,12 +55,15 @@ def read_pool(path: Path | str) -> list[Skill]:
     file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
+
     sources, dropped = read_sources([path])
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
-    counts = counted(drop.filter for drop in dropped + duplicates if drop.filter != CUT)
+
+    # Say what is left out.
+    counts = counted(row.filter for row in dropped + duplicates if row.filter != CUT)
     if counts:
         num_dropped = sum(counts.values())
-        reasons = ", ".join(f"{name} {num}" for name, num in counts.items())
+        reasons = ", ".join(f"{name} {count}" for name, count in counts.items())
         say(
             f"{path}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
             f"`skilltrain pool sources={path}` lists them"
@@ -75,12 +81,18 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     counts = read_local(pool)  # number of skills by source
     if sum(counts.values()) != len(skills):
         counts = {str(pool.resolve()): len(skills)}
-    remaining = iter(skills)
-    return {Path(source): [*islice(remaining, counts[source])] for source in counts}
+
+    # The skills of a source are side by side in the pool.
+    skills_by_source: dict[Path, list[Skill]] = {}
+    start = 0
+    for source, count in counts.items():
+        skills_by_source[Path(source)] = skills[start : start + count]
+        start += count
+    return skills_by_source
 
 
 def skill_folders(pool: Path) -> list[Path]:
-    """Return the folders that may hold a pool's SKILL.md files: `pool`, and its run's sources."""
+    """Return the folders that may hold a pool's SKILL.md files: the pool, and its sources."""
     sources = record_of(pool).get("recipe", {}).get("sources", ())
     return [pool, *(Path(source) for source in sources if isinstance(source, str))]
 
@@ -101,7 +113,7 @@ def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
-    """Convert rows to skills with unique ids, and keep duplicates.
+    """Convert rows of values by column to skills with unique ids, and keep duplicates.
 
     Raises:
         SkilltrainError: A row is no skill, or there is none.
@@ -141,9 +153,11 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
             if num_chars > MAX_BODY_CHARS:
                 reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
                 dropped.append(Dropped("", item.skill_id, CUT, reason, float(num_chars)))
-            skills.append(_with_language(replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())))
+            skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
+            skills.append(_with_language(skill))
+
         skills_by_source.append(skills)
-        all_dropped += [replace(drop, source=clean_text(str(source))) for drop in dropped]
+        all_dropped += [replace(row, source=clean_text(str(source))) for row in dropped]
         if not skills and len(sources) > 1:
             reason = _first_reason(dropped) or "it is empty"
             say(f"warning: the source {source} gives no skill ({reason})")
@@ -156,22 +170,24 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
 
 
 def _with_language(skill: Skill) -> Skill:
-    """Return the skill with its language; detect it if it has none."""
+    """Return the skill with its language, which is detected if the skill has none."""
+    if skill.lang:
+        return skill
     text = f"{skill.name}\n{skill.description}\n{skill.body[:_LANGUAGE_CHARS]}"
-    return skill if skill.lang else replace(skill, lang=language_of(text))
+    return replace(skill, lang=language_of(text))
 
 
 def _first_reason(dropped: Sequence[Dropped]) -> str:
+    """Return the first reason, for a message; an empty text without dropped rows."""
     return f"the first of {len(dropped)} dropped rows: {dropped[0].reason}" if dropped else ""
 
 
 def merge_sources(
     sources: Sequence[Sequence[Skill]], drop_duplicates: bool
 ) -> tuple[list[list[Skill]], list[Dropped]]:
-    """Give all skills unique ids, and drop duplicates.
+    """Join the skills of sources: drop duplicates, and make ids unique.
 
-    A skill whose id an earlier skill has is renamed to ID~2, ID~3, ... Ids that a source uses
-    itself are skipped.
+    The first skill with an id keeps it. The others are renamed to ID~2, ID~3 and so on.
 
     Args:
         sources: Skills of each source.
@@ -181,10 +197,10 @@ def merge_sources(
     Returns:
         Skills of each source in order of id; the duplicates.
     """
-    source_ids = {skill.skill_id for skills in sources for skill in skills}
+    source_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
     first_id_by_content: dict[bytes, str] = {}
     identities: set[tuple[str, str, bytes]] = set()
-    last_suffixes: Counter[str] = Counter()
+    num_renames: Counter[str] = Counter()  # by id in the source
     unique_ids: set[str] = set()
     merged: list[list[Skill]] = []
     dropped: list[Dropped] = []
@@ -200,32 +216,35 @@ def merge_sources(
                 continue
             identities.add(identity)
 
-            # Add the first free suffix, from ~2.
-            skill_id = skill.skill_id
-            while skill_id in unique_ids or (skill_id != skill.skill_id and skill_id in source_ids):
-                last_suffixes[skill.skill_id] += 1
-                skill_id = f"{skill.skill_id}~{last_suffixes[skill.skill_id] + 1}"
-            first_id_by_content.setdefault(content, skill_id)
-            unique_ids.add(skill_id)
-            merged[-1].append(replace(skill, skill_id=skill_id))
+            # Find the first free id. It must not be the id of another skill in its source.
+            new_id = skill.skill_id
+            while new_id in unique_ids or (new_id != skill.skill_id and new_id in source_ids):
+                num_renames[skill.skill_id] += 1
+                new_id = f"{skill.skill_id}~{num_renames[skill.skill_id] + 1}"
+            unique_ids.add(new_id)
+            first_id_by_content.setdefault(content, new_id)
+            merged[-1].append(replace(skill, skill_id=new_id))
     return merged, dropped
 
 
 def _content_digest(skill: Skill) -> bytes:
-    """Hash name and body (description of a tool), ignoring case and white space, to 16 bytes."""
-    texts = (skill.name, skill.body or skill.description)
-    parts = (" ".join(text.casefold().split()) for text in texts)
-    return hashlib.blake2b("\x00".join(parts).encode(), digest_size=16).digest()
+    """Hash the name and the body of a skill to 16 bytes. Case and white space do not count.
+
+    For a tool, which has no body, the description is hashed.
+    """
+    text = f"{one_line(skill.name)}\x00{one_line(skill.body or skill.description)}"
+    return hashlib.blake2b(text.casefold().encode(), digest_size=16).digest()
 
 
 def read_source(source: Path | str) -> SkillsOrDropped:
-    """Yield the skills of one source, and a Dropped for everything in it that is no skill.
+    """Yield the skills of one source, and a row of DROPPED for everything that is no skill.
 
     Args:
         source: A file or folder, or `hf:` with the name or folder of a dataset.
 
     Raises:
-        SkilltrainError: The source is missing, has not the format of its name, or lacks columns.
+        SkilltrainError: The source is missing, lacks columns, or is not in the format that its name
+            says.
     """
     if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
@@ -246,26 +265,29 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 
 
 def _read_folder(root: Path) -> SkillsOrDropped:
-    """Read the SKILLS table of a folder, or else its SKILL.md files, or else its shards.
+    """Read the skills of a folder: its SKILLS table, else its SKILL.md files, else its shards.
 
-    A message names the files that are not read.
+    Shards are .jsonl, .jsonl.gz and .parquet files. A message names the files that are not read.
     """
     table = table_path(root, SKILLS)
     if table.is_file() and (root / RUN_FILE).is_file():
-        yield from _read_parquet(table)  # the stage `pool` made all other files as well
+        # The folder is that of the stage `pool`. Its other files hold no further skills.
+        yield from _read_parquet(table)
         return
 
     skill_files, shards, refused = _walk(root)
     # A shard in the folder of a skill is part of that skill.
-    skill_folders = {file.parent for file in skill_files} - {root}
-    separate = [file for file in shards if file != table and skill_folders.isdisjoint(file.parents)]
+    folders_of_skills = {file.parent for file in skill_files} - {root}
+    separate_shards = [
+        file for file in shards if file != table and folders_of_skills.isdisjoint(file.parents)
+    ]
     if table.is_file():
         yield from _read_parquet(table)
-        unread = [*skill_files, *separate]
+        unread = skill_files + separate_shards
     elif skill_files:
         yield from refused
         yield from (_read_skill_file(file, root) for file in skill_files)
-        unread = separate
+        unread = separate_shards
     elif shards:
         yield from refused
         for path in shards:
@@ -284,29 +306,34 @@ def _read_folder(root: Path) -> SkillsOrDropped:
 
 
 def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
-    """Find the skill files below a folder. Links that lead out of `root` are not followed.
+    """Find the files with skills below a folder. Links that lead out of `root` are not followed.
 
     Returns:
-        SKILL.md files; shards; a row for each refused link and each unreadable folder.
+        SKILL.md files; shards; a row of DROPPED for each refused link and each unreadable folder.
     """
     skill_files: list[Path] = []
     shards: list[Path] = []
     refused: list[Dropped] = []
     errors: list[OSError] = []
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
-        for path in sorted(Path(folder, name) for name in (*folder_names, *file_names)):
+        for path in sorted(Path(folder, name) for name in folder_names + file_names):
             is_folder = path.name in folder_names
             name = path.name.lower()
-            if not is_folder and name != "skill.md" and not name.endswith(_SHARDS):
+            if not is_folder and not name.endswith(_SHARDS) and name != "skill.md":
                 continue
-            target = Path(os.path.realpath(path))  # no error for folders that may not be read
-            if target != path and not (target.is_relative_to(root) and target.exists()):
-                place = _relative_path(path, root)
-                reason = f"{place} is a link that leads out of {clean_text(root.name)} or nowhere"
+
+            # `realpath`, because `resolve` raises for folders that may not be read.
+            target = Path(os.path.realpath(path))
+            is_link = target != path
+            if is_link and not (target.is_relative_to(root) and target.exists()):
+                link = _relative_path(path, root)
+                reason = f"{link} is a link that leads out of {clean_text(root.name)} or nowhere"
                 refused.append(Dropped("", "", "link", reason))
-            elif name == "skill.md" and not is_folder:
+            elif is_folder:
+                continue
+            elif name == "skill.md":
                 skill_files.append(path)
-            elif not is_folder:
+            else:
                 shards.append(path)
     for error in errors:
         reason = clean_text(f"{error.filename}: {error.strerror}")
@@ -319,31 +346,39 @@ def _relative_path(path: Path, root: Path) -> str:
 
 
 def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
-    place = _relative_path(path, root)
+    """Read a SKILL.md and the names of the files beside it.
+
+    Args:
+        path: The SKILL.md.
+        root: Folder of the source. The skill's id is the path of its folder below `root`.
+    """
+    name = _relative_path(path, root)
     source = clean_text(root.name)
-    # If the folder itself is the skill, its name is the id.
+    # If the folder of the source itself is the skill, its name is the id.
     skill_id = source if path.parent == root else _relative_path(path.parent, root)
     try:
         if not path.is_file():
-            return Dropped("", skill_id, "unreadable", f"{place} is not a plain file")
+            return Dropped("", skill_id, "unreadable", f"{name} is not a plain file")
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            reason = f"{place} has {size:,} bytes, more than 64 MiB"
+            reason = f"{name} has {size:,} bytes, more than 64 MiB"
             return Dropped("", skill_id, "file_too_big", reason, float(size))
         text = decode_text(path.read_bytes())
     except OSError as error:
-        return Dropped("", skill_id, "unreadable", f"{place}: {error.strerror}")
+        return Dropped("", skill_id, "unreadable", f"{name}: {error.strerror}")
     if text is None:
-        return Dropped("", skill_id, "not_text", f"{place} is not text")
+        return Dropped("", skill_id, "not_text", f"{name} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
     if not skill.body:
         return Dropped("", skill_id, "empty_body", "the skill has no body")
 
-    # os.path, because Path.is_file raises where it may not look.
-    files = (file for file in bundled_paths(path.parent) if os.path.isfile(file))  # noqa: PTH113
-    files = (file for file in files if not os.path.islink(file))  # noqa: PTH114
-    names = (_relative_path(file, path.parent) for file in files)
-    return replace(skill, files=tuple(islice(names, MAX_FILES)))
+    # os.path, because Path.is_file raises in a folder that may not be entered.
+    files = (
+        _relative_path(file, path.parent)
+        for file in bundled_paths(path.parent)
+        if os.path.isfile(file) and not os.path.islink(file)  # noqa: PTH113, PTH114
+    )
+    return replace(skill, files=tuple(islice(files, MAX_FILES)))
 
 
 def _read_shard(path: Path) -> SkillsOrDropped:
@@ -357,17 +392,17 @@ def _read_shard(path: Path) -> SkillsOrDropped:
 
 def _read_jsonl(path: Path) -> SkillsOrDropped:
     """Read a JSON Lines file. A file that breaks off gives the skills before the break."""
-    number = 0
+    number = 0  # stays 0 if the first line cannot be read
     name = clean_text(path.name)
     try:
         for number, line in numbered_lines(path):
-            place = f"{name}, line {number}"
+            where = f"{name}, line {number}"
             try:
                 row = json_object(line)
             except ValueError as error:
-                yield Dropped("", "", "not_json", f"{place} is no JSON object: {error}")
+                yield Dropped("", "", "not_json", f"{where} is no JSON object: {error}")
             else:
-                yield skill_from_row(row, place, name)
+                yield skill_from_row(row, where, name)
     except BROKEN_LINES as error:
         if not number:
             raise SkilltrainError(
@@ -378,6 +413,7 @@ def _read_jsonl(path: Path) -> SkillsOrDropped:
 
 
 def _read_parquet(path: Path) -> SkillsOrDropped:
+    """Read a parquet file in batches, so that it never is in memory as a whole."""
     name = clean_text(path.name)
     source = clean_text(path.parent.name)
     try:
@@ -392,16 +428,30 @@ def _read_parquet(path: Path) -> SkillsOrDropped:
 
 
 def _known_columns(names: list[str], where: object) -> list[str]:
-    """Return the columns that a skill has. Raises SkilltrainError if required ones are missing."""
-    if {*ID_COLUMNS, "name"}.isdisjoint(names) or {*BODY_COLUMNS, "description"}.isdisjoint(names):
-        need = "skill_id or name, and body, content or skill_md (or description alone: tools)"
-        problem = f"holds no skills: needs the columns {need}; has {', '.join(names[:8])}"
+    """Return the columns of a table that skills have. The others are not read.
+
+    Args:
+        names: Names of all columns.
+        where: The table, for the error.
+
+    Raises:
+        SkilltrainError: The table has no column for ids, or none for texts.
+    """
+    lacks_id = {*ID_COLUMNS, "name"}.isdisjoint(names)
+    lacks_text = {*BODY_COLUMNS, "description"}.isdisjoint(names)
+    if lacks_id or lacks_text:
+        needed = "skill_id or name, and body, content or skill_md (or description alone: tools)"
+        problem = f"holds no skills: needs the columns {needed}; has {', '.join(names[:8])}"
         raise SkilltrainError("missing-column", problem, where=where)
     return [name for name in COLUMNS if name in names]
 
 
 def _read_dataset(reference: str) -> SkillsOrDropped:
-    """Read a dataset: owner/name, or a folder that it was saved to, and optionally `:split`."""
+    """Read a Hugging Face dataset.
+
+    Args:
+        reference: OWNER/NAME, or a folder that the dataset was saved to. `:SPLIT` may follow.
+    """
     import datasets
 
     name = reference
@@ -409,18 +459,21 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     where = HF_PREFIX + reference
     if not Path(reference).exists() and ":" in reference:
         name, split = reference.rsplit(":", 1)
+
+    # Load it, and choose the split. A dataset with one split needs no name of a split.
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
     loaded: Any = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
     splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
-    # A dataset with one split needs no name of a split.
-    chosen_split = split or (next(iter(splits)) if len(splits) == 1 else "")
-    if chosen_split not in splits:
+    if not split and len(splits) == 1:
+        split = next(iter(splits))
+    if split not in splits:
         fault = f"has no split '{split}'" if split else "has several splits"
         problem = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"
         raise SkilltrainError(
             "choose-split", problem, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
         )
-    rows = splits[chosen_split]
+
+    rows = splits[split]
     rows = rows.select_columns(_known_columns(rows.column_names, where))
     source = Path(name).name if Path(name).exists() else name
     for number, row in enumerate(rows, 1):

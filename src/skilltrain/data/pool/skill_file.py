@@ -18,7 +18,7 @@ from skilltrain.records import SKILL_FACTS, Dropped, Skill
 from skilltrain.texts import clean_text, one_line
 
 SKILL_FILE = "SKILL.md"
-MAX_HEADER_CHARS = 65_536
+MAX_HEADER_CHARS = 65_536  # of frontmatter, and of each text in it; the rest is cut
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 # Items of a list in a header. With YAML aliases a small file can repeat a long text many times.
 MAX_ITEMS = 256
@@ -47,6 +47,8 @@ _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
 _HEADING = re.compile(r"\n[ \t]*\n#+ ")  # of Markdown, after an empty line
 # `key: value`, and no URL
 _KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
+# Starts of lines in Markdown that are no prose
+_NO_PROSE = ("#", "<", "|", "---", "===", "![", "[![")
 _FIELDS = ("name", "description", "category", "lang", "license", "metadata")
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
 # Values of a key whose value is on the next lines.
@@ -55,13 +57,12 @@ _LANG = re.compile(r"[a-z]{2}")
 
 
 def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str = "") -> Skill:
-    """Parse a SKILL.md.
+    """Parse a SKILL.md. The first paragraph of the body replaces a missing description.
 
     Args:
         text: Content of the file.
         skill_id: Id of the skill.
-        fallback_name: Name, if the header has none. The first paragraph replaces a missing
-            description.
+        fallback_name: Name of the skill if the header has none.
         source: Source of the skill.
     """
     fields, body = split_header(clean_text(text))
@@ -70,7 +71,8 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
         key: one_line(as_text(fields.get(key)))
         for key in ("name", "description", "category", "lang", "license")
     }
-    lang = texts["lang"].lower()[:2]
+    lang = texts["lang"].lower()[:2]  # en-US becomes en
+    facts = _facts_in(metadata | fields)  # the header takes precedence over its metadata
     return Skill(
         skill_id,
         name=texts["name"] or one_line(clean_text(fallback_name)),
@@ -80,12 +82,12 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
         lang=lang if _LANG.fullmatch(lang) else None,
         source=source,
         license=texts["license"] or None,
-        **_facts_in(metadata | fields),
+        **facts,
     )
 
 
-def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | Dropped:
-    """Read a skill from a row of a table in SkillRouter's format, or return why it is none.
+def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | Dropped:
+    """Read a skill from a row of a table in SkillRouter's format.
 
     The columns `content` and `skill_md` may hold a whole SKILL.md. Its frontmatter fills the fields
     that the row leaves empty. A row with a description, and without a column for a body, is a tool
@@ -93,29 +95,34 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
 
     Args:
         row: Value by column.
-        place: Place of the row, for the reason.
+        where: File and number of the row, for the reason.
         source: Source of the skill, if the row names none.
+
+    Returns:
+        The skill; or a row of DROPPED, with the reason why the row is no skill.
     """
     values = {key: as_text(row.get(key)) for key in COLUMNS}
     name = values["name"][:MAX_HEADER_CHARS]
     description = values["description"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or name)
-    body_key = next((key for key in BODY_COLUMNS if values[key]), "")
+    body_key = next((key for key in BODY_COLUMNS if values[key]), "")  # first column with a text
     if not skill_id:
-        return Dropped("", "", "no_id", f"{place} has neither skill_id nor name")
-    is_tool = bool(description.strip()) and row.keys().isdisjoint(BODY_COLUMNS)
+        return Dropped("", "", "no_id", f"{where} has neither skill_id nor name")
     if body_key and not isinstance(row[body_key], str | bytes):
-        reason = f"{place}: {body_key} is a {type(row[body_key]).__name__}, not text"
+        reason = f"{where}: {body_key} is a {type(row[body_key]).__name__}, not text"
         return Dropped("", skill_id, "not_text", reason)
 
-    # The fields of the row replace those of a SKILL.md in it.
+    # Make a skill from the body column.
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
     if body_key in ("body", ""):
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
     else:
         skill = parse_skill_file(values[body_key], skill_id, fallback_name)
+    is_tool = description.strip() and row.keys().isdisjoint(BODY_COLUMNS)
     if not skill.body and not is_tool:
-        return Dropped("", skill_id, "empty_body", f"{place} has no body")
+        return Dropped("", skill_id, "empty_body", f"{where} has no body")
+
+    # The fields of the row replace those of a SKILL.md in it.
     return replace(
         skill,
         name=one_line(name) or skill.name,
@@ -129,7 +136,11 @@ def skill_from_row(row: Mapping[str, Any], place: str, source: str) -> Skill | D
 
 
 def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of SKILL_FACTS in a header or a row; None for a missing or wrong value."""
+    """Return the value of each field of SKILL_FACTS; None if it is missing or wrong.
+
+    Args:
+        values: A header or a row of a table, with values by key.
+    """
     texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
     url = texts["url"] or one_line(as_text(values.get("homepage")))
     stars = _STARS.fullmatch(texts["stars"])
@@ -152,7 +163,7 @@ def _is_iso_date(text: str) -> bool:
 
 
 def _relative_paths(value: Any) -> tuple[str, ...] | None:
-    """Return a list of paths that stay in their folder; None for anything else."""
+    """Return the items of a list as relative paths; None if one leaves its folder, or no list."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return None
     paths = [PurePosixPath(one_line(as_text(item))) for item in value]
@@ -169,30 +180,33 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
         hidden: Whether to yield the hidden files instead of the others.
     """
     for parent, folder_names, file_names in os.walk(folder):
-        parts = Path(parent).relative_to(folder).parts
-        is_git = parts == (".git",)
-        is_hidden = any(part[0] == "." for part in parts)
+        names_below = Path(parent).relative_to(folder).parts
+        is_git = names_below == (".git",)
+        in_hidden_folder = any(name.startswith(".") for name in names_below)
 
-        # Walk into folders that hold no other skill; of .git, only into its hooks.
+        # Walk into folders that hold no other skill. Of .git, only the hooks are of interest.
         walked: list[str] = []
         for name in sorted(folder_names):
-            is_visited = (hidden or name[0] != ".") and (name == "hooks" or not is_git)
+            if is_git and name != "hooks":
+                continue
+            if name.startswith(".") and not hidden:
+                continue
             # `glob`, because `exists` raises for a folder that may not be entered.
-            if is_visited and not any(Path(parent, name).glob(SKILL_FILE)):
+            if not any(Path(parent, name).glob(SKILL_FILE)):
                 walked.append(name)
-        folder_names[:] = walked
+        folder_names[:] = walked  # os.walk continues with these
 
         for name in sorted(file_names):
-            is_chosen = (is_hidden or name[0] == ".") == hidden and not is_git
-            if is_chosen and name.lower() not in _NOT_READ:
+            is_hidden = in_hidden_folder or name.startswith(".")
+            if is_hidden == hidden and not is_git and name.lower() not in _NOT_READ:
                 yield Path(parent, name)
 
 
 def as_text(value: Any) -> str:
     """Return the value of a field as text.
 
-    The items of a list are joined with commas, and cut to MAX_HEADER_CHARS; lists in a list are
-    left out. Maps, NaN, infinity and None become an empty text.
+    The items of a list are joined with commas, and the result is cut to MAX_HEADER_CHARS. Lists in
+    a list are left out. Maps, NaN, infinity and None become an empty text.
     """
     if isinstance(value, bytes):
         return clean_text(value.decode("utf-8", "replace"))
@@ -208,7 +222,9 @@ def as_text(value: Any) -> str:
         return ", ".join(filter(None, texts))[:MAX_HEADER_CHARS]
     if isinstance(value, float) and not math.isfinite(value):
         return ""
-    return "" if value is None or isinstance(value, dict) else str(value)
+    if value is None or isinstance(value, dict):
+        return ""
+    return str(value)
 
 
 def split_header(text: str) -> tuple[dict[str, Any], str]:
@@ -217,7 +233,7 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     A block between two lines `---` at the beginning is frontmatter if it is empty or has one of the
     keys that we read. Any other such block is text between two thematic breaks, and belongs to the
     body. Frontmatter that is not YAML (`description: Use when: x`) is read line by line. If it
-    contains a heading, it was never closed, and there is no frontmatter.
+    contains a Markdown heading, its end is missing, and there is no frontmatter.
 
     Returns:
         Value by key in lower case, with scalars as text (`yes`); the body.
@@ -227,17 +243,21 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     closing = _CLOSING.search(text, opening.end()) if opening else None
     if not opening or not closing:
         return {}, text
+
     header = text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
     header = _CONTROL.sub("", header)
     fields = _read_yaml(header)
     if fields is None:
         fields = {} if _HEADING.search(header) else _read_lines(header.split("\n"))
-    is_header = not header.strip() or not fields.keys().isdisjoint(_FIELDS)
-    return (fields, text[closing.end() :]) if is_header else ({}, text)
+
+    has_known_field = not fields.keys().isdisjoint(_FIELDS)
+    if has_known_field or not header.strip():
+        return fields, text[closing.end() :]
+    return {}, text
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:
-    """Return the value by key of a header; None if it is not YAML, or no map."""
+    """Return the values of a header by key in lower case; None if it is not YAML, or no map."""
     try:
         # Not the C loader: libyaml overflows the C stack on deeply nested input.
         value = yaml.load(header, yaml.BaseLoader)
@@ -249,16 +269,20 @@ def _read_yaml(header: str) -> dict[str, Any] | None:
 
 
 def _read_lines(lines: list[str]) -> dict[str, Any]:
-    """Read `key: value` lines as a map. A line without a key continues the value before it.
+    """Read `key: value` lines of a header that is not YAML.
 
-    `name` and `description` may be indented, for example by a tab. Below a key with an empty value
-    they belong to this value.
+    A line without a key continues the value before it. The keys `name` and `description` may be
+    indented, for example by a tab; but an indented line after an empty value belongs to that value.
+
+    Returns:
+        Value by key in lower case. The value of `metadata` is a map again.
     """
     lines_by_key: dict[str, list[str]] = {}
     key = ""
     for line in lines:
         match = _KEY.match(line)
-        if not match and key and lines_by_key[key][0] not in _BLOCK_MARKS:
+        has_value = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
+        if not match and has_value:
             match = _INDENTED_FIELD.match(line)
         if match:
             key = match[1].lower()
@@ -274,13 +298,14 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
 
 
 def _join(lines: list[str]) -> str:
-    """Join the lines of a value, without list marks and the quotes around it."""
+    """Join the lines of a value. List marks and quotes around the whole value are removed."""
     if lines[0] in _BLOCK_MARKS:
         lines = lines[1:]
     text = " ".join(line.removeprefix("- ") for line in lines).strip()
     quote = text[:1]
+    content = text[1:-1]
     is_quoted = len(text) > 1 and quote in "\"'" and text.endswith(quote)
-    return text[1:-1] if is_quoted and quote not in text[1:-1] else text
+    return content if is_quoted and quote not in content else text
 
 
 def first_paragraph(body: str) -> str:
@@ -293,11 +318,7 @@ def first_paragraph(body: str) -> str:
     )
     for block in re.split(r"\n[ \t]*\n", without_code):
         lines = [line.strip().removeprefix("> ").removeprefix("- ") for line in block.split("\n")]
-        prose = [
-            line
-            for line in lines
-            if line and not line.startswith(("#", "<", "|", "---", "===", "![", "[!["))
-        ]
+        prose = [line for line in lines if line and not line.startswith(_NO_PROSE)]
         if prose:
             return one_line(" ".join(prose))[:MAX_DESCRIPTION_CHARS]
     return ""

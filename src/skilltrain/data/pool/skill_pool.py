@@ -68,12 +68,12 @@ class Pool(Stage):
     @field_validator("sources", mode="before")
     @classmethod
     def _parse_sources(cls, value: Any) -> Any:
-        """Return a list, with texts as paths unless they start with `hf:`."""
-        values = value if isinstance(value, list | tuple) else [value]
-        return [
-            value if not isinstance(value, str) or value.startswith(HF_PREFIX) else Path(value)
-            for value in values
-        ]
+        """Return the sources as a list. Texts become paths unless they start with `hf:`."""
+        sources: list[Any] = []
+        for source in value if isinstance(value, list | tuple) else [value]:
+            is_path = isinstance(source, str) and not source.startswith(HF_PREFIX)
+            sources.append(Path(source) if is_path else source)
+        return sources
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +84,7 @@ class Pool(Stage):
 
     @model_validator(mode="after")
     def _check_categories(self) -> "Pool":
+        """Check that there is an encoder if, and only if, it finds categories."""
         if (self.categories == "keep") != (self.encoder is None):
             raise ValueError(
                 "categories: taxonomy and from_pool need a section encoder, which keep does not use"
@@ -96,7 +97,7 @@ class Pool(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write SKILLS, DROPPED and FLAGS.
+        """Join the sources in one pool, and write SKILLS, DROPPED and FLAGS.
 
         Returns:
             Numbers of skills found, dropped, categorised and flagged.
@@ -104,17 +105,18 @@ class Pool(Stage):
         Raises:
             SkilltrainError: A source cannot be read, or no skill is left.
         """
-        skills_read, dropped = read_sources(self.sources)
-        num_unreadable = Counter(drop.source for drop in dropped if drop.filter != CUT)
+        skills_by_source, dropped = read_sources(self.sources)
+        num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
         num_found: dict[str, int] = {}
-        for source, source_skills in zip(self.sources, skills_read, strict=True):
+        for source, source_skills in zip(self.sources, skills_by_source, strict=True):
             num_found[str(source)] = len(source_skills) + num_unreadable[clean_text(str(source))]
 
-        merged_by_source, duplicates = merge_sources(skills_read, self.drop_duplicates)
+        # Join the sources, and find the missing categories.
+        merged_by_source, duplicates = merge_sources(skills_by_source, self.drop_duplicates)
         dropped += duplicates
         merged = list(chain.from_iterable(merged_by_source))
         skills = _fill_categories(merged, self)
-        num_own = sum(skill.category is not None for skill in merged)
+        num_own_category = sum(skill.category is not None for skill in merged)
         num_with_category = sum(skill.category is not None for skill in skills)
         if not num_with_category:
             say(
@@ -128,53 +130,62 @@ class Pool(Stage):
         folders = {skill_id: file.parent for skill_id, file in files.items() if file}
         flags = screen_pool(skills, self.workers, folders)
 
+        # Write the tables, and the number of skills of each source.
         write_table(skills, SKILLS, out)
-        paths = [clean_text(str(Path(source).resolve())) for source in self.sources]
-        write_json(out / LOCAL_FILE, dict(zip(paths, map(len, merged_by_source), strict=True)))
-        write_flags(flags, out)
         write_table(dropped, DROPPED, out)
-        rules_by_skill = [{flag.rule for flag in skill_flags} for skill_flags in flags.values()]
+        write_flags(flags, out)
+        paths = [clean_text(str(Path(source).resolve())) for source in self.sources]
+        num_by_path = dict(zip(paths, map(len, merged_by_source), strict=True))
+        write_json(out / LOCAL_FILE, num_by_path)
+
+        rules: list[str] = []  # each rule once for a skill
+        for skill_flags in flags.values():
+            rules += {flag.rule for flag in skill_flags}
         return {
             "num_skills": len(skills),
             "num_found": num_found,
-            "num_dropped": counted(drop.filter for drop in dropped if drop.filter != CUT),
-            "num_cut": sum(drop.filter == CUT for drop in dropped),
+            "num_dropped": counted(row.filter for row in dropped if row.filter != CUT),
+            "num_cut": sum(row.filter == CUT for row in dropped),
             "num_by_lang": counted(skill.lang or "unknown" for skill in skills),
-            "num_with_own_category": num_own,
-            "num_with_assigned_category": num_with_category - num_own,
+            "num_with_own_category": num_own_category,
+            "num_with_assigned_category": num_with_category - num_own_category,
             "num_categories": len({skill.category for skill in skills} - {None}),
             "description_words": audit([skill.description for skill in skills]),
             "num_flagged_skills": len(flags),
-            "num_flagged": counted(chain.from_iterable(rules_by_skill)),
+            "num_flagged": counted(rules),
         }
 
 
 def audit(texts: Sequence[str]) -> dict[str, float]:
-    """Count the words of texts.
+    """Measure how long texts are, in words.
 
     Returns:
-        Shares of texts that are empty, under 10 and under 25 words; median and 90th percentile of
-        the number of words.
+        Shares of texts that are empty, and that have under 10 and under 25 words. Median and 90th
+        percentile of the number of words.
     """
-    words = np.array([num_words(text) for text in texts])
-    median, p90 = np.quantile(words, (0.5, 0.9)).tolist()
+    lengths = np.array([num_words(text) for text in texts])
+    median, p90 = np.quantile(lengths, (0.5, 0.9)).tolist()
     limits = {"empty": 1, "under_10": 10, "under_25": 25}
-    shares = {name: round(float((words < limit).mean()), 4) for name, limit in limits.items()}
+    shares = {name: round(float((lengths < limit).mean()), 4) for name, limit in limits.items()}
     return shares | {"median": median, "p90": p90}
 
 
 def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
-    """Give each skill without a category the nearest one. Nothing changes without an encoder."""
+    """Give each skill without a category the nearest one. Nothing changes without an encoder.
+
+    Raises:
+        SkilltrainError: The categories come from the pool, and no skill has one.
+    """
     uncategorised = [skill for skill in skills if skill.category is None]
     if config.encoder is None or not uncategorised:
         return skills
-    members = [skill for skill in skills if skill.category is not None]
-    if config.categories == "from_pool" and not members:
+    categorised = [skill for skill in skills if skill.category is not None]
+    if config.categories == "from_pool" and not categorised:
         raise SkilltrainError(
             "wrong-pool", "no skill of the pool has a category", fix="set categories: taxonomy"
         )
 
-    # The vector of a category: its description, or the mean of its members.
+    # The vector of a category is that of its description, or the mean over its skills.
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
@@ -185,19 +196,16 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
         )
     else:
         names, vectors = mean_vectors(
-            encoder.encode_skills(members), [skill.category or "" for skill in members]
+            encoder.encode_skills(categorised), [skill.category or "" for skill in categorised]
         )
 
     similarities = encoder.encode_skills(uncategorised) @ vectors.T  # [skill, category]
-    nearest = similarities.argmax(axis=1).tolist()  # of equal categories the first
-    category_by_id = {
-        skill.skill_id: names[position]
+    nearest = similarities.argmax(axis=1).tolist()  # the first of equally near categories
+    filled = {
+        skill.skill_id: replace(skill, category=names[position])
         for skill, position in zip(uncategorised, nearest, strict=True)
     }
-    return [
-        replace(skill, category=category_by_id.get(skill.skill_id, skill.category))
-        for skill in skills
-    ]
+    return [filled.get(skill.skill_id, skill) for skill in skills]
 
 
 Line = Annotated[str, AfterValidator(one_line), Field(pattern=r"\S")]
@@ -240,8 +248,8 @@ def mean_vectors(
         vectors: Vectors of skills.
         names: Category of each skill.
     """
-    categories, numbers = np.unique(np.array(names), return_inverse=True)
-    sums = np.zeros((len(categories), vectors.shape[1]))
+    categories, numbers = np.unique(np.array(names), return_inverse=True)  # numbers: [skill]
+    sums = np.zeros((len(categories), vectors.shape[1]))  # [category, dim]
     np.add.at(sums, numbers, vectors)
-    norms = np.linalg.norm(sums, axis=1, keepdims=True)
+    norms = np.linalg.norm(sums, axis=1, keepdims=True)  # [category, 1]
     return categories.tolist(), (sums / np.maximum(norms, 1e-12)).astype(np.float32)
