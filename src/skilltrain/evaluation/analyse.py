@@ -24,7 +24,7 @@ from skilltrain.models.reranker import load_reranker
 from skilltrain.plugins import OneOf
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
-from skilltrain.retrieval.rankers import parts_of
+from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 
@@ -42,7 +42,9 @@ class Inputs(NamedTuple):
 
     def models(self) -> list[EncoderConfig | RerankConfig]:
         """Return the distinct models that run on this machine."""
-        parts = {part.key: part for system in self.systems for part in parts_of(system.rankers)}
+        parts = {
+            part.key: part for system in self.systems for part in flatten_rankers(system.rankers)
+        }
         return [part for part in parts.values() if isinstance(part, EncoderConfig | RerankConfig)]
 
 
@@ -209,16 +211,16 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
     for system, ranked in stages.items():
         groups: dict[str, Sequence[RankedStage]] = {}
         for number, stage in enumerate(ranked, 1):
-            if stage.alone:
+            if stage.latencies:
                 groups[f"{number} {stage.kind}"] = [stage]
         if len(groups) == len(ranked):
             groups["total"] = ranked
         for name, group in groups.items():
-            seconds = np.sum([stage.alone for stage in group], axis=0)
+            seconds = np.sum([stage.latencies for stage in group], axis=0)
             mean = float(seconds.mean())
             p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
             gpu_gib = max(stage.gpu_bytes for stage in group) / 2**30
-            gpu_seconds = sum(float(np.mean(stage.alone)) for stage in group if stage.gpu_bytes)
+            gpu_seconds = sum(float(np.mean(stage.latencies)) for stage in group if stage.gpu_bytes)
             row: Row = {"system": system, "stage": name}
             row |= {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
             row |= {"gpu_gib": gpu_gib or None, "gpu_seconds": 1000 * gpu_seconds or None}

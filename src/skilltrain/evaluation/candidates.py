@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.executor import OpenRankers, run_rankers
-from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
@@ -88,7 +88,7 @@ def estimate_ranking(
     dollars: list[Any] = []
     counted_keys: set[str] = set()
     for system in systems:
-        for part in parts_of(system.rankers):
+        for part in flatten_rankers(system.rankers):
             # Systems share embeddings, but each of them asks its chat models anew.
             if part.key in counted_keys and not part.asks_chat_model:
                 continue
@@ -142,7 +142,7 @@ class Teacher(Stage):
             SkilltrainError: A list has no query text, a skill is not in the pool, or a skill gets
                 no score.
         """
-        for part in parts_of(self.rankers):
+        for part in flatten_rankers(self.rankers):
             part.check()
         lists = read_table(self.lists, LISTS).to_pylist()
         if not lists:
@@ -205,7 +205,7 @@ def member_scores(
     candidates: Rankings = {
         query_id: [(skill_id, 0.0) for skill_id in row] for query_id, row in members.items()
     }
-    scoring = [ranker.keeping(longest) for ranker in rankers]
+    scoring = [ranker.with_keep(longest) for ranker in rankers]
     rankings = run_rankers(scoring, queries, candidates, OpenRankers(skills))
     scores: dict[str, list[float]] = {}
     for query_id, row in members.items():

@@ -39,7 +39,7 @@ from skilltrain.metrics.measures import (
 )
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
-from skilltrain.retrieval.rankers import parts_of
+from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import RANKINGS, write_table
@@ -366,7 +366,7 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
     }
     for system in config.systems:
         names: list[str] = []
-        for part in parts_of(system.rankers):
+        for part in flatten_rankers(system.rankers):
             model = part.server.model if part.server else part.model_source
             if model:
                 names.append(Path(model).name if Path(model).exists() else model)

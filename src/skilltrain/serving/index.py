@@ -36,7 +36,7 @@ from skilltrain.formats import ROUTER
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.retrieval.rankers import RankerConfig, parts_of
+from skilltrain.retrieval.rankers import RankerConfig, flatten_rankers
 from skilltrain.serving.answer import Calibration
 from skilltrain.version import __version__
 
@@ -113,10 +113,10 @@ class IndexRecord(Config):
         """
         store = partial(_to_stored_path, router, local_paths)
         rankers = [
-            _change_paths(ranker.written_out().model_dump(mode="json"), store)
+            _change_paths(ranker.with_default_values().model_dump(mode="json"), store)
             for ranker in system.rankers
         ]
-        parts = parts_of(system.rankers)
+        parts = flatten_rankers(system.rankers)
         model_sources = {part.model_source for part in parts if part.model_source}
         models = {store(source): model_fingerprint(source) for source in sorted(model_sources)}
         if calibration and (calibration.system, calibration.models) != (rankers, models):
@@ -263,7 +263,7 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
         SkilltrainError: A server is not allowed, or the environment variable of its key does not
             end in `_API_KEY`.
     """
-    for part in parts_of(system.rankers):
+    for part in flatten_rankers(system.rankers):
         if part.server is None:
             continue
         url = part.server.base_url
@@ -349,7 +349,7 @@ def _open(folder: Path) -> Index:
 
 def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
     """Return the rankers that store data about the pool, by the name of their data's folder."""
-    parts = {part.key: part for part in parts_of(system.rankers) if part.stored_part}
+    parts = {part.key: part for part in flatten_rankers(system.rankers) if part.stored_part}
     return {f"part-{number}": part for number, part in enumerate(parts.values(), 1)}
 
 

@@ -29,7 +29,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.dense import SkillEncoder
 from skilltrain.retrieval.executor import with_keeps
-from skilltrain.retrieval.rankers import OWN
+from skilltrain.retrieval.rankers import OWN, flatten_rankers
 from skilltrain.retrieval.rerank import Rerank
 from skilltrain.retrieval.vectors import Vectors
 from skilltrain.terminal import say
@@ -153,7 +153,7 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     Raises:
         SkilltrainError: Gold skills are not in the pool, or none of them reaches the model.
     """
-    check_systems([config.system], has_own=True)
+    check_systems([config.system], has_model=True)
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = benchmark.with_gold(read_pool(config.pool or training_pool))
     benchmark = check_pool(benchmark, pool.keys())
@@ -197,7 +197,9 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
     Raises:
         SkilltrainError: They find no gold skill.
     """
-    is_model = [any(part.is_own for part in ranker.parts()) for ranker in config.rankers]
+    is_model = [
+        any(part.is_in_training for part in flatten_rankers([ranker])) for ranker in config.rankers
+    ]
     num_before = is_model.index(True)
     if num_before == 0:
         return
