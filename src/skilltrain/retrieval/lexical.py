@@ -14,7 +14,7 @@ from pydantic import Field
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
 from skilltrain.records import Skill
-from skilltrain.retrieval.nearest import Found, PoolRanker, Positions
+from skilltrain.retrieval.nearest import PoolRanker, Positions, SearchResult
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import positions_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
@@ -45,7 +45,7 @@ K1, B = 2.5, 1.0
 
 
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
-    """Return a skill's name, description and whole body (SkillRouter, section 4.2), or some."""
+    """Return name, description and whole body of a skill (SkillRouter, section 4.2), or some."""
     return " ".join(getattr(skill, field) for field in FIELDS_SEEN[fields])
 
 
@@ -59,10 +59,11 @@ def words_and_bigrams(text: str) -> list[str]:
         return runs
     terms: list[str] = []
     for run in runs:
-        if _CJK_RUN.match(run):
-            terms += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
-        else:
+        if not _CJK_RUN.match(run):
             terms.append(run)
+            continue
+        num_bigrams = max(1, len(run) - 1)  # a single character is a term of its own
+        terms += [run[start : start + 2] for start in range(num_bigrams)]
     return terms
 
 
@@ -76,15 +77,19 @@ class Vocabulary:
         import Stemmer
 
         self.numbers = {stem: number for number, stem in enumerate(stems)}
-        stem_of = Stemmer.Stemmer("english").stemWord
-        self._stem = lru_cache(_NUM_CACHED_STEMS)(
-            lambda word: "" if word in _STOP_WORDS else stem_of(word)
-        )
+        stem_word = Stemmer.Stemmer("english").stemWord
+
+        @lru_cache(_NUM_CACHED_STEMS)
+        def stem_of(word: str) -> str:
+            return "" if word in _STOP_WORDS else stem_word(word)
+
+        self._stem = stem_of
 
     def words_and_stems(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield (word, its stem) of a text, without stop words."""
         for word in words_and_bigrams(text.lower()):
-            if stem := self._stem(word):
+            stem = self._stem(word)
+            if stem:
                 yield word, stem
 
     def numbered_words(self, text: str) -> Iterator[tuple[str, int]]:
@@ -235,7 +240,7 @@ class BM25Index:
                 scores[number] = scores.get(number, 0.0) + float(self.weights[posting])
         return [words[number] for number in sorted(scores, key=lambda number: -scores[number])]
 
-    def search(self, queries: Sequence[str], k: int) -> Found:
+    def search(self, queries: Sequence[str], k: int) -> SearchResult:
         """Return the `k` best texts of each query. Ties go to the lower position."""
         k = min(k, len(self.keys))
         positions = np.empty((len(queries), k), np.int64)
