@@ -207,16 +207,20 @@ def _load(config: Evaluate) -> _Data:
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
-    if config.systems and config.pool is None and not all(part.pool for part in benchmark.parts):
+    if (
+        config.systems
+        and config.pool is None
+        and not all(part.pool for part in benchmark.tiers_or_self)
+    ):
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
     if config.pool is None:
-        pools = [{skill.skill_id: skill for skill in part.pool} for part in benchmark.parts]
+        pools = [{skill.skill_id: skill for skill in part.pool} for part in benchmark.tiers_or_self]
     else:
         skills = read_pool(config.pool)
-        pools = [part.with_gold(skills) for part in benchmark.parts]
+        pools = [part.with_gold(skills) for part in benchmark.tiers_or_self]
     parts: list[Benchmark] = []
     skills_by_id: dict[str, Skill] = {}
-    for part, pool in zip(benchmark.parts, pools, strict=True):
+    for part, pool in zip(benchmark.tiers_or_self, pools, strict=True):
         parts.append(check_pool(part, pool.keys()) if pool else part)
         skills_by_id |= pool
     benchmark = join_tiers(parts)
@@ -258,7 +262,7 @@ def _rank(
     stages_by_system: dict[str, list[RankedStage]] = {}
     chat_counts: dict[str, Mapping[str, Any]] = {}
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
-    for part, pool in zip(data.benchmark.parts, data.pools, strict=True):
+    for part, pool in zip(data.benchmark.tiers_or_self, data.pools, strict=True):
         queries = part.queries
         if not stages_by_system:  # this is the first part
             queries += unserved

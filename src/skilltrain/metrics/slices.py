@@ -12,7 +12,7 @@ import numpy as np
 
 from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
-from skilltrain.metrics.benchmarks.benchmark import Labels, Task, wanted_skills
+from skilltrain.metrics.benchmarks.benchmark import Labels, Task, gold_in_pool
 from skilltrain.metrics.bootstrap import Interval, intervals
 from skilltrain.metrics.comparison import (
     SystemResult,
@@ -208,7 +208,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     gold_skills: dict[str, list[Skill]] = {}
     description_words: dict[str, float] = {}
     for task in tasks:
-        gold = [skills[skill_id] for skill_id in wanted_skills(task.relevance, skills)]
+        gold = [skills[skill_id] for skill_id in gold_in_pool(task.relevance, skills)]
         gold_skills[task.query.query_id] = gold
         if gold:
             lengths = [num_words(skill.description) for skill in gold]

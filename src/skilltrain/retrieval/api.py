@@ -149,21 +149,23 @@ class ApiEncoder:
         if "" in name_by_text:
             raise SkilltrainError("empty-text", "has no text to embed", where=name_by_text[""])
 
-        def send(batch: tuple[int, list[str]]) -> tuple[Positions, Vectors]:
-            start, batch_texts = batch
-            vectors = self._embed(batch_texts, name_by_text)
+        return cached_vectors(
+            texts, _ANY_LENGTH, self.cache, lambda new_texts: self._send(new_texts, name_by_text)
+        )
+
+    def _send(self, texts: list[str], name_by_text: Mapping[str, str]) -> EncodedTexts:
+        """Send texts to the server in batches, and yield positions and vectors as they come."""
+        cost = self.server.budget.describe(Usage(_num_tokens(texts)))
+        say(f"{len(texts):,} texts to {self.config.model}, {cost}")
+        size = self.config.batch_size
+        starts = range(0, len(texts), size)
+
+        def embed(start: int) -> tuple[Positions, Vectors]:
+            vectors = self._embed(texts[start : start + size], name_by_text)
             return start + np.arange(len(vectors)), vectors
 
-        def embed(new_texts: list[str]) -> EncodedTexts:
-            cost = self.server.budget.describe(Usage(_num_tokens(new_texts)))
-            say(f"{len(new_texts):,} texts to {self.config.model}, {cost}")
-            size = self.config.batch_size
-            starts = range(0, len(new_texts), size)
-            batches = [(start, new_texts[start : start + size]) for start in starts]
-            replies = in_threads(send, batches, self.config.concurrency)
-            yield from track(replies, "embedding", len(batches))
-
-        return cached_vectors(texts, _ANY_LENGTH, self.cache, embed)
+        replies = in_threads(embed, starts, self.config.concurrency)
+        yield from track(replies, "embedding", len(starts))
 
     def _embed(self, texts: list[str], name_by_text: Mapping[str, str]) -> Vectors:
         """Send one request, and return the unit vector of each of its texts.

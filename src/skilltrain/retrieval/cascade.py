@@ -164,13 +164,16 @@ class Cascade:
         return run
 
     def _add_latencies(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:
-        """Add latencies and GPU memory. Queries run one at a time, after one to warm up."""
+        """Measure latencies and GPU memory of a ranker, and add them to its stage.
+
+        The queries run one at a time, after one to warm up.
+        """
         latencies: list[float] = []
         gpu_bytes = 0
         with without_bars():
             warm_up = self.queries[0]
             for number, query in enumerate([warm_up, *self.queries[:num_timed]]):
-                # A new id, so that no score that a ranker remembers helps.
+                # Rankers remember scores by query, so give the query a new id.
                 renamed = replace(query, query_id=f"{stage.name} {number}")
                 candidates: Rankings | None = None
                 if run.candidates is not None:
@@ -179,12 +182,11 @@ class Cascade:
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()
                 allocated = torch.cuda.memory_allocated()
-                timed = run_ranker(run.config, [renamed], candidates, self.pool)
+                timed_run = run_ranker(run.config, [renamed], candidates, self.pool)
                 peak = torch.cuda.max_memory_allocated()
-                is_warm_up = number == 0
-                if is_warm_up:
+                if number == 0:  # the warm-up
                     continue
-                latencies.append(timed.seconds)
+                latencies.append(timed_run.seconds)
                 if peak > allocated:
                     gpu_bytes = max(gpu_bytes, peak)
         return replace(stage, latencies=tuple(latencies), gpu_bytes=gpu_bytes)

@@ -137,11 +137,12 @@ class SkillEncoder:
         """Return the vector of each text. Each distinct text that the cache lacks is encoded."""
         if self.forward:
             return self.forward(texts, max_tokens)
-
-        def encode(new_texts: list[str]) -> EncodedTexts:
-            return self.encode_texts(new_texts, max_tokens, description, Counter())
-
-        return cached_vectors(texts, max_tokens, self.cache, encode)
+        return cached_vectors(
+            texts,
+            max_tokens,
+            self.cache,
+            lambda new_texts: self.encode_texts(new_texts, max_tokens, description, Counter()),
+        )
 
     @torch.inference_mode()
     def encode_texts(
@@ -197,9 +198,9 @@ class SkillEncoder:
                 positions = [start + index for index in group]
                 yield positions, [token_ids[index] for index in group]
 
-    def _finite_rows(self, vectors: Sequence[Tensor]) -> Vectors:
+    def _finite_rows(self, vectors: list[Tensor]) -> Vectors:
         """Return vectors as rows of one array. Raises SkilltrainError if a value is not finite."""
-        rows = torch.cat([*vectors]).float().cpu().numpy()
+        rows = torch.cat(vectors).float().cpu().numpy()
         if not np.isfinite(rows).all():
             problem = "the encoder gave vectors that are no numbers"
             where = self.model.backbone.config.name_or_path

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int64
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
@@ -113,20 +113,14 @@ class BM25Index:
 
     Attributes:
         keys: Digest of each text, to recognise texts that have not changed.
-        counts: How often the term occurs in the text, by posting.
-        weights: What the term adds to the score of the text, by posting.
-        texts: Position of the text, by posting.
-        starts: First posting of each term, and the number of postings.
+        counts: Number of times that the term occurs in the text, by posting (int32).
+        weights: What the term adds to the score of the text, by posting (float32).
+        texts: Position of the text, by posting (int32).
+        starts: First posting of each term, and the number of postings (int64).
         vocabulary: Numbers of the terms.
     """
 
     _ARRAYS = ("keys", "counts", "weights", "texts", "starts")
-    keys: np.ndarray
-    counts: Int32[np.ndarray, " posting"]
-    weights: Float32[np.ndarray, " posting"]
-    texts: Int32[np.ndarray, " posting"]
-    starts: Int64[np.ndarray, " term_and_end"]
-    vocabulary: Vocabulary
 
     def __init__(self, texts: Sequence[str], previous: "BM25Index | None" = None) -> None:
         """Index `texts`. Counts of texts that are in the `previous` index are copied.

@@ -222,7 +222,7 @@ class PoolRanker:
         rankings: Rankings = {}
         for query, (row, scores) in zip(queries, scored, strict=True):
             pairs = zip(row.tolist(), scores.tolist(), strict=True)
-            ranking = [(self.skill_ids[position], score) for position, score in pairs]
+            ranking = [(self.skill_ids[int(position)], score) for position, score in pairs]
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 

@@ -146,12 +146,12 @@ def cached_vectors(
 
     # Encode the other texts, long ones first.
     missing = np.flatnonzero(~is_cached)  # positions in `distinct`
-    new_texts = [texts[position] for position in first_positions[missing].tolist()]
+    new_texts = [texts[int(position)] for position in first_positions[missing]]
     order = longest_first(new_texts)
     missing = missing[order]
     if cache:
         cache.make()
-    for positions, encoded in encode([new_texts[position] for position in order.tolist()]):
+    for positions, encoded in encode([new_texts[int(position)] for position in order]):
         dim = encoded.shape[1]
         if not vectors.size:
             vectors = np.empty((len(distinct), dim), dtype=np.float32)

@@ -19,7 +19,9 @@ class _SkillRow(NamedRow):
 
     def skill(self) -> Skill:
         """Split the text `name | description | body`. Only the body may contain the separator."""
-        name, description, body, *_ = [*self.text.split(" | ", 2), "", ""]
+        fields = self.text.split(" | ", 2)
+        fields += [""] * (3 - len(fields))
+        name, description, body = fields
         return Skill(self.row_id, name=name, description=description, body=body, source="r3")
 
 
@@ -30,7 +32,10 @@ class _QueryRow(Row):
 
 
 def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
-    """Read the folder with both files. Queries have no ids there, so line 17 becomes `test-17`."""
+    """Read the folder with both files.
+
+    Queries have no ids there, so the one in line 17 gets the id `test-17`.
+    """
     skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
     for where, row in read_rows(_QueryRow, folder / "test.jsonl"):

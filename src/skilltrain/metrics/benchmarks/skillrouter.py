@@ -63,7 +63,12 @@ class _PoolRow(NamedRow):
 
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
-    """Read the scored tasks, and gold_skills.jsonl if it exists."""
+    """Read the scored tasks, and gold_skills.jsonl if it exists.
+
+    Args:
+        folder: The folder.
+        split: Split to score; None for all.
+    """
     file = folder / "relevance.json"
     entries = read_json(file)
     if not isinstance(entries, dict):
@@ -92,8 +97,8 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     notes: list[str] = []
     num_skipped = len(rows) - len(tasks)
     if num_skipped:
-        tasks_skipped = f"{num_skipped} of {len(rows)} tasks"
-        notes.append(f"{tasks_skipped} want generic skills alone and are not scored")
+        count = f"{num_skipped} of {len(rows)} tasks"
+        notes.append(f"{count} want generic skills alone and are not scored")
     return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=notes)
 
 
