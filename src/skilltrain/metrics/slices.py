@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -61,12 +61,12 @@ class SliceMeans:
 
     def best(self, measure: str) -> frozenset[str]:
         """Return the systems with the highest mean, or none if all means are equal."""
-        means: dict[str, float] = {}
-        for name, by_measure in self.means.items():
-            if measure in by_measure:
-                means[name] = by_measure[measure].mean
+        means: dict[str, float] = {}  # by system
+        for system, mean_by_measure in self.means.items():
+            if measure in mean_by_measure:
+                means[system] = mean_by_measure[measure].mean
         highest = max(means.values(), default=0.0)
-        best = frozenset(name for name, mean in means.items() if mean == highest)
+        best = frozenset(system for system, mean in means.items() if mean == highest)
         return best if len(best) < len(means) else frozenset()
 
 
@@ -127,9 +127,9 @@ def _value_rank(value: str) -> tuple[int, str]:
 def means_of(
     results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
 ) -> dict[str, dict[str, Interval]]:
-    """Return the means over these queries, by system and measure.
+    """Return the means over some queries, by system and measure.
 
-    Measures without any value are left out.
+    A mean is over the queries that have a value. Measures without any value are left out.
     """
     # Measures that are defined for the same queries share bootstrap draws.
     measures_by_queries: dict[tuple[str, ...], list[str]] = {}
@@ -142,18 +142,15 @@ def means_of(
     for defined_ids, group in measures_by_queries.items():
         values = [values_of(result, defined_ids, group) for result in results]
         clusters = results[0].clusters_of(defined_ids)
-        # Columns are system by system, and measure by measure.
-        group_means = intervals(np.concatenate(values, axis=1), clusters)
-        for index, result in enumerate(results):
-            first = index * len(group)
-            system_means = group_means[first : first + len(group)]
-            means[result.name].update(zip(group, system_means, strict=True))
+        # One column per system and measure: [query, column].
+        column_means = intervals(np.concatenate(values, axis=1), clusters)
+        columns = product(results, group)
+        for (result, measure), mean in zip(columns, column_means, strict=True):
+            means[result.name][measure] = mean
 
-    # In the order of `measures`.
-    for name, system_means in means.items():
-        means[name] = {
-            measure: system_means[measure] for measure in measures if measure in system_means
-        }
+    # Put the measures in the order of `measures`.
+    for name, values in means.items():
+        means[name] = {measure: values[measure] for measure in measures if measure in values}
     return means
 
 
@@ -180,13 +177,19 @@ def description_length_gaps(
             baseline_values = values_of(baseline, query_ids, [measure])
             differences = values_of(system, query_ids, [measure]) - baseline_values
             (gap,) = intervals(differences, baseline.clusters_of(query_ids))
-            names = {"baseline": baseline.name, "system": system.name, "measure": measure}
-            rows.append({**names, "value": part.value, "difference": gap})
+            row = {
+                "baseline": baseline.name,
+                "system": system.name,
+                "measure": measure,
+                "value": part.value,
+                "difference": gap,
+            }
+            rows.append(row)
     return tuple(rows)
 
 
 def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
-    """Return the slice of all queries, and every slice with fewer queries."""
+    """Return the slice of all queries, and all slices that have fewer queries."""
     num_queries = len(slices[0].query_ids)
     return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < num_queries)
 
@@ -218,20 +221,32 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     labels: dict[str, Labels] = {}
     for task in tasks:
         query_id = task.query.query_id
-        text = task.query.text
-        gold = gold_skills[query_id]
-        language = language_of(text) or ("en" if text.isascii() else None)
-        directions = {f"{language}2{skill.lang}" for skill in gold if language and skill.lang}
-        domains = {_domain_by_category().get(skill.category or "", "") for skill in gold} - {""}
-        query_labels = {
-            "direction": tuple(sorted(directions)),
-            "domain": tuple(sorted(domains)),
-            **task.labels,  # may replace the two above, but not the two below
-            LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
-            DESCRIPTION: quarters.get(query_id, ""),
-        }
-        labels[query_id] = {label: value for label, value in query_labels.items() if value}
+        quarter = quarters.get(query_id, "")
+        all_labels = _labels_of_query(task, gold_skills[query_id], quarter)
+        labels[query_id] = {label: value for label, value in all_labels.items() if value}
     return labels
+
+
+def _labels_of_query(task: Task, gold: Sequence[Skill], quarter: str) -> Labels:
+    """Return the labels of one query (see `labels_of`). A value may be empty."""
+    text = task.query.text
+    language = language_of(text)
+    if not language and text.isascii():
+        language = "en"
+    directions: set[str] = set()
+    domains: set[str] = set()
+    for skill in gold:
+        if language and skill.lang:
+            directions.add(f"{language}2{skill.lang}")
+        if skill.category in _domain_by_category():
+            domains.add(_domain_by_category()[skill.category])
+    return {
+        "direction": tuple(sorted(directions)),
+        "domain": tuple(sorted(domains)),
+        **task.labels,  # may replace the two above, but not the two below
+        LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
+        DESCRIPTION: quarter,
+    }
 
 
 @cache

@@ -208,7 +208,7 @@ class BM25Index:
         return scores
 
     def highest_possible_score(self, query: str) -> float:
-        """Return the limit of the score of a text that repeats all of the query's terms forever.
+        """Return the limit of the score of a text as it repeats all terms of the query.
 
         Terms that no text contains count too.
         """
@@ -220,9 +220,13 @@ class BM25Index:
         return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
 
     def matching_words(self, query: str, position: int) -> list[str]:
-        """Return the words of a query that a text contains, those that add most first.
+        """Return the words of a query that a text contains, in this or another form.
 
-        Other forms of a word count as the word.
+        Words that add most to the score come first.
+
+        Args:
+            query: The query.
+            position: Position of the text.
         """
         words: dict[int, str] = {}  # by term
         scores: dict[int, float] = {}
@@ -274,9 +278,9 @@ class LexicalConfig(RankerConfig):
         """Write the index over `skills`. Counts of texts that are in `stored` are copied."""
         self.index(skills, stored).save(folder)
 
-    def over(self, skills: Mapping[str, Skill], kept: BM25Index | None = None) -> PoolRanker:
-        """Return the ranker of a pool, with the index `kept` if there is one."""
-        return PoolRanker([*skills], kept or self.index([*skills.values()]))
+    def over(self, skills: Mapping[str, Skill], stored: BM25Index | None = None) -> PoolRanker:
+        """Return the ranker of a pool. `stored` is the pool's index if it is known."""
+        return PoolRanker([*skills], stored or self.index([*skills.values()]))
 
     def index(self, skills: Sequence[Skill], previous: BM25Index | None = None) -> BM25Index:
         """Return the index over `skills`. Counts of texts in the `previous` index are copied."""
@@ -286,7 +290,12 @@ class LexicalConfig(RankerConfig):
 def _idf(
     num_texts: int, num_containing: Int64[np.ndarray, " term"]
 ) -> Float64[np.ndarray, " term"]:
-    """Return the inverse document frequency of terms that so many of all texts contain."""
+    """Return the inverse document frequency of terms.
+
+    Args:
+        num_texts: Number of all texts.
+        num_containing: Number of texts that contain each term.
+    """
     return np.log(1 + (num_texts - num_containing + 0.5) / (num_containing + 0.5))
 
 
@@ -294,8 +303,9 @@ def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k
     """Return the positions of the `k` highest scores, best first. Ties go to the lower position."""
     if k <= 0:
         return np.empty(0, dtype=np.int64)
-    lowest = np.partition(scores, len(scores) - k)[len(scores) - k]
-    above = np.flatnonzero(scores > lowest)
+    kth_position = len(scores) - k  # in ascending order
+    kth_score = np.partition(scores, kth_position)[kth_position]
+    above = np.flatnonzero(scores > kth_score)
     above = above[np.argsort(-scores[above], kind="stable")]
-    ties = np.flatnonzero(scores == lowest)
-    return np.concatenate([above, ties])[:k].astype(np.int64, copy=False)
+    ties = np.flatnonzero(scores == kth_score)
+    return np.concatenate([above, ties])[:k]

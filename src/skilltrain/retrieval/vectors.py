@@ -167,10 +167,8 @@ def cached_vectors(
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:
     """Return a key of each text, made from its content and its token limit."""
-    digests: list[bytes] = []
-    for text in texts:
-        digest = hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest()
-        digests.append(digest[: KEY.itemsize])
+    contents = (f"{max_tokens} {text}".encode(errors="replace") for text in texts)
+    digests = [hashlib.sha256(content).digest()[: KEY.itemsize] for content in contents]
     return np.frombuffer(b"".join(digests), KEY)
 
 
