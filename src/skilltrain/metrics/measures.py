@@ -30,6 +30,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -224,9 +225,8 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
     """Return each measure, followed by its variant that accepts copies, without duplicates."""
-    variants: list[Measure] = []
-    for measure in measures:
-        variants += [replace(measure, copies=False), replace(measure, copies=True)]
+    pairs = product(measures, (False, True))
+    variants = [replace(measure, copies=copies) for measure, copies in pairs]
     return tuple(dict.fromkeys(variants))
 
 
@@ -256,7 +256,7 @@ def per_query(
         problem = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
         raise SkilltrainError("unknown-query", problem, where=f"query {unknown[0]}")
 
-    values: dict[str, dict[str, float]] = {}
+    values = {}
     for query_id, relevance in relevances.items():
         try:
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
@@ -288,7 +288,7 @@ def evaluate_query(
             raise SkilltrainError("repeated-id", problem)
         ranked_ids.add(skill_id)
 
-    values: dict[str, float] = {}
+    values = {}
     for measure in measures:
         value = measure(ranking, resolve_alternatives(ranking, relevance, measure.copies))
         if value is not None:

@@ -218,7 +218,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
             description_words[task.query.query_id] = fmean(lengths)
     quarters = quartiles(description_words)
 
-    labels: dict[str, Labels] = {}
+    labels = {}
     for task in tasks:
         query_id = task.query.query_id
         quarter = quarters.get(query_id, "")
@@ -256,7 +256,7 @@ def _domain_by_category() -> dict[str, str]:
     R3 has eight super-domains too, without published names. These names are ours.
     """
     text = Path(__file__).with_name("domains.yaml").read_text(encoding="utf-8")
-    domains: dict[str, str] = {}
+    domains = {}
     for domain, categories in parse_yaml(text, "domains.yaml").items():
         domains |= dict.fromkeys(categories, domain)
     return domains
@@ -276,7 +276,7 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
         quarter = int(4 * (rank - 0.5) // len(lengths))  # exact: ranks are multiples of 1/2
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
-    names: dict[str, str] = {}
+    names = {}
     for number, quarter in enumerate(sorted(queries_by_quarter), 1):
         query_ids = queries_by_quarter[quarter]
         quarter_lengths = [lengths[query_id] for query_id in query_ids]

@@ -63,7 +63,7 @@ class RankedStage:
 
     def skill_ids(self) -> dict[str, list[str]]:
         """Return the ranked skill ids by query id."""
-        ids_by_query: dict[str, list[str]] = {}
+        ids_by_query = {}
         for query_id, ranking in self.rankings.items():
             ids_by_query[query_id] = [skill_id for skill_id, _ in ranking]
         return ids_by_query
@@ -196,8 +196,8 @@ class Cascade:
         needed_keys = {OWN}
         for system in later:
             needed_keys |= {ranker.key for ranker in flatten_rankers(system.rankers)}
-        opened = self.pool.opened
-        self.pool.opened = {key: opened[key] for key in opened if key in needed_keys}
+        opened = self.pool.opened.items()
+        self.pool.opened = {key: value for key, value in opened if key in needed_keys}
 
 
 def _num_local(rankers: Sequence[RankerConfig]) -> int:
@@ -234,7 +234,7 @@ def run_systems(
     if systems and not skills:
         raise SkilltrainError("empty-pool", "the pool is empty")
     cascade = Cascade(queries, skills, depth)
-    stages: dict[str, tuple[RankedStage, ...]] = {}
+    stages = {}
     for number, system in enumerate(systems, 1):
         say(f"{system.name}: {len(queries)} queries over {len(skills)} skills")
         stages[system.name] = cascade.run(system, num_timed)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -112,14 +113,11 @@ class SkillEncoder:
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
         """Return the unit vectors of all windows of each skill."""
         settings = self.model.settings
-        texts: list[str] = []
-        counts: list[int] = []  # windows of each skill
-        for skill in skills:
-            windows = settings.chunk_texts(skill)
-            texts += windows
-            counts.append(len(windows))
+        windows_by_skill = [settings.chunk_texts(skill) for skill in skills]
+        texts = [*chain.from_iterable(windows_by_skill)]
         vectors = self._encode(texts, settings.max_tokens, "encoding skills")
-        return ChunkVectors(vectors, starts_of(counts), settings.chunks.pool)
+        starts = starts_of([len(windows) for windows in windows_by_skill])
+        return ChunkVectors(vectors, starts, settings.chunks.pool)
 
     def save_part(
         self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
@@ -252,7 +250,7 @@ def _tokenize_blocks(
     """
 
     def tokenize(start: int) -> list[np.ndarray]:
-        token_ids: list[np.ndarray] = []
+        token_ids = []
         block = texts[start : start + _BLOCK]
         for first in range(0, len(block), _TOKENIZED_AT_ONCE):
             some_texts = block[first : first + _TOKENIZED_AT_ONCE]

@@ -122,7 +122,7 @@ def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig
 
 def _leave_out(rankings: Rankings, excluded_ids: Collection[str], top_k: int) -> Rankings:
     """Return the `top_k` best skills of each ranking that are not in `excluded_ids`."""
-    shorter: Rankings = {}
+    shorter = {}
     for query_id, ranking in rankings.items():
         shorter[query_id] = [pair for pair in ranking if pair[0] not in excluded_ids][:top_k]
     return shorter

@@ -142,7 +142,7 @@ class Late:
                     queries_by_skill.setdefault(skill_id, []).append(position)
             self._score_block(vectors, queries_by_skill, scores)
 
-        rankings: Rankings = {}
+        rankings = {}
         for query, skill_ids, values in zip(queries, skill_ids_by_query, scores, strict=True):
             ranking = [(skill_id, values[first_ids[skill_id]]) for skill_id in skill_ids]
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
@@ -216,7 +216,7 @@ class Late:
     def _first_with_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
         """Return, for each skill, the first of the skills that have the same text."""
         first_by_text: dict[str, str] = {}
-        first_ids: dict[str, str] = {}
+        first_ids = {}
         for skill_id in skill_ids:
             if skill_id not in first_ids:
                 text = self._render(skill_id)

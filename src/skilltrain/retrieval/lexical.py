@@ -57,13 +57,13 @@ def words_and_bigrams(text: str) -> list[str]:
     runs: list[str] = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
         return runs
-    terms: list[str] = []
+    terms = []
     for run in runs:
         if not _CJK_RUN.match(run):
             terms.append(run)
             continue
-        num_bigrams = max(1, len(run) - 1)  # a single character is a term of its own
-        terms += [run[start : start + 2] for start in range(num_bigrams)]
+        # A single character is a term.
+        terms += [run[start : start + 2] for start in range(max(1, len(run) - 1))]
     return terms
 
 
@@ -77,20 +77,13 @@ class Vocabulary:
         import Stemmer
 
         self.numbers = {stem: number for number, stem in enumerate(stems)}
-        stem_word = Stemmer.Stemmer("english").stemWord
-
-        @lru_cache(_NUM_CACHED_STEMS)
-        def stem_of(word: str) -> str:
-            return "" if word in _STOP_WORDS else stem_word(word)
-
-        self._stem = stem_of
+        self._stem = lru_cache(_NUM_CACHED_STEMS)(Stemmer.Stemmer("english").stemWord)
 
     def words_and_stems(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield (word, its stem) of a text, without stop words."""
         for word in words_and_bigrams(text.lower()):
-            stem = self._stem(word)
-            if stem:
-                yield word, stem
+            if word not in _STOP_WORDS:
+                yield word, self._stem(word)
 
     def numbered_words(self, text: str) -> Iterator[tuple[str, int]]:
         """Yield (word, number of its term) of a text, for words whose term has a number."""
@@ -101,8 +94,7 @@ class Vocabulary:
     def add(self, text: str) -> list[int]:
         """Return the numbers of the terms of `text`. New terms get the next numbers."""
         numbers = self.numbers
-        stems = map(self._stem, words_and_bigrams(text.lower()))
-        return [numbers.setdefault(stem, len(numbers)) for stem in stems if stem]
+        return [numbers.setdefault(stem, len(numbers)) for _, stem in self.words_and_stems(text)]
 
 
 class BM25Index:
@@ -212,11 +204,10 @@ class BM25Index:
 
         Terms that no text contains count too.
         """
+        numbers = self.vocabulary.numbers
         texts_by_term = np.diff(self.starts)
-        num_texts: list[int] = []
-        for _, stem in self.vocabulary.words_and_stems(query):
-            number = self.vocabulary.numbers.get(stem)
-            num_texts.append(0 if number is None else int(texts_by_term[number]))
+        stems = [stem for _, stem in self.vocabulary.words_and_stems(query)]
+        num_texts = [texts_by_term[numbers[stem]] if stem in numbers else 0 for stem in stems]
         return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
 
     def matching_words(self, query: str, position: int) -> list[str]:

@@ -219,7 +219,7 @@ class PoolRanker:
                 positions.append(np.array(row, dtype=np.int64))
             scored = zip(positions, self.index.candidate_scores(texts, positions), strict=True)
 
-        rankings: Rankings = {}
+        rankings = {}
         for query, (row, scores) in zip(queries, scored, strict=True):
             pairs = zip(row.tolist(), scores.tolist(), strict=True)
             ranking = [(self.skill_ids[int(position)], score) for position, score in pairs]

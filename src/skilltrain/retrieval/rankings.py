@@ -78,7 +78,7 @@ class SavedRankings:
         Raises:
             SkilltrainError: The pool lacks a skill of a saved ranking.
         """
-        rankings: Rankings = {}
+        rankings = {}
         for query in queries:
             query_id = query.query_id
             ranking = self.rankings.get(query_id, [])
@@ -122,7 +122,7 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
         fix = f"give stage=… as one of {', '.join(stages[:8])}"
         raise SkilltrainError("ranking-stage", problem, where=path, fix=fix)
 
-    rankings: Rankings = {}
+    rankings = {}
     for row in sorted(rows, key=lambda row: row["rank"]):
         if row["stage"] == stage:
             pair = (row["skill_id"], row["score"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class RerankConfig(RerankerConfig, RankerConfig):
     )
 
     only_orders = True
-    key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1, "first_weight": 0.0}
+    key_settings = {"keep": 1, "first_weight": 0.0}
 
     @property
     def num_read(self) -> int:
@@ -119,7 +119,7 @@ class Rerank:
         # Both maps are lazy: the loop below makes and scores the pairs, query by query.
         lists = map(self._pair_ids, queries, pairs_by_query)
         new_scores = self.forward(lists) if self.forward else map(self._score, lists)
-        rankings: Rankings = {}
+        rankings = {}
         progress = track(queries, "reranking", len(queries))
         for query, pairs, values in zip(progress, pairs_by_query, new_scores, strict=True):
             pairs.scores.update(zip(pairs.new_keys, values, strict=True))

@@ -97,9 +97,9 @@ class ChoosingConfig(AskingConfig):
         """Return the first questions. They show random skills, as the candidates are not known."""
         rng = random.Random(0)
         num_candidates = min(self.keep, len(skills))
-        asks: list[Ask] = []
-        if num_candidates >= self.min_candidates:
-            asks = [self.ask(query, rng.sample(skills, num_candidates)) for query in queries]
+        if num_candidates < self.min_candidates:
+            queries = ()
+        asks = [self.ask(query, rng.sample(skills, num_candidates)) for query in queries]
         return questions_of(self, LLM(self.llm), self.prompt, asks)
 
     def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
@@ -110,11 +110,11 @@ class ChoosingConfig(AskingConfig):
             skills: The candidates.
             skill_id: The candidate that is judged alone, if any.
         """
-        candidates: list[tuple[str, str]] = []
-        for number, skill in enumerate(skills, 1):
-            text = untrusted_skill(skill, self.description_chars, self.body_chars)
-            candidates.append((f"candidate {number}", text))
-        return Ask(query, tuple(candidates), tuple(skills), skill_id)
+        texts = [
+            untrusted_skill(skill, self.description_chars, self.body_chars) for skill in skills
+        ]
+        candidates = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
+        return Ask(query, candidates, tuple(skills), skill_id)
 
 
 class SelectConfig(ChoosingConfig):
@@ -185,7 +185,7 @@ class Select(Chooser):
         assert candidates is not None, "a chat model needs candidates"
         outcome = self.ask(LLM(self.config.llm), queries, candidates, keep)
         chosen_ids = {item.query_id: skill_id for item, skill_id in outcome.values}
-        rankings: Rankings = {}
+        rankings = {}
         for query in queries:
             query_id = query.query_id
             skill_ids = [skill_id for skill_id, _ in candidates[query_id]]

@@ -194,7 +194,7 @@ def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> d
             fix = f"its splits are {counts}"
             raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
 
-    scored: dict[str, Task] = {}
+    scored = {}
     for task in tasks:
         query_id = task.query.query_id
         if query_id in scored:

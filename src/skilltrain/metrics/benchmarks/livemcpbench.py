@@ -162,7 +162,7 @@ def _notes(
         if len(missing) == len(row.tools):
             unscored.append(task_id)
 
-    notes: list[str] = []
+    notes = []
     if num_missing:
         tools = f"{num_missing} of {num_tools} needed tools ({num_incomplete} tasks)"
         notes.append(f"{tools} have no candidate and are no gold")

@@ -47,7 +47,7 @@ def read_unserved(file: Path) -> list[Query]:
     Raises:
         SkilltrainError: The file has no query.
     """
-    queries: list[Query] = []
+    queries = []
     for _, row in read_rows(_UnservedRow, file):
         query_id = f"{UNSERVED}{len(queries) + 1}"
         queries.append(Query(query_id, row.query, kind="single", origin="", split=""))
@@ -120,7 +120,7 @@ def _relevance_of(
 
 def _by_query(table: pa.Table) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of a table by their query id."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows = {}
     for row in table.to_pylist():
         rows.setdefault(row["query_id"], []).append(row)
     return rows

@@ -64,7 +64,7 @@ def rows_by_id(noun: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, Na
     Raises:
         SkilltrainError: An id appears twice.
     """
-    by_id: dict[str, NamedRowT] = {}
+    by_id = {}
     for where, row in rows:
         if row.row_id in by_id:
             problem = f"{noun} '{row.row_id}' appears twice"
