@@ -72,7 +72,7 @@ def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
     # [value of above, value of below]
     wins = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
     rng = np.random.default_rng(SEED)
-    above_counts = _draw_counts(rng, len(above), RESAMPLES)
+    above_counts = _draw_counts(rng, len(above), RESAMPLES)  # [resample, value]
     below_counts = _draw_counts(rng, len(below), RESAMPLES)
     sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)  # [resample]
     low, high = np.quantile(sums / wins.size, _QUANTILES).tolist()
@@ -147,7 +147,8 @@ def resampled_means(
         draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))
         # Count the draws of all resamples at once: each resample has its own range of numbers.
         draws += np.arange(num_resamples)[:, None] * num_clusters
-        counts = np.bincount(draws.ravel(), minlength=draws.size).reshape(draws.shape)
+        counts = np.bincount(draws.ravel(), minlength=draws.size)
+        counts = counts.reshape(draws.shape)  # [resample, cluster]
         means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
     return means
 
@@ -189,7 +190,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     Verdicts on one request are not independent, so groups are drawn as a whole.
 
     Args:
-        groups: A group per request: pairs of the first and the second judge's verdict on a skill.
+        groups: One list per request. It holds the verdicts of both judges on each skill.
 
     Returns:
         The kappa over all pairs. `n` is the number of pairs.
@@ -201,6 +202,8 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     if not pairs:
         raise SkilltrainError("nothing-to-score", "no skill was judged twice")
     labels = sorted(set(chain.from_iterable(pairs)))
+
+    # Count the pairs of verdicts of each group.
     tables = np.zeros((len(groups), len(labels), len(labels)))  # [group, label, label]
     for number, group in enumerate(groups):
         for first, second in group:

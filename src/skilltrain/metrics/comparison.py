@@ -166,6 +166,8 @@ def compare(
         pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
         differences = np.stack(pair_differences, axis=1)  # [query, pair]
         bootstrapped = paired_differences(differences, clusters)
+
+        # Count the clusters in which a system is better.
         sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
         sums = np.round(sums, _DECIMALS)
         for number, (baseline, system) in enumerate(pairs):
@@ -175,18 +177,19 @@ def compare(
             num_worse = int((column < 0).sum())
             if num_better + num_worse <= MAX_EXACT:
                 p = sign_test(column)
-            comparison = Comparison(
-                system=system,
-                baseline=baseline,
-                measure=measure,
-                difference=interval,
-                num_better=num_better,
-                num_worse=num_worse,
-                p=p,
+            comparisons.append(
+                Comparison(
+                    system=system,
+                    baseline=baseline,
+                    measure=measure,
+                    difference=interval,
+                    num_better=num_better,
+                    num_worse=num_worse,
+                    p=p,
+                )
             )
-            comparisons.append(comparison)
 
-    # Pair by pair. Within a pair, the measures stay in order.
+    # Sort by pair. Within a pair, the measures stay in order.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
     return with_holm(comparisons)
 
@@ -204,11 +207,14 @@ def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
 
 
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
-    """Return the exact p-value of the sign test: twice the one-sided one, for the mean's direction.
+    """Return the two-sided p-value of the exact sign test.
 
-    Under the null hypothesis, a coin decides for each differing query which system is better. For
-    values of 0 and 1 this is McNemar's exact test. If most queries differ in one direction and the
-    mean in the other, p is 1.
+    It is twice the one-sided p-value in the direction of the mean. Under the null hypothesis, a
+    coin decides for each differing query which system is better. For values of 0 and 1 this is
+    McNemar's exact test. If most queries differ against the direction of the mean, p is 1.
+
+    Args:
+        differences: Value of one system minus value of the other, for each query.
     """
     from scipy.stats import binomtest
 

@@ -193,7 +193,7 @@ def parse_measure(text: str) -> Measure:
     """Parse the name of a measure, such as `nDCG@10` or `Hit@1 (copies)`.
 
     Raises:
-        SkilltrainError: There is no such measure. The error names the nearest, and all.
+        SkilltrainError: There is no such measure. The error suggests the nearest and lists all.
     """
     match = _MEASURE.fullmatch(text)
     assert match is not None, "the pattern matches every text"
@@ -341,7 +341,7 @@ def resolve_alternatives(
     Returns:
         A relevance without alternatives and copies.
     """
-    gold_ids: Mapping[str, str] = relevance.alternatives  # by the skill that replaces it
+    gold_ids = relevance.alternatives  # by the skill that replaces it
     if copies:
         gold_ids = {**relevance.copies, **relevance.alternatives}
     if not gold_ids:

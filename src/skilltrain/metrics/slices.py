@@ -93,8 +93,8 @@ def means_by_slice(
         )
     shared_query_ids(results)  # raises the error for different queries
 
-    # Means of each set of queries. Slices of several labels often have the same queries.
-    means_by_queries: dict[tuple[str, ...], dict[str, dict[str, Interval]]] = {}
+    # Means by query ids. Slices of several labels often have the same queries.
+    means_by_queries = {}
     slices: list[SliceMeans] = []
     for label, queries_by_value in _queries_by_label(labels).items():
         if len(queries_by_value) > max_values:
@@ -109,7 +109,7 @@ def means_by_slice(
 
 def _queries_by_label(labels: Mapping[str, Labels]) -> dict[str, dict[str, list[str]]]:
     """Return the query ids by label and value. A query may have several values of a label."""
-    queries: dict[str, dict[str, list[str]]] = {ALL: {ALL: [*labels]}}
+    queries = {ALL: {ALL: [*labels]}}
     for query_id, query_labels in labels.items():
         for label, values in query_labels.items():
             if isinstance(values, str):
@@ -138,7 +138,7 @@ def means_of(
         if defined_ids:
             measures_by_queries.setdefault(defined_ids, []).append(measure)
 
-    means: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
+    means = {result.name: {} for result in results}
     for defined_ids, group in measures_by_queries.items():
         values = [values_of(result, defined_ids, group) for result in results]
         clusters = results[0].clusters_of(defined_ids)
@@ -177,14 +177,15 @@ def description_length_gaps(
             baseline_values = values_of(baseline, query_ids, [measure])
             differences = values_of(system, query_ids, [measure]) - baseline_values
             (gap,) = intervals(differences, baseline.clusters_of(query_ids))
-            row = {
-                "baseline": baseline.name,
-                "system": system.name,
-                "measure": measure,
-                "value": part.value,
-                "difference": gap,
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "baseline": baseline.name,
+                    "system": system.name,
+                    "measure": measure,
+                    "value": part.value,
+                    "difference": gap,
+                }
+            )
     return tuple(rows)
 
 
@@ -265,8 +266,11 @@ def _domain_by_category() -> dict[str, str]:
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """Return the quarter of each query by length, such as `Q1, 4–11 words`, short queries first.
 
-    Queries of equal length are in the same quarter, that of their mean rank. Empty quarters are
-    left out, and the others are numbered from 1.
+    Queries of equal length share their mean rank, and so their quarter. Empty quarters are left
+    out, and the others are numbered from 1.
+
+    Args:
+        lengths: Length of each query in words.
     """
     from scipy.stats import rankdata
 

@@ -69,7 +69,11 @@ class ApiConfig(ServerConfig, RankerConfig):
         return self
 
     def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
-        """Estimate the cost of the texts that the cache lacks."""
+        """Estimate the cost of the texts that the cache lacks.
+
+        Returns:
+            Counts of requests, texts and tokens, and their price, by key of a stage's summary.
+        """
         encoder = ApiEncoder(self)
         budget = encoder.server.budget
         texts = {self.render_skill(skill) for skill in skills}
@@ -154,7 +158,11 @@ class ApiEncoder:
         )
 
     def _send(self, texts: list[str], name_by_text: Mapping[str, str]) -> EncodedTexts:
-        """Send texts to the server in batches, and yield positions and vectors as they come."""
+        """Send texts to the server in batches.
+
+        Yields:
+            Positions in `texts` and the vectors of these texts, as the replies come.
+        """
         cost = self.server.budget.describe(Usage(_num_tokens(texts)))
         say(f"{len(texts):,} texts to {self.config.model}, {cost}")
         size = self.config.batch_size
@@ -188,10 +196,11 @@ class ApiEncoder:
             problem = f"the server's reply does not hold one vector for each of {len(texts)} texts"
             raise SkilltrainError("invalid-reply", problem, where=url, fix=_RUN_AGAIN) from None
 
+        # Count the tokens that the server reports, or an estimate.
         reported = getattr(reply.usage, "prompt_tokens", None)
         self.server.budget.count(Usage(reported_tokens(reported, _num_tokens(texts))))
 
-        # Make all vectors as long as 1.
+        # Scale all vectors to length 1.
         lengths = np.linalg.norm(vectors, axis=1)
         for text, length in zip(texts, lengths.tolist(), strict=True):
             if not 0 < length < math.inf:
@@ -202,7 +211,13 @@ class ApiEncoder:
     def _request_error(
         self, error: AnswerError, texts: Sequence[str], name_by_text: Mapping[str, str]
     ) -> SkilltrainError:
-        """Return the error to raise for a request that failed. Its first text is its longest."""
+        """Return the error to raise for a request that failed.
+
+        Args:
+            error: What went wrong.
+            texts: Texts of the request, long ones first.
+            name_by_text: Name of each text.
+        """
         section = self.config.section
         url = self.config.base_url
         if isinstance(error, ServerError) and error.status in _TOO_LONG:

@@ -114,12 +114,12 @@ class Cascade:
         rankers = with_keeps(system.rankers, self.depth)
         num_local = _num_local(rankers)
         if num_timed and num_local < len(rankers):
-            start = f", from {rankers[num_local].kind} on" if num_local else ""
-            problem = "not timed, for it asks a server or reads rankings from a file"
-            say(f"{system.name}{start}: {problem}")
+            untimed = f", from {rankers[num_local].kind} on" if num_local else ""
+            reason = "not timed, for it asks a server or reads rankings from a file"
+            say(f"{system.name}{untimed}: {reason}")
 
         stages: list[RankedStage] = []
-        candidates: Rankings | None = None
+        candidates = None
         for number, ranker in enumerate(rankers, 1):
             run = self._run_last(rankers[:number], candidates, system.name)
             candidates = run.rankings
@@ -159,7 +159,7 @@ class Cascade:
             if not all(math.isfinite(score) for _, score in ranking):
                 problem = f"ranker {len(rankers)}, {ranker.kind}, gave scores that are no numbers"
                 raise SkilltrainError("not-a-number", problem, where=f"system {system_name}")
-        if not any(ranker.is_in_training for ranker in flatten_rankers(rankers)):
+        if not any(member.is_in_training for member in flatten_rankers(rankers)):
             self._runs[key] = replace(run, by_leg=())
         return run
 
@@ -175,7 +175,7 @@ class Cascade:
             for number, query in enumerate([warm_up, *self.queries[:num_timed]]):
                 # Rankers remember scores by query, so give the query a new id.
                 renamed = replace(query, query_id=f"{stage.name} {number}")
-                candidates: Rankings | None = None
+                candidates = None
                 if run.candidates is not None:
                     candidates = {renamed.query_id: run.candidates[query.query_id]}
 

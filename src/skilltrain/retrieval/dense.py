@@ -213,11 +213,12 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
         source: Settings of the encoder.
         opened: Models that are already loaded, by their settings. A new one is added.
     """
-    opened = {} if opened is None else opened
+    if opened is None:
+        opened = {}
     key = repr(source.model_dump(include={*OpenConfig.model_fields}))
     folder = source.cache if isinstance(source, EncoderSource) else None
     model, identity = opened.get(key, (None, ""))
-    # The identity is a hash of the weights as they were loaded, before they are packed.
+    # A cache needs the identity: a hash of the weights as they are before they are packed.
     if model is None or (folder and not identity):
         model = load_encoder(source, default_device()).requires_grad_(False)
         identity = _identity(model) if folder else ""
@@ -271,15 +272,15 @@ def _tokenize_blocks(
 
 
 def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> Groups:
-    """Group texts into micro-batches, those with long texts first.
+    """Group texts into micro-batches, long texts first.
 
-    Texts of one length need no mask, which is 10 to 20% faster. So only texts that are few of
-    their length share a micro-batch with texts of other lengths.
+    A micro-batch of texts with the same length needs no padding mask, which is 10 to 20% faster.
+    Texts that do not fill such a micro-batch are mixed with texts of other lengths.
 
     Args:
         lengths: Number of tokens of each text.
         token_budget: Largest number of padded tokens in a micro-batch.
-        min_tokens: Number of tokens that make texts of one length enough for a micro-batch.
+        min_tokens: Smallest number of tokens in a micro-batch of texts with the same length.
 
     Returns:
         Positions of the texts in each micro-batch.
@@ -292,10 +293,11 @@ def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> G
     mixed: list[int] = []  # positions of texts to mix with other lengths
     for length, positions in positions_by_length.items():
         size = max(1, token_budget // max(1, length))
-        even = [positions[start : start + size] for start in range(0, len(positions), size)]
-        if length * len(even[-1]) < min_tokens:  # the last group may be small
-            mixed += even.pop()
-        groups += even
+        same_length = [positions[start : start + size] for start in range(0, len(positions), size)]
+        # The last group may be too small.
+        if length * len(same_length[-1]) < min_tokens:
+            mixed += same_length.pop()
+        groups += same_length
 
     for group in micro_batches([lengths[position] for position in mixed], token_budget):
         groups.append([mixed[index] for index in group])

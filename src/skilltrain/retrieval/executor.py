@@ -80,24 +80,26 @@ def run_ranker(
     pool: OpenRankers,
     excluded_ids: Collection[str] = (),
 ) -> RankerRun:
-    """Run one ranker (see `run_rankers`).
+    """Run one ranker. See `run_rankers` for the arguments.
 
     In a distributed run, all processes return the rankings of the first one, because rounding
     could give them different rankings.
     """
     legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
     leg_top_ks = config.leg_top_ks(candidates)
-    excludes = candidates is None and len(excluded_ids) > 0
-    # Find more skills, as some are left out. Fused rankers already find more than they return.
-    num_spare = len(excluded_ids) if excludes and len(legs) == 1 else 0
+    must_exclude = candidates is None and len(excluded_ids) > 0
+    # Find enough skills to leave some out. Fused rankers already find more than they return.
+    num_spare = len(excluded_ids) if must_exclude and len(legs) == 1 else 0
 
     started = time.perf_counter()
     by_leg: list[Rankings] = []
     for leg, top_k in zip(legs, leg_top_ks, strict=True):
         rankings = leg.rank(queries, candidates, top_k + num_spare)
-        if excludes:
+        if must_exclude:
             rankings = _leave_out(rankings, excluded_ids, top_k)
         by_leg.append(rankings)
+
+    # Fuse the rankings of the legs, query by query.
     combined: Rankings = {}
     for query in queries:
         leg_rankings = [rankings[query.query_id] for rankings in by_leg]
@@ -110,7 +112,10 @@ def run_ranker(
 
 
 def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
-    """Fill in `keep` where it is not set: `depth`, or more if a later ranker keeps more."""
+    """Set `keep` of rankers that have none.
+
+    It becomes `depth`, or the largest `keep` of the later rankers if that is more.
+    """
     filled: list[RankerConfig] = []
     num_needed = max(depth, 1)
     for ranker in reversed(rankers):

@@ -134,7 +134,7 @@ class Late:
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
             encoded = self._encode([token_ids[position] for position in block])
-            vectors = {block[index]: tokens for index, tokens in encoded}
+            vectors = {block[index]: tokens for index, tokens in encoded}  # by query position
             queries_by_skill: dict[str, list[int]] = {}
             for position in block:
                 skill_ids = skill_ids_by_query[position]
@@ -187,6 +187,8 @@ class Late:
         new = self.over({skill.skill_id: skill for skill in skills})
         skill_ids = [*new._first_with_text(new.skills).values()]  # equal texts have the same id
         num_uses = Counter(skill_ids)
+
+        # Copy the stored vectors of skills that have not changed.
         rows_by_skill: dict[str, np.ndarray] = {}
         if stored is not None:
             for skill_id, position in zip(skill_ids, positions, strict=True):

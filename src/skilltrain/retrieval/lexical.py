@@ -54,7 +54,7 @@ def words_and_bigrams(text: str) -> list[str]:
 
     `read_pdf-file` has three words.
     """
-    runs: list[str] = _TOKEN.findall(text)
+    runs = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
         return runs
     terms = []
@@ -139,7 +139,10 @@ class BM25Index:
         self.weights = (idf * frequencies).astype(np.float32)
 
     def _count_terms(self, texts: Sequence[str], previous: "BM25Index | None") -> Any:
-        """Return the sparse matrix of counts [text, term]. New terms get numbers."""
+        """Return the sparse matrix of counts [text, term]. New terms get numbers.
+
+        Counts of texts in the `previous` index are copied.
+        """
         from scipy.sparse import csr_array, vstack
 
         if previous is None:
@@ -148,17 +151,19 @@ class BM25Index:
         new_positions = np.flatnonzero(rows < 0)
         new_counts = self._count_new([texts[position] for position in new_positions.tolist()])
 
-        # The previous counts by text, widened by the new terms.
+        # Previous counts [text, term], with columns for the new terms.
         num_previous = len(previous.keys)
         postings = (previous.counts, previous.texts, previous.starts)
         by_term = csr_array(postings, shape=(len(previous.starts) - 1, num_previous))
         counts = by_term.T.tocsr()
         counts.resize((num_previous, new_counts.shape[1]))
 
+        # Each text has its row in the previous or in the new counts.
         rows[new_positions] = num_previous + np.arange(len(new_positions))
         return vstack([counts, new_counts]).tocsr()[rows]
 
     def _count_new(self, texts: Sequence[str]) -> Any:
+        """Count the terms of all texts. Returns a sparse matrix [text, term]."""
         from scipy.sparse import csr_array
 
         terms = array("i")  # 4 bytes per term
@@ -296,6 +301,7 @@ def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k
         return np.empty(0, dtype=np.int64)
     kth_position = len(scores) - k  # in ascending order
     kth_score = np.partition(scores, kth_position)[kth_position]
+    # The positions above the k-th score, best first, and then those with the k-th score.
     above = np.flatnonzero(scores > kth_score)
     above = above[np.argsort(-scores[above], kind="stable")]
     ties = np.flatnonzero(scores == kth_score)

@@ -91,9 +91,9 @@ class ChunkVectors:
     def nearest(self, queries: Vectors, k: int) -> SearchResult:
         """Return the `k` best skills of each query. Ties go to the lower position.
 
-        A single-precision search selects more than k skills, and `scores` orders them. The last
-        bits of the search depend on the processor and on the other queries. So if the worst
-        selected skill is nearly as good as the k-th, the query is searched again for more skills.
+        A single-precision search selects more than k skills, and `scores` orders them. Rounding in
+        the search depends on the processor and on the other queries. So if the worst selected skill
+        is nearly as good as the k-th, the search is repeated with more skills.
         """
         k = min(k, self.num_skills)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
@@ -208,6 +208,7 @@ class PoolRanker:
 
         Ties keep the order of the pool, or of the candidates.
         """
+        # Positions and scores of the skills for each query.
         texts = [query.text for query in queries]
         if candidates is None:
             scored = zip(*self.index.search(texts, keep), strict=True)

@@ -136,12 +136,13 @@ def rankings_table(rankings_by_stage: Mapping[str, Rankings]) -> pa.Table:
     for stage, rankings in rankings_by_stage.items():
         for query_id, ranking in rankings.items():
             for rank, (skill_id, score) in enumerate(ranking, 1):
-                row = {
-                    "query_id": query_id,
-                    "skill_id": skill_id,
-                    "rank": rank,
-                    "score": score,
-                    "stage": stage,
-                }
-                rows.append(row)
+                rows.append(
+                    {
+                        "query_id": query_id,
+                        "skill_id": skill_id,
+                        "rank": rank,
+                        "score": score,
+                        "stage": stage,
+                    }
+                )
     return table_from_rows(rows, RANKINGS)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class RerankConfig(RerankerConfig, RankerConfig):
     )
 
     only_orders = True
-    key_settings = {"keep": 1, "first_weight": 0.0}
+    key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1, "first_weight": 0.0}
 
     @property
     def num_read(self) -> int:

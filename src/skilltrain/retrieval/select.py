@@ -191,6 +191,6 @@ class Select(Chooser):
             skill_ids = [skill_id for skill_id, _ in candidates[query_id]]
             if query_id in chosen_ids:
                 skill_ids.insert(0, chosen_ids[query_id])
-            ranked = enumerate(dict.fromkeys(skill_ids), 1)  # without the second of the chosen id
+            ranked = enumerate(dict.fromkeys(skill_ids), 1)  # each skill once
             rankings[query_id] = [(skill_id, -float(rank)) for rank, skill_id in ranked]
         return rankings

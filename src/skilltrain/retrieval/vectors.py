@@ -60,7 +60,7 @@ class VectorCache:
             try:
                 with np.load(path) as file:
                     positions = positions_in(keys, file["keys"])
-                    rows = np.flatnonzero(positions >= 0)  # rows of the file to read
+                    rows = np.flatnonzero(positions >= 0)  # of the file
                     if not vectors.size:
                         vectors = np.empty((len(keys), file["dim"]), dtype=np.float32)
                     if len(rows):
@@ -107,6 +107,7 @@ class VectorCache:
             path.unlink(missing_ok=True)
 
     def _write(self, keys: np.ndarray, vectors: np.ndarray) -> None:
+        """Write vectors into a new file."""
         path = self.folder / f"{uuid.uuid4().hex}.npz"
         try:
             with atomic_path(path) as temporary, temporary.open("wb") as file:

@@ -117,12 +117,14 @@ def task_of(
     where: object = None,
     steps: Iterable[GoldStep] = (),
 ) -> Task:
-    """Make a task. To its labels, kind, origin and split are added.
+    """Make a task, and add the labels kind, origin and split.
+
+    A query without a kind is `single` if exactly one skill is gold, else `multi` (SkillRouter,
+    appendix A).
 
     Args:
         query: The query.
-        relevance: The skills that it asks for. The kind of a query without one is `single` if
-            exactly one skill is gold, else `multi` (SkillRouter, appendix A).
+        relevance: The skills that it asks for.
         labels: Values by label. Empty values are left out.
         where: File or line that errors name.
         steps: Steps of a compound task, if they are known.
@@ -219,7 +221,10 @@ def name_of(folder: Path) -> str:
 
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
-    """Add the benchmark's name to its query ids (`sum-columns@easy`), and as the label `tier`."""
+    """Make a benchmark a tier: add its name to its query ids, and as the label `tier`.
+
+    The query `sum-columns` of the tier `easy` becomes `sum-columns@easy`.
+    """
     tier = benchmark.name
     tasks: list[Task] = []
     for task in benchmark.tasks:
@@ -235,7 +240,7 @@ def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
     """Join tiers (see `as_tier`) into one benchmark. Each is ranked over its own pool."""
     if len(tiers) == 1:
         return tiers[0]
-    ((name, count),) = Counter(tier.name for tier in tiers).most_common(1)
+    name, count = Counter(tier.name for tier in tiers).most_common(1)[0]
     if count > 1:
         problem = f"two tiers are named '{name}'"
         fix = "give each folder a name of its own"

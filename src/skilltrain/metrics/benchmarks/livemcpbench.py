@@ -122,7 +122,7 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
 
     notes = _notes(rows, skill_ids_by_name)
     skills = [tool.skill() for tool in pool.values()]
-    return make_benchmark(folder, tasks, split, rows, skills, notes=notes)
+    return make_benchmark(folder, tasks, split, query_ids=rows, pool=skills, notes=notes)
 
 
 def _relevance_of(

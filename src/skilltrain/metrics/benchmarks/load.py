@@ -73,7 +73,7 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     judgements = read_table(folder, JUDGEMENTS)
     verdicts = verdicts_by_query(judgements)
     rows_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
-    steps_by_query: dict[str, list[dict[str, Any]]] = {}
+    steps_by_query = {}
     if table_path(folder, PLANS).exists():
         steps_by_query = _by_query(read_table(folder, PLANS))
 
@@ -84,14 +84,14 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         raise SkilltrainError("unknown-query", problem, where=folder)
 
     tasks: list[Task] = []
+    file = table_path(folder, JUDGEMENTS)
     for query in queries:
         rows = rows_by_query.get(query.query_id, [])
         relevance = _relevance_of(verdicts.get(query.query_id, {}), rows)
-        labels = {"reason": tuple(dict.fromkeys(row["reason"] for row in rows if row["reason"]))}
+        reasons = dict.fromkeys(row["reason"] for row in rows if row["reason"])
         step_rows = steps_by_query.get(query.query_id, [])
         steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
-        file = table_path(folder, JUDGEMENTS)
-        tasks.append(task_of(query, relevance, labels, file, steps))
+        tasks.append(task_of(query, relevance, {"reason": tuple(reasons)}, file, steps))
     return make_benchmark(folder, tasks, split)
 
 

@@ -111,7 +111,7 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
         Skill(row.row_id, row.title or "", description="", body=row.text)
         for row in documents.values()
     ]
-    return make_benchmark(folder, tasks, split, queries, pool)
+    return make_benchmark(folder, tasks, split, query_ids=queries, pool=pool)
 
 
 def read_skillret(folder: Path, split: str | None) -> Benchmark:
@@ -130,7 +130,7 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
     query_files = sorted((folder / "queries").glob("*.jsonl"))
     query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]  # of all splits
-    return make_benchmark(folder, tasks, split, query_ids, [*pool.values()])
+    return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
 
 
 def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
@@ -171,9 +171,9 @@ def _tasks(
         scores[row.skill_id] = row.score
 
     for query_id, query_row in queries.items():
-        if query_id not in scores_by_query:
+        scores = scores_by_query.get(query_id)
+        if scores is None:
             continue
-        scores = scores_by_query[query_id]
         # A skill is gold if its score is above 0. NaN stays, so that `check_relevance` reports it.
         gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
         query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
