@@ -42,10 +42,12 @@ class OpenConfig(EncoderConfig):
     token_budget: int = Field(default=4096, ge=64, description="padded tokens per micro-batch")
 
     def check(self) -> None:
-        """Check that the model exists and is an encoder. The settings of a Hub model are downloaded.
+        """Check that the model exists and is an encoder.
+
+        The settings of a Hub model are downloaded.
 
         Raises:
-            SkilltrainError: It is missing, or another kind of model.
+            SkilltrainError: The model is missing, or of another kind.
         """
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 

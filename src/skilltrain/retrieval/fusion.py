@@ -56,7 +56,10 @@ class FuseConfig(RankerConfig):
         return self.of
 
     def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
-        """Return `keep` of each leg. Without it, a leg keeps `LEG_KEEP` skills or all candidates."""
+        """Return the number of skills to keep of each leg.
+
+        A leg without `keep` keeps `LEG_KEEP` skills, or all candidates.
+        """
         default = LEG_KEEP
         if candidates is not None:
             default = max(map(len, candidates.values()), default=0)

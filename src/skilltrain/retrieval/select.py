@@ -28,9 +28,9 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
 from skilltrain.terminal import say
 
-_BEST = f"""You choose skills for an AI agent. A skill is a set of instructions that the agent reads before it works \
-on a task. You get one task and a numbered list of candidate skills, and say which one candidate would do most to get \
-this task solved.
+_BEST = f"""You choose skills for an AI agent. A skill is a set of instructions that the agent \
+reads before it works on a task. You get one task and a numbered list of candidate skills, and say \
+which one candidate would do most to get this task solved.
 {UNTRUSTED}
 Compare what the candidates enable an agent to do; a name that sounds right is not enough.
 Reply with the number of that candidate in digits, and with nothing else."""
@@ -38,7 +38,8 @@ _WHICH_ONE = (
     "Which one of the candidates 1 to {count} serves the task best? Reply with its number only."
 )
 _NUMBER = re.compile(
-    r"(?:(?:the )?(?:best |most relevant )?(?:answer|skill|candidate|number|option)(?: is)?:?\s*(?:number |no\. ?)?)?"
+    r"(?:(?:the )?(?:best |most relevant )?(?:answer|skill|candidate|number|option)(?: is)?:?\s*"
+    r"(?:number |no\. ?)?)?"
     r"[#\[(]?\s*(\d{1,9})\s*[\])]?\s*[.。]?",
     re.I,
 )

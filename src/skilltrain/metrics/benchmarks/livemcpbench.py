@@ -67,7 +67,10 @@ class _ToolRow(NamedRow):
     category: str | None = None
 
     def skill(self) -> Skill:
-        """Return the tool as a skill: its server is in the description, its parameters in the body."""
+        """Return the tool as a skill.
+
+        The server is in the description, and the parameters are in the body.
+        """
         server = self.server
         if self.server_description:
             server += f": {self.server_description}"
