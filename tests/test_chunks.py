@@ -78,7 +78,7 @@ def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(
     encoder = open_encoder(source(model_folders, cache=tmp_path))
     chunks = encoder.encode_chunks([LONG, SHORT])
     np.testing.assert_array_equal(chunks.vectors, encoder.encode_skills([LONG, SHORT]))
-    assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
+    assert len(chunks.vectors) == chunks.num_skills and chunks.starts.tolist() == [0, 1, 2]
     encoder = open_encoder(
         source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"})
     )

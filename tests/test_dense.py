@@ -126,16 +126,16 @@ def test_keys_tell_texts_and_limits_apart_and_no_more():
 def test_groups_by_hand():
     lengths = [4, 2, 4, 4, 3, 2]
     # Three texts of four tokens are enough for themselves; the others share what they pad to.
-    assert even_groups(lengths, 12, enough=12) == [[0, 2, 3], [4, 1, 5]]
-    assert even_groups(lengths, 8, enough=8) == [[0, 2], [3, 4], [1, 5]]
-    assert even_groups(lengths, 8, enough=1) == [[0, 2], [3], [4], [1, 5]]
-    assert even_groups([50, 0], 8, enough=8) == [[0], [1]]
-    assert even_groups([], 8, enough=8) == []
+    assert even_groups(lengths, 12, min_tokens=12) == [[0, 2, 3], [4, 1, 5]]
+    assert even_groups(lengths, 8, min_tokens=8) == [[0, 2], [3, 4], [1, 5]]
+    assert even_groups(lengths, 8, min_tokens=1) == [[0, 2], [3], [4], [1, 5]]
+    assert even_groups([50, 0], 8, min_tokens=8) == [[0], [1]]
+    assert even_groups([], 8, min_tokens=8) == []
 
 
 def test_every_text_is_in_one_group_within_the_budget():
     lengths = np.random.default_rng(0).integers(1, 60, size=500).tolist()
-    groups = even_groups(lengths, 100, enough=40)
+    groups = even_groups(lengths, 100, min_tokens=40)
     assert sorted(position for group in groups for position in group) == list(range(500))
     for group in groups:
         longest = max(lengths[position] for position in group)
@@ -190,9 +190,9 @@ def test_a_slow_models_vectors_come_before_the_block_is_done(open_encoder_of, mo
 def test_tokenising_ahead_gives_the_same(open_encoder_of, monkeypatch):
     model, texts = open_encoder_of("bert"), texts_of(30)
     monkeypatch.setattr(dense, "_BLOCK", 8)
-    here = list(dense._tokenized(model, texts, 24))
+    here = list(dense._tokenize_blocks(model, texts, 24))
     monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if beside a GPU
-    there = list(dense._tokenized(model, texts, 24))
+    there = list(dense._tokenize_blocks(model, texts, 24))
     assert [start for start, _ in there] == [0, 8, 16, 24]
     assert [[ids.tolist() for ids in block] for _, block in there] == [
         [i.tolist() for i in block] for _, block in here

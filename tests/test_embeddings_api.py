@@ -61,7 +61,7 @@ def test_a_system_ranks_by_the_cosines_of_what_the_server_answers(
     system = SystemConfig(name="api", rankers=(api,))
     (stage,) = run_systems([system], queries, SKILLS, 5, num_timed=2)["api"]
     found, said = stage.rankings, capsys.readouterr().err
-    assert stage.alone == () and "api: not timed, for it asks a server" in said, (
+    assert stage.latencies == () and "api: not timed, for it asks a server" in said, (
         "texts would be paid for again"
     )
     assert run_systems([system], queries, SKILLS, 5)["api"][-1].rankings == found

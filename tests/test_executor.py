@@ -67,6 +67,6 @@ def test_skills_left_out_are_replaced_by_the_next_best():
     pool = OpenRankers(SKILLS)
     whole = ids(run_rankers(with_keeps(system(LEXICAL).rankers, 6), QUERIES, None, pool))["q1"]
 
-    shorter = ids(run_rankers(rankers, QUERIES, None, pool, without={whole[0]}))["q1"]
+    shorter = ids(run_rankers(rankers, QUERIES, None, pool, excluded_ids={whole[0]}))["q1"]
 
     assert shorter == whole[1:4]

@@ -12,6 +12,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import plugin_paths
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.rankers import flatten_rankers
 from small_library import skilltrain, succeeds
 
 MODULE = '''
@@ -105,7 +106,8 @@ def test_leg_of_fuse_may_come_from_outside(by_length):
 
     system = validate(SystemConfig, {"name": "x", "rankers": [{"kind": "fuse", "of": legs}]}, "")
 
-    assert [part.kind for part in system.rankers[0].parts()] == ["fuse", "lexical", by_length]
+    kinds = [ranker.kind for ranker in flatten_rankers(system.rankers)]
+    assert kinds == ["fuse", "lexical", by_length]
 
 
 def test_ranker_that_only_chooses_is_no_leg():

@@ -496,7 +496,7 @@ def test_a_cascade_goes_on_without_a_model_that_is_down_and_says_so(
     assert last.rankings["q"] == found["plain"][-1].rankings["q"][:2]
     assert first.counts["unusable"] == last.counts["unusable"] == {"down": 1}
     assert (first.num_passed, second.num_passed, last.num_passed) == (None, 3, None)
-    assert first.alone == () and len(found["plain"][0].alone) == 1
+    assert first.latencies == () and len(found["plain"][0].latencies) == 1
     said = capsys.readouterr().err
     assert said.count("goes on without the chat model") == 2 and "cascade: not timed" in said
 

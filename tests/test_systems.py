@@ -171,7 +171,7 @@ def test_every_ranking_on_the_way_is_kept(encoder, reranker):
     stages = run_systems([cascade], QUERIES, SKILLS, 3)["all"]
     assert [stage.name for stage in stages] == ["all/1 dense", "all/2 lexical", "all"]
     assert [len(stage.rankings["q1"]) for stage in stages] == [6, 4, 3]
-    assert all(stage.seconds > 0 and stage.alone == () for stage in stages)
+    assert all(stage.seconds > 0 and stage.latencies == () for stage in stages)
     rows = iter(rankings_table({stage.name: stage.rankings for stage in stages}).to_pylist())
     for stage in stages:
         for query_id, ranking in stage.rankings.items():
@@ -206,7 +206,7 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
     cascade = Cascade(QUERIES, SKILLS, 3)
     cascade.pool.opened["self"] = own
     both = system("own", kept(LEXICAL, 5), RerankConfig(source="self", keep=5))
-    check_systems([both], has_own=True)
+    check_systems([both], has_model=True)
     first = cascade.run(both)[-1].rankings["q1"]
     own.shift = 100.0
     second = cascade.run(both)[-1].rankings["q1"]
@@ -360,8 +360,8 @@ def test_every_ranker_is_timed_alone_with_the_warm_up_left_out(encoder, reranker
     plain = rank(systems)
     for num_timed, num in ((1, 1), (99, len(QUERIES))):
         for name, stages in run_systems(systems, QUERIES, SKILLS, 10, num_timed).items():
-            assert [len(stage.alone) for stage in stages] == [num, num]
-            assert all(seconds > 1e-6 for stage in stages for seconds in stage.alone)
+            assert [len(stage.latencies) for stage in stages] == [num, num]
+            assert all(seconds > 1e-6 for stage in stages for seconds in stage.latencies)
             assert {q: ids(ranking) for q, ranking in stages[-1].rankings.items()} == {
                 q: ids(ranking) for q, ranking in plain[name].items()
             }
@@ -383,4 +383,4 @@ def test_the_clock_sees_the_ranker_alone_and_no_bar_is_drawn(monkeypatch):
     assert len({query_id for query_ids in asked for query_id in query_ids}) == 3 + len(QUERIES), (
         "ids of their own"
     )
-    assert all(0.002 <= seconds < 0.02 for seconds in stage.alone) and len(stage.alone) == 2
+    assert all(0.002 <= seconds < 0.02 for seconds in stage.latencies) and len(stage.latencies) == 2

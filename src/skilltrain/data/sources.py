@@ -16,7 +16,7 @@ from skilltrain.data.near_duplicates import Positions, number_values
 from skilltrain.data.sampling import draw
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.lexical import BM25Index, bm25_text
-from skilltrain.retrieval.nearest import ChunkVectors, Found
+from skilltrain.retrieval.nearest import ChunkVectors, SearchResult
 from skilltrain.texts import name_key
 
 Ranked = tuple[Positions, Float32[np.ndarray, " candidate"]]
@@ -46,7 +46,7 @@ class Mining:
     seed: int
 
     @cached_property
-    def nearest(self) -> Found:
+    def nearest(self) -> SearchResult:
         """The nearest skills of each query by the encoder, positives included."""
         return self.chunks.nearest(self.query_vectors, self._num_searched)
 
@@ -56,7 +56,7 @@ class Mining:
         return BM25Index([bm25_text(skill) for skill in self.skills])
 
     @cached_property
-    def best_by_bm25(self) -> Found:
+    def best_by_bm25(self) -> SearchResult:
         """The best skills of each query by BM25, with positives; NaN if no term is shared."""
         positions, scores = self.bm25.search(
             [query.text for query in self.queries], self._num_searched
@@ -83,7 +83,7 @@ class Mining:
         categories = self.category_numbers
         return np.isin(categories, categories[self.positives[row]]) & (categories >= 0)
 
-    def without_positives(self, row: int, results: Found, limit: int) -> Ranked:
+    def without_positives(self, row: int, results: SearchResult, limit: int) -> Ranked:
         """Return the `limit` best skills of the query at `row`, without its positives.
 
         Args:

@@ -24,7 +24,7 @@ from skilltrain.models.reranker import load_reranker
 from skilltrain.plugins import OneOf
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
-from skilltrain.retrieval.rankers import parts_of
+from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     def models(self) -> list[EncoderConfig | RerankConfig]:
         """Return the distinct models that run on this machine."""
-        rankers = parts_of(chain.from_iterable(system.rankers for system in self.systems))
+        rankers = flatten_rankers(chain.from_iterable(system.rankers for system in self.systems))
         models = [model for model in rankers if isinstance(model, EncoderConfig | RerankConfig)]
         return list({model.key: model for model in models}.values())
 
@@ -228,13 +228,13 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
         # The rankers of each row.
         groups: dict[str, Sequence[RankedStage]] = {}
         for number, stage in enumerate(ranked, 1):
-            if stage.alone:
+            if stage.latencies:
                 groups[f"{number} {stage.kind}"] = [stage]
         if len(groups) == len(ranked):
             groups["total"] = ranked
 
         for name, group in groups.items():
-            seconds = np.sum([stage.alone for stage in group], axis=0)  # [query]
+            seconds = np.sum([stage.latencies for stage in group], axis=0)  # [query]
             mean = float(seconds.mean())
             p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
             row: Row = {"system": system, "stage": name}
@@ -242,7 +242,7 @@ def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
             row |= {"gpu_gib": None, "gpu_seconds": None, "num": len(seconds)}
             gpu_stages = [stage for stage in group if stage.gpu_bytes]
             if gpu_stages:
-                gpu_seconds = sum(float(np.mean(stage.alone)) for stage in gpu_stages)
+                gpu_seconds = sum(float(np.mean(stage.latencies)) for stage in gpu_stages)
                 row["gpu_gib"] = max(stage.gpu_bytes for stage in gpu_stages) / 2**30
                 row["gpu_seconds"] = 1000 * gpu_seconds
             rows.append(row)

@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.executor import OpenRankers, run_rankers
-from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
@@ -88,7 +88,7 @@ def estimate_ranking(
     dollars = []
     counted_keys = set()
     for system in systems:
-        for ranker in parts_of(system.rankers):
+        for ranker in flatten_rankers(system.rankers):
             # Systems share embeddings, but each of them asks its chat models anew.
             if ranker.key in counted_keys and not ranker.asks_chat_model:
                 continue
@@ -146,7 +146,7 @@ class Teacher(Stage):
             SkilltrainError: A list has no query text, a skill is not in the pool, or a skill gets
                 no score.
         """
-        for ranker in parts_of(self.rankers):
+        for ranker in flatten_rankers(self.rankers):
             ranker.check()
         lists = read_table(self.lists, LISTS).to_pylist()
         if not lists:
@@ -212,7 +212,7 @@ def member_scores(
     for query_id, skill_ids in members.items():
         candidates[query_id] = [(skill_id, 0.0) for skill_id in skill_ids]
     max_skills = max(map(len, members.values()))
-    keeping_rankers = [ranker.keeping(max_skills) for ranker in rankers]
+    keeping_rankers = [ranker.with_keep(max_skills) for ranker in rankers]
     rankings = run_rankers(keeping_rankers, queries, candidates, OpenRankers(skills))
 
     scores = {}

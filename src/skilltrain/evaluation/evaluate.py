@@ -39,7 +39,7 @@ from skilltrain.metrics.measures import (
 )
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
-from skilltrain.retrieval.rankers import parts_of
+from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import RANKINGS, write_table
@@ -209,7 +209,7 @@ def _load(config: Evaluate) -> _Data:
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
-    has_pools = config.pool is not None or all(tier.pool for tier in benchmark.parts)
+    has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
     if config.systems and not has_pools:
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
 
@@ -218,7 +218,7 @@ def _load(config: Evaluate) -> _Data:
     pools: list[Mapping[str, Skill]] = []
     tiers = []
     skills_by_id: dict[str, Skill] = {}
-    for tier in benchmark.parts:
+    for tier in benchmark.tiers_or_self:
         if skills is None:
             pool = {skill.skill_id: skill for skill in tier.pool}
         else:
@@ -269,7 +269,7 @@ def _rank(
     chat_counts = {}
     depth = max(config.depth, *(measure.cutoff for measure in config.scored))
     num_timed = config.analysis.num_timed
-    for tier, pool in zip(data.benchmark.parts, data.pools, strict=True):
+    for tier, pool in zip(data.benchmark.tiers_or_self, data.pools, strict=True):
         queries = tier.queries
         is_first_tier = not stages_by_system
         if is_first_tier:
@@ -397,7 +397,7 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
     }
     for system in config.systems:
         models = []
-        for ranker in parts_of(system.rankers):
+        for ranker in flatten_rankers(system.rankers):
             model = ranker.server.model if ranker.server else ranker.model_source
             if model:
                 is_folder = Path(model).exists()

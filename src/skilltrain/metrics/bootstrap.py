@@ -72,13 +72,16 @@ def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
     # [value of above, value of below]
     wins = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
     rng = np.random.default_rng(SEED)
-    # How often each value is drawn: [resample, value].
-    above_counts, below_counts = (
-        rng.multinomial(size, np.full(size, 1 / size), RESAMPLES) for size in wins.shape
-    )
-    sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)
+    above_counts = _draw_counts(rng, len(above), RESAMPLES)  # [resample, value]
+    below_counts = _draw_counts(rng, len(below), RESAMPLES)
+    sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)  # [resample]
     low, high = np.quantile(sums / wins.size, _QUANTILES).tolist()
-    return Interval(float(wins.mean()), low, high, sum(wins.shape))
+    return Interval(float(wins.mean()), low, high, len(above) + len(below))
+
+
+def _draw_counts(rng: np.random.Generator, size: int, num_resamples: int) -> np.ndarray:
+    """Return how often each of `size` values is drawn: [resample, value]."""
+    return rng.multinomial(size, np.full(size, 1 / size), num_resamples)
 
 
 def intervals(
@@ -100,9 +103,9 @@ def paired_differences(
 ) -> list[tuple[Interval, float]]:
     """Return the mean of each column of paired differences, with its interval and its p-value.
 
-    The two-sided p-value is twice the share of resampled means on the other side of 0 or at 0. One
-    extra resample on each side keeps it above 0, so its minimum is .0002. Equal systems have p = 1.
-    If only few queries differ, p is too small, and `comparison.compare` uses an exact test.
+    The two-sided p-value is twice the share of resampled means that are 0 or have the other sign.
+    One extra resample on each side keeps it above 0, so its minimum is .0002. Equal systems have
+    p = 1. If only few queries differ, p is too small, and `comparison.compare` uses an exact test.
 
     Args:
         differences: Value of one system minus value of the other, one row per query.
@@ -142,9 +145,10 @@ def resampled_means(
     for start in range(0, RESAMPLES, step):
         num_resamples = min(step, RESAMPLES - start)
         draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))
-        # Count all resamples at once: each has its own range of numbers.
+        # Count the draws of all resamples at once: each resample has its own range of numbers.
         draws += np.arange(num_resamples)[:, None] * num_clusters
-        counts = np.bincount(draws.ravel(), minlength=draws.size).reshape(draws.shape)
+        counts = np.bincount(draws.ravel(), minlength=draws.size)
+        counts = counts.reshape(draws.shape)  # [resample, cluster]
         means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
     return means
 
@@ -154,7 +158,11 @@ def cluster_sums(
 ) -> tuple[Float[np.ndarray, "cluster column"], Float[np.ndarray, " cluster"]]:
     """Return the sum of the values of each cluster, and the number of its queries.
 
-    Without clusters, each query is a cluster of its own. The order is that of the first queries.
+    Clusters are in the order of their first queries.
+
+    Args:
+        values: One row per query.
+        clusters: Cluster of each query. If it is None, each query is a cluster.
     """
     if clusters is None or len(set(clusters)) == len(values):
         return values, np.ones(len(values))
@@ -179,10 +187,10 @@ def _intervals(
 def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     """Return Cohen's kappa of two judges, with an interval from resampled groups.
 
-    Judgements of one request are not independent, so groups are drawn as a whole.
+    Verdicts on one request are not independent, so groups are drawn as a whole.
 
     Args:
-        groups: For each request, the verdicts (first judge, second judge) on its skills.
+        groups: One list per request. It holds the verdicts of both judges on each skill.
 
     Returns:
         The kappa over all pairs. `n` is the number of pairs.
@@ -194,15 +202,16 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     if not pairs:
         raise SkilltrainError("nothing-to-score", "no skill was judged twice")
     labels = sorted(set(chain.from_iterable(pairs)))
+
+    # Count the pairs of verdicts of each group.
     tables = np.zeros((len(groups), len(labels), len(labels)))  # [group, label, label]
     for number, group in enumerate(groups):
         for first, second in group:
             tables[number, labels.index(first), labels.index(second)] += 1
 
-    rng = np.random.default_rng(SEED)
-    shares = np.full(len(groups), 1 / len(groups))
-    counts = rng.multinomial(len(groups), shares, _KAPPA_RESAMPLES)  # [resample, group]
-    low, high = np.quantile(cohens_kappa(np.tensordot(counts, tables, 1)), _QUANTILES)
+    counts = _draw_counts(np.random.default_rng(SEED), len(groups), _KAPPA_RESAMPLES)
+    resampled_tables = np.tensordot(counts, tables, 1)  # [resample, label, label]
+    low, high = np.quantile(cohens_kappa(resampled_tables), _QUANTILES)
     (kappa,) = cohens_kappa(tables.sum(0)[None])
     return Interval(float(kappa), float(low), float(high), len(pairs))
 

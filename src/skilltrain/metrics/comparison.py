@@ -47,27 +47,30 @@ def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
     for system in results:
         where = f"system {system.name}"
         if system.name in names:
+            problem = "another system has the same name"
             fix = "give each system a name of its own"
-            raise SkilltrainError(
-                "repeated-name", "another system has the same name", where=where, fix=fix
-            )
+            raise SkilltrainError("repeated-name", problem, where=where, fix=fix)
         names.add(system.name)
-        different_ids = sorted(system.per_query.keys() ^ first.per_query.keys())
+        different_ids = system.per_query.keys() ^ first.per_query.keys()
         if different_ids:
-            fault = (
+            problem = (
                 f"holds other queries ({len(system.per_query)}) than system {first.name} "
-                f"({len(first.per_query)}), first '{different_ids[0]}'"
+                f"({len(first.per_query)}), first '{min(different_ids)}'"
             )
-            raise SkilltrainError(
-                "not-comparable", fault, where=where, fix="score all systems on the same queries"
-            )
+            fix = "score all systems on the same queries"
+            raise SkilltrainError("not-comparable", problem, where=where, fix=fix)
     return tuple(first.per_query)
 
 
 def values_of(
     system: SystemResult, query_ids: Sequence[str], measures: Sequence[str]
 ) -> Float[np.ndarray, "query measure"]:
-    """Return the values of a system by query and measure.
+    """Return the values of a system as a table.
+
+    Args:
+        system: The system.
+        query_ids: Queries of the rows.
+        measures: Names of the measures of the columns.
 
     Raises:
         SkilltrainError: A value is missing or not finite.
@@ -79,11 +82,9 @@ def values_of(
     bad_positions = np.argwhere(~np.isfinite(values))
     if len(bad_positions):
         row, column = bad_positions[0]
-        fault = (
-            f"{len(bad_positions)} values are missing or not finite, first {measures[column]} of "
-            f"query '{query_ids[row]}'"
-        )
-        raise SkilltrainError("not-a-number", fault, where=f"system {system.name}")
+        first = f"{measures[column]} of query '{query_ids[row]}'"
+        problem = f"{len(bad_positions)} values are missing or not finite, first {first}"
+        raise SkilltrainError("not-a-number", problem, where=f"system {system.name}")
     return values
 
 
@@ -94,12 +95,11 @@ def defined_queries(
 
     If only some systems have it, `values_of` raises the error.
     """
-    defined_ids = set()
-    for system in results:
-        defined_ids.update(
-            query_id for query_id in query_ids if measure in system.per_query[query_id]
-        )
-    return tuple(query_id for query_id in query_ids if query_id in defined_ids)
+    defined_ids: list[str] = []
+    for query_id in query_ids:
+        if any(measure in system.per_query[query_id] for system in results):
+            defined_ids.append(query_id)
+    return tuple(defined_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,26 +166,30 @@ def compare(
         pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
         differences = np.stack(pair_differences, axis=1)  # [query, pair]
         bootstrapped = paired_differences(differences, clusters)
-        sums, _ = cluster_sums(differences, clusters)
-        sums = np.round(sums, _DECIMALS)  # [cluster, pair]
-        for column, (baseline, system) in enumerate(pairs):
-            interval, p = bootstrapped[column]
-            num_better = int((sums[:, column] > 0).sum())
-            num_worse = int((sums[:, column] < 0).sum())
-            if num_better + num_worse <= MAX_EXACT:
-                p = sign_test(sums[:, column])
-            comparison = Comparison(
-                system=system,
-                baseline=baseline,
-                measure=measure,
-                difference=interval,
-                num_better=num_better,
-                num_worse=num_worse,
-                p=p,
-            )
-            comparisons.append(comparison)
 
-    # Pair by pair. Within a pair, the measures stay in order.
+        # Count the clusters in which a system is better.
+        sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
+        sums = np.round(sums, _DECIMALS)
+        for number, (baseline, system) in enumerate(pairs):
+            interval, p = bootstrapped[number]
+            column = sums[:, number]
+            num_better = int((column > 0).sum())
+            num_worse = int((column < 0).sum())
+            if num_better + num_worse <= MAX_EXACT:
+                p = sign_test(column)
+            comparisons.append(
+                Comparison(
+                    system=system,
+                    baseline=baseline,
+                    measure=measure,
+                    difference=interval,
+                    num_better=num_better,
+                    num_worse=num_worse,
+                    p=p,
+                )
+            )
+
+    # Sort by pair. Within a pair, the measures stay in order.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
     return with_holm(comparisons)
 
@@ -203,11 +207,14 @@ def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
 
 
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
-    """Return the exact p-value of the sign test: twice the one-sided one, for the mean's direction.
+    """Return the two-sided p-value of the exact sign test.
 
-    Under the null hypothesis, a coin decides for each differing query which system is better. For
-    values of 0 and 1 this is McNemar's exact test. If most queries differ in one direction and the
-    mean in the other, p is 1.
+    It is twice the one-sided p-value in the direction of the mean. Under the null hypothesis, a
+    coin decides for each differing query which system is better. For values of 0 and 1 this is
+    McNemar's exact test. If most queries differ against the direction of the mean, p is 1.
+
+    Args:
+        differences: Value of one system minus value of the other, for each query.
     """
     from scipy.stats import binomtest
 

@@ -30,6 +30,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -69,7 +70,7 @@ class Measure:
     Attributes:
         name: Name of the plug-in.
         cutoff: Number of places that it reads; 0 for a measure without a cutoff.
-        copies: Whether a copy of a gold skill counts like the gold skill.
+        copies: Whether a near-duplicate of a gold skill counts as gold.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Measure:
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float | None:
         """Return the value for one query, None if the measure is not defined for it.
 
-        Inputs are trusted and alternatives resolved (see `evaluate_query`).
+        Call `evaluate_query` instead, which checks the ranking and resolves alternatives.
         """
         formula = _formula(self.name)
         if not self.cutoff:
@@ -192,21 +193,26 @@ def parse_measure(text: str) -> Measure:
     """Parse the name of a measure, such as `nDCG@10` or `Hit@1 (copies)`.
 
     Raises:
-        SkilltrainError: There is no such measure. The error names the nearest, and all.
+        SkilltrainError: There is no such measure. The error suggests the nearest and lists all.
     """
     match = _MEASURE.fullmatch(text)
-    name, cutoff, copies = match.groups() if match else (text, None, None)
-    options = plugin_paths("measure")
-    if (name in options or ":" in name) and has_cutoff(name) == bool(cutoff):
+    assert match is not None, "the pattern matches every text"
+    name, cutoff, copies = match.groups()
+    names = plugin_paths("measure")
+    is_known = name in names or ":" in name
+    if is_known and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
 
-    forms = {option: f"{option}@k" if has_cutoff(option) else option for option in options}
+    # Suggest the measure whose name is the nearest.
     problem = f"unknown measure '{text}'"
-    by_spelling = {"r": "Recall", "p": "Precision"} | {option.lower(): option for option in options}
-    word = name.partition("@")[0].lower()
-    nearest = difflib.get_close_matches(word, by_spelling, n=1, cutoff=0.4)
+    forms = {option: f"{option}@k" if has_cutoff(option) else option for option in names}
+    name_by_spelling = {"r": "Recall", "p": "Precision"}
+    name_by_spelling |= {option.lower(): option for option in names}
+    spelling = name.partition("@")[0].lower()
+    nearest = difflib.get_close_matches(spelling, name_by_spelling, n=1, cutoff=0.4)
     if nearest:
-        suggestion = forms[by_spelling[nearest[0]]].replace("@k", f"@{cutoff or 10}")
+        form = forms[name_by_spelling[nearest[0]]]
+        suggestion = form.replace("@k", f"@{cutoff or 10}")
         problem += f", did you mean '{suggestion}'?"
     fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
     raise SkilltrainError("unknown-measure", problem, fix=fix)
@@ -219,9 +225,8 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
     """Return each measure, followed by its variant that accepts copies, without duplicates."""
-    variants: list[Measure] = []
-    for measure in measures:
-        variants += [replace(measure, copies=False), replace(measure, copies=True)]
+    pairs = product(measures, (False, True))
+    variants = [replace(measure, copies=copies) for measure, copies in pairs]
     return tuple(dict.fromkeys(variants))
 
 
@@ -251,7 +256,7 @@ def per_query(
         problem = f"{len(unknown)} of {len(rankings)} ranked queries are not in the benchmark"
         raise SkilltrainError("unknown-query", problem, where=f"query {unknown[0]}")
 
-    values: dict[str, dict[str, float]] = {}
+    values = {}
     for query_id, relevance in relevances.items():
         try:
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
@@ -283,7 +288,7 @@ def evaluate_query(
             raise SkilltrainError("repeated-id", problem)
         ranked_ids.add(skill_id)
 
-    values: dict[str, float] = {}
+    values = {}
     for measure in measures:
         value = measure(ranking, resolve_alternatives(ranking, relevance, measure.copies))
         if value is not None:
@@ -292,7 +297,7 @@ def evaluate_query(
 
 
 def check_relevance(relevance: Relevance) -> None:
-    """Check that a ranking could score.
+    """Check that a ranking can score above 0, and that the values make sense.
 
     Raises:
         SkilltrainError: No skill is gold, a gold skill has no positive gain, a gain is not a number
@@ -302,10 +307,8 @@ def check_relevance(relevance: Relevance) -> None:
     gains = relevance.gains
     for skill_id, gain in gains.items():
         if not 0 <= gain <= _HIGHEST_GAIN:  # also true for NaN
-            problem = (
-                f"the gain of skill '{skill_id}' is {gain}, not a number from 0 to "
-                f"{_HIGHEST_GAIN:,.0f}"
-            )
+            limits = f"0 to {_HIGHEST_GAIN:,.0f}"
+            problem = f"the gain of skill '{skill_id}' is {gain}, not a number from {limits}"
             raise SkilltrainError("invalid-relevance", problem)
     if not gold:
         raise SkilltrainError("no-gold-skill", "no skill is gold, so no ranking can score")
@@ -325,12 +328,20 @@ def check_relevance(relevance: Relevance) -> None:
 def resolve_alternatives(
     ranking: Sequence[str], relevance: Relevance, copies: bool = False
 ) -> Relevance:
-    """Replace each gold skill by the first skill in `ranking` that may stand for it.
+    """Replace each gold skill by the first skill in `ranking` that can replace it.
 
-    These are the gold skill, its alternatives and, with `copies`, its copies. If the ranking has
-    none of them, the gold skill stays. The result has no alternatives and no copies.
+    These are the gold skill itself, its alternatives and its copies. If the ranking has none of
+    them, the gold skill stays.
+
+    Args:
+        ranking: Ranked skill ids.
+        relevance: The skills that the query asks for.
+        copies: Whether copies can replace a gold skill.
+
+    Returns:
+        A relevance without alternatives and copies.
     """
-    gold_ids: Mapping[str, str] = relevance.alternatives
+    gold_ids = relevance.alternatives  # by the skill that replaces it
     if copies:
         gold_ids = {**relevance.copies, **relevance.alternatives}
     if not gold_ids:

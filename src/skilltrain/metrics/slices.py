@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
-from skilltrain.metrics.benchmarks.benchmark import Labels, Task, wanted_skills
+from skilltrain.metrics.benchmarks.benchmark import Labels, Task, gold_in_pool
 from skilltrain.metrics.bootstrap import Interval, intervals
 from skilltrain.metrics.comparison import (
     SystemResult,
@@ -61,12 +61,12 @@ class SliceMeans:
 
     def best(self, measure: str) -> frozenset[str]:
         """Return the systems with the highest mean, or none if all means are equal."""
-        means: dict[str, float] = {}
-        for name, by_measure in self.means.items():
-            if measure in by_measure:
-                means[name] = by_measure[measure].mean
+        means: dict[str, float] = {}  # by system
+        for system, mean_by_measure in self.means.items():
+            if measure in mean_by_measure:
+                means[system] = mean_by_measure[measure].mean
         highest = max(means.values(), default=0.0)
-        best = frozenset(name for name, mean in means.items() if mean == highest)
+        best = frozenset(system for system, mean in means.items() if mean == highest)
         return best if len(best) < len(means) else frozenset()
 
 
@@ -93,8 +93,8 @@ def means_by_slice(
         )
     shared_query_ids(results)  # raises the error for different queries
 
-    # Means of each set of queries. Slices of several labels often have the same queries.
-    means_by_queries: dict[tuple[str, ...], dict[str, dict[str, Interval]]] = {}
+    # Means by query ids. Slices of several labels often have the same queries.
+    means_by_queries = {}
     slices: list[SliceMeans] = []
     for label, queries_by_value in _queries_by_label(labels).items():
         if len(queries_by_value) > max_values:
@@ -109,7 +109,7 @@ def means_by_slice(
 
 def _queries_by_label(labels: Mapping[str, Labels]) -> dict[str, dict[str, list[str]]]:
     """Return the query ids by label and value. A query may have several values of a label."""
-    queries: dict[str, dict[str, list[str]]] = {ALL: {ALL: [*labels]}}
+    queries = {ALL: {ALL: [*labels]}}
     for query_id, query_labels in labels.items():
         for label, values in query_labels.items():
             if isinstance(values, str):
@@ -127,9 +127,9 @@ def _value_rank(value: str) -> tuple[int, str]:
 def means_of(
     results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
 ) -> dict[str, dict[str, Interval]]:
-    """Return the means over these queries, by system and measure.
+    """Return the means over some queries, by system and measure.
 
-    Measures without any value are left out.
+    A mean is over the queries that have a value. Measures without any value are left out.
     """
     # Measures that are defined for the same queries share bootstrap draws.
     measures_by_queries: dict[tuple[str, ...], list[str]] = {}
@@ -138,22 +138,19 @@ def means_of(
         if defined_ids:
             measures_by_queries.setdefault(defined_ids, []).append(measure)
 
-    means: dict[str, dict[str, Interval]] = {result.name: {} for result in results}
+    means = {result.name: {} for result in results}
     for defined_ids, group in measures_by_queries.items():
         values = [values_of(result, defined_ids, group) for result in results]
         clusters = results[0].clusters_of(defined_ids)
-        # Columns are system by system, and measure by measure.
-        group_means = intervals(np.concatenate(values, axis=1), clusters)
-        for index, result in enumerate(results):
-            first = index * len(group)
-            system_means = group_means[first : first + len(group)]
-            means[result.name].update(zip(group, system_means, strict=True))
+        # One column per system and measure: [query, column].
+        column_means = intervals(np.concatenate(values, axis=1), clusters)
+        columns = product(results, group)
+        for (result, measure), mean in zip(columns, column_means, strict=True):
+            means[result.name][measure] = mean
 
-    # In the order of `measures`.
-    for name, system_means in means.items():
-        means[name] = {
-            measure: system_means[measure] for measure in measures if measure in system_means
-        }
+    # Put the measures in the order of `measures`.
+    for name, values in means.items():
+        means[name] = {measure: values[measure] for measure in measures if measure in values}
     return means
 
 
@@ -180,13 +177,20 @@ def description_length_gaps(
             baseline_values = values_of(baseline, query_ids, [measure])
             differences = values_of(system, query_ids, [measure]) - baseline_values
             (gap,) = intervals(differences, baseline.clusters_of(query_ids))
-            names = {"baseline": baseline.name, "system": system.name, "measure": measure}
-            rows.append({**names, "value": part.value, "difference": gap})
+            rows.append(
+                {
+                    "baseline": baseline.name,
+                    "system": system.name,
+                    "measure": measure,
+                    "value": part.value,
+                    "difference": gap,
+                }
+            )
     return tuple(rows)
 
 
 def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
-    """Return the slice of all queries, and every slice with fewer queries."""
+    """Return the slice of all queries, and all slices that have fewer queries."""
     num_queries = len(slices[0].query_ids)
     return tuple(part for part in slices if part.label == ALL or len(part.query_ids) < num_queries)
 
@@ -208,30 +212,42 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     gold_skills: dict[str, list[Skill]] = {}
     description_words: dict[str, float] = {}
     for task in tasks:
-        gold = [skills[skill_id] for skill_id in wanted_skills(task.relevance, skills)]
+        gold = [skills[skill_id] for skill_id in gold_in_pool(task.relevance, skills)]
         gold_skills[task.query.query_id] = gold
         if gold:
             lengths = [num_words(skill.description) for skill in gold]
             description_words[task.query.query_id] = fmean(lengths)
     quarters = quartiles(description_words)
 
-    labels: dict[str, Labels] = {}
+    labels = {}
     for task in tasks:
         query_id = task.query.query_id
-        text = task.query.text
-        gold = gold_skills[query_id]
-        language = language_of(text) or ("en" if text.isascii() else None)
-        directions = {f"{language}2{skill.lang}" for skill in gold if language and skill.lang}
-        domains = {_domain_by_category().get(skill.category or "", "") for skill in gold} - {""}
-        query_labels = {
-            "direction": tuple(sorted(directions)),
-            "domain": tuple(sorted(domains)),
-            **task.labels,  # may replace the two above, but not the two below
-            LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
-            DESCRIPTION: quarters.get(query_id, ""),
-        }
-        labels[query_id] = {label: value for label, value in query_labels.items() if value}
+        quarter = quarters.get(query_id, "")
+        all_labels = _labels_of_query(task, gold_skills[query_id], quarter)
+        labels[query_id] = {label: value for label, value in all_labels.items() if value}
     return labels
+
+
+def _labels_of_query(task: Task, gold: Sequence[Skill], quarter: str) -> Labels:
+    """Return the labels of one query (see `labels_of`). A value may be empty."""
+    text = task.query.text
+    language = language_of(text)
+    if not language and text.isascii():
+        language = "en"
+    directions: set[str] = set()
+    domains: set[str] = set()
+    for skill in gold:
+        if language and skill.lang:
+            directions.add(f"{language}2{skill.lang}")
+        if skill.category in _domain_by_category():
+            domains.add(_domain_by_category()[skill.category])
+    return {
+        "direction": tuple(sorted(directions)),
+        "domain": tuple(sorted(domains)),
+        **task.labels,  # may replace the two above, but not the two below
+        LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
+        DESCRIPTION: quarter,
+    }
 
 
 @cache
@@ -241,7 +257,7 @@ def _domain_by_category() -> dict[str, str]:
     R3 has eight super-domains too, without published names. These names are ours.
     """
     text = Path(__file__).with_name("domains.yaml").read_text(encoding="utf-8")
-    domains: dict[str, str] = {}
+    domains = {}
     for domain, categories in parse_yaml(text, "domains.yaml").items():
         domains |= dict.fromkeys(categories, domain)
     return domains
@@ -250,8 +266,11 @@ def _domain_by_category() -> dict[str, str]:
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """Return the quarter of each query by length, such as `Q1, 4–11 words`, short queries first.
 
-    Queries of equal length are in the same quarter, that of their mean rank. Empty quarters are
-    left out, and the others are numbered from 1.
+    Queries of equal length share their mean rank, and so their quarter. Empty quarters are left
+    out, and the others are numbered from 1.
+
+    Args:
+        lengths: Length of each query in words.
     """
     from scipy.stats import rankdata
 
@@ -261,7 +280,7 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
         quarter = int(4 * (rank - 0.5) // len(lengths))  # exact: ranks are multiples of 1/2
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
-    names: dict[str, str] = {}
+    names = {}
     for number, quarter in enumerate(sorted(queries_by_quarter), 1):
         query_ids = queries_by_quarter[quarter]
         quarter_lengths = [lengths[query_id] for query_id in query_ids]

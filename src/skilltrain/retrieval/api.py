@@ -1,4 +1,4 @@
-"""An embeddings server as a ranker: unit vectors of skills and queries, each paid for once."""
+"""An embeddings server as a ranker. A cache keeps vectors, so each text is paid for once."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import (
-    Parts,
+    EncodedTexts,
     Positions,
     VectorCache,
     Vectors,
@@ -31,6 +31,7 @@ from skilltrain.terminal import say, track
 _CACHE = Path("~/.cache/skilltrain/embeddings")
 _ANY_LENGTH = 0  # texts are cut by characters here, and by tokens on the server
 _TOO_LONG = (400, 413, 422)  # how servers refuse a text that is too long, or too many texts
+_RUN_AGAIN = "run again later; vectors so far are kept"
 
 
 class ApiConfig(ServerConfig, RankerConfig):
@@ -68,21 +69,25 @@ class ApiConfig(ServerConfig, RankerConfig):
         return self
 
     def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
-        """Estimate the cost of the texts that the cache lacks."""
+        """Estimate the cost of the texts that the cache lacks.
+
+        Returns:
+            Counts of requests, texts and tokens, and their price, by key of a stage's summary.
+        """
         encoder = ApiEncoder(self)
         budget = encoder.server.budget
         texts = {self.render_skill(skill) for skill in skills}
         texts |= {self.render_query(query.text) for query in queries}
-        new = [*texts]
+        new_texts = [*texts]
         if encoder.cache:
-            missing = encoder.cache.missing(text_keys(new, _ANY_LENGTH))
-            new = [new[position] for position in missing]
+            missing = encoder.cache.missing(text_keys(new_texts, _ANY_LENGTH))
+            new_texts = [new_texts[position] for position in missing]
         return {
             "model": self.model,
-            "num_requests": math.ceil(len(new) / self.batch_size),
-            "num_texts": len(new),
-            "num_kept_texts": len(texts) - len(new),
-            **budget.account(Usage(_num_tokens(new))),
+            "num_requests": math.ceil(len(new_texts) / self.batch_size),
+            "num_texts": len(new_texts),
+            "num_kept_texts": len(texts) - len(new_texts),
+            **budget.account(Usage(_num_tokens(new_texts))),
             "budget": str(budget) or None,
         }
 
@@ -94,25 +99,29 @@ class ApiConfig(ServerConfig, RankerConfig):
 
 
 class ApiEncoder:
-    """An embeddings server and its cache. Nothing is sent before there is a new text to encode."""
+    """An embeddings server and a cache of its vectors. Only texts that the cache lacks are sent."""
 
     def __init__(self, config: ApiConfig) -> None:
         self.config = config
         self.server = Server(config)
         self.cache: VectorCache | None = None
         if config.cache is not None:
-            # All that decides a vector, besides the text.
+            # Everything that decides the vector of a text.
             identity = json.dumps([config.base_url, config.model])
             name = hashlib.sha256(identity.encode()).hexdigest()[:24]
             self.cache = VectorCache(config.cache.expanduser() / name)
 
-    def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
-        """Return the ranker of a pool. `kept` holds its vectors if they are known."""
-        chunks = kept or self.encode_chunks([*skills.values()])
+    def over(self, skills: Mapping[str, Skill], stored: ChunkVectors | None = None) -> PoolRanker:
+        """Return the ranker of a pool. `stored` holds the pool's vectors if they are known."""
+        chunks = stored or self.encode_chunks([*skills.values()])
         return PoolRanker([*skills], VectorIndex(chunks, self.encode_queries))
 
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
-        """Return one unit vector per skill. Raises SkilltrainError naming a skill without one."""
+        """Return one unit vector per skill.
+
+        Raises:
+            SkilltrainError: A skill gets no vector. The error names it.
+        """
         texts = [self.config.render_skill(skill) for skill in skills]
         names = [f"skill {skill.skill_id}" for skill in skills]
         return ChunkVectors.one_each(self._encode(texts, names))
@@ -129,32 +138,50 @@ class ApiEncoder:
         return self._encode(rendered, [f"query {number}" for number in range(len(texts))])
 
     def _encode(self, texts: Sequence[str], names: Sequence[str]) -> Vectors:
-        # A request cannot hold half of a surrogate pair.
-        texts = [text.encode(errors="replace").decode() for text in texts]
-        name_of = dict(zip(texts, names, strict=True))
-        if "" in name_of:
-            raise SkilltrainError("empty-text", "has no text to embed", where=name_of[""])
+        """Return the unit vector of each text, from the cache or from the server.
 
-        def send(batch: tuple[int, list[str]]) -> tuple[Positions, Vectors]:
-            start, batch_texts = batch
-            vectors = self._embed(batch_texts, name_of)
+        Args:
+            texts: Texts to encode.
+            names: Name of each text for errors, such as `skill pdf`.
+
+        Raises:
+            SkilltrainError: A text is empty, or the server gives no usable vector for it.
+        """
+        # Half of a surrogate pair cannot be sent.
+        texts = [text.encode(errors="replace").decode() for text in texts]
+        name_by_text = dict(zip(texts, names, strict=True))
+        if "" in name_by_text:
+            raise SkilltrainError("empty-text", "has no text to embed", where=name_by_text[""])
+
+        return cached_vectors(
+            texts, _ANY_LENGTH, self.cache, lambda new_texts: self._send(new_texts, name_by_text)
+        )
+
+    def _send(self, texts: list[str], name_by_text: Mapping[str, str]) -> EncodedTexts:
+        """Send texts to the server in batches.
+
+        Yields:
+            Positions in `texts` and the vectors of these texts, as the replies come.
+        """
+        cost = self.server.budget.describe(Usage(_num_tokens(texts)))
+        say(f"{len(texts):,} texts to {self.config.model}, {cost}")
+        size = self.config.batch_size
+        starts = range(0, len(texts), size)
+
+        def embed(start: int) -> tuple[Positions, Vectors]:
+            vectors = self._embed(texts[start : start + size], name_by_text)
             return start + np.arange(len(vectors)), vectors
 
-        def embed(new: list[str]) -> Parts:
-            cost = self.server.budget.describe(Usage(_num_tokens(new)))
-            say(f"{len(new):,} texts to {self.config.model}, {cost}")
-            size = self.config.batch_size
-            batches = [(start, new[start : start + size]) for start in range(0, len(new), size)]
-            replies = in_threads(send, batches, self.config.concurrency)
-            yield from track(replies, "embedding", len(batches))
+        replies = in_threads(embed, starts, self.config.concurrency)
+        yield from track(replies, "embedding", len(starts))
 
-        return cached_vectors(texts, _ANY_LENGTH, self.cache, embed)
+    def _embed(self, texts: list[str], name_by_text: Mapping[str, str]) -> Vectors:
+        """Send one request, and return the unit vector of each of its texts.
 
-    def _embed(self, texts: list[str], name_of: Mapping[str, str]) -> Vectors:
-        """Return the unit vectors of one request. Raises SkilltrainError if a text gets none."""
-        section = self.config.section
-        where = self.config.base_url
-        again = "run again later; vectors so far are kept"
+        Raises:
+            SkilltrainError: The request fails, or a text gets no usable vector.
+        """
+        url = self.config.base_url
         try:
             reply = self.server.call(
                 lambda client: client.embeddings.create(model=self.config.model, input=texts)
@@ -164,29 +191,46 @@ class ApiEncoder:
             if [row.index for row in rows] != [*range(len(texts))] or vectors.ndim != 2:
                 raise ValueError("wrong number of vectors")
         except AnswerError as error:
-            code = "server-failing"
-            problem = f"gave no vectors: {error.reason}"
-            if error.kind == "budget":
-                code = "budget-exceeded"
-                again = f"raise {section}.budget; vectors so far are kept"
-            if isinstance(error, ServerError) and error.status in _TOO_LONG:
-                code = "text-too-long"
-                problem = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
-                problem = f"{where} refused {problem}: {error.reason}"
-                where = name_of[texts[0]]
-                again = f"lower skill.body_chars, query_chars or batch_size of {section}"
-            raise SkilltrainError(code, problem, where=where, fix=again) from None
+            raise self._request_error(error, texts, name_by_text) from None
         except (ValueError, TypeError, AttributeError):
             problem = f"the server's reply does not hold one vector for each of {len(texts)} texts"
-            raise SkilltrainError("invalid-reply", problem, where=where, fix=again) from None
+            raise SkilltrainError("invalid-reply", problem, where=url, fix=_RUN_AGAIN) from None
+
+        # Count the tokens that the server reports, or an estimate.
         reported = getattr(reply.usage, "prompt_tokens", None)
         self.server.budget.count(Usage(reported_tokens(reported, _num_tokens(texts))))
+
+        # Scale all vectors to length 1.
         lengths = np.linalg.norm(vectors, axis=1)
         for text, length in zip(texts, lengths.tolist(), strict=True):
             if not 0 < length < math.inf:
-                problem = f"{where} gave it a vector that is zero or holds no number"
-                raise SkilltrainError("invalid-reply", problem, where=name_of[text])
+                problem = f"{url} gave it a vector that is zero or holds no number"
+                raise SkilltrainError("invalid-reply", problem, where=name_by_text[text])
         return (vectors / lengths[:, None]).astype(np.float32)
+
+    def _request_error(
+        self, error: AnswerError, texts: Sequence[str], name_by_text: Mapping[str, str]
+    ) -> SkilltrainError:
+        """Return the error to raise for a request that failed.
+
+        Args:
+            error: What went wrong.
+            texts: Texts of the request, long ones first.
+            name_by_text: Name of each text.
+        """
+        section = self.config.section
+        url = self.config.base_url
+        if isinstance(error, ServerError) and error.status in _TOO_LONG:
+            sizes = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
+            problem = f"{url} refused {sizes}: {error.reason}"
+            fix = f"lower skill.body_chars, query_chars or batch_size of {section}"
+            where = name_by_text[texts[0]]
+            return SkilltrainError("text-too-long", problem, where=where, fix=fix)
+        problem = f"gave no vectors: {error.reason}"
+        if error.kind == "budget":
+            fix = f"raise {section}.budget; vectors so far are kept"
+            return SkilltrainError("budget-exceeded", problem, where=url, fix=fix)
+        return SkilltrainError("server-failing", problem, where=url, fix=_RUN_AGAIN)
 
 
 def _num_tokens(texts: Sequence[str]) -> int:

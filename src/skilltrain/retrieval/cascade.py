@@ -1,4 +1,4 @@
-"""A system is a list of rankers: the first ranks the pool, each next one orders its candidates."""
+"""Systems. A system is a list of rankers: the first ranks the pool, the others order candidates."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
-from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
+from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_ranker, with_keeps
+from skilltrain.retrieval.rankers import OWN, AnyRanker, RankerConfig, flatten_rankers
 from skilltrain.terminal import say, without_bars
 
 
@@ -27,26 +27,27 @@ class SystemConfig(Config):
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
-        for part in self.rankers[0].parts():
-            if part.only_orders:
+        for ranker in flatten_rankers(self.rankers[:1]):
+            if ranker.only_orders:
                 raise ValueError(
-                    f"the first ranker finds skills in the pool; {part.kind} only orders those of another"
+                    "the first ranker finds skills in the pool; "
+                    f"{ranker.kind} only orders those of another"
                 )
         return self
 
 
 @dataclass(frozen=True)
 class RankedStage:
-    """The answer of one ranker of a system.
+    """The answers of one ranker of a system.
 
     Attributes:
-        name: The system's name for its last ranker, `<system>/<number> <kind>` for the others.
+        name: Name of the system for its last ranker, `<system>/<number> <kind>` for the others.
         kind: Kind of the ranker.
         rankings: Its rankings.
         seconds: Mean time of a query when all were ranked together.
-        alone: Seconds for each query that was ranked by itself.
-        counts: Report of a ranker that asks a chat model.
-        num_passed: How many skills the next ranker reads; None for all.
+        latencies: Seconds of each query that was ranked by itself.
+        counts: Counts of a ranker that asks a chat model.
+        num_passed: Number of skills that the next ranker looks at; None for all.
         gpu_bytes: Peak GPU memory of the queries ranked by themselves, models included; 0 for a
             ranker that used none.
     """
@@ -55,19 +56,20 @@ class RankedStage:
     kind: str
     rankings: Rankings
     seconds: float
-    alone: tuple[float, ...]
+    latencies: tuple[float, ...]
     counts: Mapping[str, Any]
     num_passed: int | None = None
     gpu_bytes: int = 0
 
     def skill_ids(self) -> dict[str, list[str]]:
         """Return the ranked skill ids by query id."""
-        return {
-            query_id: [skill_id for skill_id, _ in ranking]
-            for query_id, ranking in self.rankings.items()
-        }
+        ids_by_query = {}
+        for query_id, ranking in self.rankings.items():
+            ids_by_query[query_id] = [skill_id for skill_id, _ in ranking]
+        return ids_by_query
 
     def only(self, query_ids: Iterable[str]) -> "RankedStage":
+        """Return the answers to some queries."""
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
 
     def joined(self, other: "RankedStage") -> "RankedStage":
@@ -78,15 +80,16 @@ class RankedStage:
             self,
             rankings=rankings,
             seconds=seconds / len(rankings),
-            alone=self.alone + other.alone,
+            latencies=self.latencies + other.latencies,
             gpu_bytes=max(self.gpu_bytes, other.gpu_bytes),
         )
 
 
 class Cascade:
-    """Runs systems for the same queries over one pool. A common beginning of two systems runs once.
+    """Runs systems for the same queries over one pool.
 
-    The model in training runs anew each time, as does every ranker after it.
+    If two systems begin with the same rankers, these run once. The model in training runs each
+    time, and so does every ranker after it.
     """
 
     def __init__(self, queries: Sequence[Query], skills: Sequence[Skill], depth: int) -> None:
@@ -95,86 +98,114 @@ class Cascade:
         self.queries = queries
         self.depth = depth
         self.pool = OpenRankers(skills)
-        self._runs: dict[str, RankerRun] = {}
+        self._runs: dict[str, RankerRun] = {}  # by the rankers up to this one
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
-        """Run all rankers in order and return one stage per ranker.
+        """Run all rankers of a system in order.
 
-        The last ranking is cut to `self.depth`. `num_timed` queries are run again one at a time, to
-        measure latency. Rankers from the first remote one on are not timed.
+        Args:
+            system: The system.
+            num_timed: Number of queries that are run again, one at a time, to measure latency.
+                The first remote ranker and all rankers after it are not timed.
+
+        Returns:
+            One stage per ranker. The rankings of the last one are cut to `self.depth`.
         """
         rankers = with_keeps(system.rankers, self.depth)
-        remote = [any(part.is_remote for part in ranker.parts()) for ranker in rankers]
-        num_local = [*remote, True].index(True)
+        num_local = _num_local(rankers)
         if num_timed and num_local < len(rankers):
-            start = f", from {rankers[num_local].kind} on" if num_local else ""
-            problem = "not timed, for it asks a server or reads rankings from a file"
-            say(f"{system.name}{start}: {problem}")
+            untimed = f", from {rankers[num_local].kind} on" if num_local else ""
+            reason = "not timed, for it asks a server or reads rankings from a file"
+            say(f"{system.name}{untimed}: {reason}")
 
         stages: list[RankedStage] = []
-
-        def add_stage(run: RankerRun) -> None:
-            number = len(stages) + 1
-            _check_finite(run, f"system {system.name}", number)
-            beginning = rankers[:number]
-            if not any(part.is_own for part in parts_of(beginning)):
-                self._runs[repr(beginning)] = replace(run, by_leg=())
-            name = f"{system.name}/{number} {run.config.kind}"
+        candidates = None
+        for number, ranker in enumerate(rankers, 1):
+            run = self._run_last(rankers[:number], candidates, system.name)
+            candidates = run.rankings
             num_passed = rankers[number].num_read if number < len(rankers) else None
             stage = RankedStage(
-                name, run.config.kind, run.rankings, run.seconds, (), run.counts, num_passed
+                name=f"{system.name}/{number} {ranker.kind}",
+                kind=ranker.kind,
+                rankings=run.rankings,
+                seconds=run.seconds,
+                latencies=(),
+                counts=run.counts,
+                num_passed=num_passed,
             )
-            if number <= num_local and num_timed:
-                stage = self._timed(stage, run, num_timed)
+            if num_timed and number <= num_local:
+                stage = self._add_latencies(stage, run, num_timed)
             stages.append(stage)
 
-        candidates: Rankings | None = None
-        for number in range(1, len(rankers) + 1):
-            run = self._runs.get(repr(rankers[:number]))
-            if run is None:
-                break
-            add_stage(run)
-            candidates = run.rankings
-        run_rankers(rankers[len(stages) :], self.queries, candidates, self.pool, add_stage)
         last = stages.pop()
-        cut = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
-        return (*stages, replace(last, name=system.name, rankings=cut))
+        rankings = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
+        return (*stages, replace(last, name=system.name, rankings=rankings))
 
-    def release(self, later: Iterable[SystemConfig]) -> None:
-        """Let go of all models and vectors that no `later` system needs."""
-        needed = {OWN}
-        for system in later:
-            needed |= {part.key for part in parts_of(system.rankers)}
-        opened = self.pool.opened
-        self.pool.opened = {key: opened[key] for key in opened if key in needed}
+    def _run_last(
+        self, rankers: Sequence[RankerConfig], candidates: Rankings | None, system_name: str
+    ) -> RankerRun:
+        """Run the last of `rankers` on the candidates of the others, or return its earlier run.
 
-    def _timed(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:
-        """Add latency and GPU memory: run queries one at a time, after one to warm up."""
-        runs: list[RankerRun] = []
+        Raises:
+            SkilltrainError: A score is not finite.
+        """
+        key = repr(rankers)
+        if key in self._runs:
+            return self._runs[key]
+
+        ranker = rankers[-1]
+        run = run_ranker(ranker, self.queries, candidates, self.pool)
+        for ranking in run.rankings.values():
+            if not all(math.isfinite(score) for _, score in ranking):
+                problem = f"ranker {len(rankers)}, {ranker.kind}, gave scores that are no numbers"
+                raise SkilltrainError("not-a-number", problem, where=f"system {system_name}")
+        if not any(member.is_in_training for member in flatten_rankers(rankers)):
+            self._runs[key] = replace(run, by_leg=())
+        return run
+
+    def _add_latencies(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:
+        """Measure latencies and GPU memory of a ranker, and add them to its stage.
+
+        The queries run one at a time, after one to warm up.
+        """
+        latencies: list[float] = []
         gpu_bytes = 0
         with without_bars():
             warm_up = self.queries[0]
             for number, query in enumerate([warm_up, *self.queries[:num_timed]]):
-                # A new id, so that no score that a ranker remembers helps.
-                alone = replace(query, query_id=f"{stage.name} {number}")
-                candidates = run.candidates and {alone.query_id: run.candidates[query.query_id]}
+                # Rankers remember scores by query, so give the query a new id.
+                renamed = replace(query, query_id=f"{stage.name} {number}")
+                candidates = None
+                if run.candidates is not None:
+                    candidates = {renamed.query_id: run.candidates[query.query_id]}
+
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()
                 allocated = torch.cuda.memory_allocated()
-                run_rankers([run.config], [alone], candidates, self.pool, runs.append)
+                timed_run = run_ranker(run.config, [renamed], candidates, self.pool)
                 peak = torch.cuda.max_memory_allocated()
-                is_warm_up = number == 0
-                if peak > allocated and not is_warm_up:
+                if number == 0:  # the warm-up
+                    continue
+                latencies.append(timed_run.seconds)
+                if peak > allocated:
                     gpu_bytes = max(gpu_bytes, peak)
-        latencies = tuple(timed.seconds for timed in runs[1:])
-        return replace(stage, alone=latencies, gpu_bytes=gpu_bytes)
+        return replace(stage, latencies=tuple(latencies), gpu_bytes=gpu_bytes)
+
+    def release(self, later: Iterable[SystemConfig]) -> None:
+        """Free all models and vectors that no `later` system needs."""
+        needed_keys = {OWN}
+        for system in later:
+            needed_keys |= {ranker.key for ranker in flatten_rankers(system.rankers)}
+        opened = self.pool.opened.items()
+        self.pool.opened = {key: value for key, value in opened if key in needed_keys}
 
 
-def _check_finite(run: RankerRun, where: str, number: int) -> None:
-    for ranking in run.rankings.values():
-        if not all(math.isfinite(score) for _, score in ranking):
-            problem = f"ranker {number}, {run.config.kind}, gave scores that are no numbers"
-            raise SkilltrainError("not-a-number", problem, where=where)
+def _num_local(rankers: Sequence[RankerConfig]) -> int:
+    """Return the number of rankers before the first remote one."""
+    for number, ranker in enumerate(rankers):
+        if any(member.is_remote for member in flatten_rankers([ranker])):
+            return number
+    return len(rankers)
 
 
 def run_systems(
@@ -184,15 +215,26 @@ def run_systems(
     depth: int,
     num_timed: int = 0,
 ) -> dict[str, tuple[RankedStage, ...]]:
-    """Run systems and return the stages of each by its name, the last with `depth` skills.
+    """Run systems for the same queries over one pool.
 
-    Raises SkilltrainError as `check_systems` does, and for an empty pool, before any work.
+    Args:
+        systems: The systems.
+        queries: The queries.
+        skills: The pool.
+        depth: Number of skills that the last ranker of a system returns.
+        num_timed: Number of queries that are run again to measure latency (see `Cascade.run`).
+
+    Returns:
+        The stages of each system by its name.
+
+    Raises:
+        SkilltrainError: The pool is empty, or `check_systems` fails. Nothing has run then.
     """
     check_systems(systems)
     if systems and not skills:
         raise SkilltrainError("empty-pool", "the pool is empty")
     cascade = Cascade(queries, skills, depth)
-    stages: dict[str, tuple[RankedStage, ...]] = {}
+    stages = {}
     for number, system in enumerate(systems, 1):
         say(f"{system.name}: {len(queries)} queries over {len(skills)} skills")
         stages[system.name] = cascade.run(system, num_timed)
@@ -200,19 +242,24 @@ def run_systems(
     return stages
 
 
-def check_systems(systems: Sequence[SystemConfig], has_own: bool = False) -> None:
-    """Raise SkilltrainError for faults that can be known before work.
+def check_systems(systems: Sequence[SystemConfig], has_model: bool = False) -> None:
+    """Check systems before they run.
 
-    With `has_own`, `source: self` is a model in training.
+    Args:
+        systems: The systems.
+        has_model: Whether there is a model in training, which `source: self` names.
+
+    Raises:
+        SkilltrainError: Two systems have the same name, or a ranker cannot run.
     """
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise SkilltrainError("repeated-name", "two systems have the same name", where="systems")
     for system in systems:
-        for part in parts_of(system.rankers):
-            if not part.is_own:
-                part.check()
-            elif not has_own:
+        for ranker in flatten_rankers(system.rankers):
+            if not ranker.is_in_training:
+                ranker.check()
+            elif not has_model:
                 problem = f"source {OWN} is the model in training, and nothing is trained here"
                 raise SkilltrainError(
                     "conflicting-settings", problem, where=f"system {system.name}"

@@ -1,7 +1,4 @@
-"""Dense retrieval: skills and queries as unit vectors.
-
-Long texts are encoded first, and texts of one length together.
-"""
+"""Dense retrieval: an encoder turns skills and queries into unit vectors."""
 
 import hashlib
 import json
@@ -10,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
@@ -25,7 +24,7 @@ from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
 from skilltrain.retrieval.rankers import Keep, RankerConfig
-from skilltrain.retrieval.vectors import Parts, VectorCache, Vectors, cached_vectors
+from skilltrain.retrieval.vectors import EncodedTexts, VectorCache, Vectors, cached_vectors
 from skilltrain.terminal import progress
 
 _BLOCK = 2048  # texts whose token ids are in memory at once
@@ -43,9 +42,12 @@ class OpenConfig(EncoderConfig):
     token_budget: int = Field(default=4096, ge=64, description="padded tokens per micro-batch")
 
     def check(self) -> None:
-        """Raise SkilltrainError if the model is missing or not an encoder.
+        """Check that the model exists and is an encoder.
 
-        It downloads the settings of a Hub model.
+        The settings of a Hub model are downloaded.
+
+        Raises:
+            SkilltrainError: The model is missing, or of another kind.
         """
         stored_settings(resolve_model(self.source, weights=False), "encoder")
 
@@ -70,17 +72,23 @@ class DenseConfig(EncoderSource, RankerConfig):
 
     def in_router(self, folder: Path | None) -> Self:
         """Keep vectors in the router's folder, unless the settings name another cache."""
-        cache = self.cache or (folder and folder / "vectors")
-        return self.model_copy(update={"cache": cache})
+        if self.cache or not folder:
+            return self
+        return self.model_copy(update={"cache": folder / "vectors"})
 
 
 @dataclass(frozen=True)
 class SkillEncoder:
-    """An encoder opened for retrieval.
+    """An encoder that is opened for retrieval.
 
     Attributes:
-        identity: Distinguishes its vectors from those of other encoders. It is empty without a cache.
-        forward: Encodes texts that are cut to a number of tokens, for a model in training.
+        model: The encoder.
+        source: Where it was loaded from, for errors.
+        token_budget: Padded tokens per micro-batch.
+        cache: Vectors of earlier texts, if they are kept.
+        identity: Hash that distinguishes its vectors from those of other encoders; empty without a
+            cache.
+        forward: For a model in training: encodes texts that are cut to a number of tokens.
     """
 
     model: Encoder
@@ -90,12 +98,12 @@ class SkillEncoder:
     identity: str = ""
     forward: Callable[[Sequence[str], int], Vectors] | None = None
 
-    def over(self, skills: Mapping[str, Skill], kept: ChunkVectors | None = None) -> PoolRanker:
-        """Return the ranker of a pool. `kept` holds its vectors if they are known.
+    def over(self, skills: Mapping[str, Skill], stored: ChunkVectors | None = None) -> PoolRanker:
+        """Return the ranker of a pool. `stored` holds the pool's vectors if they are known.
 
         The ranker does not cache queries, so that it can be timed.
         """
-        chunks = kept or self.encode_chunks([*skills.values()])
+        chunks = stored or self.encode_chunks([*skills.values()])
         return PoolRanker([*skills], VectorIndex(chunks, replace(self, cache=None).encode_queries))
 
     def encode_skills(self, skills: Sequence[Skill]) -> Vectors:
@@ -107,14 +115,11 @@ class SkillEncoder:
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
         """Return the unit vectors of all windows of each skill."""
         settings = self.model.settings
-        texts: list[str] = []
-        counts: list[int] = []
-        for skill in skills:
-            windows = settings.chunk_texts(skill)
-            texts += windows
-            counts.append(len(windows))
+        windows_by_skill = [settings.chunk_texts(skill) for skill in skills]
+        texts = [*chain.from_iterable(windows_by_skill)]
         vectors = self._encode(texts, settings.max_tokens, "encoding skills")
-        return ChunkVectors(vectors, starts_of(counts), settings.chunks.pool)
+        starts = starts_of([len(windows) for windows in windows_by_skill])
+        return ChunkVectors(vectors, starts, settings.chunks.pool)
 
     def save_part(
         self, folder: Path, skills: Sequence[Skill], stored: Any, positions: Sequence[int]
@@ -129,66 +134,93 @@ class SkillEncoder:
         return self._encode(rendered, settings.query_max_tokens, "encoding queries")
 
     def _encode(self, texts: Sequence[str], max_tokens: int, description: str) -> Vectors:
-        """Encode each distinct text that the cache lacks."""
+        """Return the vector of each text. Each distinct text that the cache lacks is encoded."""
         if self.forward:
             return self.forward(texts, max_tokens)
-
-        def encode(new: list[str]) -> Parts:
-            return self.encode_texts(new, max_tokens, description, Counter())
-
-        return cached_vectors(texts, max_tokens, self.cache, encode)
+        return cached_vectors(
+            texts,
+            max_tokens,
+            self.cache,
+            lambda new_texts: self.encode_texts(new_texts, max_tokens, description, Counter()),
+        )
 
     @torch.inference_mode()
     def encode_texts(
-        self, texts: Sequence[str], max_tokens: int, description: str, count: Counter[str]
-    ) -> Parts:
-        """Yield (positions in `texts`, their unit vectors).
+        self, texts: Sequence[str], max_tokens: int, description: str, counts: Counter[str]
+    ) -> EncodedTexts:
+        """Encode texts, and yield some vectors at a time so that they can be saved.
 
         Args:
-            texts: Long texts first.
-            count: Empty. Grows by `texts`, `tokens`, and `slots`, which are tokens and padding.
+            texts: Texts to encode, long ones first.
+            max_tokens: Number of tokens to which texts are cut.
+            description: Label of the progress bar.
+            counts: Counter to which `texts`, `tokens` and `slots` (tokens and padding) are added.
+                It is empty at first.
+
+        Yields:
+            Positions in `texts`, and the unit vectors of these texts.
 
         Raises:
-            SkilltrainError: A vector holds something that is not a number.
+            SkilltrainError: A vector is not finite.
         """
-        model = self.model
-        min_tokens = _ENOUGH_TOKENS if model.device.type == "cpu" else self.token_budget
-        started = saved = time.monotonic()
+        started = time.monotonic()
+        last_yield = started
         positions: list[int] = []
-        vectors: list[torch.Tensor] = []
+        vectors: list[Tensor] = []
         with progress(description, len(texts), 0) as show:
-            for start, token_ids in _tokenized(model, texts, max_tokens):
-                lengths = [len(ids) for ids in token_ids]
-                for group in even_groups(lengths, self.token_budget, min_tokens):
-                    batch = [token_ids[number] for number in group]
-                    vectors.append(model(batch))
-                    positions += [start + number for number in group]
-                    num_tokens = sum(map(len, batch))
-                    count.update(texts=len(batch), tokens=num_tokens, slots=model.num_slots(batch))
-                    now = time.monotonic()
-                    speed = count["tokens"] / max(1e-9, now - started)
-                    show(count["texts"], f"{speed:,.0f} tokens/s")
-                    is_due = len(positions) >= _BLOCK or now - saved > _MAX_SECONDS_BETWEEN_YIELDS
-                    if not is_due and count["texts"] < len(texts):
-                        continue
-                    rows = torch.cat(vectors).float().cpu().numpy()
-                    if not np.isfinite(rows).all():
-                        problem = "the encoder gave vectors that are no numbers"
-                        raise SkilltrainError(
-                            "not-a-number", problem, where=model.backbone.config.name_or_path
-                        )
-                    yield np.array(positions), rows
+            for batch_positions, batch in self._micro_batches(texts, max_tokens):
+                positions += batch_positions
+                vectors.append(self.model(batch))
+                num_tokens = sum(map(len, batch))
+                num_slots = self.model.num_slots(batch)
+                counts.update(texts=len(batch), tokens=num_tokens, slots=num_slots)
+
+                now = time.monotonic()
+                speed = counts["tokens"] / max(1e-9, now - started)
+                show(counts["texts"], f"{speed:,.0f} tokens/s")
+                is_last = counts["texts"] == len(texts)
+                is_late = now - last_yield > _MAX_SECONDS_BETWEEN_YIELDS
+                if is_last or is_late or len(positions) >= _BLOCK:
+                    yield np.array(positions), self._finite_rows(vectors)
                     positions = []
                     vectors = []
-                    saved = time.monotonic()
+                    last_yield = time.monotonic()
+
+    def _micro_batches(
+        self, texts: Sequence[str], max_tokens: int
+    ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+        """Yield (positions in `texts`, token ids of these texts) of each micro-batch."""
+        is_cpu = self.model.device.type == "cpu"
+        min_tokens = _ENOUGH_TOKENS if is_cpu else self.token_budget
+        for start, token_ids in _tokenize_blocks(self.model, texts, max_tokens):
+            lengths = [len(ids) for ids in token_ids]
+            for group in even_groups(lengths, self.token_budget, min_tokens):
+                positions = [start + index for index in group]
+                yield positions, [token_ids[index] for index in group]
+
+    def _finite_rows(self, vectors: list[Tensor]) -> Vectors:
+        """Return vectors as rows of one array. Raises SkilltrainError if a value is not finite."""
+        rows = torch.cat(vectors).float().cpu().numpy()
+        if not np.isfinite(rows).all():
+            problem = "the encoder gave vectors that are no numbers"
+            where = self.model.backbone.config.name_or_path
+            raise SkilltrainError("not-a-number", problem, where=where)
+        return rows
 
 
 def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> SkillEncoder:
-    """Open an encoder that is never trained. `opened` shares the model between sources."""
-    opened = {} if opened is None else opened
+    """Open an encoder that is never trained.
+
+    Args:
+        source: Settings of the encoder.
+        opened: Models that are already loaded, by their settings. A new one is added.
+    """
+    if opened is None:
+        opened = {}
     key = repr(source.model_dump(include={*OpenConfig.model_fields}))
     folder = source.cache if isinstance(source, EncoderSource) else None
     model, identity = opened.get(key, (None, ""))
+    # A cache needs the identity: a hash of the weights as they are before they are packed.
     if model is None or (folder and not identity):
         model = load_encoder(source, default_device()).requires_grad_(False)
         identity = _identity(model) if folder else ""
@@ -209,17 +241,24 @@ def _identity(model: Encoder) -> str:
     return digest.hexdigest()[:24]
 
 
-def _tokenized(
+def _tokenize_blocks(
     model: Encoder, texts: Sequence[str], max_tokens: int
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yield (start of a block, token ids of its texts), tokenized while a GPU works."""
+    """Tokenize texts in blocks.
+
+    On a GPU, a thread tokenizes the next block while the GPU encodes this one.
+
+    Yields:
+        Position of the first text of a block, and the token ids of each text in it.
+    """
 
     def tokenize(start: int) -> list[np.ndarray]:
-        stop = min(start + _BLOCK, len(texts))
-        token_ids: list[np.ndarray] = []
-        for first in range(start, stop, _TOKENIZED_AT_ONCE):
-            some = texts[first : min(first + _TOKENIZED_AT_ONCE, stop)]
-            token_ids += [np.asarray(ids, np.int32) for ids in model.tokenize(some, max_tokens)]
+        token_ids = []
+        block = texts[start : start + _BLOCK]
+        for first in range(0, len(block), _TOKENIZED_AT_ONCE):
+            some_texts = block[first : first + _TOKENIZED_AT_ONCE]
+            for ids in model.tokenize(some_texts, max_tokens):
+                token_ids.append(np.asarray(ids, np.int32))
         return token_ids
 
     starts = range(0, len(texts), _BLOCK)
@@ -227,30 +266,41 @@ def _tokenized(
         yield from zip(starts, map(tokenize, starts), strict=True)
         return
     with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(tokenize, 0)
+        next_block = thread.submit(tokenize, 0)
         for start in starts:
-            token_ids = ahead.result()
-            ahead = thread.submit(tokenize, start + _BLOCK)
+            token_ids = next_block.result()
+            next_block = thread.submit(tokenize, start + _BLOCK)
             yield start, token_ids
 
 
-def even_groups(lengths: Sequence[int], token_budget: int, enough: int) -> Groups:
-    """Group positions into micro-batches of at most `token_budget` padded tokens, longest first.
+def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> Groups:
+    """Group texts into micro-batches, long texts first.
 
-    Texts of one length that have `enough` tokens together are not mixed with others. They need no
-    mask, which is 10 to 20% faster.
+    A micro-batch of texts with the same length needs no padding mask, which is 10 to 20% faster.
+    Texts that do not fill such a micro-batch are mixed with texts of other lengths.
+
+    Args:
+        lengths: Number of tokens of each text.
+        token_budget: Largest number of padded tokens in a micro-batch.
+        min_tokens: Smallest number of tokens in a micro-batch of texts with the same length.
+
+    Returns:
+        Positions of the texts in each micro-batch.
     """
     positions_by_length: dict[int, list[int]] = {}
     for position, length in enumerate(lengths):
         positions_by_length.setdefault(length, []).append(position)
+
     groups: Groups = []
-    mixed: list[int] = []
+    mixed: list[int] = []  # positions of texts to mix with other lengths
     for length, positions in positions_by_length.items():
         size = max(1, token_budget // max(1, length))
-        even = [positions[start : start + size] for start in range(0, len(positions), size)]
-        if length * len(even[-1]) < enough:  # only the last group may be small
-            mixed += even.pop()
-        groups += even
+        same_length = [positions[start : start + size] for start in range(0, len(positions), size)]
+        # The last group may be too small.
+        if length * len(same_length[-1]) < min_tokens:
+            mixed += same_length.pop()
+        groups += same_length
+
     for group in micro_batches([lengths[position] for position in mixed], token_budget):
         groups.append([mixed[index] for index in group])
     return sorted(groups, key=lambda group: -lengths[group[0]])

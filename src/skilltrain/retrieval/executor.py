@@ -1,4 +1,4 @@
-"""Run a list of rankers, for evaluation, training, teacher scores and routing."""
+"""Run rankers one after the other, for evaluation, training, teacher scores and routing."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,15 +25,15 @@ class OpenRankers:
 
 @dataclass(frozen=True)
 class RankerRun:
-    """One ranker's answers to all queries.
+    """The answers of one ranker to all queries.
 
     Attributes:
-        config: The ranker.
-        candidates: Rankings of the ranker before it; None for the first, which ranks the pool.
-        by_leg: Rankings of each of its legs.
-        rankings: Its rankings.
+        config: Settings of the ranker.
+        candidates: Rankings of the previous ranker; None for the first one, which ranks the pool.
+        by_leg: Rankings of each leg.
+        rankings: Rankings of the ranker.
         seconds: Mean time of a query.
-        counts: Report of a ranker that asks a chat model.
+        counts: Counts of a ranker that asks a chat model.
     """
 
     config: RankerConfig
@@ -50,12 +50,9 @@ def run_rankers(
     candidates: Rankings | None,
     pool: OpenRankers,
     observe: Callable[[RankerRun], object] = lambda run: None,
-    without: Collection[str] = (),
+    excluded_ids: Collection[str] = (),
 ) -> Rankings:
-    """Run rankers one after the other. Each orders what the one before it found.
-
-    In a distributed run, all processes continue with the rankings of the first, because rounding
-    could give them different candidates.
+    """Run rankers one after the other. Each orders the skills that the previous one found.
 
     Args:
         rankers: Settings of the rankers. All have a `keep` (see `with_keeps`).
@@ -63,40 +60,62 @@ def run_rankers(
         candidates: Rankings that the first ranker orders; None to rank the pool.
         pool: The pool and its open rankers.
         observe: Called with the answers of each ranker, before the next one runs.
-        without: Ids of skills to leave out.
+        excluded_ids: Ids of skills to leave out.
 
     Returns:
         Rankings of the last ranker.
     """
+    rankings = candidates
     for config in rankers:
-        legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
-        leg_top_ks = config.leg_top_ks(candidates)
-        is_search = candidates is None
-        # Fused rankers already find more skills than they return.
-        num_spare = len(without) if is_search and len(legs) == 1 else 0
+        run = run_ranker(config, queries, rankings, pool, excluded_ids)
+        observe(run)
+        rankings = run.rankings
+    return rankings or {}
 
-        started = time.perf_counter()
-        by_leg: list[Rankings] = []
-        for leg, leg_top_k in zip(legs, leg_top_ks, strict=True):
-            rankings = leg.rank(queries, candidates, leg_top_k + num_spare)
-            if without and is_search:
-                rankings = _leave_out(rankings, without, leg_top_k)
-            by_leg.append(rankings)
-        combined: Rankings = {}
-        for query in queries:
-            leg_rankings = [rankings[query.query_id] for rankings in by_leg]
-            combined[query.query_id] = config.combine(leg_rankings)
-        seconds = (time.perf_counter() - started) / len(queries)
 
-        combined = of_first_rank(combined)
-        counts = getattr(legs[0], "counts", {})  # only single rankers ask a chat model
-        observe(RankerRun(config, candidates, by_leg, combined, seconds, counts))
-        candidates = combined
-    return candidates or {}
+def run_ranker(
+    config: RankerConfig,
+    queries: Sequence[Query],
+    candidates: Rankings | None,
+    pool: OpenRankers,
+    excluded_ids: Collection[str] = (),
+) -> RankerRun:
+    """Run one ranker. See `run_rankers` for the arguments.
+
+    In a distributed run, all processes return the rankings of the first one, because rounding
+    could give them different rankings.
+    """
+    legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
+    leg_top_ks = config.leg_top_ks(candidates)
+    must_exclude = candidates is None and len(excluded_ids) > 0
+    # Find enough skills to leave some out. Fused rankers already find more than they return.
+    num_spare = len(excluded_ids) if must_exclude and len(legs) == 1 else 0
+
+    started = time.perf_counter()
+    by_leg: list[Rankings] = []
+    for leg, top_k in zip(legs, leg_top_ks, strict=True):
+        rankings = leg.rank(queries, candidates, top_k + num_spare)
+        if must_exclude:
+            rankings = _leave_out(rankings, excluded_ids, top_k)
+        by_leg.append(rankings)
+
+    # Fuse the rankings of the legs, query by query.
+    combined: Rankings = {}
+    for query in queries:
+        leg_rankings = [rankings[query.query_id] for rankings in by_leg]
+        combined[query.query_id] = config.combine(leg_rankings)
+    seconds = (time.perf_counter() - started) / len(queries)
+
+    combined = of_first_rank(combined)
+    counts = getattr(legs[0], "counts", {})  # a ranker that asks a chat model has one leg
+    return RankerRun(config, candidates, by_leg, combined, seconds, counts)
 
 
 def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
-    """Fill in `keep` where it is not set: `depth`, or more if a later ranker keeps more."""
+    """Set `keep` of rankers that have none.
+
+    It becomes `depth`, or the largest `keep` of the later rankers if that is more.
+    """
     filled: list[RankerConfig] = []
     num_needed = max(depth, 1)
     for ranker in reversed(rankers):
@@ -106,9 +125,9 @@ def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig
     return filled[::-1]
 
 
-def _leave_out(rankings: Rankings, without: Collection[str], top_k: int) -> Rankings:
-    """Return the `top_k` best skills of each ranking that are not in `without`."""
-    shorter: Rankings = {}
+def _leave_out(rankings: Rankings, excluded_ids: Collection[str], top_k: int) -> Rankings:
+    """Return the `top_k` best skills of each ranking that are not in `excluded_ids`."""
+    shorter = {}
     for query_id, ranking in rankings.items():
-        shorter[query_id] = [pair for pair in ranking if pair[0] not in without][:top_k]
+        shorter[query_id] = [pair for pair in ranking if pair[0] not in excluded_ids][:top_k]
     return shorter

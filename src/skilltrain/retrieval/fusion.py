@@ -1,6 +1,7 @@
 """Several rankings fused into one, by normalised scores or by ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Literal
 
 import numpy as np
@@ -13,9 +14,9 @@ from skilltrain.retrieval.rankers import Keep, RankerConfig
 
 Method = Literal["z", "rrf"]
 RRF_K = 60
-"""The customary constant of reciprocal rank fusion (Cormack et al., 2009)."""
+"""Usual constant of reciprocal rank fusion (Cormack et al., 2009)."""
 LEG_KEEP = 100
-"""Skills that a leg of `fuse` finds where the recipe does not say: the same for any depth of the system."""
+"""Number of skills that a leg finds by default. It does not depend on the depth of the system."""
 
 
 class FuseConfig(RankerConfig):
@@ -37,7 +38,6 @@ class FuseConfig(RankerConfig):
     keep: Keep = None
     can_be_leg = False
     can_be_expanded = False
-    is_composed = True
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":
@@ -47,67 +47,90 @@ class FuseConfig(RankerConfig):
             )
         return self
 
-    def parts(self) -> Iterator[RankerConfig]:
-        yield self
-        yield from self.of
+    @property
+    def components(self) -> tuple[RankerConfig, ...]:
+        return self.of
 
     @property
     def legs(self) -> tuple[RankerConfig, ...]:
         return self.of
 
     def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
-        """Return the legs' own `keep`, else `LEG_KEEP` or the number of candidates."""
-        depth = LEG_KEEP
+        """Return the number of skills to keep of each leg.
+
+        A leg without `keep` keeps `LEG_KEEP` skills, or all candidates.
+        """
+        default = LEG_KEEP
         if candidates is not None:
-            depth = max(map(len, candidates.values()), default=0)
-        return [leg.keep or depth for leg in self.of]
+            default = max(map(len, candidates.values()), default=0)
+        return [leg.keep or default for leg in self.of]
 
     def combine(self, rankings: Sequence[Ranking]) -> Ranking:
         """Fuse the rankings of one query."""
         return fuse(rankings, self.leg_weights(), self.method, self.rrf_k)[: self.keep]
 
-    def keeping(self, count: int) -> "FuseConfig":
-        legs = tuple(leg.keeping(count) for leg in self.of)
-        return self.model_copy(update={"of": legs, "keep": count})
+    def with_keep(self, keep: int) -> "FuseConfig":
+        legs = tuple(leg.with_keep(keep) for leg in self.of)
+        return self.model_copy(update={"of": legs, "keep": keep})
 
-    def written_out(self) -> "FuseConfig":
+    def with_default_values(self) -> "FuseConfig":
         return self.model_copy(update={"weights": self.leg_weights()})
 
     def leg_weights(self) -> tuple[float, ...]:
-        """Return one weight per ranker."""
-        return self.weights or (1 / len(self.of),) * len(self.of)
+        """Return the weight of each leg."""
+        if self.weights:
+            return self.weights
+        return (1 / len(self.of),) * len(self.of)
 
 
 def fuse(
     legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
 ) -> Ranking:
-    """Return all skills of the `legs`, best first. Ties keep the order in which they were found.
+    """Fuse several rankings of one query into one.
 
-    Method `z` adds weight * z-score. The z-scores of a leg are over all skills that any leg found;
-    a skill that the leg did not find counts with the leg's lowest score. Method `rrf` adds
-    weight / (rrf_k + rank), and nothing for a skill not found (Cormack et al., 2009).
+    Args:
+        legs: The rankings.
+        weights: Weight of each ranking.
+        method: `z` adds weight * z-score. `rrf` adds weight / (rrf_k + rank), and nothing if the
+            leg lacks the skill (reciprocal rank fusion; Cormack et al., 2009).
+        rrf_k: The constant of `rrf`.
+
+    Returns:
+        All skills of the legs, best first. Ties keep the order in which the legs list the skills.
     """
-    skill_ids: dict[str, None] = {}
-    for leg in legs:
-        skill_ids.update((skill_id, None) for skill_id, _ in leg)
+    skill_ids = [*dict.fromkeys(skill_id for skill_id, _ in chain.from_iterable(legs))]
     if not skill_ids:
         return []
-    # One leg at a time: a matrix product may round equal columns differently.
+
+    # Add one leg at a time: a matrix product may round equal columns differently.
     totals = np.zeros(len(skill_ids))
     for leg, weight in zip(legs, weights, strict=True):
-        if method == "rrf":
-            leg = [(skill_id, 1 / (rrf_k + rank)) for rank, (skill_id, _) in enumerate(leg, 1)]
-        scores = dict(leg)
-        lowest = min(scores.values(), default=0.0) if method == "z" else 0.0
-        row = np.array([scores.get(skill_id, lowest) for skill_id in skill_ids])
-        totals += weight * (_z_scores(row) if method == "z" else row)
+        if method == "z":
+            totals += weight * _z_scores(leg, skill_ids)
+        else:
+            totals += weight * _reciprocal_ranks(leg, skill_ids, rrf_k)
+
     order = np.argsort(-totals, kind="stable")
-    fused = [*zip(skill_ids, totals.tolist(), strict=True)]
-    return [fused[position] for position in order]
+    return [(skill_ids[position], float(totals[position])) for position in order]
 
 
-def _z_scores(scores: Float64[np.ndarray, " skill"]) -> Float64[np.ndarray, " skill"]:
-    """Normalise `scores`; all 0 if they are equal but for rounding."""
+def _reciprocal_ranks(
+    leg: Ranking, skill_ids: Sequence[str], rrf_k: int
+) -> Float64[np.ndarray, " skill"]:
+    """Return 1 / (rrf_k + rank) of each skill, or 0 if the leg lacks it."""
+    values = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}
+    return np.array([values.get(skill_id, 0.0) for skill_id in skill_ids])
+
+
+def _z_scores(leg: Ranking, skill_ids: Sequence[str]) -> Float64[np.ndarray, " skill"]:
+    """Return the z-score of each skill over all of `skill_ids`.
+
+    Skills that the leg lacks have its lowest score. If all scores are equal but for rounding, all
+    z-scores are 0.
+    """
+    score_by_id = dict(leg)
+    lowest = min(score_by_id.values(), default=0.0)
+    scores = np.array([score_by_id.get(skill_id, lowest) for skill_id in skill_ids])
     if np.ptp(scores) <= 1e-12 * np.abs(scores).max():
         return np.zeros_like(scores)
     return (scores - scores.mean()) / scores.std()

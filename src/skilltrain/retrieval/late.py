@@ -25,8 +25,7 @@ from skilltrain.terminal import track
 
 _MAX_QUERY_TOKENS = 2**18  # in memory at once; 400 MB of vectors with MiniLM
 _SKILLS_AT_ONCE = 512  # skills that are tokenised at once
-
-_SCALE_BYTES = 4  # of the scale in each row
+_SCALE_BYTES = 4  # size of the scale in each row
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TokenVectors:
     """Unit vectors of skills' tokens in 8 bits, which changes cosines by up to 1e-3.
 
     Attributes:
-        file: A row for each token: a scale and 8-bit values.
+        file: One row per token: a scale and 8-bit values.
         starts: First row of each skill, and the number of rows.
         row_dtype: Type of a row.
     """
@@ -47,7 +46,7 @@ class TokenVectors:
     def load(cls, folder: Path) -> "TokenVectors":
         """Open what `save_part` wrote into `folder`.
 
-        A large pool has gigabytes, so the rows of a skill are read when they are needed.
+        The vectors of a large pool take gigabytes, so the rows of a skill are read when needed.
         """
         starts = np.load(folder / "starts.npy")
         file = (folder / "tokens.bin").open("rb")
@@ -60,12 +59,12 @@ class TokenVectors:
         return len(self.starts) - 1
 
     def rows_of_skill(self, position: int) -> np.ndarray:
+        """Read the rows of a skill's tokens."""
         start, end = self.starts[position : position + 2].tolist()
         size = self.row_dtype.itemsize
-        rows = os.pread(self.file.fileno(), (end - start) * size, start * size)
-        return np.frombuffer(
-            rows, self.row_dtype, end - start
-        )  # raises ValueError if the file was cut
+        content = os.pread(self.file.fileno(), (end - start) * size, start * size)
+        # Raises ValueError if the file was cut.
+        return np.frombuffer(content, self.row_dtype, end - start)
 
 
 class LateConfig(OpenConfig, RankerConfig):
@@ -85,6 +84,7 @@ def _row_dtype(dim: int) -> np.dtype[Any]:
 
 
 def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
+    """Round token vectors to 8 bits. The largest value of a vector becomes 127."""
     values = vectors.float().cpu().numpy()
     rows = np.empty(len(values), _row_dtype(values.shape[1]))
     rows["scale"] = np.abs(values).max(1) / 127
@@ -94,10 +94,15 @@ def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Late:
-    """An encoder that compares tokens. It sees the first window of each skill.
+    """A ranker that compares the tokens of a query with those in the first window of each skill.
 
-    `stored` holds the token vectors of the skills, in their order. Without it they are encoded.
     Skills with the same text share one score, so their order does not depend on the processor.
+
+    Attributes:
+        encoder: The encoder.
+        skills: The pool.
+        token_budget: Padded tokens per micro-batch.
+        stored: Token vectors of the skills, in their order. Without them, skills are encoded.
     """
 
     encoder: Encoder
@@ -116,48 +121,48 @@ class Late:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the `keep` best candidates of each query by MaxSim.
 
-        Queries are scored in blocks of some 4,000. Each block encodes a distinct skill text once.
+        Queries are scored in blocks of about 4,000. A block encodes each distinct skill text once.
         """
         assert candidates is not None, "late interaction needs candidates"
-        skill_ids = [[skill_id for skill_id, _ in candidates[query.query_id]] for query in queries]
-        representatives = self._first_with_text(chain.from_iterable(skill_ids))
-        skills_by_query = [
-            dict.fromkeys(representatives[skill_id] for skill_id in row) for row in skill_ids
-        ]
-        scores: list[dict[str, float]] = [{} for _ in queries]  # by representative
+        skill_ids_by_query: list[list[str]] = []
+        for query in queries:
+            skill_ids_by_query.append([skill_id for skill_id, _ in candidates[query.query_id]])
+        # Skills with the same text share the score of the first one.
+        first_ids = self._first_with_text(chain.from_iterable(skill_ids_by_query))
+
+        scores: list[dict[str, float]] = [{} for _ in queries]  # by id of the first skill
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
             encoded = self._encode([token_ids[position] for position in block])
-            vectors = {block[index]: tokens for index, tokens in encoded}
-            self._score_block(vectors, [(n, skills_by_query[n]) for n in block], scores)
+            vectors = {block[index]: tokens for index, tokens in encoded}  # by query position
+            queries_by_skill: dict[str, list[int]] = {}
+            for position in block:
+                skill_ids = skill_ids_by_query[position]
+                for skill_id in dict.fromkeys(first_ids[skill_id] for skill_id in skill_ids):
+                    queries_by_skill.setdefault(skill_id, []).append(position)
+            self._score_block(vectors, queries_by_skill, scores)
 
-        rankings: Rankings = {}
-        for query, row, values in zip(queries, skill_ids, scores, strict=True):
-            ranking = [(skill_id, values[representatives[skill_id]]) for skill_id in row]
+        rankings = {}
+        for query, skill_ids, values in zip(queries, skill_ids_by_query, scores, strict=True):
+            ranking = [(skill_id, values[first_ids[skill_id]]) for skill_id in skill_ids]
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 
     def _score_block(
         self,
         vectors: Mapping[int, Float[Tensor, "token dim"]],
-        block: Sequence[tuple[int, Iterable[str]]],
+        queries_by_skill: Mapping[str, Sequence[int]],
         scores: Sequence[dict[str, float]],
     ) -> None:
-        """Score a block of queries, given as pairs (position, skill ids), and add to `scores`.
+        """Score the pairs of a block of queries and their skills.
 
         Args:
-            vectors: Token vectors of a query by position.
-            block: The queries.
-            scores: Score by skill id, for each position.
+            vectors: Token vectors of each query, by the query's position.
+            queries_by_skill: Positions of the queries to score with each skill.
+            scores: Score by skill id for each query. The new scores are added.
         """
-        queries_by_skill: dict[str, list[int]] = {}
-        for position, skill_ids in block:
-            for skill_id in skill_ids:
-                queries_by_skill.setdefault(skill_id, []).append(position)
-        skills = track(
-            self._token_vectors(queries_by_skill), "late interaction", len(queries_by_skill)
-        )
-        for skill_id, tokens in skills:
+        skills = self._token_vectors(queries_by_skill)
+        for skill_id, tokens in track(skills, "late interaction", len(queries_by_skill)):
             positions = queries_by_skill[skill_id]
             values = max_sim([vectors[position] for position in positions], [tokens])[:, 0]
             for position, value in zip(positions, values.tolist(), strict=True):
@@ -171,22 +176,26 @@ class Late:
         stored: TokenVectors | None,
         positions: Sequence[int],
     ) -> None:
-        """Write the token vectors of `skills` into `folder`. Each distinct new text is encoded once.
+        """Write the token vectors of `skills`. Each distinct new text is encoded once.
 
         Args:
+            folder: Folder for the files.
+            skills: Skills of the pool.
             stored: Vectors to copy, of skills that have not changed.
             positions: Position of each skill in `stored`; -1 for a new or changed skill.
         """
         new = self.over({skill.skill_id: skill for skill in skills})
         skill_ids = [*new._first_with_text(new.skills).values()]  # equal texts have the same id
         num_uses = Counter(skill_ids)
+
+        # Copy the stored vectors of skills that have not changed.
         rows_by_skill: dict[str, np.ndarray] = {}
         if stored is not None:
             for skill_id, position in zip(skill_ids, positions, strict=True):
                 if position >= 0:
                     rows_by_skill[skill_id] = stored.rows_of_skill(position)
 
-        counts: list[int] = []
+        counts: list[int] = []  # rows of each skill
         with (folder / "tokens.bin").open("wb") as file:
             starts = range(0, len(skills), _SKILLS_AT_ONCE)
             for start in track(starts, "encoding tokens", len(starts)):
@@ -200,21 +209,21 @@ class Late:
                     rows = rows_by_skill[skill_id]
                     file.write(rows.tobytes())
                     counts.append(len(rows))
-                # Keep the rows of texts that other skills share, and free the others.
-                for skill_id in missing:
-                    if num_uses[skill_id] == 1:
+                    # Free the rows after their last use.
+                    num_uses[skill_id] -= 1
+                    if num_uses[skill_id] == 0:
                         del rows_by_skill[skill_id]
         np.save(folder / "starts.npy", starts_of(counts))
 
     def _first_with_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
-        """Return for each skill the first of the skills with its text."""
+        """Return, for each skill, the first of the skills that have the same text."""
         first_by_text: dict[str, str] = {}
-        representatives: dict[str, str] = {}
+        first_ids = {}
         for skill_id in skill_ids:
-            if skill_id not in representatives:
+            if skill_id not in first_ids:
                 text = self._render(skill_id)
-                representatives[skill_id] = first_by_text.setdefault(text, skill_id)
-        return representatives
+                first_ids[skill_id] = first_by_text.setdefault(text, skill_id)
+        return first_ids
 
     def _render(self, skill_id: str) -> str:
         return self.encoder.settings.template.render_skill(self.skills[skill_id])
@@ -222,18 +231,22 @@ class Late:
     def _token_vectors(
         self, skill_ids: Iterable[str]
     ) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
-        """Yield (skill id, its token vectors), stored or encoded. Long texts are encoded first."""
+        """Yield the id and the token vectors of each skill.
+
+        The vectors are stored or encoded. Long texts are encoded first.
+        """
         if self.stored is not None:
             for skill_id in skill_ids:
                 rows = self.stored.rows_of_skill(self._positions[skill_id])
                 tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
                 yield skill_id, tokens.to(self.encoder.device)
             return
+
         texts = {skill_id: self._render(skill_id) for skill_id in skill_ids}
-        ordered = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
-        for start in range(0, len(ordered), _SKILLS_AT_ONCE):
-            block = ordered[start : start + _SKILLS_AT_ONCE]
-            max_tokens = self.encoder.settings.max_tokens
+        long_first = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
+        max_tokens = self.encoder.settings.max_tokens
+        for start in range(0, len(texts), _SKILLS_AT_ONCE):
+            block = long_first[start : start + _SKILLS_AT_ONCE]
             token_ids = self.encoder.tokenize([texts[skill_id] for skill_id in block], max_tokens)
             for position, tokens in self._encode(token_ids):
                 yield block[position], tokens
@@ -244,7 +257,7 @@ class Late:
         """Yield (position in `texts`, token vectors) of each text."""
         for group in micro_batches([len(text) for text in texts], self.token_budget):
             batch = [texts[position] for position in group]
-            rows = self.encoder.with_tokens(batch, max(map(len, batch)))
+            rows = self.encoder.with_tokens(batch, max(map(len, batch)))  # [text, row, dim]
             for position, row in zip(group, rows, strict=True):
                 # Row 0 is the vector of the whole text, and padding follows the tokens.
                 yield position, row[1 : 1 + len(texts[position])]

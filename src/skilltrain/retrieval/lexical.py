@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int64
 from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
 from skilltrain.records import Skill
-from skilltrain.retrieval.nearest import Found, PoolRanker, Positions
+from skilltrain.retrieval.nearest import PoolRanker, Positions, SearchResult
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import positions_in, text_keys
 from skilltrain.templates import FIELDS_SEEN, SEEN, SkillFields
@@ -41,11 +41,12 @@ _STOP_WORDS = frozenset(
 # Bodies have from ten words to thousands and queries are whole paragraphs, so length is fully
 # normalised and a term saturates late. Hit@1 / MRR@10 of 287 training queries over 22,500 skills:
 # .530/.636 with the usual 1.5 and .75, .596/.705 without stop words, and then .683/.778 with these.
-K1, B = 2.5, 1.0
+K1 = 2.5
+B = 1.0
 
 
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
-    """Return a skill's name, description and whole body (SkillRouter, section 4.2), or some."""
+    """Return name, description and whole body of a skill (SkillRouter, section 4.2), or some."""
     return " ".join(getattr(skill, field) for field in FIELDS_SEEN[fields])
 
 
@@ -54,15 +55,16 @@ def words_and_bigrams(text: str) -> list[str]:
 
     `read_pdf-file` has three words.
     """
-    runs: list[str] = _TOKEN.findall(text)
+    runs = _TOKEN.findall(text)
     if not _CJK_RUN.search(text):
         return runs
-    terms: list[str] = []
+    terms = []
     for run in runs:
-        if _CJK_RUN.match(run):
-            terms += [run[i : i + 2] for i in range(max(1, len(run) - 1))]
-        else:
+        if not _CJK_RUN.match(run):
             terms.append(run)
+            continue
+        # A single character is a term.
+        terms += [run[start : start + 2] for start in range(max(1, len(run) - 1))]
     return terms
 
 
@@ -76,16 +78,13 @@ class Vocabulary:
         import Stemmer
 
         self.numbers = {stem: number for number, stem in enumerate(stems)}
-        stem_of = Stemmer.Stemmer("english").stemWord
-        self._stem = lru_cache(_NUM_CACHED_STEMS)(
-            lambda word: "" if word in _STOP_WORDS else stem_of(word)
-        )
+        self._stem = lru_cache(_NUM_CACHED_STEMS)(Stemmer.Stemmer("english").stemWord)
 
     def words_and_stems(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield (word, its stem) of a text, without stop words."""
         for word in words_and_bigrams(text.lower()):
-            if stem := self._stem(word):
-                yield word, stem
+            if word not in _STOP_WORDS:
+                yield word, self._stem(word)
 
     def numbered_words(self, text: str) -> Iterator[tuple[str, int]]:
         """Yield (word, number of its term) of a text, for words whose term has a number."""
@@ -96,8 +95,7 @@ class Vocabulary:
     def add(self, text: str) -> list[int]:
         """Return the numbers of the terms of `text`. New terms get the next numbers."""
         numbers = self.numbers
-        stems = map(self._stem, words_and_bigrams(text.lower()))
-        return [numbers.setdefault(stem, len(numbers)) for stem in stems if stem]
+        return [numbers.setdefault(stem, len(numbers)) for _, stem in self.words_and_stems(text)]
 
 
 class BM25Index:
@@ -108,20 +106,14 @@ class BM25Index:
 
     Attributes:
         keys: Digest of each text, to recognise texts that have not changed.
-        counts: How often the term occurs in the text, by posting.
-        weights: What the term adds to the score of the text, by posting.
-        texts: Position of the text, by posting.
-        starts: First posting of each term, and the number of postings.
+        counts: Number of times that the term occurs in the text, by posting (int32).
+        weights: What the term adds to the score of the text, by posting (float32).
+        texts: Position of the text, by posting (int32).
+        starts: First posting of each term, and the number of postings (int64).
         vocabulary: Numbers of the terms.
     """
 
     _ARRAYS = ("keys", "counts", "weights", "texts", "starts")
-    keys: np.ndarray
-    counts: Int32[np.ndarray, " posting"]
-    weights: Float32[np.ndarray, " posting"]
-    texts: Int32[np.ndarray, " posting"]
-    starts: Int64[np.ndarray, " term_and_end"]
-    vocabulary: Vocabulary
 
     def __init__(self, texts: Sequence[str], previous: "BM25Index | None" = None) -> None:
         """Index `texts`. Counts of texts that are in the `previous` index are copied.
@@ -148,7 +140,10 @@ class BM25Index:
         self.weights = (idf * frequencies).astype(np.float32)
 
     def _count_terms(self, texts: Sequence[str], previous: "BM25Index | None") -> Any:
-        """Return the sparse matrix of counts [text, term]. New terms get numbers."""
+        """Return the sparse matrix of counts [text, term]. New terms get numbers.
+
+        Counts of texts in the `previous` index are copied.
+        """
         from scipy.sparse import csr_array, vstack
 
         if previous is None:
@@ -157,17 +152,19 @@ class BM25Index:
         new_positions = np.flatnonzero(rows < 0)
         new_counts = self._count_new([texts[position] for position in new_positions.tolist()])
 
-        # The previous counts by text, widened by the new terms.
+        # Previous counts [text, term], with columns for the new terms.
         num_previous = len(previous.keys)
         postings = (previous.counts, previous.texts, previous.starts)
         by_term = csr_array(postings, shape=(len(previous.starts) - 1, num_previous))
         counts = by_term.T.tocsr()
         counts.resize((num_previous, new_counts.shape[1]))
 
+        # Each text has its row in the previous or in the new counts.
         rows[new_positions] = num_previous + np.arange(len(new_positions))
         return vstack([counts, new_counts]).tocsr()[rows]
 
     def _count_new(self, texts: Sequence[str]) -> Any:
+        """Count the terms of all texts. Returns a sparse matrix [text, term]."""
         from scipy.sparse import csr_array
 
         terms = array("i")  # 4 bytes per term
@@ -175,10 +172,9 @@ class BM25Index:
         for text in track(texts, "reading terms", len(texts)):
             terms.extend(self.vocabulary.add(text))
             starts.append(len(terms))
-        ones = np.ones(len(terms), np.int32)
         columns = np.array(terms, dtype=np.int32)
         shape = (len(texts), len(self.vocabulary.numbers))
-        counts: Any = csr_array((ones, columns, starts), shape=shape)
+        counts: Any = csr_array((np.ones(len(terms), np.int32), columns, starts), shape=shape)
         counts.sum_duplicates()
         return counts
 
@@ -209,21 +205,24 @@ class BM25Index:
         return scores
 
     def highest_possible_score(self, query: str) -> float:
-        """Return the limit of the score of a text that repeats all of the query's terms forever.
+        """Return the limit of the score of a text as it repeats all terms of the query.
 
         Terms that no text contains count too.
         """
+        numbers = self.vocabulary.numbers
         texts_by_term = np.diff(self.starts)
-        num_texts: list[int] = []
-        for _, stem in self.vocabulary.words_and_stems(query):
-            number = self.vocabulary.numbers.get(stem)
-            num_texts.append(0 if number is None else int(texts_by_term[number]))
+        stems = [stem for _, stem in self.vocabulary.words_and_stems(query)]
+        num_texts = [texts_by_term[numbers[stem]] if stem in numbers else 0 for stem in stems]
         return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
 
     def matching_words(self, query: str, position: int) -> list[str]:
-        """Return the words of a query that a text contains, those that add most first.
+        """Return the words of a query that a text contains, in this or another form.
 
-        Other forms of a word count as the word.
+        Words that add most to the score come first.
+
+        Args:
+            query: The query.
+            position: Position of the text.
         """
         words: dict[int, str] = {}  # by term
         scores: dict[int, float] = {}
@@ -235,7 +234,7 @@ class BM25Index:
                 scores[number] = scores.get(number, 0.0) + float(self.weights[posting])
         return [words[number] for number in sorted(scores, key=lambda number: -scores[number])]
 
-    def search(self, queries: Sequence[str], k: int) -> Found:
+    def search(self, queries: Sequence[str], k: int) -> SearchResult:
         """Return the `k` best texts of each query. Ties go to the lower position."""
         k = min(k, len(self.keys))
         positions = np.empty((len(queries), k), np.int64)
@@ -275,9 +274,9 @@ class LexicalConfig(RankerConfig):
         """Write the index over `skills`. Counts of texts that are in `stored` are copied."""
         self.index(skills, stored).save(folder)
 
-    def over(self, skills: Mapping[str, Skill], kept: BM25Index | None = None) -> PoolRanker:
-        """Return the ranker of a pool, with the index `kept` if there is one."""
-        return PoolRanker([*skills], kept or self.index([*skills.values()]))
+    def over(self, skills: Mapping[str, Skill], stored: BM25Index | None = None) -> PoolRanker:
+        """Return the ranker of a pool. `stored` is the pool's index if it is known."""
+        return PoolRanker([*skills], stored or self.index([*skills.values()]))
 
     def index(self, skills: Sequence[Skill], previous: BM25Index | None = None) -> BM25Index:
         """Return the index over `skills`. Counts of texts in the `previous` index are copied."""
@@ -287,7 +286,12 @@ class LexicalConfig(RankerConfig):
 def _idf(
     num_texts: int, num_containing: Int64[np.ndarray, " term"]
 ) -> Float64[np.ndarray, " term"]:
-    """Return the inverse document frequency of terms that so many of all texts contain."""
+    """Return the inverse document frequency of terms.
+
+    Args:
+        num_texts: Number of all texts.
+        num_containing: Number of texts that contain each term.
+    """
     return np.log(1 + (num_texts - num_containing + 0.5) / (num_containing + 0.5))
 
 
@@ -295,8 +299,10 @@ def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k
     """Return the positions of the `k` highest scores, best first. Ties go to the lower position."""
     if k <= 0:
         return np.empty(0, dtype=np.int64)
-    lowest = np.partition(scores, len(scores) - k)[len(scores) - k]
-    above = np.flatnonzero(scores > lowest)
+    kth_position = len(scores) - k  # in ascending order
+    kth_score = np.partition(scores, kth_position)[kth_position]
+    # The positions above the k-th score, best first, and then those with the k-th score.
+    above = np.flatnonzero(scores > kth_score)
     above = above[np.argsort(-scores[above], kind="stable")]
-    ties = np.flatnonzero(scores == lowest)
-    return np.concatenate([above, ties])[:k].astype(np.int64, copy=False)
+    ties = np.flatnonzero(scores == kth_score)
+    return np.concatenate([above, ties])[:k]

@@ -14,7 +14,7 @@ from skilltrain.records import Query, Rankings
 from skilltrain.retrieval.vectors import Positions, Vectors
 from skilltrain.templates import ChunkPool
 
-Found = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
+SearchResult = tuple[Int64[np.ndarray, "query k"], Float32[np.ndarray, "query k"]]
 """Positions of skills in the pool and their scores, best first."""
 
 _NUM_SPARE = 16  # more skills than k, because single precision may order close scores wrongly
@@ -31,8 +31,8 @@ class ChunkVectors:
     Attributes:
         vectors: Vectors of all chunks.
         starts: First chunk of each skill, and the number of chunks.
-        pool: How chunks make the score of a skill. `max` is its best chunk (MaxP; Dai and Callan,
-            2019), `top2` the mean of its best two.
+        pool: How the score of a skill is made from the scores of its chunks. `max` is the best one
+            (MaxP; Dai and Callan, 2019), `top2` the mean of the best two.
     """
 
     vectors: Vectors
@@ -41,6 +41,7 @@ class ChunkVectors:
 
     @classmethod
     def one_each(cls, vectors: Vectors) -> "ChunkVectors":
+        """Return the vectors of skills with one chunk each."""
         return cls(np.ascontiguousarray(vectors, dtype=np.float32), np.arange(len(vectors) + 1))
 
     def save(self, folder: Path) -> None:
@@ -59,19 +60,20 @@ class ChunkVectors:
     def num_skills(self) -> int:
         return len(self.starts) - 1
 
-    @property
-    def is_one_each(self) -> bool:
-        return len(self.vectors) == self.num_skills
-
     def scores(
         self, queries: Vectors, rows: Positions, positions: Positions
     ) -> Float32[np.ndarray, " pair"]:
-        """Score pairs of a row of `queries` and the position of a skill, in double precision.
+        """Score pairs of a query and a skill in double precision.
 
-        The products of one chunk are summed on their own, without a matrix product. So equal skills
-        have equal scores on every processor.
+        The products of each chunk are summed on their own, without a matrix product. So equal
+        skills have equal scores on every processor.
+
+        Args:
+            queries: Vectors of the queries.
+            rows: Row in `queries` of each pair.
+            positions: Position of the skill of each pair.
         """
-        # The chunks of the pairs, pair after pair. Those of pair i begin at `pair_starts[i]`.
+        # List the chunks of all pairs, pair after pair. Those of pair i begin at `pair_starts[i]`.
         num_chunks = np.diff(self.starts)[positions]
         pair_starts = starts_of(num_chunks)
         pair_of_chunk = np.repeat(np.arange(len(positions)), num_chunks)
@@ -86,18 +88,18 @@ class ChunkVectors:
             cosines[block] = products.sum(axis=1)
         return pool_chunks(cosines[None], pair_starts, self.pool)[0]
 
-    def nearest(self, queries: Vectors, k: int) -> Found:
+    def nearest(self, queries: Vectors, k: int) -> SearchResult:
         """Return the `k` best skills of each query. Ties go to the lower position.
 
-        The last bits of single-precision products depend on the processor and on what else is
-        multiplied. So they only select more than k skills, which `scores` then orders. A query
-        whose last selected skill is as close as its k-th is searched again, with more skills.
+        A single-precision search selects more than k skills, and `scores` orders them. Rounding in
+        the search depends on the processor and on the other queries. So if the worst selected skill
+        is nearly as good as the k-th, the search is repeated with more skills.
         """
         k = min(k, self.num_skills)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         positions = np.empty((len(queries), k), np.int64)
         scores = np.empty((len(queries), k), np.float32)
-        unsure = np.arange(len(queries) if k else 0)  # queries to search (again)
+        unsure = np.arange(len(queries) if k else 0)  # rows of queries to search
         num_spare = _NUM_SPARE
         while len(unsure):
             width = min(k + num_spare, self.num_skills)
@@ -110,20 +112,22 @@ class ChunkVectors:
 
             if width == self.num_skills:
                 break
-            kth_scores = scores[unsure, -1]
-            may_miss = exact.min(axis=1) >= kth_scores - _ROUNDING
-            unsure = unsure[may_miss]
+            may_miss_one = exact.min(axis=1) >= scores[unsure, -1] - _ROUNDING
+            unsure = unsure[may_miss_one]
             num_spare *= 4
         return positions, scores
 
     def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
-        """Select the `k` best by single-precision products, on a GPU if faiss can use one."""
-        if self.is_one_each:
+        """Return the `k` best skills by single-precision products.
+
+        With one chunk per skill, faiss searches, on a GPU if it can use one.
+        """
+        if len(self.vectors) == self.num_skills:
             import faiss
 
             skills = np.ascontiguousarray(self.vectors, np.float32)
             metric = faiss.METRIC_INNER_PRODUCT
-            # The CPU build also has this function, and always returns 0.
+            # The CPU build of faiss always returns 0 here.
             if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
                 resources = faiss.StandardGpuResources()
                 return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
@@ -137,9 +141,12 @@ class ChunkVectors:
 
 
 def starts_of(
-    counts: Sequence[int] | Int64[np.ndarray, " part"],
-) -> Int64[np.ndarray, " part_and_end"]:
-    """Return the cumulative sums of `counts`, beginning with 0: where each part starts."""
+    counts: Sequence[int] | Int64[np.ndarray, " group"],
+) -> Int64[np.ndarray, " group_and_end"]:
+    """Return the cumulative sums of `counts`, beginning with 0.
+
+    These are the start of each group, and the end of the last one.
+    """
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
@@ -148,7 +155,13 @@ def pool_chunks(
     starts: Int64[np.ndarray, " skill_and_end"],
     pool: ChunkPool,
 ) -> Float32[np.ndarray, "query skill"]:
-    """Return the score of each skill from the scores of its chunks. Each has at least one."""
+    """Return the score of each skill from the scores of its chunks.
+
+    Args:
+        scores: Score of each chunk.
+        starts: First chunk of each skill, and the number of chunks. A skill has at least one.
+        pool: `max` takes the best chunk, `top2` the mean of the best two.
+    """
     counts = np.diff(starts)
     if (counts == 1).all():
         return scores
@@ -156,7 +169,7 @@ def pool_chunks(
     if pool == "max":
         return best
 
-    # The mean of the best two. The second equals the best if that occurs twice, or is alone.
+    # The second score equals the best if that occurs twice, or if it is the only one.
     is_best = scores == np.repeat(best, counts, axis=1)
     num_best = np.add.reduceat(is_best, starts[:-1], axis=1, dtype=np.int64)
     second = np.maximum.reduceat(np.where(is_best, -np.inf, scores), starts[:-1], axis=1)
@@ -167,7 +180,7 @@ def pool_chunks(
 class PoolIndex(Protocol):
     """An index that scores the skills of a pool for queries. Skills are given by position."""
 
-    def search(self, queries: Sequence[str], k: int) -> Found:
+    def search(self, queries: Sequence[str], k: int) -> SearchResult:
         """Return the `k` best skills of each query, or all if there are fewer."""
         ...
 
@@ -191,7 +204,11 @@ class PoolRanker:
         return {skill_id: position for position, skill_id in enumerate(self.skill_ids)}
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best skills of each query, or of its candidates. Ties keep their order."""
+        """Return the `keep` best skills of each query, or of its candidates.
+
+        Ties keep the order of the pool, or of the candidates.
+        """
+        # Positions and scores of the skills for each query.
         texts = [query.text for query in queries]
         if candidates is None:
             scored = zip(*self.index.search(texts, keep), strict=True)
@@ -202,7 +219,8 @@ class PoolRanker:
                 row = [self.position_by_id[skill_id] for skill_id, _ in ranking]
                 positions.append(np.array(row, dtype=np.int64))
             scored = zip(positions, self.index.candidate_scores(texts, positions), strict=True)
-        rankings: Rankings = {}
+
+        rankings = {}
         for query, (row, scores) in zip(queries, scored, strict=True):
             pairs = zip(row.tolist(), scores.tolist(), strict=True)
             ranking = [(self.skill_ids[int(position)], score) for position, score in pairs]
@@ -217,7 +235,7 @@ class VectorIndex:
     chunks: ChunkVectors
     encode: Callable[[Sequence[str]], Vectors]
 
-    def search(self, queries: Sequence[str], k: int) -> Found:
+    def search(self, queries: Sequence[str], k: int) -> SearchResult:
         return self.chunks.nearest(self.encode(queries), k)
 
     def candidate_scores(
@@ -228,7 +246,7 @@ class VectorIndex:
             yield self.chunks.scores(vectors, np.full(len(candidates), row), candidates)
 
     def best_chunk(self, query: str, position: int) -> int | None:
-        """Return the number of the skill's chunk nearest to a query, None if it has only one."""
+        """Return the number of the skill's chunk nearest to a query; None if it has only one."""
         first, end = self.chunks.starts[position : position + 2].tolist()
         if end - first < 2:
             return None

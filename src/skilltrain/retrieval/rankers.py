@@ -1,7 +1,6 @@
-"""The settings that all kinds of rankers share. A kind is a plug-in: a subclass of `RankerConfig`, found by its name."""
+"""Settings that all rankers share. A kind of ranker is a plug-in: a subclass of `RankerConfig`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -12,28 +11,31 @@ from skilltrain.plugins import OneOf
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 
 OWN = "self"
-"""The `source` that stands for the model in training."""
+"""Value of `source` for the model in training."""
 Keep = Annotated[
     int | None, Field(ge=1, description="skills kept per query; null: as many as needed")
 ]
 
 
 class RankerConfig(Config):
-    """Settings of a ranker. A kind declares `kind` and `keep: Keep = None`, and has a method `open`.
+    """Settings of a ranker.
+
+    A kind of ranker is a subclass. It declares `kind` and `keep: Keep = None`, and has a method
+    `open`.
 
     Attributes:
-        only_orders: It cannot search the pool, and orders the candidates of another ranker.
-        is_remote: It asks a server or reads a file, so its latency is not measured.
-        answers_new_queries: It can answer queries that a router has never seen.
-        asks_chat_model: It asks a chat model anew in every system. At work, it has `counts` of the
-            last `rank`.
-        gives_scores: Its scores say how well a skill fits, so that a student can learn from them.
-        can_be_leg: It can be one of the rankers that `fuse` joins.
-        can_be_expanded: It can be asked with the queries that `expand` writes.
-        is_composed: It is made of other rankers and has no method `open`.
-        stored_part: Class of what an index stores of the pool: it has a method `load(folder)`, and
-            what `open` returns has `save_part`.
-        key_settings: Settings that do not distinguish rankers, with the values they have in `key`.
+        only_orders: The ranker cannot search the pool. It orders the candidates of another ranker.
+        is_remote: The ranker calls a server or reads a file, so its latency is not measured.
+        answers_new_queries: The ranker can rank for queries that a router has never seen.
+        asks_chat_model: The ranker asks a chat model, again for each system that contains it. When
+            opened, it has `counts` of the last call of `rank`.
+        gives_scores: The scores say how well a skill fits, so a student can learn from them.
+        can_be_leg: `fuse` can join the ranker with others.
+        can_be_expanded: `expand` can send its written queries to the ranker.
+        stored_part: Class of the data about a pool that an index stores for the ranker; None for
+            no data. The class has a method `load(folder)`, and the result of `open` has a method
+            `save_part`.
+        key_settings: Settings that do not distinguish rankers, with their values in `key`.
     """
 
     only_orders: ClassVar[bool] = False
@@ -43,10 +45,9 @@ class RankerConfig(Config):
     gives_scores: ClassVar[bool] = True
     can_be_leg: ClassVar[bool] = True
     can_be_expanded: ClassVar[bool] = True
-    is_composed: ClassVar[bool] = False
     stored_part: ClassVar[Any] = None
     key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1}
-    if TYPE_CHECKING:  # fields here would come first in every recipe that is written
+    if TYPE_CHECKING:  # as fields of this class, they would come first in every written recipe
         kind: Any
         keep: Any
 
@@ -54,81 +55,90 @@ class RankerConfig(Config):
         """Raise SkilltrainError for faults that can be known before work."""
 
     def open(self, opened: dict[str, Any]) -> Any:
-        """Open what it needs for any pool: a value whose `over(skills by id)` returns a `Ranker`.
+        """Load what the ranker needs for any pool, such as its model.
 
         Args:
-            opened: Models that are open, by their settings, to be shared.
+            opened: Models that are already loaded, by their settings. New ones are added.
+
+        Returns:
+            A value with a method `over(skills by id)`, which returns the `Ranker` of a pool.
         """
         raise NotImplementedError
 
     def ranker(self, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
-        """Return the ranker over a pool. `opened` keeps rankers by `key`, and the model in training as `OWN`."""
+        """Return the ranker of a pool.
+
+        Args:
+            skills: The pool.
+            opened: Rankers by `key`, which are used again. The model in training is there as `OWN`.
+        """
         if self.key not in opened:
-            by_id = {skill.skill_id: skill for skill in skills}
-            opened[self.key] = self.open(opened).over(by_id)
+            skills_by_id = {skill.skill_id: skill for skill in skills}
+            opened[self.key] = self.open(opened).over(skills_by_id)
         return opened[self.key]
 
-    def written_out(self) -> "RankerConfig":
-        """Return the settings with the values that defaults stand for."""
+    def with_default_values(self) -> "RankerConfig":
+        """Return the settings with a value for each null that stands for one."""
         return self
 
     def in_router(self, folder: Path | None) -> Self:
-        """Return the settings with which the ranker is opened for the router in `folder`."""
+        """Return the settings with which the router in `folder` opens the ranker."""
         return self
 
     @property
-    def legs(self) -> "tuple[RankerConfig, ...]":
-        """The rankers that are asked: itself, or those that it fuses."""
+    def components(self) -> "Sequence[RankerConfig]":
+        """The rankers that this one is made of. A ranker with components has no `open`."""
+        return ()
+
+    @property
+    def legs(self) -> "Sequence[RankerConfig]":
+        """The rankers to run: this one, or those that it fuses."""
         return (self,)
 
     def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
-        """Return how many skills each leg keeps."""
+        """Return the number of skills to keep of each leg."""
         return [self.keep]
 
     def combine(self, rankings: Sequence[Ranking]) -> Ranking:
-        """Return the ranker's answer to one query by those of its legs."""
+        """Combine the rankings of the legs for one query."""
         return rankings[0]
 
-    def keeping(self, count: int) -> "RankerConfig":
-        """Return the settings with which the ranker and its legs keep `count` skills."""
-        return self.model_copy(update={"keep": count})
-
-    def parts(self) -> "Iterator[RankerConfig]":
-        """Yield the ranker, then those that it is made of."""
-        yield self
+    def with_keep(self, keep: int) -> "RankerConfig":
+        """Return the settings with another `keep` for the ranker and its legs."""
+        return self.model_copy(update={"keep": keep})
 
     @property
     def key(self) -> str:
-        """What distinguishes the ranker from those that need other models."""
-        return OWN if self.is_own else repr(self.model_copy(update=self.key_settings))
+        """Text that is equal for rankers with the same model and settings."""
+        return OWN if self.is_in_training else repr(self.model_copy(update=self.key_settings))
 
     @property
     def label(self) -> str:
-        """The ranker in a word or two: `lexical name`, `dense`."""
+        """Name of the ranker in one or two words, such as `lexical name` or `dense`."""
         return self.kind
 
     @property
     def model_source(self) -> str | None:
-        """Folder, Hub id or package of its model, if it has one."""
+        """Folder, Hub id or package of the model; None without one."""
         return getattr(self, "source", None)
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is the model in training."""
+    def is_in_training(self) -> bool:
+        """Whether the ranker is the model in training."""
         return self.model_source == OWN
 
     @property
     def server(self) -> Any:
-        """The server that it sends texts to."""
+        """Settings of the server that reads the texts; None without a server."""
         return None
 
     @property
     def num_read(self) -> int | None:
-        """Number of candidates, from the first on, that decide what it answers; None for all."""
+        """Number of first candidates that the ranker looks at; None for all."""
         return None
 
     def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any] | None:
-        """Estimate what its server would cost; None without a server. Sends nothing."""
+        """Estimate the cost of the server without sending anything; None without a server."""
         return None
 
 
@@ -136,6 +146,8 @@ AnyRanker = Annotated[SerializeAsAny[RankerConfig], OneOf("ranker")]
 """The settings of any kind of ranker."""
 
 
-def parts_of(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
-    """Yield each ranker, then those that it is made of."""
-    return chain.from_iterable(ranker.parts() for ranker in rankers)
+def flatten_rankers(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
+    """Yield each ranker, followed by the rankers that it is made of."""
+    for ranker in rankers:
+        yield ranker
+        yield from ranker.components

@@ -1,6 +1,6 @@
-"""Rankings on disk: written by stages, and read as a ranker beside live ones."""
+"""Rankings on disk. Stages write them, and a ranker of kind `saved` reads them."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,60 +36,77 @@ class SavedConfig(RankerConfig):
             if not table_path(path, RANKINGS).is_file():
                 raise SkilltrainError("missing-table", "no rankings table here", where=path)
 
-    def open(self, opened: dict[str, Any]) -> "Saved":
-        """Read the rankings. Raises SkilltrainError for a query that two tables rank."""
+    def open(self, opened: dict[str, Any]) -> "SavedRankings":
+        """Read the rankings.
+
+        Raises:
+            SkilltrainError: Two tables rank the same query.
+        """
         rankings: Rankings = {}
         for path in self.rankings:
-            table = read_rankings(path, self.stage)
-            repeated = rankings.keys() & table.keys()
-            if repeated:
-                problem = f"query '{min(repeated)}' is ranked in an earlier table as well"
+            new_rankings = read_rankings(path, self.stage)
+            repeated_ids = rankings.keys() & new_rankings.keys()
+            if repeated_ids:
+                problem = f"query '{min(repeated_ids)}' is ranked in an earlier table as well"
                 raise SkilltrainError("repeated-id", problem, where=path)
-            rankings |= table
-        return Saved(self.rankings[0], rankings, ())
+            rankings |= new_rankings
+        return SavedRankings(self.rankings[0], rankings, ())
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Rankings by query, the first table that holds them, and the ids of the pool."""
+class SavedRankings:
+    """A ranker that returns saved rankings.
+
+    Attributes:
+        path: First table, for messages.
+        rankings: Saved ranking by query id.
+        pool: Ids of the skills in the pool.
+    """
 
     path: Path
     rankings: Rankings
     pool: Collection[str]
 
-    def over(self, skills: Mapping[str, Skill]) -> "Saved":
+    def over(self, skills: Mapping[str, Skill]) -> "SavedRankings":
         return replace(self, pool=skills.keys())
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the first `keep` saved skills of each query, or those among its candidates.
 
-        A query without a saved ranking gets none, with a warning.
+        A query without a saved ranking gets an empty ranking, with a warning.
 
         Raises:
-            SkilltrainError: The pool lacks a ranked skill.
+            SkilltrainError: The pool lacks a skill of a saved ranking.
         """
-        rankings: Rankings = {}
-        missing: list[str] = []
+        rankings = {}
         for query in queries:
             query_id = query.query_id
-            if query_id not in self.rankings:
-                missing.append(query_id)
             ranking = self.rankings.get(query_id, [])
-            lost = [skill_id for skill_id, _ in ranking if skill_id not in self.pool]
-            if lost:
-                problem = f"{len(lost)} of its {len(ranking)} ranked skills are not in the pool"
+            unknown_ids = [skill_id for skill_id, _ in ranking if skill_id not in self.pool]
+            if unknown_ids:
+                count = f"{len(unknown_ids)} of its {len(ranking)} ranked skills"
+                problem = f"{count} are not in the pool, first '{unknown_ids[0]}'"
                 where = f"{self.path}, query {query_id}"
-                raise SkilltrainError("unknown-skill", f"{problem}, first '{lost[0]}'", where=where)
-            allowed = self.pool if candidates is None else dict(candidates[query_id])
-            rankings[query_id] = [pair for pair in ranking if pair[0] in allowed][:keep]
-        if missing:
-            count = f"{len(missing)} of {len(queries)} queries, first '{missing[0]}'"
+                raise SkilltrainError("unknown-skill", problem, where=where)
+            allowed_ids = self.pool if candidates is None else dict(candidates[query_id])
+            rankings[query_id] = [pair for pair in ranking if pair[0] in allowed_ids][:keep]
+
+        unranked = [query.query_id for query in queries if query.query_id not in self.rankings]
+        if unranked:
+            count = f"{len(unranked)} of {len(queries)} queries, first '{unranked[0]}'"
             say(f"warning: {self.path}: no ranking for {count}; they score 0")
         return rankings
 
 
 def read_rankings(path: Path, stage: str | None) -> Rankings:
-    """Read the rankings of a RANKINGS table by query id.
+    """Read the rankings of one stage from a RANKINGS table.
+
+    Args:
+        path: The table, or its folder.
+        stage: Stage to read; None for the only stage of the table.
+
+    Returns:
+        Ranking by query id.
 
     Raises:
         SkilltrainError: The table lacks `stage`, or has several stages and none is given.
@@ -104,21 +121,28 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
             problem = f"holds no rankings of stage '{stage}'"
         fix = f"give stage=… as one of {', '.join(stages[:8])}"
         raise SkilltrainError("ranking-stage", problem, where=path, fix=fix)
-    rankings: Rankings = {}
+
+    rankings = {}
     for row in sorted(rows, key=lambda row: row["rank"]):
         if row["stage"] == stage:
-            rankings.setdefault(row["query_id"], []).append((row["skill_id"], row["score"]))
+            pair = (row["skill_id"], row["score"])
+            rankings.setdefault(row["query_id"], []).append(pair)
     return rankings
 
 
-def rankings_table(by_stage: Mapping[str, Rankings]) -> pa.Table:
-    """Return rankings by stage as a RANKINGS table. Ranks count from 1."""
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for stage, rankings in by_stage.items():
-            for query_id, ranking in rankings.items():
-                for rank, (skill_id, score) in enumerate(ranking, 1):
-                    pair = {"query_id": query_id, "skill_id": skill_id}
-                    yield pair | {"rank": rank, "score": score, "stage": stage}
-
-    return table_from_rows(rows(), RANKINGS)
+def rankings_table(rankings_by_stage: Mapping[str, Rankings]) -> pa.Table:
+    """Make a RANKINGS table. Ranks count from 1."""
+    rows: list[dict[str, Any]] = []
+    for stage, rankings in rankings_by_stage.items():
+        for query_id, ranking in rankings.items():
+            for rank, (skill_id, score) in enumerate(ranking, 1):
+                rows.append(
+                    {
+                        "query_id": query_id,
+                        "skill_id": skill_id,
+                        "rank": rank,
+                        "score": score,
+                        "stage": stage,
+                    }
+                )
+    return table_from_rows(rows, RANKINGS)

@@ -1,4 +1,4 @@
-"""Reranking: the candidates of each query, ordered by the reranker."""
+"""Reranking: a reranker orders the candidates of each query."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from skilltrain.terminal import track
 
 _MAX_REMEMBERED = 10_000  # queries whose scores are kept in memory
 TextKey = bytes
-"""The token ids of a skill's part of a pair. Skills with the same text have the same key."""
+"""Token ids of a skill in a pair. Skills with the same text have the same key."""
 
 
 class RerankConfig(RerankerConfig, RankerConfig):
@@ -63,13 +63,32 @@ class RerankConfig(RerankerConfig, RankerConfig):
 
 
 @dataclass(frozen=True)
+class QueryPairs:
+    """Pairs of one query with its candidates.
+
+    Attributes:
+        keys: Key of each candidate by skill id.
+        scores: Scores by key. Those of new pairs are added.
+        new_keys: Keys without a score, each once.
+    """
+
+    keys: Mapping[str, TextKey]
+    scores: dict[TextKey, float]
+    new_keys: Sequence[TextKey]
+
+
+@dataclass(frozen=True)
 class Rerank:
     """A reranker over a pool. It remembers its scores, so systems that share it score a pair once.
 
     Skills with the same text share one score, so their order does not depend on the processor.
 
     Attributes:
-        forward: Yields the scores of each list of pairs, for a model in training.
+        reranker: The model.
+        skills: The pool.
+        token_budget: Padded tokens per micro-batch.
+        first_weight: Weight of the previous ranker's score, which is added.
+        forward: For a model in training: yields the scores of each list of pairs.
     """
 
     reranker: Reranker
@@ -84,39 +103,36 @@ class Rerank:
         return replace(self, skills=skills, _scores={}, _keys={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Order the first `keep` candidates of each query; the others follow in their order."""
+        """Order the first `keep` candidates of each query. The others follow in their order."""
         assert candidates is not None, "a reranker needs candidates"
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
-        keys_by_query: list[dict[str, TextKey]] = []
-        scores_by_query: list[dict[TextKey, float]] = []  # another thread may clear `_scores`
-        new_keys_by_query: list[list[TextKey]] = []
+
+        pairs_by_query: list[QueryPairs] = []
         for query in track(queries, "tokenizing", len(queries)):
             keys = self._tokenize([skill_id for skill_id, _ in candidates[query.query_id][:keep]])
             scores = self._scores.setdefault(query, {})
-            keys_by_query.append(keys)
-            scores_by_query.append(scores)
             new_keys = [key for key in dict.fromkeys(keys.values()) if key not in scores]
-            new_keys_by_query.append(new_keys)
+            # Hold `scores` here, because another thread may clear `_scores`.
+            pairs_by_query.append(QueryPairs(keys, scores, new_keys))
 
-        # Both maps are lazy, so pairs are made and scored query by query in the loop below.
-        lists = map(self._pairs, queries, new_keys_by_query)
-        values = self.forward(lists) if self.forward else map(self._score, lists)
-        rankings: Rankings = {}
+        # Both maps are lazy: the loop below makes and scores the pairs, query by query.
+        lists = map(self._pair_ids, queries, pairs_by_query)
+        new_scores = self.forward(lists) if self.forward else map(self._score, lists)
+        rankings = {}
         progress = track(queries, "reranking", len(queries))
-        rows = zip(progress, keys_by_query, scores_by_query, new_keys_by_query, values, strict=True)
-        for query, keys, scores, new_keys, new_scores in rows:
-            scores.update(zip(new_keys, new_scores, strict=True))
-            by_skill = {skill_id: scores[key] for skill_id, key in keys.items()}
+        for query, pairs, values in zip(progress, pairs_by_query, new_scores, strict=True):
+            pairs.scores.update(zip(pairs.new_keys, values, strict=True))
+            by_skill = {skill_id: pairs.scores[key] for skill_id, key in pairs.keys.items()}
             ranking = candidates[query.query_id]
             rankings[query.query_id] = reorder(ranking, keep, by_skill, self.first_weight)
         return rankings
 
-    def _pairs(self, query: Query, keys: Sequence[TextKey]) -> list[PairIds]:
-        """Return the pairs of a query and of skills, given by their keys."""
+    def _pair_ids(self, query: Query, pairs: QueryPairs) -> list[PairIds]:
+        """Return the token ids of the query's new pairs."""
         tokenizer = self.reranker.pair_tokenizer
-        query_ids = tokenizer.query_ids(query.text) if keys else ()
-        return [tokenizer.join(query_ids, np.frombuffer(key, np.int32)) for key in keys]
+        query_ids = tokenizer.query_ids(query.text) if pairs.new_keys else ()
+        return [tokenizer.join(query_ids, np.frombuffer(key, np.int32)) for key in pairs.new_keys]
 
     @torch.inference_mode()
     def _score(self, pairs: list[PairIds]) -> list[float]:
@@ -127,11 +143,10 @@ class Rerank:
 
     def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, TextKey]:
         """Return the key of each skill."""
-        new = [skill_id for skill_id in skill_ids if skill_id not in self._keys]
-        token_ids = self.reranker.pair_tokenizer.skill_ids(
-            [self.skills[skill_id] for skill_id in new]
-        )
-        for skill_id, ids in zip(new, token_ids, strict=True):
+        new_ids = [skill_id for skill_id in skill_ids if skill_id not in self._keys]
+        new_skills = [self.skills[skill_id] for skill_id in new_ids]
+        token_ids = self.reranker.pair_tokenizer.skill_ids(new_skills)
+        for skill_id, ids in zip(new_ids, token_ids, strict=True):
             self._keys[skill_id] = np.array(ids, np.int32).tobytes()
         return {skill_id: self._keys[skill_id] for skill_id in skill_ids}
 
@@ -142,19 +157,19 @@ def reorder(
     """Sort the first `keep` skills of a ranking by score, and append the others in their order.
 
     Args:
-        ranking: The previous ranker's answer.
+        ranking: Ranking of the previous ranker.
         keep: Number of skills to sort. Ties keep their order.
-        scores: Score of each of them.
-        first_weight: Weight of the previous score, which is added. With few lists to learn from,
-            the two models err on different queries.
+        scores: Score of each of these skills, by its id.
+        first_weight: Weight of the previous ranker's score, which is added. With few lists to
+            learn from, the two models err on different queries.
 
     Returns:
-        The new ranking. The appended skills have scores below the sorted ones, without meaning.
+        The new ranking. Appended skills get scores without meaning, below those of sorted skills.
     """
-    scored: Ranking = []
+    rescored: Ranking = []
     for skill_id, previous_score in ranking[:keep]:
-        scored.append((skill_id, scores[skill_id] + first_weight * previous_score))
-    reranked = sorted(scored, key=lambda pair: -pair[1])
+        rescored.append((skill_id, scores[skill_id] + first_weight * previous_score))
+    reranked = sorted(rescored, key=lambda pair: -pair[1])
     lowest = reranked[-1][1] if reranked else 0.0
     for distance, (skill_id, _) in enumerate(ranking[keep:], 1):
         reranked.append((skill_id, lowest - distance))

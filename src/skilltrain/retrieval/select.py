@@ -1,7 +1,8 @@
-"""A chat model that puts the best candidate first: SkillRouter's protocol (appendix C). The prompt is our own.
+"""A chat model that puts the best candidate first: SkillRouter's protocol (appendix C).
 
-Candidates are untrusted (llm/untrusted.py): an answer can only move one of them to the front. One that praises itself may still win;
-screening finds orders to the reader (rule router_order).
+The prompt is our own. Candidates are untrusted (llm/untrusted.py), and an answer can only move one
+of them to the front. A candidate that praises itself may still win. Screening finds skills that
+give orders to the reader (rule router_order).
 """
 
 import random
@@ -27,9 +28,9 @@ from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
 from skilltrain.terminal import say
 
-_BEST = f"""You choose skills for an AI agent. A skill is a set of instructions that the agent reads before it works \
-on a task. You get one task and a numbered list of candidate skills, and say which one candidate would do most to get \
-this task solved.
+_BEST = f"""You choose skills for an AI agent. A skill is a set of instructions that the agent \
+reads before it works on a task. You get one task and a numbered list of candidate skills, and say \
+which one candidate would do most to get this task solved.
 {UNTRUSTED}
 Compare what the candidates enable an agent to do; a name that sounds right is not enough.
 Reply with the number of that candidate in digits, and with nothing else."""
@@ -37,7 +38,8 @@ _WHICH_ONE = (
     "Which one of the candidates 1 to {count} serves the task best? Reply with its number only."
 )
 _NUMBER = re.compile(
-    r"(?:(?:the )?(?:best |most relevant )?(?:answer|skill|candidate|number|option)(?: is)?:?\s*(?:number |no\. ?)?)?"
+    r"(?:(?:the )?(?:best |most relevant )?(?:answer|skill|candidate|number|option)(?: is)?:?\s*"
+    r"(?:number |no\. ?)?)?"
     r"[#\[(]?\s*(\d{1,9})\s*[\])]?\s*[.。]?",
     re.I,
 )
@@ -68,7 +70,7 @@ class AskingConfig(AskConfig, RankerConfig):
         return self.llm
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
-        """Return the first questions of `rank`, with which the cost is estimated."""
+        """Return the first questions of `rank`. The cost is estimated from them."""
         raise NotImplementedError
 
     def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
@@ -93,19 +95,27 @@ class ChoosingConfig(AskingConfig):
         return self.keep
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
-        """Return the first questions, about random skills: the candidates are not known yet."""
-        generator = random.Random(0)
-        count = min(self.keep, len(skills))
-        asked = queries if count >= self.min_candidates else ()
-        asks = [self.ask(query, generator.sample(skills, count)) for query in asked]
+        """Return the first questions. They show random skills, as the candidates are not known."""
+        rng = random.Random(0)
+        num_candidates = min(self.keep, len(skills))
+        if num_candidates < self.min_candidates:
+            queries = ()
+        asks = [self.ask(query, rng.sample(skills, num_candidates)) for query in queries]
         return questions_of(self, LLM(self.llm), self.prompt, asks)
 
     def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
-        parts = [
-            (f"candidate {number}", untrusted_skill(skill, self.description_chars, self.body_chars))
-            for number, skill in enumerate(skills, 1)
+        """Return what the model sees of a query and its candidates.
+
+        Args:
+            query: The query.
+            skills: The candidates.
+            skill_id: The candidate that is judged alone, if any.
+        """
+        texts = [
+            untrusted_skill(skill, self.description_chars, self.body_chars) for skill in skills
         ]
-        return Ask(query, tuple(parts), tuple(skills), skill_id)
+        candidates = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
+        return Ask(query, candidates, tuple(skills), skill_id)
 
 
 class SelectConfig(ChoosingConfig):
@@ -127,7 +137,9 @@ class Chooser:
     """A chat model over a pool.
 
     Attributes:
-        counts: Of the last `rank`: queries asked, faults and cost.
+        config: Settings, of a subclass of `ChoosingConfig`.
+        skills: The pool.
+        counts: Queries asked, faults and cost of the last call of `rank`.
     """
 
     config: Any
@@ -140,7 +152,10 @@ class Chooser:
     def ask(
         self, llm: LLM, queries: Sequence[Query], candidates: Rankings, keep: int
     ) -> Outcome[Ask, Any]:
-        """Ask about the first `keep` candidates of each query; warn of answers that are not usable."""
+        """Ask about the first `keep` candidates of each query.
+
+        Answers that are not usable give a warning.
+        """
         config = self.config
         asks: list[Ask] = []
         for query in queries:
@@ -155,10 +170,8 @@ class Chooser:
         if outcome.dropped:
             unusable = self.counts["unusable"]
             reasons = ", ".join(f"{count} {kind}" for kind, count in unusable.items())
-            say(
-                f"{questions.description}: no usable answer for "
-                f"{len(outcome.dropped)} of {len(asks)}: {reasons}"
-            )
+            share = f"{len(outcome.dropped)} of {len(asks)}"
+            say(f"{questions.description}: no usable answer for {share}: {reasons}")
         return outcome
 
 
@@ -172,12 +185,13 @@ class Select(Chooser):
         """
         assert candidates is not None, "a chat model needs candidates"
         outcome = self.ask(LLM(self.config.llm), queries, candidates, keep)
-        chosen = {item.query_id: [skill_id] for item, skill_id in outcome.values}
-        rankings: Rankings = {}
+        chosen_ids = {item.query_id: skill_id for item, skill_id in outcome.values}
+        rankings = {}
         for query in queries:
             query_id = query.query_id
-            first = chosen.get(query_id, [])
-            skill_ids = [*first, *(skill_id for skill_id, _ in candidates[query_id])]
-            ordered = enumerate(dict.fromkeys(skill_ids), 1)
-            rankings[query_id] = [(skill_id, -float(rank)) for rank, skill_id in ordered]
+            skill_ids = [skill_id for skill_id, _ in candidates[query_id]]
+            if query_id in chosen_ids:
+                skill_ids.insert(0, chosen_ids[query_id])
+            ranked = enumerate(dict.fromkeys(skill_ids), 1)  # each skill once
+            rankings[query_id] = [(skill_id, -float(rank)) for rank, skill_id in ranked]
         return rankings

@@ -1,4 +1,4 @@
-"""Vectors kept on disk by content, so that any process encodes each text once per model."""
+"""A cache of vectors on disk, so that each text is encoded once per model by any process."""
 
 import hashlib
 import uuid
@@ -22,22 +22,23 @@ _DAMAGED = (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZi
 
 Positions = Int64[np.ndarray, " some"]
 Vectors = Float32[np.ndarray, "text dim"]
-Parts = Iterator[tuple[Positions, Vectors]]
-"""Positions of texts and their vectors, part by part."""
+EncodedTexts = Iterator[tuple[Positions, Vectors]]
+"""Positions of some texts and their vectors, then those of the next texts."""
 
 
 @dataclass(frozen=True)
 class VectorCache:
-    """The vectors of one model in a folder of files, each written whole and never changed.
+    """The vectors of one model, by the content of the texts.
 
-    Any number of processes, on all machines that share the folder, may add to it at once. Half
-    written files of a killed process are never read. A damaged file is skipped with a warning.
+    The folder has many files. Each is written once and never changed, so all processes and machines
+    that share the folder may add files at once. A file that a killed process did not finish is
+    never read. A damaged file is skipped with a warning.
     """
 
     folder: Path
 
     def make(self) -> None:
-        """Make the folder, before anything is encoded or paid for."""
+        """Make the folder. Call it before anything is encoded or paid for."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -45,47 +46,56 @@ class VectorCache:
             raise SkilltrainError("cannot-write", problem, where=self.folder) from error
 
     def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Vectors]:
-        """Return which of the distinct `keys` the cache holds, and a vector for each key.
+        """Read the vectors of distinct keys.
 
-        Vectors of keys that it does not hold are undefined.
+        Returns:
+            Whether the cache holds each key, and the vector of each key. Vectors of keys that the
+            cache lacks are undefined.
         """
-        is_known = np.zeros(len(keys), dtype=bool)
+        is_cached = np.zeros(len(keys), dtype=bool)
         vectors = np.empty((len(keys), 0), dtype=np.float32)
-        for path in self._paths() if len(keys) else ():
+        if not len(keys):
+            return is_cached, vectors
+        for path in sorted(self.folder.glob("*.npz")):
             try:
                 with np.load(path) as file:
                     positions = positions_in(keys, file["keys"])
-                    rows = np.flatnonzero(positions >= 0)
-                    vectors = vectors if vectors.size else np.empty((len(keys), file["dim"]), "f4")
+                    rows = np.flatnonzero(positions >= 0)  # of the file
+                    if not vectors.size:
+                        vectors = np.empty((len(keys), file["dim"]), dtype=np.float32)
                     if len(rows):
                         vectors[positions[rows]] = file["vectors"][rows]
-                        is_known[positions[rows]] = True
+                        is_cached[positions[rows]] = True
             except FileNotFoundError:
                 continue  # another process has merged it
             except _DAMAGED:
                 problem = "is damaged and not used (delete it); its texts are encoded again"
                 say(f"warning: {path} {problem}")
-        return is_known, vectors
+        return is_cached, vectors
 
     def missing(self, keys: np.ndarray) -> Positions:
         """Return the positions of the distinct `keys` that have no vector."""
-        return np.flatnonzero(~self.read(keys)[0])
+        is_cached, _ = self.read(keys)
+        return np.flatnonzero(~is_cached)
 
     def add(self, keys: np.ndarray, vectors: Vectors) -> None:
-        """Write `vectors` to disk. Raises SkilltrainError if that fails."""
+        """Write `vectors` to disk, and merge small files if there are many.
+
+        Raises:
+            SkilltrainError: The vectors cannot be written.
+        """
         if not len(keys):
             return
         self._write(keys, vectors)
-        # A merge may fail (full disk, damaged file, another process): a later one will do.
+        # A merge may fail (full disk, damaged file, another process). A later one is enough.
         with suppress(SkilltrainError, *_DAMAGED):
-            small = [path for path in self._paths() if path.stat().st_size < _SMALL_BYTES]
+            paths = sorted(self.folder.glob("*.npz"))
+            small = [path for path in paths if path.stat().st_size < _SMALL_BYTES]
             if len(small) >= _MAX_SMALL_FILES:
                 self._merge(small)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("*.npz"))
-
     def _merge(self, paths: Sequence[Path]) -> None:
+        """Write the vectors of several files into one, and delete the files."""
         keys: list[np.ndarray] = []
         vectors: list[np.ndarray] = []
         for path in paths:
@@ -97,6 +107,7 @@ class VectorCache:
             path.unlink(missing_ok=True)
 
     def _write(self, keys: np.ndarray, vectors: np.ndarray) -> None:
+        """Write vectors into a new file."""
         path = self.folder / f"{uuid.uuid4().hex}.npz"
         try:
             with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -112,30 +123,36 @@ def cached_vectors(
     texts: Sequence[str],
     max_tokens: int,
     cache: VectorCache | None,
-    encode: Callable[[list[str]], Parts],
+    encode: Callable[[list[str]], EncodedTexts],
 ) -> Vectors:
-    """Return the vector of each text, cut to `max_tokens`, from the cache or from `encode`.
+    """Return the vector of each text, from the cache or from `encode`.
 
     Args:
-        encode: Takes distinct texts, long ones first so that memory peaks at the start. What it
-            yields is kept in the cache at once.
+        texts: The texts. Equal texts are encoded once.
+        max_tokens: Number of tokens to which `encode` cuts texts.
+        cache: Cache to read, and to which new vectors are added at once; None for no cache.
+        encode: Encodes distinct texts. Long ones come first, so that memory peaks at the start.
 
     Raises:
         SkilltrainError: New vectors have another length than those in the cache.
     """
     keys = text_keys(texts, max_tokens)
-    distinct, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    is_known = np.zeros(len(distinct), dtype=bool)
-    vectors = np.empty((len(distinct), 0), dtype=np.float32)
+    distinct, first_positions, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    is_cached = np.zeros(len(distinct), dtype=bool)
+    vectors = np.empty((len(distinct), 0), dtype=np.float32)  # [distinct text, dim]
     if cache:
-        is_known, vectors = cache.read(distinct)
+        is_cached, vectors = cache.read(distinct)
+    if is_cached.all():
+        return vectors[inverse]
 
-    missing = np.flatnonzero(~is_known)
-    missing = missing[longest_first([texts[int(n)] for n in firsts[missing]])]
-    new = [texts[int(n)] for n in firsts[missing]]
-    if cache and new:
+    # Encode the other texts, long ones first.
+    missing = np.flatnonzero(~is_cached)  # positions in `distinct`
+    new_texts = [texts[int(position)] for position in first_positions[missing]]
+    order = longest_first(new_texts)
+    missing = missing[order]
+    if cache:
         cache.make()
-    for part, encoded in encode(new) if new else ():
+    for positions, encoded in encode([new_texts[int(position)] for position in order]):
         dim = encoded.shape[1]
         if not vectors.size:
             vectors = np.empty((len(distinct), dim), dtype=np.float32)
@@ -144,26 +161,24 @@ def cached_vectors(
             fix = "it has changed: name another cache folder"
             raise SkilltrainError("changed-model", problem, where=cache and cache.folder, fix=fix)
         if cache:
-            cache.add(distinct[missing[part]], encoded)
-        vectors[missing[part]] = encoded
+            cache.add(distinct[missing[positions]], encoded)
+        vectors[missing[positions]] = encoded
     return vectors[inverse]
 
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:
-    """Return a key of each text's content and its token limit."""
-    digests: list[bytes] = []
-    for text in texts:
-        digest = hashlib.sha256(f"{max_tokens} {text}".encode("utf-8", "replace")).digest()
-        digests.append(digest[: KEY.itemsize])
+    """Return a key of each text, made from its content and its token limit."""
+    contents = (f"{max_tokens} {text}".encode(errors="replace") for text in texts)
+    digests = [hashlib.sha256(content).digest()[: KEY.itemsize] for content in contents]
     return np.frombuffer(b"".join(digests), KEY)
 
 
-def positions_in(keys: np.ndarray, wanted: np.ndarray) -> Positions:
-    """Return the position of each of `wanted` in `keys`, or -1 if `keys` lacks it."""
+def positions_in(keys: np.ndarray, searched: np.ndarray) -> Positions:
+    """Return the position in `keys` of each key of `searched`, or -1 if `keys` lacks it."""
     order = np.argsort(keys, kind="stable")
-    insertions = np.searchsorted(keys, wanted, sorter=order)
+    insertions = np.searchsorted(keys, searched, sorter=order)
     positions = order[np.minimum(insertions, len(keys) - 1)]
-    return np.where(keys[positions] == wanted, positions, -1)
+    return np.where(keys[positions] == searched, positions, -1)
 
 
 def longest_first(texts: Sequence[str]) -> Int64[np.ndarray, " text"]:

@@ -36,7 +36,7 @@ from skilltrain.formats import ROUTER
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.retrieval.rankers import RankerConfig, parts_of
+from skilltrain.retrieval.rankers import RankerConfig, flatten_rankers
 from skilltrain.serving.answer import Calibration
 from skilltrain.version import __version__
 
@@ -113,10 +113,10 @@ class IndexRecord(Config):
         """
         store = partial(_to_stored_path, router, local_paths)
         rankers = [
-            _change_paths(ranker.written_out().model_dump(mode="json"), store)
+            _change_paths(ranker.with_default_values().model_dump(mode="json"), store)
             for ranker in system.rankers
         ]
-        sources = {ranker.model_source for ranker in parts_of(system.rankers)}
+        sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
         models = {
             store(source): model_fingerprint(source) for source in sorted(filter(None, sources))
         }
@@ -258,7 +258,7 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
         SkilltrainError: A server is not allowed, or the environment variable of its key does not
             end in `_API_KEY`.
     """
-    for ranker in parts_of(system.rankers):
+    for ranker in flatten_rankers(system.rankers):
         server = ranker.server
         if server is None:
             continue
@@ -356,7 +356,9 @@ def _damage(folder: Path, error: Exception) -> SkilltrainError:
 
 def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
     """Return the rankers that store data about the pool, by the name of their data's folder."""
-    rankers = {ranker.key: ranker for ranker in parts_of(system.rankers) if ranker.stored_part}
+    rankers = {
+        ranker.key: ranker for ranker in flatten_rankers(system.rankers) if ranker.stored_part
+    }
     return {f"part-{number}": ranker for number, ranker in enumerate(rankers.values(), 1)}
 
 

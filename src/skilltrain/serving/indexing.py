@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
-from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, parts_of
+from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
 from skilltrain.retrieval.vectors import text_keys
 from skilltrain.serving.answer import Calibration
 from skilltrain.serving.index import (
@@ -177,7 +177,7 @@ def _open_or_none(router: Path) -> Index | None:
 
 def check_rankers(system: SystemConfig) -> None:
     """Check that rankers can run and can answer new tasks. Raises SkilltrainError if not."""
-    if not all(part.answers_new_queries for part in parts_of(system.rankers)):
+    if not all(part.answers_new_queries for part in flatten_rankers(system.rankers)):
         problem = "rankings that were made before answer no new task"
         raise SkilltrainError("conflicting-settings", problem, where="rankers, kind saved")
     check_systems([system])

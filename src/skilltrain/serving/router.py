@@ -20,7 +20,7 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
-from skilltrain.retrieval.rankers import parts_of
+from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.serving.answer import Answer, Calibrator, Explanation, RoutedSkill, Trace
 from skilltrain.serving.index import Contents, Index, RouterState, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
@@ -281,7 +281,7 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
     labels: dict[str, str] = {}
     rankers: dict[str, Ranker] = {}
     counts: Counter[str] = Counter()
-    for config in parts_of(state.system.rankers):
+    for config in flatten_rankers(state.system.rankers):
         key = config.key
         if key in labels:
             continue
@@ -291,7 +291,7 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         count = counts[config.label]
         labels[key] = config.label if count == 1 else f"{config.label} {count}"
 
-        if config.is_composed:
+        if config.components:
             continue
         model = open_model(config, models, router)
         if key in stored_parts:

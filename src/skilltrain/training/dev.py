@@ -28,7 +28,7 @@ from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade, SystemConfig, check_systems
 from skilltrain.retrieval.dense import SkillEncoder
 from skilltrain.retrieval.executor import with_keeps
-from skilltrain.retrieval.rankers import OWN
+from skilltrain.retrieval.rankers import OWN, flatten_rankers
 from skilltrain.retrieval.rerank import Rerank
 from skilltrain.retrieval.vectors import Vectors
 from skilltrain.terminal import say
@@ -167,7 +167,7 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     Raises:
         SkilltrainError: Gold skills are not in the pool, or none of them reaches the model.
     """
-    check_systems([config.system], has_own=True)
+    check_systems([config.system], has_model=True)
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = benchmark.with_gold(read_pool(config.pool or training_pool))
     benchmark = check_pool(benchmark, pool.keys())
@@ -222,7 +222,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
     """
     # Run the rankers before the model.
     num_earlier = 0
-    while not any(part.is_own for part in config.rankers[num_earlier].parts()):
+    while not any(part.is_in_training for part in flatten_rankers([config.rankers[num_earlier]])):
         num_earlier += 1
     if num_earlier == 0:
         return

@@ -11,7 +11,7 @@ from skilltrain.metrics.measures import Measure, parse_measure, parse_measures
 from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
-from skilltrain.retrieval.rankers import OWN, AnyRanker, parts_of
+from skilltrain.retrieval.rankers import OWN, AnyRanker, flatten_rankers
 from skilltrain.training.log import TrackerName
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
@@ -83,12 +83,12 @@ class DevConfig(Config):
             ValueError: The rankers cannot rank, the model in training is not one of them or is of
                 another kind, or no training can change the metric.
         """
-        if any(part.only_orders for part in self.rankers[0].parts()):
+        if any(part.only_orders for part in flatten_rankers(self.rankers[:1])):
             raise ValueError(
                 "dev.rankers: the first one finds skills, "
                 "for instance {kind: saved, rankings: FOLDER}"
             )
-        models = [part for part in parts_of(self.rankers) if part.is_own]
+        models = [part for part in flatten_rankers(self.rankers) if part.is_in_training]
         if not models:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
         if not all(part.kind == kind for part in models):

@@ -71,8 +71,8 @@ class Benchmark:
     tiers: tuple["Benchmark", ...] = ()
 
     @property
-    def parts(self) -> tuple["Benchmark", ...]:
-        """The benchmarks to rank, each over its own pool: the tiers, or this one without tiers."""
+    def tiers_or_self(self) -> tuple["Benchmark", ...]:
+        """The benchmarks that are ranked over one pool each: the tiers, or this benchmark."""
         return self.tiers or (self,)
 
     @property
@@ -117,10 +117,17 @@ def task_of(
     where: object = None,
     steps: Iterable[GoldStep] = (),
 ) -> Task:
-    """Make a task with `labels` and those that every task has: kind, origin and split.
+    """Make a task, and add the labels kind, origin and split.
 
-    The kind is `single` if exactly one skill is gold, else `multi` (SkillRouter, appendix A). Empty
-    labels are left out.
+    A query without a kind is `single` if exactly one skill is gold, else `multi` (SkillRouter,
+    appendix A).
+
+    Args:
+        query: The query.
+        relevance: The skills that it asks for.
+        labels: Values by label. Empty values are left out.
+        where: File or line that errors name.
+        steps: Steps of a compound task, if they are known.
     """
     kind = "single" if len(relevance.gold) == 1 else "multi"
     all_labels = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
@@ -138,53 +145,33 @@ def make_benchmark(
     gold_skills: Sequence[Skill] | None = None,
     notes: Sequence[str] = (),
 ) -> Benchmark:
-    """Make the benchmark of a folder from the tasks of a split, or from all tasks.
+    """Make a benchmark.
 
     Args:
         folder: Folder of the benchmark.
         tasks: Tasks of all splits.
         split: Split to score; None for all.
-        query_ids: Queries in its files. Those without a task are unscored.
-        pool: Its own pool.
-        gold_skills: Skills to add to other pools. By default, those of `pool` that can be gold.
+        query_ids: Ids of all queries in the folder. Those without a task are unscored.
+        pool: The benchmark's own pool.
+        gold_skills: Skills to add to other pools. By default, those of `pool` that are gold or an
+            alternative.
         notes: Sentences for the report.
 
     Raises:
         SkilltrainError: There is no task, a query has two splits, or no ranking could score.
     """
-    splits = Counter(task.query.split for task in tasks)
-    if not tasks:
-        raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
-    if split not in (None, *splits):
-        counts = ", ".join(f"{name} ({count})" for name, count in sorted(splits.items()))
-        problem = f"holds no query of split '{split}'"
-        raise SkilltrainError("empty-split", problem, where=folder, fix=f"its splits are {counts}")
-
-    scored: dict[str, Task] = {}
-    for task in tasks:
-        if split not in (None, task.query.split):
-            continue
-        query_id = task.query.query_id
-        if query_id in scored:
-            problem = f"query '{query_id}' has two splits"
-            fix = "give the split to score"
-            raise SkilltrainError("choose-split", problem, where=folder, fix=fix)
-        scored[query_id] = task
-        try:
-            check_relevance(task.relevance)
-        except SkilltrainError as error:
-            problem = f"query '{query_id}': {error.problem}"
-            raise SkilltrainError(error.code, problem, where=task.where) from error
-
+    scored = _tasks_by_query(folder, tasks, split)
     if gold_skills is None:
         gold_ids: set[str] = set()
         for task in scored.values():
             gold_ids.update(task.relevance.gold, task.relevance.alternatives)
         gold_skills = [skill for skill in pool if skill.skill_id in gold_ids]
-    num_own_texts = sum(task.query.origin == OWN_TEXT for task in scored.values())
-    if num_own_texts:
-        problem = f"{num_own_texts} of {len(scored)} queries are passages of the skills' own texts"
+
+    num_passages = sum(task.query.origin == OWN_TEXT for task in scored.values())
+    if num_passages:
+        problem = f"{num_passages} of {len(scored)} queries are passages of the skills' own texts"
         notes = [*notes, f"{problem}: they favour BM25, which finds the same words"]
+
     all_ids = {*query_ids, *(task.query.query_id for task in tasks)}
     return Benchmark(
         name=name_of(folder),
@@ -196,8 +183,37 @@ def make_benchmark(
     )
 
 
+def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> dict[str, Task]:
+    """Check the tasks of a split, or all tasks if it is None, and return them by query id."""
+    if not tasks:
+        raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
+    if split is not None:
+        splits = Counter(task.query.split for task in tasks)
+        tasks = [task for task in tasks if task.query.split == split]
+        if not tasks:
+            problem = f"holds no query of split '{split}'"
+            counts = ", ".join(f"{name} ({count})" for name, count in sorted(splits.items()))
+            fix = f"its splits are {counts}"
+            raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
+
+    scored = {}
+    for task in tasks:
+        query_id = task.query.query_id
+        if query_id in scored:
+            problem = f"query '{query_id}' has two splits"
+            fix = "give the split to score"
+            raise SkilltrainError("choose-split", problem, where=folder, fix=fix)
+        scored[query_id] = task
+        try:
+            check_relevance(task.relevance)
+        except SkilltrainError as error:
+            problem = f"query '{query_id}': {error.problem}"
+            raise SkilltrainError(error.code, problem, where=task.where) from error
+    return scored
+
+
 def name_of(folder: Path) -> str:
-    """Return a folder's name, or its parent's if it is called `data`, as in many repositories."""
+    """Return the name of a folder, or of its parent if it is called `data`."""
     resolved = folder.resolve()
     if resolved.name == "data" and resolved.parent.name:
         return resolved.parent.name
@@ -205,7 +221,10 @@ def name_of(folder: Path) -> str:
 
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
-    """Add the benchmark's name to its query ids (`sum-columns@easy`), and as the label `tier`."""
+    """Make a benchmark a tier: add its name to its query ids, and as the label `tier`.
+
+    The query `sum-columns` of the tier `easy` becomes `sum-columns@easy`.
+    """
     tier = benchmark.name
     tasks: list[Task] = []
     for task in benchmark.tasks:
@@ -221,7 +240,7 @@ def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
     """Join tiers (see `as_tier`) into one benchmark. Each is ranked over its own pool."""
     if len(tiers) == 1:
         return tiers[0]
-    ((name, count),) = Counter(tier.name for tier in tiers).most_common(1)
+    name, count = Counter(tier.name for tier in tiers).most_common(1)[0]
     if count > 1:
         problem = f"two tiers are named '{name}'"
         fix = "give each folder a name of its own"
@@ -241,21 +260,35 @@ def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
     )
 
 
-def wanted_skills(relevance: Relevance, skill_ids: Container[str]) -> list[str]:
-    """Return the gold skills in a pool and, for the others, their alternatives, sorted by id."""
-    gold = {skill_id for skill_id in relevance.gold if skill_id in skill_ids}
-    alternatives: set[str] = set()
+def gold_in_pool(relevance: Relevance, pool: Container[str]) -> list[str]:
+    """Return the gold skills in a pool, and alternatives of gold skills that it lacks.
+
+    Args:
+        relevance: The skills that a query asks for.
+        pool: Ids of the skills in the pool.
+
+    Returns:
+        Skill ids in alphabetical order.
+    """
+    skill_ids = {skill_id for skill_id in relevance.gold if skill_id in pool}
     for skill_id, gold_id in relevance.alternatives.items():
-        if gold_id not in gold and skill_id in skill_ids:
-            alternatives.add(skill_id)
-    return sorted(gold | alternatives)
+        if gold_id not in pool and skill_id in pool:
+            skill_ids.add(skill_id)
+    return sorted(skill_ids)
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
-    """Return the benchmark as it is scored over a pool to which the gold skills were added.
+    """Check that a pool has the gold skills, and remove gains of skills that it lacks.
 
-    Gains of skills that are neither gold nor in the pool are removed, so that a perfect ranking has
-    nDCG 1, as in the released evaluation. SkillRouter's easy pool lacks the degraded copies.
+    A perfect ranking then has nDCG 1, as in the released evaluation. SkillRouter's easy pool, for
+    example, lacks the degraded copies.
+
+    Args:
+        benchmark: The benchmark.
+        skill_ids: Ids of the skills in the pool.
+
+    Returns:
+        The benchmark as it is scored over the pool.
 
     Raises:
         SkilltrainError: The pool lacks a gold skill and all of its alternatives.
@@ -267,8 +300,8 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
         relevance = task.relevance
         gold = relevance.gold
         alternatives = relevance.alternatives.items()
-        replaceable = {gold_id for skill_id, gold_id in alternatives if skill_id in pool}
-        for gold_id in sorted(gold - pool - replaceable):
+        replaced = {gold_id for skill_id, gold_id in alternatives if skill_id in pool}
+        for gold_id in sorted(gold - pool - replaced):
             missing.append(f"gold skill '{gold_id}' of query '{task.query.query_id}'")
 
         gains: dict[str, float] = {}
@@ -277,10 +310,8 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
                 gains[skill_id] = gain
         tasks.append(replace(task, relevance=replace(relevance, gains=gains)))
     if missing:
-        problem = (
-            f"{missing[0]} is not among the {len(pool)} skills of the pool; "
-            f"missing in all: {len(missing)}"
-        )
+        problem = f"{missing[0]} is not among the {len(pool)} skills of the pool"
+        problem += f"; missing in all: {len(missing)}"
         fix = "add the benchmark's gold skills to the pool, or choose the pool it was made for"
         where = f"benchmark {benchmark.name}"
         raise SkilltrainError("missing-gold-skill", problem, where=where, fix=fix)
@@ -288,21 +319,26 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
 
 
 def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[str]]) -> Benchmark:
-    """Add the copies (near-duplicates) of gold skills to each task, and a note that counts them.
+    """Add the copies of gold skills to each task, and a note that counts the tasks with copies.
 
-    A skill with a judgement is never a copy, because the judgement says more. A copy of two gold
-    skills counts for the one with the lower id.
+    A judged skill is never a copy, because the judgement says more. A copy of two gold skills
+    counts for the one with the lower id.
+
+    Args:
+        benchmark: The benchmark.
+        copies_by_skill: Ids of the near-duplicates of each skill.
     """
     tasks: list[Task] = []
     for task in benchmark.tasks:
         relevance = task.relevance
+        # Gold skill by the id of each skill that may have copies.
         gold_ids = {gold_id: gold_id for gold_id in relevance.gold} | {**relevance.alternatives}
         judged = {*relevance.gains, *relevance.alternatives}
         copies: dict[str, str] = {}
-        for skill_id in sorted(gold_ids, reverse=True):  # so that the lowest id is written last
-            for copy in copies_by_skill.get(skill_id, ()):
-                if copy not in judged:
-                    copies[copy] = gold_ids[skill_id]
+        for skill_id in sorted(gold_ids, reverse=True):  # the lowest id is written last
+            for copy_id in copies_by_skill.get(skill_id, ()):
+                if copy_id not in judged:
+                    copies[copy_id] = gold_ids[skill_id]
         tasks.append(replace(task, relevance=replace(relevance, copies=copies)))
     num_with_copies = sum(bool(task.relevance.copies) for task in tasks)
     note = (

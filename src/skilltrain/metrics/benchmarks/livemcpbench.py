@@ -1,8 +1,8 @@
-"""LiveMCPBench (Mo et al., 2025): tasks, and the tools of 70 MCP servers that an annotator used.
+"""LiveMCPBench (Mo et al., 2025): tasks, and tools of 70 MCP servers.
 
-A task names its tools without their servers. If several servers have a tool of that name, the first
-is gold, and the others are its alternatives. A tool that no server has cannot be gold. A task
-without gold is not scored. The notes of the benchmark count both.
+A task names the tools that an annotator used, without their servers. If several servers have a tool
+of that name, the first is gold, and the others are its alternatives. A tool that no server has
+cannot be gold. A task without gold is not scored. The notes of the benchmark count both.
 """
 
 import re
@@ -67,7 +67,10 @@ class _ToolRow(NamedRow):
     category: str | None = None
 
     def skill(self) -> Skill:
-        """Return the tool as a skill: its server is in the description, its parameters in the body."""
+        """Return the tool as a skill.
+
+        The server is in the description, and the parameters are in the body.
+        """
         server = self.server
         if self.server_description:
             server += f": {self.server_description}"
@@ -93,7 +96,12 @@ class _TaskRow(NamedRow):
 
 
 def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
-    """Read a folder with tasks.jsonl and tools.jsonl, or a clone of the published repository."""
+    """Read a folder with tasks.jsonl and tools.jsonl, or a clone of the published repository.
+
+    Args:
+        folder: The folder.
+        split: Split to score; None for all.
+    """
     if (folder / "tools.jsonl").exists():
         tools = read_rows(_ToolRow, folder / "tools.jsonl")
         entries = read_rows(_TaskRow, folder / "tasks.jsonl")
@@ -117,20 +125,27 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
 
     notes = _notes(rows, skill_ids_by_name)
     skills = [tool.skill() for tool in pool.values()]
-    return make_benchmark(folder, tasks, split, rows, skills, notes=notes)
+    return make_benchmark(folder, tasks, split, query_ids=rows, pool=skills, notes=notes)
 
 
 def _relevance_of(
     tool_names: Sequence[str], skill_ids_by_name: Mapping[str, Sequence[str]]
 ) -> Relevance:
-    """Make the first tool of each name gold, and the others of that name its alternatives."""
+    """Make the relevance of a task that needs some tools.
+
+    The first tool of a name is gold, and the others of that name are its alternatives.
+
+    Args:
+        tool_names: Names of the needed tools.
+        skill_ids_by_name: Ids of the tools with each name.
+    """
     gains: dict[str, float] = {}
     alternatives: dict[str, str] = {}
     for name in tool_names:
         if name in skill_ids_by_name:
-            gold_id, *others = skill_ids_by_name[name]
+            gold_id, *other_ids = skill_ids_by_name[name]
             gains[gold_id] = 1.0
-            alternatives |= dict.fromkeys(others, gold_id)
+            alternatives |= dict.fromkeys(other_ids, gold_id)
     return Relevance(frozenset(gains), gains, alternatives)
 
 
@@ -139,19 +154,20 @@ def _notes(
 ) -> list[str]:
     """Return sentences about tools and tasks that are not scored."""
     num_tools = 0
-    incomplete: list[str] = []  # task id of each tool that no server offers
+    num_missing = 0  # tools that no server offers
+    num_incomplete = 0  # tasks that need such a tool
     unscored: list[str] = []
     for task_id, row in rows.items():
         missing = [name for name in row.tools if name not in skill_ids_by_name]
         num_tools += len(row.tools)
-        incomplete += [task_id] * len(missing)
+        num_missing += len(missing)
+        num_incomplete += bool(missing)
         if len(missing) == len(row.tools):
             unscored.append(task_id)
 
-    notes: list[str] = []
-    if incomplete:
-        num_tasks = len(set(incomplete))
-        tools = f"{len(incomplete)} of {num_tools} needed tools ({num_tasks} tasks)"
+    notes = []
+    if num_missing:
+        tools = f"{num_missing} of {num_tools} needed tools ({num_incomplete} tasks)"
         notes.append(f"{tools} have no candidate and are no gold")
     if unscored:
         count = f"{len(unscored)} of {len(rows)} tasks"
@@ -161,30 +177,28 @@ def _notes(
 
 
 def _published_tasks(file: Path) -> Iterator[tuple[str, _TaskRow]]:
+    """Yield (file and entry, task) for the published tasks."""
     for number, values in enumerate(read_json(file), 1):
         where = f"{file}, entry {number}"
         yield where, parse_row(_TaskRow, values, where)
 
 
 def _published_tools(file: Path) -> Iterator[tuple[str, _ToolRow]]:
-    for values in _tools_of(read_json(file)):
-        yield str(file), parse_row(_ToolRow, values, str(file))
-
-
-def _tools_of(servers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the published tools, server by server, as rows of tools.jsonl."""
-    for server in servers:
+    """Yield (file, tool) for the published tools, server by server."""
+    for server in read_json(file):
         for key, group in server["tools"].items():
             for tool in group["tools"]:
-                yield {
+                schema = tool.get("inputSchema") or {}
+                values = {
                     "skill_id": f"{key}/{tool['name']}",
                     "server": server["name"],
                     "server_description": server.get("description") or "",
                     "name": tool["name"],
                     "description": tool.get("description") or "",
-                    "parameters": sorted((tool.get("inputSchema") or {}).get("properties") or {}),
+                    "parameters": sorted(schema.get("properties") or {}),
                     "category": server.get("category"),
                 }
+                yield str(file), parse_row(_ToolRow, values, str(file))
 
 
 LIVEMCPBENCH = BenchmarkReader(

@@ -47,9 +47,9 @@ def read_unserved(file: Path) -> list[Query]:
     Raises:
         SkilltrainError: The file has no query.
     """
-    queries: list[Query] = []
-    for number, (_, row) in enumerate(read_rows(_UnservedRow, file), 1):
-        query_id = f"{UNSERVED}{number}"
+    queries = []
+    for _, row in read_rows(_UnservedRow, file):
+        query_id = f"{UNSERVED}{len(queries) + 1}"
         queries.append(Query(query_id, row.query, kind="single", origin="", split=""))
     if not queries:
         raise SkilltrainError("empty-benchmark", "holds no query", where=file)
@@ -62,6 +62,10 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     A required skill is gold, and gains are VERDICT_GAINS. A required skill whose `group` is another
     required skill is an alternative to that one (stage `equivalents`). Steps of compound tasks are
     in plans.parquet, if it exists.
+
+    Args:
+        folder: Folder of the tables.
+        split: Split to score; None for all.
     """
     for spec in (QUERIES, JUDGEMENTS):
         check_regular(table_path(folder, spec))
@@ -69,34 +73,37 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     judgements = read_table(folder, JUDGEMENTS)
     verdicts = verdicts_by_query(judgements)
     rows_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
-    steps_by_query: dict[str, list[dict[str, Any]]] = {}
+    steps_by_query = {}
     if table_path(folder, PLANS).exists():
         steps_by_query = _by_query(read_table(folder, PLANS))
 
     unknown = {*verdicts, *steps_by_query} - {query.query_id for query in queries}
     if unknown:
-        problem = (
-            f"{len(unknown)} judged or planned queries are not in queries.parquet, "
-            f"first '{min(unknown)}'"
-        )
+        problem = f"{len(unknown)} judged or planned queries are not in queries.parquet"
+        problem += f", first '{min(unknown)}'"
         raise SkilltrainError("unknown-query", problem, where=folder)
 
     tasks: list[Task] = []
+    file = table_path(folder, JUDGEMENTS)
     for query in queries:
         rows = rows_by_query.get(query.query_id, [])
         relevance = _relevance_of(verdicts.get(query.query_id, {}), rows)
-        labels = {"reason": tuple(dict.fromkeys(row["reason"] for row in rows if row["reason"]))}
+        reasons = dict.fromkeys(row["reason"] for row in rows if row["reason"])
         step_rows = steps_by_query.get(query.query_id, [])
         steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
-        file = table_path(folder, JUDGEMENTS)
-        tasks.append(task_of(query, relevance, labels, file, steps))
+        tasks.append(task_of(query, relevance, {"reason": tuple(reasons)}, file, steps))
     return make_benchmark(folder, tasks, split)
 
 
 def _relevance_of(
     verdicts: Mapping[str, Verdict], judgement_rows: Iterable[Mapping[str, Any]]
 ) -> Relevance:
-    """Return the relevance for a query by its verdicts (by skill id) and its judgement rows."""
+    """Make the relevance of a query.
+
+    Args:
+        verdicts: Verdict by skill id.
+        judgement_rows: Rows of the query in the table of judgements.
+    """
     required = {skill_id for skill_id, verdict in verdicts.items() if verdict is Verdict.REQUIRED}
     groups = {row["skill_id"]: row["group"] for row in judgement_rows}
     alternatives: dict[str, str] = {}
@@ -112,7 +119,8 @@ def _relevance_of(
 
 
 def _by_query(table: pa.Table) -> dict[str, list[dict[str, Any]]]:
-    rows: dict[str, list[dict[str, Any]]] = {}
+    """Return the rows of a table by their query id."""
+    rows = {}
     for row in table.to_pylist():
         rows.setdefault(row["query_id"], []).append(row)
     return rows
@@ -124,11 +132,15 @@ TABLES = BenchmarkReader(
 
 
 def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Benchmark:
-    """Read a benchmark, all of it or one split. Each module of this package reads another form.
+    """Read a benchmark.
 
     Several folders are tiers. Each is ranked over its own pool, and they are scored together, as
     SkillRouter averages easy and hard. Query ids become `task@tier`, and the queries of one task
-    are one cluster of the bootstrap. `check_pool` then checks that the pool has the gold skills.
+    are one cluster of the bootstrap. Call `check_pool` afterwards.
+
+    Args:
+        path: Folder of the benchmark, or folders of its tiers.
+        split: Split to score; None for all.
 
     Raises:
         SkilltrainError: A file is malformed, an id appears twice, a query has no gold, or relevance
@@ -142,6 +154,7 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
 
 
 def _load(path: Path, split: str | None) -> Benchmark:
+    """Read one folder with the first reader that knows its form."""
     if not path.is_dir():
         raise SkilltrainError("not-found", "no such folder; a benchmark is a folder", where=path)
     readers = [load_plugin("benchmark", name) for name in plugin_paths("benchmark")]

@@ -1,4 +1,4 @@
-"""Benchmarks with qrels, which are rows of query, skill and score: BEIR, and SkillRet (Cho et al., 2026).
+"""Benchmarks with qrels (rows of query, skill and score): BEIR, and SkillRet (Cho et al., 2026).
 
 A skill with a score above 0 is gold, and the score is its gain. A score of 0 or less means not
 relevant, as in trec_eval. Queries without a row are not scored.
@@ -46,10 +46,13 @@ class _QueryRow(NamedRow):
     metadata: Any = None
 
     def labels(self) -> dict[str, str]:
-        """Return the texts in `metadata`, whose form BEIR leaves open, and the model that wrote it."""
-        facts = self.metadata if isinstance(self.metadata, dict) else {}
-        texts = {str(name): value for name, value in facts.items() if isinstance(value, str)}
-        return {**texts, "generator": self.generator_model}
+        """Return the texts in `metadata`, and the model that wrote the query as `generator`.
+
+        BEIR does not say what `metadata` holds, so all other values are ignored.
+        """
+        metadata = self.metadata if isinstance(self.metadata, dict) else {}
+        labels = {str(name): value for name, value in metadata.items() if isinstance(value, str)}
+        return labels | {"generator": self.generator_model}
 
 
 class _Document(NamedRow):
@@ -92,7 +95,12 @@ class _Qrel(Row):
 
 
 def read_beir(folder: Path, split: str | None) -> Benchmark:
-    """Read a BEIR folder."""
+    """Read a BEIR folder.
+
+    Args:
+        folder: The folder.
+        split: Split to score; None for all.
+    """
     queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries.jsonl"))
     corpus = folder / "corpus.jsonl"
     documents = rows_by_id("skill", read_rows(_Document, corpus)) if corpus.exists() else {}
@@ -103,11 +111,16 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
         Skill(row.row_id, row.title or "", description="", body=row.text)
         for row in documents.values()
     ]
-    return make_benchmark(folder, tasks, split, queries, pool)
+    return make_benchmark(folder, tasks, split, query_ids=queries, pool=pool)
 
 
 def read_skillret(folder: Path, split: str | None) -> Benchmark:
-    """Read SkillRet's folder `data`."""
+    """Read SkillRet's folder `data`.
+
+    Args:
+        folder: The folder.
+        split: Split to score; None for all.
+    """
     tasks: list[Task] = []
     pool: dict[str, Skill] = {}
     for file in _split_files(folder / "qrels", ".jsonl", split):
@@ -117,23 +130,35 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
     query_files = sorted((folder / "queries").glob("*.jsonl"))
     query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]  # of all splits
-    return make_benchmark(folder, tasks, split, query_ids, [*pool.values()])
+    return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
 
 
 def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
-    """Return the file of a split in `folder`, or the files of all splits."""
+    """Return the file of a split in `folder`, or the files of all splits if it is None."""
     files = {file.stem: file for file in sorted(folder.glob(f"*{suffix}"))}
-    if split not in (None, *files):
+    if split is None:
+        return [*files.values()]
+    if split not in files:
         problem = f"holds no split '{split}'"
         fix = f"its splits are {', '.join(files)}"
         raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
-    return [file for name, file in files.items() if split in (None, name)]
+    return [files[split]]
 
 
 def _tasks(
     file: Path, qrels: Iterable[tuple[str, _Qrel]], queries: Mapping[str, _QueryRow], origin: str
 ) -> Iterator[Task]:
-    """Yield the tasks of a split's `file`, in the order of `queries`."""
+    """Yield the tasks of one split, in the order of `queries`.
+
+    Args:
+        file: File of the judgements, which is named after the split.
+        qrels: Judgements, each with its file and line.
+        queries: Queries by id.
+        origin: Origin of the queries.
+
+    Raises:
+        SkilltrainError: A judgement has an unknown query, or a query and a skill repeat.
+    """
     scores_by_query: dict[str, dict[str, float]] = {}
     for where, row in qrels:
         if row.query_id not in queries:
@@ -146,10 +171,10 @@ def _tasks(
         scores[row.skill_id] = row.score
 
     for query_id, query_row in queries.items():
-        if query_id not in scores_by_query:
+        scores = scores_by_query.get(query_id)
+        if scores is None:
             continue
-        scores = scores_by_query[query_id]
-        # `not <=` keeps NaN, which `check_relevance` reports.
+        # A skill is gold if its score is above 0. NaN stays, so that `check_relevance` reports it.
         gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
         query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
         yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)

@@ -19,7 +19,9 @@ class _SkillRow(NamedRow):
 
     def skill(self) -> Skill:
         """Split the text `name | description | body`. Only the body may contain the separator."""
-        name, description, body, *_ = [*self.text.split(" | ", 2), "", ""]
+        fields = self.text.split(" | ", 2)
+        fields += [""] * (3 - len(fields))
+        name, description, body = fields
         return Skill(self.row_id, name=name, description=description, body=body, source="r3")
 
 
@@ -30,11 +32,18 @@ class _QueryRow(Row):
 
 
 def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
-    """Read the folder with both files. Queries have no ids there, so line 17 becomes `test-17`."""
+    """Read the folder with both files.
+
+    Queries have no ids there, so the one in line 17 gets the id `test-17`.
+
+    Args:
+        folder: The folder.
+        split: Split to score; None for all.
+    """
     skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
     tasks: list[Task] = []
     for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
-        line_number = where.rpartition(" ")[2]
+        line_number = where.rpartition(" ")[2]  # of `FILE, line 17`
         query = Query(f"test-{line_number}", row.query, kind="", origin="r3", split="test")
         relevance = Relevance(frozenset(row.skill_ids), dict.fromkeys(row.skill_ids, 1.0))
         tasks.append(task_of(query, relevance, {"direction": row.lang}, where))

@@ -33,7 +33,11 @@ NamedRowT = TypeVar("NamedRowT", bound=NamedRow)
 
 
 def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
-    """Check the values of a row. Raises SkilltrainError with `where` and the wrong key."""
+    """Check the values of a row.
+
+    Raises:
+        SkilltrainError: A value is wrong. The error names `where` and the key.
+    """
     try:
         return row_class.model_validate(values)
     except ValidationError as error:
@@ -51,12 +55,16 @@ def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]
 
 
 def rows_by_id(noun: str, rows: Iterable[tuple[str, NamedRowT]]) -> dict[str, NamedRowT]:
-    """Return pairs (place, row) as rows by id, in order.
+    """Return rows by id, in order.
+
+    Args:
+        noun: What the row is, for errors, such as `query`.
+        rows: Pairs of a row's file and line, and the row.
 
     Raises:
-        SkilltrainError: An id appears twice. The error calls the row by `noun`.
+        SkilltrainError: An id appears twice.
     """
-    by_id: dict[str, NamedRowT] = {}
+    by_id = {}
     for where, row in rows:
         if row.row_id in by_id:
             problem = f"{noun} '{row.row_id}' appears twice"

@@ -63,7 +63,12 @@ class _PoolRow(NamedRow):
 
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
-    """Read the scored tasks, and gold_skills.jsonl if it exists."""
+    """Read the scored tasks, and gold_skills.jsonl if it exists.
+
+    Args:
+        folder: The folder.
+        split: Split to score; None for all.
+    """
     file = folder / "relevance.json"
     entries = read_json(file)
     if not isinstance(entries, dict):
@@ -81,7 +86,9 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         entry = parse_row(_RelevanceRow, entries[task_id], f"{file}, task {task_id}")
         if entry.task_type == "generic_only":
             continue
-        gold = entry.gt_skill_ids if entry.core_gt_ids is None else entry.core_gt_ids
+        gold = entry.core_gt_ids
+        if gold is None:
+            gold = entry.gt_skill_ids
         relevance = Relevance(frozenset(gold), entry.relevance)
         labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
         query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
@@ -89,12 +96,14 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
 
     gold_file = folder / "gold_skills.jsonl"
     gold_skills = _read_skills(gold_file) if gold_file.exists() else ()
-    notes: list[str] = []
+    notes = []
     num_skipped = len(rows) - len(tasks)
     if num_skipped:
-        tasks_skipped = f"{num_skipped} of {len(rows)} tasks"
-        notes.append(f"{tasks_skipped} want generic skills alone and are not scored")
-    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=notes)
+        count = f"{num_skipped} of {len(rows)} tasks"
+        notes.append(f"{count} want generic skills alone and are not scored")
+    return make_benchmark(
+        folder, tasks, split, query_ids=rows, gold_skills=gold_skills, notes=notes
+    )
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:

@@ -4,7 +4,7 @@ Source: SkillFlow, appendix A.2. The prompts are our own.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -55,11 +55,10 @@ class ExpandConfig(AskingConfig):
         default=8000, ge=1, description="characters of a task that the chat model sees"
     )
     keep: Keep = None
-    is_composed = True
 
-    def parts(self) -> Iterator[RankerConfig]:
-        yield self
-        yield self.of
+    @property
+    def components(self) -> tuple[RankerConfig, ...]:
+        return (self.of,)
 
     def ranker(self, skills: Sequence[Skill], opened: dict[str, Any]) -> "Expand":
         return Expand(self, self.of.ranker(skills, opened))

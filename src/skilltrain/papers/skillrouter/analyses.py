@@ -14,7 +14,7 @@ from skilltrain.config import parse_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import Analysis, Inputs
 from skilltrain.evaluation.report import Report
-from skilltrain.metrics.benchmarks.benchmark import wanted_skills
+from skilltrain.metrics.benchmarks.benchmark import gold_in_pool
 from skilltrain.metrics.benchmarks.skillrouter import ORIGIN
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.metrics.comparison import holm
@@ -59,7 +59,7 @@ class Attention(Analysis):
             raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.attention")
         pairs = []
         for task in inputs.benchmark.tasks[: self.num_queries]:
-            skill_id = wanted_skills(task.relevance, inputs.skills)[0]
+            skill_id = gold_in_pool(task.relevance, inputs.skills)[0]
             pairs.append((task.query, inputs.skills[skill_id]))
         return [
             field_attention(load_reranker(config, default_device()), pairs, config.source)
@@ -76,7 +76,7 @@ class Structure(Analysis):
         """Compare the bodies of the gold skills with those of all other skills."""
         gold = {}  # body by skill id
         for task in inputs.benchmark.tasks:
-            for skill_id in wanted_skills(task.relevance, inputs.skills):
+            for skill_id in gold_in_pool(task.relevance, inputs.skills):
                 gold[skill_id] = inputs.skills[skill_id].body
         skills = inputs.skills.values()
         other_bodies = (skill.body for skill in skills if skill.skill_id not in gold)
