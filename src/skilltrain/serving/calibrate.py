@@ -7,7 +7,7 @@ copies. Every answer of the second time is wrong. All metrics are by cross-valid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from math import floor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -91,7 +91,7 @@ class Calibrate(Stage):
             benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
         folds = assign_folds(benchmark.tasks, self.folds, self.seed)
         cases = _route_cases(router, benchmark.tasks)
-        calibrator = fit_calibrator(cases, self.answered, self.contained)
+        calibrator = fit_calibrator(cases, self)
 
         # Each query has two cases, one after the other.
         metrics = _cross_validate(cases, np.repeat(folds, 2), self)
@@ -136,7 +136,7 @@ def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
 
 def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
-    cases: list[Case] = []
+    cases = []
     for task in track(tasks, "routing", len(tasks)):
         relevance = task.relevance
         right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
@@ -149,14 +149,13 @@ def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
     return cases
 
 
-def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
+def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
     Args:
         cases: Routed queries. The probabilities are fitted to all of them, and the limits only to
             those that some skill serves.
-        answered: Share of served queries that the router is to answer.
-        contained: Share of served queries whose likely set is to hold a right skill.
+        config: Settings of the stage.
 
     Raises:
         SkilltrainError: The first skill is never right.
@@ -179,22 +178,20 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         miss=1.0,
     )
     served_cases = [case for case in cases if case.is_served]
-    return _fit_limits(unlimited, served_cases, answered, contained)
+    return _fit_limits(unlimited, served_cases, config)
 
 
-def _fit_limits(
-    calibrator: Calibrator, cases: Sequence[Case], answered: float, contained: float
-) -> Calibrator:
+def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Return the calibrator with its limits: `threshold`, `least` and `miss`.
 
     Args:
-        calibrator: Its probabilities are fitted, and its limits are not set.
+        calibrator: Calibrator with fitted probabilities and without limits.
         cases: Queries that some skill serves.
-        answered: Share of them that the router is to answer.
-        contained: Share of them whose likely set is to hold a right skill.
+        config: `answered` is the share of them that the router is to answer, and `contained` the
+            share of them whose likely set is to hold a right skill.
     """
-    best: list[float] = []
-    best_right: list[float] = []
+    best = []
+    best_right = []
     for case in cases:
         probabilities = calibrator.probabilities(case.trace)
         best.append(max(probabilities, default=0.0))
@@ -205,11 +202,11 @@ def _fit_limits(
     # A query is refused if its best probability or any ranker's top score is below its limit. Each
     # of these limits may refuse the same part of the share 1 - answered.
     num_limits = 1 + len(calibrator.rankers)
-    level = 1 - (1 - answered) / num_limits
+    level = 1 - (1 - config.answered) / num_limits
     limits = {
         "threshold": bound(np.array(best), level),
         "least": tuple(bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T),
-        "miss": 1 - bound(np.array(best_right), contained),
+        "miss": 1 - bound(np.array(best_right), config.contained),
     }
     return calibrator.model_copy(update=limits)
 
@@ -279,8 +276,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         folds: [case] Fold of each case.
         config: Settings of the stage.
     """
-    fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
-    calibrators = fit_out_of_fold(fit, cases, folds)
+    calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, [case.trace for case in cases], strict=True))
 
     # [case]
@@ -351,10 +347,10 @@ def fit_out_of_fold(
         cases: Routed queries.
         folds: [case] Fold of each case, counted from 0.
     """
-    calibrators: list[Calibrator] = []
+    calibrators = []
     for fold in range(folds.max() + 1):
-        positions = np.flatnonzero(folds != fold)
-        calibrators.append(fit([cases[position] for position in positions]))
+        other_cases = list(compress(cases, folds != fold))
+        calibrators.append(fit(other_cases))
     return [calibrators[fold] for fold in folds]
 
 
@@ -388,7 +384,7 @@ def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple
     """
     order = np.argsort(-probabilities, kind="stable")
     num_wrong = np.cumsum(~is_right[order])  # among the first answers, by their number
-    points: list[tuple[float, float]] = []
+    points = []
     for tenth in range(1, _NUM_BINS + 1):
         num_answers = round(len(order) * tenth / _NUM_BINS)
         if num_answers:

@@ -39,26 +39,23 @@ class _OpenPool:
 
     Attributes:
         state: Rankers' settings and skills.
+        index: The same as `state` if it was loaded from a router's folder, else None.
         labels: Name of each ranker by its `key`.
         rankers: Rankers over the pool by their `key`, without those that fuse others.
         models: Open models by the rankers' `key`.
     """
 
     state: RouterState
+    index: Index | None
     labels: Mapping[str, str]
     rankers: dict[str, Ranker]
     models: dict[str, Any]
 
     @property
-    def index(self) -> Index | None:
-        """The index that was loaded; None for a router without a folder."""
-        return self.state if isinstance(self.state, Index) else None
-
-    @property
     def calibrator(self) -> Calibrator | None:
-        if self.index is None or self.index.record.calibration is None:
-            return None
-        return self.index.record.calibration.calibrator
+        """Calibrator of the index, if it has one."""
+        calibration = self.index.record.calibration if self.index else None
+        return calibration.calibrator if calibration else None
 
     def trace(self, query: Query, k: int, excluded_ids: Collection[str] = ()) -> Trace:
         """Rank the pool for a query, and keep the ranking of every ranker.
@@ -208,7 +205,7 @@ class Router:
         if calibrator:
             probabilities = calibrator.probabilities(trace).tolist()
 
-        skills: list[RoutedSkill] = []
+        skills = []
         for rank, probability in enumerate(probabilities[:k], 1):
             skills.append(pool.routed_skill(query, trace, rank, probability))
         if calibrator is None:
@@ -269,15 +266,13 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         state: Rankers' settings and skills.
         models: Open models by the rankers' `key`. Models that have to be opened are added.
     """
-    stored_parts: Mapping[str, Any] = {}
-    router: Path | None = None
-    if isinstance(state, Index):
-        stored_parts = state.stored_parts
-        router = state.folder.parent
-        if not models:
-            state.check_models()
+    index = state if isinstance(state, Index) else None
+    if index and not models:
+        index.check_models()
     check_rankers(state.system)
 
+    stored_parts = index.stored_parts if index else {}
+    folder = index.folder.parent if index else None
     labels: dict[str, str] = {}
     rankers: dict[str, Ranker] = {}
     counts: Counter[str] = Counter()
@@ -293,13 +288,13 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
 
         if config.is_composed:
             continue
-        model = open_model(config, models, router)
+        model = open_model(config, models, folder)
         if key in stored_parts:
             ranker = model.over(state.skills, stored_parts[key])
         else:
             ranker = model.over(state.skills)
         rankers[key] = _remember_vectors(ranker)
-    return _OpenPool(state, labels, rankers, models)
+    return _OpenPool(state, index, labels, rankers, models)
 
 
 def _remember_vectors(ranker: Any) -> Ranker:

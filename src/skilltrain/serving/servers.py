@@ -112,12 +112,12 @@ class SkillsExtension(Extension):
     async def _list(self, _: Any, params: PaginatedRequestParams) -> dict[str, Any]:
         """Answer skills/list: the page of a cursor, and the cursor of the next page if any."""
         start = _parse_cursor(params.cursor or "0")
-        page = await _run_request(
+        entries, next_start = await _run_request(
             self._service, _invalid_params, "skills/list", self._service.page, start
         )
-        result = {"skills": page.entries, **_RESULT_FIELDS}
-        if page.next_start is not None:
-            result["nextCursor"] = str(page.next_start)
+        result = {"skills": entries, **_RESULT_FIELDS}
+        if next_start is not None:
+            result["nextCursor"] = str(next_start)
         return result
 
     async def _get(self, _: Any, params: GetSkillParams) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class RerankRequest(Config):
         candidates = {query.query_id: [(skill_id, 0.0) for skill_id in skills]}
         rankings = reranker.over(skills).rank([query], candidates, len(skills))
 
-        rows: list[dict[str, Any]] = []
+        rows = []
         for skill_id, raw_score in rankings[query.query_id]:
             score = raw_score if self.raw_scores else _sigmoid(raw_score)
             row: dict[str, Any] = {"index": int(skill_id), "score": score}

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
 
 import anyio
@@ -113,7 +113,7 @@ class RouteLog:
 
     def _write(self) -> None:
         """Write the unwritten answers as a folder. Its name ends in the number of the last one."""
-        queries: list[Query] = []
+        queries = []
         rankings: Rankings = {}
         for number, (text, ranking) in enumerate(self._unwritten, self._num_written + 1):
             query_id = f"{self._name}-{number}"
@@ -127,18 +127,6 @@ class RouteLog:
 
         self._num_written = last_number
         self._unwritten.clear()
-
-
-class SkillPage(NamedTuple):
-    """One page of the list of skills.
-
-    Attributes:
-        entries: Entries of the skills (see `skill_entry`).
-        next_start: Position in the pool at which the next page starts, if there is one.
-    """
-
-    entries: list[dict[str, Any]]
-    next_start: int | None
 
 
 class Service:
@@ -206,7 +194,7 @@ class Service:
         answer = self.router.route(query, MAX_SKILLS if filters or withholds else k)
         pool = self.router.skills
 
-        rows: list[dict[str, Any]] = []
+        rows = []
         results = answer.skills if answer.fits else ()
         for result in results:
             skill = pool.get(result.skill_id)
@@ -240,20 +228,25 @@ class Service:
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
         return f"{WARNING}{flags}\n{fenced(untrusted_text(text, len(text)))}"
 
-    def page(self, start: int) -> SkillPage:
-        """Return the entries of the `PAGE_SIZE` skills from position `start` of the pool on.
+    def page(self, start: int) -> tuple[list[dict[str, Any]], int | None]:
+        """Return one page of the list of skills.
 
-        Withheld skills, and skills that are no Agent Skills, have no entry.
+        Args:
+            start: Position in the pool of the first of the page's `PAGE_SIZE` skills.
+
+        Returns:
+            The entries of the skills, and the position at which the next page starts, if there is
+            one. Withheld skills, and skills that are no Agent Skills, have no entry.
         """
         pool = self.router.skills
         end = start + PAGE_SIZE
-        entries: list[dict[str, Any]] = []
+        entries = []
         for skill_id in islice(pool, start, end):
             skill = pool[skill_id]
             entry = None if self._is_withheld(skill) else skill_entry(skill)
             if entry is not None:
                 entries.append(entry)
-        return SkillPage(entries, end if end < len(pool) else None)
+        return entries, end if end < len(pool) else None
 
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))

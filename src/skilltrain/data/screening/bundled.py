@@ -51,7 +51,7 @@ def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[Bund
     Returns:
         The files, and the number of files that are unreadable or exceed the limits.
     """
-    files: list[BundledFile] = []
+    files = []
     num_bytes = 0
     num_omitted = 0
     for path in bundled_paths(folder, hidden):

@@ -89,7 +89,7 @@ def replace_matches(
     """
     text = mapped.text
     old_offsets = range(len(text)) if mapped.offsets is None else mapped.offsets
-    pieces: list[str] = []
+    pieces = []
     offsets = array("l")
     copied_end = 0
     for match in regex.finditer(text):
@@ -343,7 +343,7 @@ def _concatenate(match: re.Match[str], values: Values) -> str | None:
     def has_value(operand: str) -> bool:
         return _value_of(operand, values) is not None
 
-    pieces: list[str] = []
+    pieces = []
     for are_values, group in groupby(operands, has_value):
         if are_values:
             text = "".join(_value_of(operand, values) or "" for operand in group)
@@ -412,7 +412,7 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
 
 def _join_arguments(match: re.Match[str], _: Values) -> str:
     """Write a list of arguments as one command line: `run(['curl', url])` is `run("curl $url")`."""
-    words: list[str] = []
+    words = []
     for argument in _ARGUMENT.findall(match["list"]):
         is_literal = argument.endswith((*_QUOTES, "`"))
         words.append(_unquote(argument) if is_literal else "$" + argument.lstrip("$"))

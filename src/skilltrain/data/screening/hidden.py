@@ -77,7 +77,7 @@ def find_hidden_characters(text: NormalizedText) -> Spans:
     if original.isascii():
         return
     if text.offsets is None and not _TWO_SELECTORS.search(original):
-        return  # normalisation removed no characters
+        return  # no character was removed, so only selectors could be found
     for run in _INVISIBLE_RUN.finditer(original):
         if not _is_legitimate(original, run):
             yield run.span()

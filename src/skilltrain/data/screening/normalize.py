@@ -250,7 +250,7 @@ def _to_one_script(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     Returns:
         The text, which has the same length, and the spans of the words that were changed.
     """
-    mixed_words: list[tuple[int, int]] = []
+    mixed_words = []
 
     def to_latin(match: re.Match[str]) -> str:
         """Return a mixed word in Latin letters, and remember its span. Keep other matches."""

@@ -157,11 +157,11 @@ class Rule(Config):
 
 def _windows_around(anchors: Sequence[str], text: str, num_chars: int) -> list[tuple[int, int]]:
     """Return the spans within `num_chars` of an anchor, in order and without overlap."""
-    starts: list[int] = []
+    starts = []
     for anchor in anchors:
         starts += [match.start() for match in re.finditer(re.escape(anchor), text)]
 
-    windows: list[tuple[int, int]] = []
+    windows = []
     for start in sorted(starts):
         window_start = max(0, start - num_chars)
         if windows and window_start <= windows[-1][1]:  # it overlaps with the last window
