@@ -89,6 +89,7 @@ class Calibrate(Stage):
         if self.clusters is not None:
             gold_ids = set(_gold_ids(benchmark.tasks))
             benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
+
         folds = assign_folds(benchmark.tasks, self.folds, self.seed)
         cases = _route_cases(router, benchmark.tasks)
         calibrator = fit_calibrator(cases, self)
@@ -138,6 +139,7 @@ def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
     cases = []
     for task in track(tasks, "routing", len(tasks)):
+        # All skills that serve the query.
         relevance = task.relevance
         right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
         right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
@@ -164,6 +166,7 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
+    # Only the first skills of each ranking count: [row, feature] and [row].
     rankers = tuple(cases[0].trace.rankings_by_ranker)
     weights, intercept = fit_logistic(
         np.concatenate([case.trace.features(rankers)[:_MAX_RANK] for case in cases]),
@@ -182,7 +185,10 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
 
 
 def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
-    """Return the calibrator with its limits: `threshold`, `least` and `miss`.
+    """Return the calibrator with its limits.
+
+    They are the lowest best probability (`threshold`), the lowest top score by each ranker
+    (`least`), and the highest probability to be wrong of a skill in the likely set (`miss`).
 
     Args:
         calibrator: Calibrator with fitted probabilities and without limits.
@@ -190,12 +196,12 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
         config: `answered` is the share of them that the router is to answer, and `contained` the
             share of them whose likely set is to hold a right skill.
     """
-    best = []
-    best_right = []
+    best_probabilities = []  # of any skill, by query
+    best_right_probabilities = []  # of a right skill, by query
     for case in cases:
         probabilities = calibrator.probabilities(case.trace)
-        best.append(max(probabilities, default=0.0))
-        best_right.append(max(probabilities[case.is_right], default=0.0))
+        best_probabilities.append(max(probabilities, default=0.0))
+        best_right_probabilities.append(max(probabilities[case.is_right], default=0.0))
     # [query, ranker]
     top_scores = np.array([case.trace.top_scores(calibrator.rankers) for case in cases])
 
@@ -204,9 +210,9 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
     num_limits = 1 + len(calibrator.rankers)
     level = 1 - (1 - config.answered) / num_limits
     limits = {
-        "threshold": bound(np.array(best), level),
+        "threshold": bound(np.array(best_probabilities), level),
         "least": tuple(bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T),
-        "miss": 1 - bound(np.array(best_right), config.contained),
+        "miss": 1 - bound(np.array(best_right_probabilities), config.contained),
     }
     return calibrator.model_copy(update=limits)
 
@@ -233,10 +239,10 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
 
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the penalized cross-entropy and its gradient at weights and intercept."""
-        logits = scaled @ values
+        logits = scaled @ values  # [row]
         probabilities = 1 / (1 + np.exp(-logits))
         entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
-        penalized = np.append(values[:-1], 0.0)  # all but the intercept
+        penalized = np.append(values[:-1], 0.0)  # the intercept has no penalty
         penalty = _L2 / 2 * penalized @ penalized
         gradient = scaled.T @ (probabilities - labels) / len(rows) + _L2 * penalized
         return entropy + penalty, gradient
@@ -279,7 +285,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, [case.trace for case in cases], strict=True))
 
-    # [case]
+    # One value for each case.
     served = np.array([case.is_served for case in cases])
     right = np.array([case.first_is_right for case in cases])
     answered = np.array([calibrator.fits(trace) for calibrator, trace in pairs])
@@ -288,6 +294,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         [max(calibrator.probabilities(trace), default=0.0) for calibrator, trace in pairs]
     )
     contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
+
     return {
         "right": share(right[served]),
         "answered": share(answered[served]),
@@ -313,13 +320,14 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
     """
     from scipy.cluster.hierarchy import DisjointSet
 
-    # Skills are linked if they are gold for the same query. Linked skills make a group.
+    # Link the gold skills of each query. Linked skills make a group, named after one of them.
     linked = DisjointSet(_gold_ids(tasks))
     first_ids = [min(task.relevance.gold) for task in tasks]
     for task, first_id in zip(tasks, first_ids, strict=True):
         for skill_id in task.relevance.gold:
             linked.merge(first_id, skill_id)
-    groups = [linked[skill_id] for skill_id in first_ids]
+    groups = [linked[skill_id] for skill_id in first_ids]  # [query]
+
     num_queries_by_group = Counter(groups)
     if len(num_queries_by_group) < num_folds:
         problem = (
@@ -328,9 +336,11 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
         )
         raise SkilltrainError("cannot-calibrate", problem, fix="give fewer folds, or more queries")
 
+    # Each group goes to the fold that is the smallest so far.
+    shuffled_groups = np.random.default_rng(seed).permutation([*num_queries_by_group])
     fold_sizes = np.zeros(num_folds, dtype=np.int64)
     fold_by_group: dict[str, int] = {}
-    for group in np.random.default_rng(seed).permutation([*num_queries_by_group]).tolist():
+    for group in shuffled_groups.tolist():
         fold = int(fold_sizes.argmin())
         fold_by_group[group] = fold
         fold_sizes[fold] += num_queries_by_group[group]
@@ -383,7 +393,7 @@ def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple
         answer are left out.
     """
     order = np.argsort(-probabilities, kind="stable")
-    num_wrong = np.cumsum(~is_right[order])  # among the first answers, by their number
+    num_wrong = np.cumsum(~is_right[order])  # num_wrong[n - 1]: among the n most certain answers
     points = []
     for tenth in range(1, _NUM_BINS + 1):
         num_answers = round(len(order) * tenth / _NUM_BINS)

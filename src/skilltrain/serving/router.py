@@ -58,16 +58,17 @@ class _OpenPool:
         return calibration.calibrator if calibration else None
 
     def trace(self, query: Query, k: int, excluded_ids: Collection[str] = ()) -> Trace:
-        """Rank the pool for a query, and keep the ranking of every ranker.
+        """Rank the pool for a query, and record the ranking of every ranker.
 
         Args:
             query: Query to rank for.
-            k: Number of skills to rank, and at least `_MIN_DEPTH`.
+            k: Number of skills to rank. At least `_MIN_DEPTH` are ranked.
             excluded_ids: Skills that are left out, as if the pool did not contain them.
         """
         ranking_by_label: dict[str, Ranking] = {}
 
         def observe(run: RankerRun) -> None:
+            """Record the rankings of a ranker, or of each ranker that it fuses."""
             for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
                 # A ranker may run again on a few candidates. Its first ranking is of the pool.
                 ranking_by_label.setdefault(self.labels[leg.key], rankings[query.query_id])
@@ -77,6 +78,7 @@ class _OpenPool:
         rankings = run_rankers(configs, [query], None, pool, observe, excluded_ids)
         ranking = rankings[query.query_id][: configs[-1].keep]
 
+        # Only the highest score of BM25 depends on the query.
         max_scores: dict[str, float] = {}
         for key, ranker in self.rankers.items():
             if isinstance(ranker, PoolRanker) and isinstance(ranker.index, BM25Index):
@@ -267,7 +269,7 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         models: Open models by the rankers' `key`. Models that have to be opened are added.
     """
     index = state if isinstance(state, Index) else None
-    if index and not models:
+    if index and not models:  # open models were checked when they were opened
         index.check_models()
     check_rankers(state.system)
 

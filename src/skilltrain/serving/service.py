@@ -84,6 +84,7 @@ class RouteLog:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Create the folder of the log, and check that files can be written into it."""
         self._folder = folder
         self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         self._new_answers = SimpleQueue[tuple[str, Ranking]]()
@@ -139,6 +140,7 @@ class Service:
     """
 
     def __init__(self, router: Router, flagged: Flagged, log: RouteLog | None) -> None:
+        """Create the service, with metrics of its requests for Prometheus."""
         self.router = router
         self.flagged = flagged
         self.log = log

@@ -62,6 +62,7 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
         if not is_piped_to_shell and (substitution is None or is_written_to_file):
             continue
 
+        # `offset` is where the span starts in `line`.
         is_piped_to_decoder = line.rstrip(" \\").endswith("|")
         if is_piped_to_decoder:
             source = line.rstrip(" \\|")
@@ -173,6 +174,7 @@ def find_assembled_words(text: NormalizedText) -> Spans:
     if text.offsets is None:
         return  # nothing was deobfuscated
     for word in _ASSEMBLED_WORD.finditer(text.normalized):
+        # The word may be written out, or a variable may hold all of it.
         start, end = text.original_span(*word.span())
         context_start = max(0, start - _CONTEXT_CHARS)
         context = text.original[context_start : end + _CONTEXT_CHARS].lower()
@@ -225,7 +227,7 @@ def _is_public(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    # 8.8.8.8 and 123.123.123.123
+    # Documentation uses 8.8.8.8, 123.123.123.123 and others whose parts are equal.
     has_equal_parts = address.version == 4 and len(set(host.split("."))) == 1
     is_example = host in _EXAMPLE_ADDRESSES or has_equal_parts
     return address.is_global and not address.is_multicast and not is_example
@@ -249,6 +251,8 @@ def find_paste_links(text: NormalizedText) -> Spans:
     for link in _PASTE_URL.finditer(text.normalized):
         text_before = text.line_before(link.start(), 120)
         text_after = text.normalized[link.end() : link.end() + 120]
+
+        # The content is run by a shell, or the reader is asked to run it.
         is_run = _PIPE_TO_SHELL.match(text_after) or _SHELL_BEFORE.search(text_before)
         asks_to_visit = _VISIT_INSTRUCTION.search(text_before)
         asks_to_run = asks_to_visit and _RUN_INSTRUCTION.search(text_after)

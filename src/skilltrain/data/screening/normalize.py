@@ -115,7 +115,7 @@ class NormalizedText:
         if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(line):
             return False  # an agent reads what a program prints
 
-        # An open quotation mark before the phrase.
+        # A quotation is open if a mark stands right before the phrase, or if marks are unpaired.
         is_after_quote = line.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)  # and list marks
         if is_after_quote or line.count('"') % 2 or line.count("`") % 2:
             return True
@@ -185,7 +185,7 @@ class NormalizedText:
 
 
 def normalize_text(text: str, field: str = "body", skill: Skill | None = None) -> NormalizedText:
-    """Normalise a text in time linear in its length.
+    """Normalise a text for the rules: undo disguises, in time linear in its length.
 
     Args:
         text: The text as written.
@@ -238,6 +238,7 @@ def _resolve_aliases(mapped: MappedText) -> MappedText:
     if not names_by_alias:
         return mapped
 
+    # An alias that is called, passed on, or followed by an attribute.
     alias_use = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(names_by_alias)})(?=\.\w|[(),])")
     for _ in range(2):  # an alias may be the name of another alias
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])

@@ -109,7 +109,7 @@ class Check(Config, validate_default=False):
             windows = _windows_around(anchors, text.normalized, self.anchor_chars)
         for window_start, window_end in windows:
             for match in self._pattern.finditer(text.normalized, window_start, window_end):
-                start = match.end() - len(match[0].lstrip())
+                start = match.end() - len(match[0].lstrip())  # without leading spaces
                 if self._meets_conditions(text, start, match.end()):
                     yield start, match.end()
 
