@@ -112,12 +112,12 @@ class SkillsExtension(Extension):
     async def _list(self, _: Any, params: PaginatedRequestParams) -> dict[str, Any]:
         """Answer skills/list: the page of a cursor, and the cursor of the next page if any."""
         start = _parse_cursor(params.cursor or "0")
-        entries, next_start = await _run_request(
+        page = await _run_request(
             self._service, _invalid_params, "skills/list", self._service.page, start
         )
-        result = {"skills": entries, **_RESULT_FIELDS}
-        if next_start is not None:
-            result["nextCursor"] = str(next_start)
+        result = {"skills": page.entries, **_RESULT_FIELDS}
+        if page.next_start is not None:
+            result["nextCursor"] = str(page.next_start)
         return result
 
     async def _get(self, _: Any, params: GetSkillParams) -> dict[str, Any]:

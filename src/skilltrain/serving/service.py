@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 import anyio
@@ -130,6 +130,18 @@ class RouteLog:
         self._unwritten.clear()
 
 
+class SkillPage(NamedTuple):
+    """One page of the list of skills.
+
+    Attributes:
+        entries: Entries of the skills (see `skill_entry`).
+        next_start: Position in the pool at which the next page starts, if there is one.
+    """
+
+    entries: list[dict[str, Any]]
+    next_start: int | None
+
+
 class Service:
     """A router that answers clients.
 
@@ -230,15 +242,13 @@ class Service:
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
         return f"{WARNING}{flags}\n{fenced(untrusted_text(text, len(text)))}"
 
-    def page(self, start: int) -> tuple[list[dict[str, Any]], int | None]:
+    def page(self, start: int) -> SkillPage:
         """Return one page of the list of skills.
+
+        Withheld skills, and skills that are no Agent Skills, have no entry.
 
         Args:
             start: Position in the pool of the first of the page's `PAGE_SIZE` skills.
-
-        Returns:
-            The entries of the skills, and the position at which the next page starts, if there is
-            one. Withheld skills, and skills that are no Agent Skills, have no entry.
         """
         pool = self.router.skills
         end = start + PAGE_SIZE
@@ -248,7 +258,7 @@ class Service:
             entry = None if self._is_withheld(skill) else skill_entry(skill)
             if entry is not None:
                 entries.append(entry)
-        return entries, end if end < len(pool) else None
+        return SkillPage(entries, end if end < len(pool) else None)
 
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))

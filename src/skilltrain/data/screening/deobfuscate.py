@@ -44,7 +44,7 @@ class MappedText(NamedTuple):
 
 
 def deobfuscate(program: str) -> MappedText:
-    """Return a program with its hidden texts written out, and the original position of each char."""
+    """Return a program with its hidden texts written out, and each character's position."""
     values: Values = {}
     remaining_growth = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
 

@@ -79,7 +79,7 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
 
 
 def _last_command_start(line: str) -> int:
-    """Return the start of a line's last command. A prompt or a list mark (`$ `, `- `) is skipped."""
+    """Return the start of a line's last command, after its prompt or list mark (`$ `, `- `)."""
     start = 0
     for separator in _COMMAND_START.finditer(line):
         start = separator.end()

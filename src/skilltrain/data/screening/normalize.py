@@ -107,9 +107,9 @@ class NormalizedText:
         """Return whether the phrase at `start` is quoted and not an order of the skill itself.
 
         It is quoted if it is in quotation marks or code, follows words such as "such as", or is the
-        title of a list in a skill about security. This distinguishes a skill that warns of an attack
-        from the attack. An attacker can evade it by quoting the order, but then many models do not
-        follow the order either.
+        title of a list in a skill about security. This distinguishes a skill that warns of an
+        attack from the attack. An attacker can evade it by quoting the order, but then many models
+        do not follow the order either.
         """
         line = self.line_before(start, 300)
         if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(line):
