@@ -105,7 +105,7 @@ class Trace:
 
     def ranker_scores(self, skill_id: str) -> tuple[RankerScore, ...]:
         """Return rank and score of a skill by each ranker that found it."""
-        entries: list[RankerScore] = []
+        entries = []
         for ranker, ranking in self.rankings_by_ranker.items():
             for rank, (ranked_id, score) in enumerate(ranking, 1):
                 if ranked_id == skill_id:
@@ -114,7 +114,7 @@ class Trace:
 
     def top_scores(self, rankers: Sequence[str]) -> list[float]:
         """Return the best score of each ranker, as a share of its highest possible score."""
-        shares: list[float] = []
+        shares = []
         for ranker in rankers:
             scores = [score for _, score in self.rankings_by_ranker[ranker]]
             top_score = max(scores, default=0.0)

@@ -7,7 +7,7 @@ copies. Every answer of the second time is wrong. All metrics are by cross-valid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from math import floor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -89,9 +89,10 @@ class Calibrate(Stage):
         if self.clusters is not None:
             gold_ids = set(_gold_ids(benchmark.tasks))
             benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
+
         folds = assign_folds(benchmark.tasks, self.folds, self.seed)
         cases = _route_cases(router, benchmark.tasks)
-        calibrator = fit_calibrator(cases, self.answered, self.contained)
+        calibrator = fit_calibrator(cases, self)
 
         # Each query has two cases, one after the other.
         metrics = _cross_validate(cases, np.repeat(folds, 2), self)
@@ -136,8 +137,9 @@ def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
 
 def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
-    cases: list[Case] = []
+    cases = []
     for task in track(tasks, "routing", len(tasks)):
+        # All skills that serve the query.
         relevance = task.relevance
         right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
         right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
@@ -149,14 +151,13 @@ def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
     return cases
 
 
-def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> Calibrator:
+def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
     Args:
         cases: Routed queries. The probabilities are fitted to all of them, and the limits only to
             those that some skill serves.
-        answered: Share of served queries that the router is to answer.
-        contained: Share of served queries whose likely set is to hold a right skill.
+        config: Settings of the stage.
 
     Raises:
         SkilltrainError: The first skill is never right.
@@ -165,6 +166,7 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
+    # Only the first skills of each ranking count: [row, feature] and [row].
     rankers = tuple(cases[0].trace.rankings_by_ranker)
     weights, intercept = fit_logistic(
         np.concatenate([case.trace.features(rankers)[:_MAX_RANK] for case in cases]),
@@ -179,37 +181,38 @@ def fit_calibrator(cases: Sequence[Case], answered: float, contained: float) -> 
         miss=1.0,
     )
     served_cases = [case for case in cases if case.is_served]
-    return _fit_limits(unlimited, served_cases, answered, contained)
+    return _fit_limits(unlimited, served_cases, config)
 
 
-def _fit_limits(
-    calibrator: Calibrator, cases: Sequence[Case], answered: float, contained: float
-) -> Calibrator:
-    """Return the calibrator with its limits: `threshold`, `least` and `miss`.
+def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
+    """Return the calibrator with its limits.
+
+    They are the lowest best probability (`threshold`), the lowest top score by each ranker
+    (`least`), and the highest probability to be wrong of a skill in the likely set (`miss`).
 
     Args:
-        calibrator: Its probabilities are fitted, and its limits are not set.
+        calibrator: Calibrator with fitted probabilities and without limits.
         cases: Queries that some skill serves.
-        answered: Share of them that the router is to answer.
-        contained: Share of them whose likely set is to hold a right skill.
+        config: `answered` is the share of them that the router is to answer, and `contained` the
+            share of them whose likely set is to hold a right skill.
     """
-    best: list[float] = []
-    best_right: list[float] = []
+    best_probabilities = []  # of any skill, by query
+    best_right_probabilities = []  # of a right skill, by query
     for case in cases:
         probabilities = calibrator.probabilities(case.trace)
-        best.append(max(probabilities, default=0.0))
-        best_right.append(max(probabilities[case.is_right], default=0.0))
+        best_probabilities.append(max(probabilities, default=0.0))
+        best_right_probabilities.append(max(probabilities[case.is_right], default=0.0))
     # [query, ranker]
     top_scores = np.array([case.trace.top_scores(calibrator.rankers) for case in cases])
 
     # A query is refused if its best probability or any ranker's top score is below its limit. Each
     # of these limits may refuse the same part of the share 1 - answered.
     num_limits = 1 + len(calibrator.rankers)
-    level = 1 - (1 - answered) / num_limits
+    level = 1 - (1 - config.answered) / num_limits
     limits = {
-        "threshold": bound(np.array(best), level),
+        "threshold": bound(np.array(best_probabilities), level),
         "least": tuple(bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T),
-        "miss": 1 - bound(np.array(best_right), contained),
+        "miss": 1 - bound(np.array(best_right_probabilities), config.contained),
     }
     return calibrator.model_copy(update=limits)
 
@@ -236,10 +239,10 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
 
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the penalized cross-entropy and its gradient at weights and intercept."""
-        logits = scaled @ values
+        logits = scaled @ values  # [row]
         probabilities = 1 / (1 + np.exp(-logits))
         entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
-        penalized = np.append(values[:-1], 0.0)  # all but the intercept
+        penalized = np.append(values[:-1], 0.0)  # the intercept has no penalty
         penalty = _L2 / 2 * penalized @ penalized
         gradient = scaled.T @ (probabilities - labels) / len(rows) + _L2 * penalized
         return entropy + penalty, gradient
@@ -279,11 +282,10 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         folds: [case] Fold of each case.
         config: Settings of the stage.
     """
-    fit = partial(fit_calibrator, answered=config.answered, contained=config.contained)
-    calibrators = fit_out_of_fold(fit, cases, folds)
+    calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, [case.trace for case in cases], strict=True))
 
-    # [case]
+    # One value for each case.
     served = np.array([case.is_served for case in cases])
     right = np.array([case.first_is_right for case in cases])
     answered = np.array([calibrator.fits(trace) for calibrator, trace in pairs])
@@ -292,6 +294,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         [max(calibrator.probabilities(trace), default=0.0) for calibrator, trace in pairs]
     )
     contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
+
     return {
         "right": share(right[served]),
         "answered": share(answered[served]),
@@ -317,13 +320,14 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
     """
     from scipy.cluster.hierarchy import DisjointSet
 
-    # Skills are linked if they are gold for the same query. Linked skills make a group.
+    # Link the gold skills of each query. Linked skills make a group, named after one of them.
     linked = DisjointSet(_gold_ids(tasks))
     first_ids = [min(task.relevance.gold) for task in tasks]
     for task, first_id in zip(tasks, first_ids, strict=True):
         for skill_id in task.relevance.gold:
             linked.merge(first_id, skill_id)
-    groups = [linked[skill_id] for skill_id in first_ids]
+    groups = [linked[skill_id] for skill_id in first_ids]  # [query]
+
     num_queries_by_group = Counter(groups)
     if len(num_queries_by_group) < num_folds:
         problem = (
@@ -332,9 +336,11 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
         )
         raise SkilltrainError("cannot-calibrate", problem, fix="give fewer folds, or more queries")
 
+    # Each group goes to the fold that is the smallest so far.
+    shuffled_groups = np.random.default_rng(seed).permutation([*num_queries_by_group])
     fold_sizes = np.zeros(num_folds, dtype=np.int64)
     fold_by_group: dict[str, int] = {}
-    for group in np.random.default_rng(seed).permutation([*num_queries_by_group]).tolist():
+    for group in shuffled_groups.tolist():
         fold = int(fold_sizes.argmin())
         fold_by_group[group] = fold
         fold_sizes[fold] += num_queries_by_group[group]
@@ -351,10 +357,10 @@ def fit_out_of_fold(
         cases: Routed queries.
         folds: [case] Fold of each case, counted from 0.
     """
-    calibrators: list[Calibrator] = []
+    calibrators = []
     for fold in range(folds.max() + 1):
-        positions = np.flatnonzero(folds != fold)
-        calibrators.append(fit([cases[position] for position in positions]))
+        other_cases = list(compress(cases, folds != fold))
+        calibrators.append(fit(other_cases))
     return [calibrators[fold] for fold in folds]
 
 
@@ -387,8 +393,8 @@ def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple
         answer are left out.
     """
     order = np.argsort(-probabilities, kind="stable")
-    num_wrong = np.cumsum(~is_right[order])  # among the first answers, by their number
-    points: list[tuple[float, float]] = []
+    num_wrong = np.cumsum(~is_right[order])  # num_wrong[n - 1]: among the n most certain answers
+    points = []
     for tenth in range(1, _NUM_BINS + 1):
         num_answers = round(len(order) * tenth / _NUM_BINS)
         if num_answers:

@@ -216,7 +216,7 @@ def write_index(
             problem = "another process has written meanwhile"
             raise SkilltrainError("folder-in-use", problem, where=router)
         folder = next_generation(router)
-        remove_old_generations(router)
+        remove_old_generations(router)  # those of writers that were killed
 
         skills = contents.all_skills()
         keys = _content_keys(skills)
@@ -235,6 +235,7 @@ def write_index(
         if local_paths != read_local(router):
             write_json(router / LOCAL_FILE, local_paths)
 
+        # If nothing has changed, keep the generation in use.
         if previous and np.array_equal(previous.keys, keys):
             old_record = previous.record.model_copy(update={"files": {}})
             if old_record == record:

@@ -39,38 +39,36 @@ class _OpenPool:
 
     Attributes:
         state: Rankers' settings and skills.
+        index: The same as `state` if it was loaded from a router's folder, else None.
         labels: Name of each ranker by its `key`.
         rankers: Rankers over the pool by their `key`, without those that fuse others.
         models: Open models by the rankers' `key`.
     """
 
     state: RouterState
+    index: Index | None
     labels: Mapping[str, str]
     rankers: dict[str, Ranker]
     models: dict[str, Any]
 
     @property
-    def index(self) -> Index | None:
-        """The index that was loaded; None for a router without a folder."""
-        return self.state if isinstance(self.state, Index) else None
-
-    @property
     def calibrator(self) -> Calibrator | None:
-        if self.index is None or self.index.record.calibration is None:
-            return None
-        return self.index.record.calibration.calibrator
+        """Calibrator of the index, if it has one."""
+        calibration = self.index.record.calibration if self.index else None
+        return calibration.calibrator if calibration else None
 
     def trace(self, query: Query, k: int, excluded_ids: Collection[str] = ()) -> Trace:
-        """Rank the pool for a query, and keep the ranking of every ranker.
+        """Rank the pool for a query, and record the ranking of every ranker.
 
         Args:
             query: Query to rank for.
-            k: Number of skills to rank, and at least `_MIN_DEPTH`.
+            k: Number of skills to rank. At least `_MIN_DEPTH` are ranked.
             excluded_ids: Skills that are left out, as if the pool did not contain them.
         """
         ranking_by_label: dict[str, Ranking] = {}
 
         def observe(run: RankerRun) -> None:
+            """Record the rankings of a ranker, or of each ranker that it fuses."""
             for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
                 # A ranker may run again on a few candidates. Its first ranking is of the pool.
                 ranking_by_label.setdefault(self.labels[leg.key], rankings[query.query_id])
@@ -80,6 +78,7 @@ class _OpenPool:
         rankings = run_rankers(configs, [query], None, pool, observe, excluded_ids)
         ranking = rankings[query.query_id][: configs[-1].keep]
 
+        # Only the highest score of BM25 depends on the query.
         max_scores: dict[str, float] = {}
         for key, ranker in self.rankers.items():
             if isinstance(ranker, PoolRanker) and isinstance(ranker.index, BM25Index):
@@ -208,7 +207,7 @@ class Router:
         if calibrator:
             probabilities = calibrator.probabilities(trace).tolist()
 
-        skills: list[RoutedSkill] = []
+        skills = []
         for rank, probability in enumerate(probabilities[:k], 1):
             skills.append(pool.routed_skill(query, trace, rank, probability))
         if calibrator is None:
@@ -269,15 +268,13 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         state: Rankers' settings and skills.
         models: Open models by the rankers' `key`. Models that have to be opened are added.
     """
-    stored_parts: Mapping[str, Any] = {}
-    router: Path | None = None
-    if isinstance(state, Index):
-        stored_parts = state.stored_parts
-        router = state.folder.parent
-        if not models:
-            state.check_models()
+    index = state if isinstance(state, Index) else None
+    if index and not models:  # open models were checked when they were opened
+        index.check_models()
     check_rankers(state.system)
 
+    stored_parts = index.stored_parts if index else {}
+    folder = index.folder.parent if index else None
     labels: dict[str, str] = {}
     rankers: dict[str, Ranker] = {}
     counts: Counter[str] = Counter()
@@ -293,13 +290,13 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
 
         if config.components:
             continue
-        model = open_model(config, models, router)
+        model = open_model(config, models, folder)
         if key in stored_parts:
             ranker = model.over(state.skills, stored_parts[key])
         else:
             ranker = model.over(state.skills)
         rankers[key] = _remember_vectors(ranker)
-    return _OpenPool(state, labels, rankers, models)
+    return _OpenPool(state, index, labels, rankers, models)
 
 
 def _remember_vectors(ranker: Any) -> Ranker:

@@ -264,7 +264,7 @@ class RerankRequest(Config):
         candidates = {query.query_id: [(skill_id, 0.0) for skill_id in skills]}
         rankings = reranker.over(skills).rank([query], candidates, len(skills))
 
-        rows: list[dict[str, Any]] = []
+        rows = []
         for skill_id, raw_score in rankings[query.query_id]:
             score = raw_score if self.raw_scores else _sigmoid(raw_score)
             row: dict[str, Any] = {"index": int(skill_id), "score": score}

@@ -84,6 +84,7 @@ class RouteLog:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Create the folder of the log, and check that files can be written into it."""
         self._folder = folder
         self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         self._new_answers = SimpleQueue[tuple[str, Ranking]]()
@@ -113,7 +114,7 @@ class RouteLog:
 
     def _write(self) -> None:
         """Write the unwritten answers as a folder. Its name ends in the number of the last one."""
-        queries: list[Query] = []
+        queries = []
         rankings: Rankings = {}
         for number, (text, ranking) in enumerate(self._unwritten, self._num_written + 1):
             query_id = f"{self._name}-{number}"
@@ -151,6 +152,7 @@ class Service:
     """
 
     def __init__(self, router: Router, flagged: Flagged, log: RouteLog | None) -> None:
+        """Create the service, with metrics of its requests for Prometheus."""
         self.router = router
         self.flagged = flagged
         self.log = log
@@ -206,7 +208,7 @@ class Service:
         answer = self.router.route(query, MAX_SKILLS if filters or withholds else k)
         pool = self.router.skills
 
-        rows: list[dict[str, Any]] = []
+        rows = []
         results = answer.skills if answer.fits else ()
         for result in results:
             skill = pool.get(result.skill_id)
@@ -241,13 +243,16 @@ class Service:
         return f"{WARNING}{flags}\n{fenced(untrusted_text(text, len(text)))}"
 
     def page(self, start: int) -> SkillPage:
-        """Return the entries of the `PAGE_SIZE` skills from position `start` of the pool on.
+        """Return one page of the list of skills.
 
         Withheld skills, and skills that are no Agent Skills, have no entry.
+
+        Args:
+            start: Position in the pool of the first of the page's `PAGE_SIZE` skills.
         """
         pool = self.router.skills
         end = start + PAGE_SIZE
-        entries: list[dict[str, Any]] = []
+        entries = []
         for skill_id in islice(pool, start, end):
             skill = pool[skill_id]
             entry = None if self._is_withheld(skill) else skill_entry(skill)

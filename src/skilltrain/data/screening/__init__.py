@@ -46,21 +46,21 @@ def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
 
 def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
     """Screen a skill and files that are already read. See `screen`."""
-    texts_by_field = [(field, getattr(skill, field)) for field in FIELDS]
-    texts_by_field += [(file.field, file.text) for file in files]
+    fields_and_texts = [(field, getattr(skill, field)) for field in FIELDS]
+    fields_and_texts += [(file.field, file.text) for file in files]
 
+    # The key drops repeated flags: two files can have names that are equal in print.
     flags_by_position: dict[tuple[str, str, int], Flag] = {}
-    for field, text in texts_by_field:
+    for field, text in fields_and_texts:
         normalized = normalize_text(text, field, skill)
         for rule in RULES:
             for flag in _apply_rule(rule, normalized):
-                # Two files whose names look alike in print can have equal flags.
                 flags_by_position[flag.rule, flag.field, flag.start] = flag
     return list(flags_by_position.values())
 
 
 def _apply_rule(rule: Rule, text: NormalizedText) -> Iterator[Flag]:
-    """Yield a rule's first `MAX_FLAGS` findings in a text, without those that overlap."""
+    """Yield flags for a rule's first `MAX_FLAGS` findings in a text, without overlaps."""
     spans: set[tuple[int, int]] = set()
     for check in rule.checks_for(text.kind):
         spans.update(islice(check.find_spans(text), 10 * MAX_FLAGS))
@@ -73,10 +73,10 @@ def _apply_rule(rule: Rule, text: NormalizedText) -> Iterator[Flag]:
             continue
         end = min(full_end, start + MAX_SPAN)
         previous_end = end
-        span = text.original[start:end]
+        finding = text.original[start:end]
         if rule.name == "embedded_secret":
-            span = mask_secret(span)
-        yield Flag(rule.name, text.field, start, end, span, rule.reason)
+            finding = mask_secret(finding)
+        yield Flag(rule.name, text.field, start, end, finding, rule.reason)
 
 
 def screen_pool(
@@ -98,11 +98,13 @@ def screen_pool(
     pairs = [(skill, folders.get(skill.skill_id)) for skill in skills]
     blocks = [pairs[start : start + _BLOCK_SIZE] for start in range(0, len(pairs), _BLOCK_SIZE)]
     flags_by_block = map_blocks(_screen_block, blocks, workers, "screening skills")
-    all_flags = chain.from_iterable(flags_by_block)
+
+    all_flags = chain.from_iterable(flags_by_block)  # one list for each skill
     return {skill.skill_id: flags for skill, flags in zip(skills, all_flags, strict=True) if flags}
 
 
 def _screen_block(pairs: Sequence[tuple[Skill, Path | None]]) -> list[list[Flag]]:
+    """Screen pairs of a skill and its folder. Return the flags of each."""
     return [screen(skill, folder) for skill, folder in pairs]
 
 
@@ -129,13 +131,13 @@ def read_flags(pool_path: Path) -> dict[str, list[Flag]] | None:
 def flags_to_leave_out(pool_path: Path) -> dict[str, list[Flag]]:
     """Return flags by skill id, for a stage that leaves flagged skills out.
 
-    A pool that was never screened has no flags, and a warning says so.
+    A pool that was never screened has no flags. A warning is then printed.
     """
     flags_by_skill = read_flags(pool_path)
-    if flags_by_skill is None:
-        say(
-            f"warning: {pool_path} was never screened, so no skill is left out; "
-            "`skilltrain pool` screens"
-        )
-        return {}
-    return flags_by_skill
+    if flags_by_skill is not None:
+        return flags_by_skill
+    say(
+        f"warning: {pool_path} was never screened, so no skill is left out; "
+        "`skilltrain pool` screens"
+    )
+    return {}

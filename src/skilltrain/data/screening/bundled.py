@@ -44,28 +44,28 @@ def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[Bund
 
     Args:
         folder: The folder of the skill.
-        hidden: Read only hidden files (.github, .vscode, .claude, git hooks) instead of only
-            visible ones. Hidden files are not copied with a skill. They are screened because users
-            clone them and because some programs run them without asking.
+        hidden: Whether to read the hidden files (.github, .vscode, .claude, git hooks) instead of
+            the visible ones. Hidden files are not copied with a skill. They are screened because
+            users clone them and because some programs run them without asking.
 
     Returns:
         The files, and the number of files that are unreadable or exceed the limits.
     """
-    files: list[BundledFile] = []
+    files = []
     num_bytes = 0
-    num_left_out = 0
+    num_omitted = 0
     for path in bundled_paths(folder, hidden):
         try:
             if path.is_symlink() or not path.is_file():
                 continue
             size = path.stat().st_size
             if len(files) == MAX_FILES or num_bytes + size > MAX_BYTES:
-                num_left_out += 1
+                num_omitted += 1
                 continue
             content = path.read_bytes()
         except OSError:
-            num_left_out += 1
+            num_omitted += 1
             continue
         num_bytes += size
         files.append(BundledFile(path.relative_to(folder), content, os.access(path, os.X_OK)))
-    return files, num_left_out
+    return files, num_omitted

@@ -44,7 +44,7 @@ class MappedText(NamedTuple):
 
 
 def deobfuscate(program: str) -> MappedText:
-    """Return a program with its hidden texts written out."""
+    """Return a program with its hidden texts written out, and each character's position."""
     values: Values = {}
     remaining_growth = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
 
@@ -89,7 +89,7 @@ def replace_matches(
     """
     text = mapped.text
     old_offsets = range(len(text)) if mapped.offsets is None else mapped.offsets
-    pieces: list[str] = []
+    pieces = []
     offsets = array("l")
     copied_end = 0
     for match in regex.finditer(text):
@@ -116,15 +116,17 @@ def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str
 
     At least one character is replaced, because new text needs a position in the old text.
     """
+    # Cut off the common prefix.
     old = match[0]
-    num_first = min(_num_common_chars(old, replacement), len(old) - 1)
-    old = old[num_first:]
-    new = replacement[num_first:]
+    prefix_chars = min(_num_common_chars(old, replacement), len(old) - 1)
+    old = old[prefix_chars:]
+    new = replacement[prefix_chars:]
 
-    num_common_last = _num_common_chars(old[::-1], new[::-1])
-    num_last = max(0, min(num_common_last, len(old) - 1, len(new) - 1))
-    new_end = len(new) - num_last
-    return match.start() + num_first, match.end() - num_last, new[:new_end]
+    # Cut off the common suffix.
+    suffix_chars = _num_common_chars(old[::-1], new[::-1])
+    suffix_chars = max(0, min(suffix_chars, len(old) - 1, len(new) - 1))
+    new_end = len(new) - suffix_chars
+    return match.start() + prefix_chars, match.end() - suffix_chars, new[:new_end]
 
 
 def _num_common_chars(first: str, second: str) -> int:
@@ -179,6 +181,7 @@ def _literal_texts(code: str | None) -> list[str]:
 
 def _evaluate(number: str) -> int:
     """Return the value of a number, or of two joined by `+`, `-` or `^`: 0x41, 70-5, 64^1."""
+    # The digits of a number, and perhaps an operator and more digits.
     first_digits, operator, second_digits = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", number)[0]
     first = _parse_integer(first_digits)
     if not operator:
@@ -205,7 +208,7 @@ _NAME_PATH = re.compile(r"[\w.:/-]{1,40}")
 
 
 def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
-    """Decode escapes: `\\x63\\165` is `cu`."""
+    """Decode hexadecimal and octal escapes: `\\x63\\165` is `cu`. None keeps the match."""
     codes = [
         int(hexadecimal, 16) if hexadecimal else int(octal, 8)
         for hexadecimal, octal in _ESCAPE.findall(match[0])
@@ -217,7 +220,10 @@ def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
 
 
 def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
-    """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`."""
+    """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`.
+
+    None keeps the match: codes that are no text, or a list of numbers that spells no word.
+    """
     codes = [_evaluate(number) for number in _NUMBER.findall(match[0])]
     is_ascii = all(ord("\t") <= code < _MAX_ASCII for code in codes)
     if not is_ascii:
@@ -227,25 +233,34 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     if match["call"] or literal is None:
         return literal
     if not _WORD_OR_PATH.search(decoded):
-        return None  # a list of numbers
+        return None
+
+    # A list keeps its brackets.
     opening_bracket = match[0][0]
     closing_bracket = match[0][-1]
     return f"{opening_bracket}{literal}{closing_bracket}"
 
 
 def _decode_call(match: re.Match[str], _: Values) -> str | None:
-    """Decode the literal in a call or in a pipe: `atob('Y3VybA==')`, `echo lruc | rev`."""
+    """Decode the literal in a call or in a pipe: `atob('Y3VybA==')`, `echo lruc | rev`.
+
+    None keeps the match, for example if the decoded text is harmless.
+    """
     if match["piped"]:
         decoded = _decode(match["piped"].strip("\"' "), match["decoder"])
     else:
         literal = match["literal"] or match["receiver"]
         code_around = match[0].replace(literal, "")
         decoded = _decode(_unquote(literal), code_around)
-    return _quote(decoded) if decoded and _SUSPICIOUS_DECODED.search(decoded) else None
+    is_suspicious = decoded and _SUSPICIOUS_DECODED.search(decoded)
+    return _quote(decoded) if is_suspicious else None
 
 
 def _decode(literal: str, code_around: str) -> str | None:
-    """Decode a literal with the decoder that the code around it names. The default is base64."""
+    """Decode a literal with the decoder that the code around it names. The default is base64.
+
+    Return None if the literal cannot be decoded.
+    """
     code = code_around.lower()
     try:
         if "rot" in code or re.search("a-z|n-z", code):  # `tr a-z n-za-m` is rot13
@@ -337,13 +352,22 @@ def _fill_template(match: re.Match[str], _: Values) -> str | None:
 
 
 def _concatenate(match: re.Match[str], values: Values) -> str | None:
-    """Concatenate literals and known variables: `"cu" + x + "l"`. Unknown variables stay."""
+    """Concatenate literals and known variables: `"cu" + x + "l"`. Unknown variables stay.
+
+    Args:
+        match: Operands with operators between them.
+        values: Value of each known variable by its name.
+
+    Returns:
+        The concatenation, or None if no two operands could be joined.
+    """
     operands: list[str] = _OPERAND.findall(match[0])
 
     def has_value(operand: str) -> bool:
         return _value_of(operand, values) is not None
 
-    pieces: list[str] = []
+    # Neighbours that have a value become one literal.
+    pieces = []
     for are_values, group in groupby(operands, has_value):
         if are_values:
             text = "".join(_value_of(operand, values) or "" for operand in group)
@@ -368,7 +392,10 @@ def _remember_or_resolve(match: re.Match[str], values: Values) -> str | None:
 
 
 def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
-    """Remember the value of an assignment, and resolve the variables in it."""
+    """Remember the value of an assignment in `values`, and resolve the variables in it.
+
+    Return the assignment with the variables replaced by their values, or None if it has none.
+    """
     name = match["name"].lower()
     code = match["value"] or match["bare"]  # a literal, or a word without quotes
     resolved = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], code)
@@ -412,7 +439,7 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
 
 def _join_arguments(match: re.Match[str], _: Values) -> str:
     """Write a list of arguments as one command line: `run(['curl', url])` is `run("curl $url")`."""
-    words: list[str] = []
+    words = []
     for argument in _ARGUMENT.findall(match["list"]):
         is_literal = argument.endswith((*_QUOTES, "`"))
         words.append(_unquote(argument) if is_literal else "$" + argument.lstrip("$"))
@@ -427,7 +454,10 @@ def _remove_inner_quotes(match: re.Match[str], _: Values) -> str:
 
 
 def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
-    """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`."""
+    """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`.
+
+    None keeps the match, because the name is unknown or no name.
+    """
     # Each form of lookup has its own pair of groups: 1 `getattr(of, name)`, 2 `of["name"](`,
     # 3 `window["name"]`, 4 `__import__("name")`, 5 `of.send(:name)`.
     form = next(number for number in range(1, 6) if match[f"name{number}"])

@@ -39,9 +39,9 @@ _DIRECTION_CONTEXT_CHARS = 400
 
 
 def find_keyword_stuffing(text: NormalizedText) -> Spans:
-    """Find keywords in a description that make the router select the skill for anything.
+    """Find keywords in a description that make the router select the skill for any task.
 
-    This is a long list of keywords that the body does not mention, or one word again and again.
+    They are a long list of words that the body does not mention, or one word again and again.
     """
     description = text.normalized
     body = text.skill.body.lower() if text.skill else ""
@@ -55,14 +55,15 @@ def find_keyword_stuffing(text: NormalizedText) -> Spans:
 def _unrelated_list(description: str, body: str) -> Spans:
     """Yield the span of the list items if there are many and the body mentions few of them."""
     items = list(_LIST_ITEM.finditer(description))
-    unrelated = [match for match in items if match["item"].isascii() and match["item"] not in body]
+    words = [match["item"] for match in items]
+    unrelated = [word for word in words if word.isascii() and word not in body]
     is_list = len(items) >= _MIN_LIST_ITEMS
     if is_list and len(unrelated) >= _MIN_UNRELATED_SHARE * len(items):
         yield items[0].start("item"), items[-1].end("item")
 
 
 def _repeated_word(description: str) -> Spans:
-    """Yield the span from the most common word to the end if most words are this one."""
+    """Yield the span from the most common word to the end, if most words are this word."""
     words = re.findall(r"[a-z]{4,20}", description) if description.isascii() else []
     singulars = (word.rstrip("s") for word in words)
     for word, count in Counter(singulars).most_common(1):
@@ -76,27 +77,31 @@ def find_hidden_characters(text: NormalizedText) -> Spans:
     if original.isascii():
         return
     if text.offsets is None and not _TWO_SELECTORS.search(original):
-        return  # normalisation removed no characters
+        return  # no character was removed, so only selectors could be found
     for run in _INVISIBLE_RUN.finditer(original):
         if not _is_legitimate(original, run):
             yield run.span()
 
 
 def _is_legitimate(text: str, run: re.Match[str]) -> bool:
-    """Return whether a run of invisible characters has a common use where it is."""
+    """Return whether a run of invisible characters has a common use at its position in `text`.
+
+    Args:
+        text: The original text.
+        run: Match of `_INVISIBLE_RUN`. Its group says the kind of characters.
+    """
     characters = run[0]
-    character_before = text[max(0, run.start() - 1) : run.start()]
-    character_after = text[run.end() : run.end() + 1]
+    previous = text[max(0, run.start() - 1) : run.start()]
+    following = text[run.end() : run.end() + 1]
     match run.lastgroup:
         case "joiner":
-            is_inside_word = _needs_no_joiner(character_before) and _needs_no_joiner(
-                character_after
-            )
+            is_inside_word = _needs_no_joiner(previous) and _needs_no_joiner(following)
             return len(characters) <= _MAX_JOINERS and not is_inside_word
         case "direction":
             return _is_near_right_to_left_letters(text, run)
         case "tag":
-            return character_before == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
+            # A regional flag is the emoji of a black flag with tags.
+            return previous == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
         case "selector":
             # Selectors above U+FFFF choose a variant of a Han character, which needs only one.
             return len(characters) <= _MAX_SELECTORS and ord(characters[-1]) <= 0xFFFF

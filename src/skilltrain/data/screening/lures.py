@@ -51,31 +51,35 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
         # The line before the decoder, without what an earlier decoder has used.
         line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
         start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
-        before = normalized[start : decoder.start()]
+        line = normalized[start : decoder.start()]
         end = decoder.end()
         previous_end = end
 
+        # The result is run if it is piped to a shell or substituted into a command that runs it.
         is_piped_to_shell = decoder["pipe_to_shell"] is not None
-        substitution = _RUN_SUBSTITUTION.search(before)
+        substitution = _RUN_SUBSTITUTION.search(line)
         is_written_to_file = _TO_FILE.match(normalized[end : end + 4])
         if not is_piped_to_shell and (substitution is None or is_written_to_file):
             continue
 
-        if before.rstrip(" \\").endswith("|"):  # the payload is piped into the decoder
-            source = before.rstrip(" \\|")
+        # `offset` is where the span starts in `line`.
+        is_piped_to_decoder = line.rstrip(" \\").endswith("|")
+        if is_piped_to_decoder:
+            source = line.rstrip(" \\|")
             offset = substitution.start() if substitution else _last_command_start(source)
-            span = (start + offset, end)
-            if _PAYLOAD.search(source, offset) and not text.is_sample(*span):
-                yield span
+            has_payload = _PAYLOAD.search(source, offset)
+            sample_start = start + offset
         else:  # the decoder reads a file or a here-string
+            offset = substitution.start() if substitution else len(line)
             operand_end = end if is_piped_to_shell else end + _MAX_OPERAND_CHARS
-            decoder_command = normalized[decoder.start() : operand_end]
-            if _has_operand(decoder_command) and not text.is_sample(*decoder.span()):
-                yield (start + substitution.start() if substitution else decoder.start()), end
+            has_payload = _has_operand(normalized[decoder.start() : operand_end])
+            sample_start = decoder.start()
+        if has_payload and not text.is_sample(sample_start, end):
+            yield start + offset, end
 
 
 def _last_command_start(line: str) -> int:
-    """Return where the last command of a line begins, after its prompt or list mark (`$ `, `- `)."""
+    """Return the start of a line's last command, after its prompt or list mark (`$ `, `- `)."""
     start = 0
     for separator in _COMMAND_START.finditer(line):
         start = separator.end()
@@ -84,7 +88,7 @@ def _last_command_start(line: str) -> int:
 
 
 def _has_operand(command: str) -> bool:
-    """Return whether a decoder with a flag reads a file or a here-string: `base64 -d <<< x`."""
+    """Return whether a command has a flag and then a file or a here-string: `base64 -d <<< x`."""
     arguments = command.partition(" ")[2].lstrip()
     flag, _, operand = arguments.partition(" ")
     return flag.startswith("-") and _OPERAND.match(operand.split("|")[0]) is not None
@@ -112,11 +116,12 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
         if any(_COMMAND.search(decoded) for decoded in decoded_texts):
             yield literal.span()
 
-    # Rot13 and a reversal keep the length, so positions map back to the original.
+    # Rot13 does not move a character.
     if _ROT13.search(text.normalized):
         for command in _COMMAND.finditer(codecs.encode(original, "rot13")):
             yield command.span()
 
+    # A reversal moves the character at i to len(original) - 1 - i.
     if _REVERSAL.search(text.normalized):
         for command in _COMMAND.finditer(original[::-1]):
             yield len(original) - command.end(), len(original) - command.start()
@@ -163,15 +168,19 @@ _CONTEXT_CHARS = 40
 def find_assembled_words(text: NormalizedText) -> Spans:
     """Find dangerous words, such as `eval`, that a program assembles from pieces.
 
-    Honest programs write such words out. The words are in the deobfuscated program only.
+    Honest programs write such words out. An assembled word is in the deobfuscated program, but not
+    in the original around the same position.
     """
     if text.offsets is None:
         return  # nothing was deobfuscated
     for word in _ASSEMBLED_WORD.finditer(text.normalized):
+        # The word may be written out, or a variable may hold all of it.
         start, end = text.original_span(*word.span())
-        context = text.original[max(0, start - _CONTEXT_CHARS) : end + _CONTEXT_CHARS].lower()
-        is_assembled = word[0] not in context and not _VARIABLE.match(text.original, start, end)
-        if is_assembled and not text.has_warning(*word.span()):
+        context_start = max(0, start - _CONTEXT_CHARS)
+        context = text.original[context_start : end + _CONTEXT_CHARS].lower()
+        if word[0] in context or _VARIABLE.match(text.original, start, end):
+            continue
+        if not text.has_warning(*word.span()):
             yield word.span()
 
 
@@ -201,15 +210,15 @@ def find_ip_addresses(text: NormalizedText) -> Spans:
 
 
 def _host_of(address: re.Match[str]) -> str:
-    """Return the IP address of a match in dotted form, or an empty string if it is not valid."""
+    """Return the IP address of a match of `_ADDRESS`. It is empty if a number is no address."""
     number = address["number"]  # http://764940546 is http://45.152.17.2
     if number is None:
         hosts = address.group("url", "v6", "device", "bare")
         return next(host for host in hosts if host is not None)
-    is_octal = number.startswith("0") and not number.startswith("0x")
-    if is_octal or int(number, 0) >= 2**32:  # `int` does not read octal numbers
-        return ""
-    return str(ipaddress.IPv4Address(int(number, 0)))
+    try:
+        return str(ipaddress.IPv4Address(int(number, 0)))
+    except ValueError:
+        return ""  # an octal number, or one above 2**32
 
 
 def _is_public(host: str) -> bool:
@@ -218,7 +227,7 @@ def _is_public(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    # 8.8.8.8 and 123.123.123.123
+    # Documentation uses 8.8.8.8, 123.123.123.123 and others whose parts are equal.
     has_equal_parts = address.version == 4 and len(set(host.split("."))) == 1
     is_example = host in _EXAMPLE_ADDRESSES or has_equal_parts
     return address.is_global and not address.is_multicast and not is_example
@@ -240,10 +249,13 @@ _VISIT_INSTRUCTION = re.compile(
 def find_paste_links(text: NormalizedText) -> Spans:
     """Find links to paste sites whose content is run by a shell, or by the reader."""
     for link in _PASTE_URL.finditer(text.normalized):
-        before = text.line_before(link.start(), 120)
-        after = text.normalized[link.end() : link.end() + 120]
-        is_run = _PIPE_TO_SHELL.match(after) or _SHELL_BEFORE.search(before)
-        asks_to_run = _VISIT_INSTRUCTION.search(before) and _RUN_INSTRUCTION.search(after)
+        text_before = text.line_before(link.start(), 120)
+        text_after = text.normalized[link.end() : link.end() + 120]
+
+        # The content is run by a shell, or the reader is asked to run it.
+        is_run = _PIPE_TO_SHELL.match(text_after) or _SHELL_BEFORE.search(text_before)
+        asks_to_visit = _VISIT_INSTRUCTION.search(text_before)
+        asks_to_run = asks_to_visit and _RUN_INSTRUCTION.search(text_after)
         # Most gists are not commands, so an instruction does not suffice for them.
         if is_run or (asks_to_run and "gist." not in link[0]):
             yield link.span()
@@ -276,12 +288,14 @@ def find_external_programs(text: NormalizedText) -> Spans:
         if requirement.start() < previous_end:
             continue
         context = normalized[max(0, requirement.start() - 60) : requirement.end() + 60]
-        after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
-        url = next(filter(_is_unknown_source, _URL.finditer(after)), None)
+        text_after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
+
+        # The first URL of an unknown page.
+        url = next(filter(_is_unknown_source, _URL.finditer(text_after)), None)
         if url is None:
             continue
-        is_download = _DOWNLOAD_INSTRUCTION.search(after[: url.end() + 80])
-        if is_download and _BEFORE_USE.search(context + after[url.end() :]):
+        is_download = _DOWNLOAD_INSTRUCTION.search(text_after[: url.end() + 80])
+        if is_download and _BEFORE_USE.search(context + text_after[url.end() :]):
             previous_end = requirement.end() + url.end()
             yield requirement.start(), previous_end
 

@@ -107,22 +107,24 @@ class NormalizedText:
         """Return whether the phrase at `start` is quoted and not an order of the skill itself.
 
         It is quoted if it is in quotation marks or code, follows words such as "such as", or is the
-        title of a list in a skill about security. This distinguishes a skill that warns of an attack
-        from the attack. An attacker can evade it by quoting the order, but then many models do not
-        follow the order either.
+        title of a list in a skill about security. This distinguishes a skill that warns of an
+        attack from the attack. An attacker can evade it by quoting the order, but then many models
+        do not follow the order either.
         """
-        before = self.line_before(start, 300)
-        if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(before):
-            return False  # it is in a call of print, and an agent reads what that prints
+        line = self.line_before(start, 300)
+        if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(line):
+            return False  # an agent reads what a program prints
 
-        is_after_quote = before.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)  # and list marks
-        if is_after_quote or before.count('"') % 2 or before.count("`") % 2:
+        # A quotation is open if a mark stands right before the phrase, or if marks are unpaired.
+        is_after_quote = line.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)  # and list marks
+        if is_after_quote or line.count('"') % 2 or line.count("`") % 2:
             return True
-        if any(before.count(opening) > before.count(closing) for opening, closing in _QUOTE_PAIRS):
+        if any(line.count(opening) > line.count(closing) for opening, closing in _QUOTE_PAIRS):
             return True
-        if _REPORTED.search(before) or self._is_in_attack_sample(start):
+
+        if _REPORTED.search(line) or self._is_in_attack_sample(start):
             return True
-        is_line_start = not before.strip(" *_-#")
+        is_line_start = not line.strip(" *_-#")
         is_title = is_line_start and _LIST_TITLE.match(self.normalized, start)
         return self.is_about_security and bool(is_title)
 
@@ -131,8 +133,8 @@ class NormalizedText:
         blocks = self.normalized[max(0, start - 500) : start].split("```")
         if len(blocks) % 2:
             return False  # the number of fences is even, so `start` is not in a code block
-        text_before_block = blocks[-2]
-        return bool(_INTRODUCES_ATTACK.search(text_before_block[-200:]))
+        introduction = blocks[-2][-200:]
+        return bool(_INTRODUCES_ATTACK.search(introduction))
 
     def has_warning(self, start: int, end: int) -> bool:
         """Return whether the text around a command says that the command is an attack.
@@ -143,17 +145,19 @@ class NormalizedText:
         """
         if self.kind == "program" and not self.is_about_security:
             return self._is_scanner_pattern(start, end)
-        num_chars_before = 1500 if self.is_about_security else 300
-        before = self.normalized[max(0, start - num_chars_before) : end]
-        return bool(_WARNING.search(before + self.line_after(end, 200)))
+        num_chars = 1500 if self.is_about_security else 300
+        context = self.normalized[max(0, start - num_chars) : end] + self.line_after(end, 200)
+        return bool(_WARNING.search(context))
 
     def _is_scanner_pattern(self, start: int, end: int) -> bool:
         """Return whether a command in a program is an entry in a scanner's list of patterns."""
-        line_before = self.line_before(start, 300)
-        is_in_quotes = any(line_before.count(quote) % 2 for quote in "\"'`/")  # `/` of a regex
-        line = line_before + self.normalized[start:end].lstrip()[:80]
-        if not is_in_quotes and not _LIST_ELEMENT.match(line):
+        # The entry is in quotes or slashes, or it looks like an element of a list.
+        line = self.line_before(start, 300)
+        is_in_quotes = any(line.count(quote) % 2 for quote in "\"'`/")  # `/` of a regex
+        command = self.normalized[start:end].lstrip()[:80]
+        if not is_in_quotes and not _LIST_ELEMENT.match(line + command):
             return False
+        # The code around it, without comments, is that of a scanner.
         code = _COMMENT_LINE.sub("", self.normalized[max(0, start - 1500) : end + 300])
         return bool(_SCANNER_CODE.search(code))
 
@@ -161,8 +165,8 @@ class NormalizedText:
         """Return whether a skill shows `normalized[start:end]` as an example of an attack.
 
         A skill about security warns of it in the same section, before the end of the example's
-        line. A test of a scanner says so in its first words. That never excuses bundled programs,
-        because they can be run.
+        line. A skill that tests a scanner says so in its first words. But such words never excuse
+        a bundled program, because it can be run.
         """
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
         if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
@@ -181,7 +185,7 @@ class NormalizedText:
 
 
 def normalize_text(text: str, field: str = "body", skill: Skill | None = None) -> NormalizedText:
-    """Normalise a text in time linear in its length.
+    """Normalise a text for the rules: undo disguises, in time linear in its length.
 
     Args:
         text: The text as written.
@@ -209,16 +213,19 @@ def _kind_of(field: str) -> str:
 def _to_plain_lower_case(text: str) -> str:
     """Lower the case of a text, and replace styled letters by ASCII. The length stays the same."""
     # Python lowers İ to two characters, so only the text between two İ is lowered.
-    lowered = "İ".join(part.lower() for part in text.split("İ"))
+    lowered = "İ".join(segment.lower() for segment in text.split("İ"))
     return _STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]).lower(), lowered)
 
 
 def _undisguise(disguise: re.Match[str]) -> str | None:
-    """Return the character of an HTML entity, an empty text for other disguises, or None to keep."""
+    """Return what replaces a match of `_DISGUISE`, or None to keep the match.
+
+    An HTML entity is replaced by its character. All other disguises are removed.
+    """
     if not disguise[0].startswith("&"):
         return ""
     character = html.unescape(disguise[0]).lower()
-    # Longer than one: not an entity, or an entity for two characters.
+    # It is longer than one if it is no entity, or an entity for two characters.
     return character if len(character) < 2 else None
 
 
@@ -231,6 +238,7 @@ def _resolve_aliases(mapped: MappedText) -> MappedText:
     if not names_by_alias:
         return mapped
 
+    # An alias that is called, passed on, or followed by an attribute.
     alias_use = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(names_by_alias)})(?=\.\w|[(),])")
     for _ in range(2):  # an alias may be the name of another alias
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])
@@ -243,19 +251,19 @@ def _to_one_script(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     Returns:
         The text, which has the same length, and the spans of the words that were changed.
     """
-    mixed_words: list[tuple[int, int]] = []
+    mixed_words = []
 
-    def to_latin(word: re.Match[str]) -> str:
-        neighbours = (
-            text[max(0, word.start() - 1) : word.start()] + text[word.end() : word.end() + 1]
-        )
+    def to_latin(match: re.Match[str]) -> str:
+        """Return a mixed word in Latin letters, and remember its span. Keep other matches."""
+        word = match[0]
+        start, end = match.span()
+        neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
         is_part_of_word = any(letter.isalpha() for letter in neighbours)
-        if is_part_of_word or not _TWO_LATIN_LETTERS.search(word[0]):
-            return word[0]
-        mixed_words.append(word.span())
-        return word[0].translate(_LATIN_OF_LOOK_ALIKE)
+        if is_part_of_word or not _TWO_LATIN_LETTERS.search(word):
+            return word
+        mixed_words.append((start, end))
+        return word.translate(_LATIN_OF_LOOK_ALIKE)
 
     if not text.isascii() and any(letter in text for letter in _LOOK_ALIKES):
-        text_in_latin = _MIXED_WORD.sub(to_latin, text)
-        return text_in_latin, tuple(mixed_words)
-    return text, ()
+        text = _MIXED_WORD.sub(to_latin, text)
+    return text, tuple(mixed_words)

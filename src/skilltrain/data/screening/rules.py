@@ -21,10 +21,12 @@ Kind = Literal["name", "description", "body", "program"]
 
 
 def _join_alternatives(regex: str | Sequence[str]) -> str:
+    """Return an expression that rules.yaml gives as one text or as a list of alternatives."""
     return regex if isinstance(regex, str) else "|".join(regex)
 
 
 def _split_anchors(anchors: str) -> list[str]:
+    """Return the anchors that rules.yaml gives as one text, separated by bars."""
     return expand(anchors).split("|")
 
 
@@ -91,19 +93,23 @@ class Check(Config, validate_default=False):
         if self.anchors and not anchors:
             return
         spans = self.custom(text) if self.custom else self._find_matches(text, anchors)
-        if self.in_original:
-            yield from spans
-        else:
-            for start, end in spans:
-                yield text.original_span(start, end)
+        for span in spans:
+            yield span if self.in_original else text.original_span(*span)
 
     def _find_matches(self, text: NormalizedText, anchors: Sequence[str]) -> Spans:
+        """Yield the spans of matches of `regex` that meet all conditions, without leading spaces.
+
+        Args:
+            text: The text to search.
+            anchors: Those of `self.anchors` that occur in the text. Without any, the whole text is
+                searched.
+        """
         windows = [(0, len(text.normalized))]
         if anchors:
             windows = _windows_around(anchors, text.normalized, self.anchor_chars)
         for window_start, window_end in windows:
             for match in self._pattern.finditer(text.normalized, window_start, window_end):
-                start = match.end() - len(match[0].lstrip())
+                start = match.end() - len(match[0].lstrip())  # without leading spaces
                 if self._meets_conditions(text, start, match.end()):
                     yield start, match.end()
 
@@ -112,10 +118,12 @@ class Check(Config, validate_default=False):
         return re.compile(self.regex)
 
     def _meets_conditions(self, text: NormalizedText, start: int, end: int) -> bool:
+        """Return whether the match at `normalized[start:end]` meets all conditions."""
+        context_start = start - self.context_chars
+        context_end = end + self.context_chars
+
         def is_near(regex: str) -> bool:
-            return text.has_match_between(
-                regex, start - self.context_chars, end + self.context_chars
-            )
+            return text.has_match_between(regex, context_start, context_end)
 
         if not all(is_near(regex) for regex in self.needs):
             return False
@@ -149,14 +157,14 @@ class Rule(Config):
 
 def _windows_around(anchors: Sequence[str], text: str, num_chars: int) -> list[tuple[int, int]]:
     """Return the spans within `num_chars` of an anchor, in order and without overlap."""
-    starts: list[int] = []
+    starts = []
     for anchor in anchors:
         starts += [match.start() for match in re.finditer(re.escape(anchor), text)]
 
-    windows: list[tuple[int, int]] = []
+    windows = []
     for start in sorted(starts):
         window_start = max(0, start - num_chars)
-        if windows and start - num_chars <= windows[-1][1]:
+        if windows and window_start <= windows[-1][1]:  # it overlaps with the last window
             window_start, _ = windows.pop()
         windows.append((window_start, start + num_chars))
     return windows

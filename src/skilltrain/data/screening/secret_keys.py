@@ -66,7 +66,8 @@ def secret_spans(text: str) -> Spans:
             yield match.span()
 
     for match in _DATABASE_URL.finditer(text):
-        if _looks_random(match["password"]) and not _LOCAL_HOST.search(match["host"].lower()):
+        is_local = _LOCAL_HOST.search(match["host"].lower())
+        if _looks_random(match["password"]) and not is_local:
             yield match.span()
 
 
@@ -76,13 +77,14 @@ def mask_secret(secret: str) -> str:
 
 
 def _looks_random(key: str) -> bool:
-    parts = re.split(r"[_:/.-]", key)
-    longest = max(parts, key=len)
+    """Return whether a key is neither a placeholder nor a name in words."""
+    segments = re.split(r"[_:/.-]", key)
+    longest = max(segments, key=len)
     if _PLACEHOLDER.search(key) or _has_staircase(key) or len(longest) < _MIN_KEY_CHARS:
         return False
 
     # Without digits it is a name in words, such as sk-my-own-very-long-model-name.
-    has_digit = any(character.isdigit() for character in longest + parts[-1])
+    has_digit = any(character.isdigit() for character in longest + segments[-1])
     if not has_digit and not key.startswith("hf_"):
         return False
     return _bits_per_character(longest) >= _MIN_KEY_BITS
