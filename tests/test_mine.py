@@ -143,7 +143,7 @@ def test_sources_can_be_switched_off_and_give_alone_what_they_give_among_all(wor
     assert workshop.mined("s0", skills=POOL[:1]) == {}, "a pool of one skill has no candidate"
 
 
-# The stage -----------------------------------------------------------------------------------------------------------
+# The stage --------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ TRANSFORMER, POOLING, NORMALIZE, DENSE = (
 )
 
 
-# On the Hub ----------------------------------------------------------------------------------------------------------
+# On the Hub -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_model_that_is_not_there_is_one_clear_line(source, code):
     assert error.value.where == source
 
 
-# Broken folders ------------------------------------------------------------------------------------------------------
+# Broken folders ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -367,7 +367,7 @@ def test_a_stored_form_that_was_removed_is_refused(broken):
         load_reranker(RerankerConfig(source=str(folder)), CPU)
 
 
-# Paths that are read from data ---------------------------------------------------------------------------------------
+# Paths that are read from data ------------------------------------------------
 
 
 def shards_outside(folder):
@@ -399,7 +399,7 @@ def test_no_path_that_is_read_leaves_its_folder(broken, change, read):
     assert not (folder / "copy").exists()
 
 
-# In sentence-transformers' form --------------------------------------------------------------------------------------
+# In sentence-transformers' form -----------------------------------------------
 
 
 @pytest.fixture
@@ -537,7 +537,7 @@ def test_what_an_encoder_here_does_not_compute_is_refused(plain, files, message)
         assert settings_of(folder, pooling="cls").pooling == "cls"
 
 
-# Prompts, as BGE's, E5's and their like have them --------------------------------------------------------------------
+# Prompts, as BGE's, E5's and their like have them -----------------------------
 
 
 SKILLS = [

@@ -37,7 +37,7 @@ SKILLS = [
 ]
 
 
-# Encoders ------------------------------------------------------------------------------------
+# Encoders ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_queries_have_their_own_limit(open_encoder_of):
     assert ids[:15] == whole[:15]
 
 
-# Rerankers -----------------------------------------------------------------------------------
+# Rerankers --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_tokens", [32, 512])
@@ -254,7 +254,7 @@ def test_fields_change_nothing_else_of_a_saved_template(saved_reranker, fields):
     assert reranker.settings.model_dump() == expected
 
 
-# BERT's relatives ----------------------------------------------------------------------------
+# BERT's relatives -------------------------------------------------------------
 
 
 PAD = 1

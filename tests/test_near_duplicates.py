@@ -79,7 +79,7 @@ def test_templates_are_what_counting_by_hand_says(skills, max_names):
         assert distinct[position].tolist() == expected
 
 
-# Clusters -----------------------------------------------------------------------------------------------------------
+# Clusters ---------------------------------------------------------------------
 
 
 def words(seed, count):

@@ -67,7 +67,7 @@ def text_of(page: Page, selector: str) -> str:
     return page.run(f"document.querySelector({selector!r}).textContent")
 
 
-# The report ---------------------------------------------------------------------------------------
+# The report -------------------------------------------------------------------
 
 
 def shown(page: Page, selector: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_nothing_runs_out_of_the_page_everything_has_a_name_and_texts_stand_out(
     assert report.run(CONTRASTS) == []
 
 
-# The page of lists --------------------------------------------------------------------------------
+# The page of lists ------------------------------------------------------------
 
 
 def click(page: Page, selector: str) -> None:

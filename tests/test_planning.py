@@ -387,7 +387,7 @@ def test_command_refuses_wrong_arguments(
     assert message in line
 
 
-# Scores of plans -----------------------------------------------------------------
+# Scores of plans --------------------------------------------------------------
 
 LETTER_SKILLS = {
     name: Skill(name, name, "", "", name[0].upper()) for name in ("a1", "a2", "b1", "b2", "c1")

@@ -37,7 +37,7 @@ def code_in(markdown: str) -> list[str]:
     return [*fence.findall(markdown), *re.findall(r"`([^`\n]+)`", fence.sub("", markdown))]
 
 
-# Metadata and pins ---------------------------------------------------------------------------------------------------
+# Metadata and pins ------------------------------------------------------------
 
 
 def test_metadata_points_at_what_exists():
@@ -73,7 +73,7 @@ def test_pins_are_plain_releases_in_order_and_every_dependency_has_one_within_it
         assert release in needed.specifier and not release.is_prerelease, text
 
 
-# The command line and the recipes ------------------------------------------------------------------------------------
+# The command line and the recipes ---------------------------------------------
 
 
 def test_recipes_are_valid_say_what_they_are_and_start_nothing_when_imported():
@@ -201,7 +201,7 @@ def test_the_cascade_has_skillflows_values_and_a_twin_of_the_same_systems():
     assert {one["llm"]["model"] for one in full[-1]["rankers"]} == {"gpt-4o-mini"}
 
 
-# Launch files --------------------------------------------------------------------------------------------------------
+# Launch files -----------------------------------------------------------------
 
 
 def test_the_launch_configs_are_the_ones_we_promise_and_accelerate_knows_their_keys():
@@ -271,7 +271,7 @@ def test_a_slurm_job_has_time_to_save_when_it_is_told_to_stop(tmp_path: Path):
     )
 
 
-# The Dockerfile, as far as it can be checked without Docker ---------------------------------------------------------
+# The Dockerfile, as far as it can be checked without Docker -------------------
 
 
 def instructions() -> list[tuple[str, str, str]]:
@@ -333,7 +333,7 @@ def test_what_is_copied_exists_and_what_is_installed_is_pinned():
         assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
 
 
-# Documents -----------------------------------------------------------------------------------------------------------
+# Documents --------------------------------------------------------------------
 
 
 def test_every_make_target_and_file_in_a_document_exists():

@@ -58,7 +58,7 @@ def train_config(loss="hinge_for_test:Hinge", source="some/model"):
     return parse_recipe(recipe, "test")
 
 
-# Where a run was computed --------------------------------------------------------------------------------------------
+# Where a run was computed -----------------------------------------------------
 
 
 def test_record_says_where_run_was_computed(runs):
@@ -134,7 +134,7 @@ def test_other_provenance_is_same_run(runs, tmp_path):
     assert "nothing to do" in again.err
 
 
-# Plug-ins ------------------------------------------------------------------------------------------------------------
+# Plug-ins ---------------------------------------------------------------------
 
 
 def test_own_settings_have_no_fingerprint():

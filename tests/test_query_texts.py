@@ -111,7 +111,7 @@ def test_the_profile_of_queries_by_hand() -> None:
     assert query_profile([]) == {}
 
 
-# Passages of a skill that become queries -----------------------------------------------------------------------------
+# Passages of a skill that become queries --------------------------------------
 
 LIBRARY = Path(__file__).parent.parent / "examples" / "skill_library" / "skills"
 BODY = """# Invoice Sorter

@@ -28,7 +28,7 @@ def pool_config(library, out, **settings):
     )
 
 
-# Recipes -------------------------------------------------------------------------------------------------------------
+# Recipes ----------------------------------------------------------------------
 
 
 def test_a_recipe_runs_only_as_the_program_and_with_overrides(runs, tmp_path, model_folders):
@@ -75,7 +75,7 @@ def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(nam
     assert schema["$defs"].items() <= any_stage["$defs"].items()
 
 
-# The record ----------------------------------------------------------------------------------------------------------
+# The record -------------------------------------------------------------------
 
 
 def test_the_record_holds_settings_inputs_and_summary(runs):
@@ -110,7 +110,7 @@ def test_the_resolved_recipe_gives_the_same_again(runs, tmp_path, name, command)
     assert again | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
 
 
-# The folder ----------------------------------------------------------------------------------------------------------
+# The folder -------------------------------------------------------------------
 
 
 def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_made_anew(
@@ -249,7 +249,7 @@ def test_what_no_update_depends_on_may_change_in_a_run(runs):
     assert contents(runs) == before
 
 
-# Several processes ---------------------------------------------------------------------------------------------------
+# Several processes ------------------------------------------------------------
 
 
 def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monkeypatch):

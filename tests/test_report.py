@@ -274,7 +274,7 @@ def test_every_slice_stands_in_json_markdown_and_page():
     assert "<h3>Tier</h3>" in page and "easy, n = 1" in page and "<img" not in page
 
 
-# Analyses, measures without values, notes and numbers -----------------------------------------------------------------
+# Analyses, measures without values, notes and numbers -------------------------
 
 PARTS = ("differences", "flows", "slices", "speed", "agents", "attention", "structure", "queries")
 

@@ -62,7 +62,7 @@ def model(model_folders, tmp_path):
     return shutil.copytree(model_folders["bert"], tmp_path / "model")
 
 
-# Of a pool -----------------------------------------------------------------------------------------------------------
+# Of a pool --------------------------------------------------------------------
 
 
 def test_whatever_is_asked_gets_an_answer_or_is_empty(library):
@@ -132,7 +132,7 @@ def test_the_command_marks_flagged_skills_whatever_the_pools_table_says(tmp_path
     assert lure["flags"][1].keys() == {"rule", "field", "start", "end", "span", "reason"}
 
 
-# In a folder ---------------------------------------------------------------------------------------------------------
+# In a folder ------------------------------------------------------------------
 
 
 def test_an_index_answers_as_its_rankers_do_opened_anew(model, model_folders, tmp_path):
@@ -418,7 +418,7 @@ def test_a_router_that_is_overwritten_in_place_answers_on(model_folders, tmp_pat
     assert {*ids(reader, "join tables")} == {"s0", "s1"}
 
 
-# Of strangers --------------------------------------------------------------------------------------------------------
+# Of strangers -----------------------------------------------------------------
 
 URL = "http://127.0.0.1:9/v1"
 
@@ -480,7 +480,7 @@ def test_a_foreign_router_is_not_taken_up(foreign, tmp_path):
     assert ids(reader, "join tables", 1) == ["s1"]
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command ------------------------------------------------------------------
 
 
 def test_the_command_makes_a_router_and_takes_up_changes(tmp_path):

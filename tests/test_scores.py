@@ -49,7 +49,7 @@ def unit(rows, seed, dim=8):
     return torch.nn.functional.normalize(values, dim=1).requires_grad_()
 
 
-# Who may be a negative -----------------------------------------------------------------------------------------------
+# Who may be a negative --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_gains_and_positives_stand_at_their_skills_and_the_own_list_is_no_in_bat
     ]
 
 
-# Scores --------------------------------------------------------------------------------------------------------------
+# Scores -----------------------------------------------------------------------
 
 
 def test_sides_by_hand():
@@ -201,7 +201,7 @@ def test_autocast_does_not_round_the_cosines():
     assert half.scores.dtype == half.gains.dtype == torch.float32
 
 
-# Teachers ------------------------------------------------------------------------------------------------------------
+# Teachers ---------------------------------------------------------------------
 
 TAUGHT = TrainingList(
     "q1", "pods", ("a", "b", "e"), (1.0, 0.0, 0.0), frozenset("a"), (3.0, 1.0, float("nan"))

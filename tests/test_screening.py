@@ -430,7 +430,7 @@ def test_program_is_deobfuscated(program: str, deobfuscated: str) -> None:
     assert all(0 <= start < end <= len(program) for start, end in spans)
 
 
-# The rules ------------------------------------------------------------------------------------
+# The rules --------------------------------------------------------------------
 
 CHECKS = [check for rule in RULES for check in rule.checks + rule.program_checks]
 # Runs of one class of characters, with nothing after them, are linear without a bound.
@@ -558,7 +558,7 @@ def test_work_grows_linearly_with_body(unit: str) -> None:
     assert num_large <= 4.5 * num_small + 200
 
 
-# The FLAGS table ------------------------------------------------------------------------------
+# The FLAGS table --------------------------------------------------------------
 
 
 def test_pool_without_table_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -588,7 +588,7 @@ def test_clean_pool_has_empty_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-# Bundled files --------------------------------------------------------------------------------
+# Bundled files ----------------------------------------------------------------
 
 
 def write_files(folder: Path, texts_by_name: dict[str, str]) -> None:
@@ -715,7 +715,7 @@ def test_locked_folder_costs_only_its_files(tmp_path: Path) -> None:
     assert num_left_out == 1
 
 
-# Texts that mention an attack -----------------------------------------------------------------
+# Texts that mention an attack -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -764,7 +764,7 @@ def test_files_of_scanner_test_are_no_samples() -> None:
     assert [(flag.rule, flag.field) for flag in flags] == [("bare_address", "./run.sh")]
 
 
-# The screening set: hostile texts in many styles, and harmless look-alikes --------------------
+# The screening set: hostile texts in many styles, and harmless look-alikes ----
 
 PUBLIC_CLAIMS = token_part({"iss": "supabase", "ref": "qmzvw", "role": "anon", "exp": 2086000000})
 VALUES = {

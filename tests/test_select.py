@@ -76,7 +76,7 @@ def shown_names(request: dict[str, Any]) -> str:
     )
 
 
-# What models see ------------------------------------------------------------------------------------------------------
+# What models see --------------------------------------------------------------
 
 
 def test_the_model_sees_query_and_numbered_candidates_within_their_caps() -> None:
@@ -133,7 +133,7 @@ def test_a_body_that_gives_orders_stays_inside_its_frame() -> None:
     assert mark in prompts[1] and not prompts[1].startswith(mark)
 
 
-# One goes first -------------------------------------------------------------------------------------------------------
+# One goes first ---------------------------------------------------------------
 
 
 def test_the_chosen_one_goes_first_and_the_others_keep_their_order() -> None:
@@ -284,7 +284,7 @@ def test_the_cost_is_told_before_anybody_is_asked(capsys: pytest.CaptureFixture[
     assert estimate_cost(config.asks(asked, [SKILLS["a"]]))["num_requests"] == 0
 
 
-# Some are admitted ----------------------------------------------------------------------------------------------------
+# Some are admitted ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_without_a_usable_answer_the_first_candidates_stand(
     assert ("goes on without the chat model" in capsys.readouterr().err) == (kind == "down")
 
 
-# Written queries ------------------------------------------------------------------------------------------------------
+# Written queries --------------------------------------------------------------
 
 
 class Remembers:
@@ -460,7 +460,7 @@ def test_what_cannot_be_used_is_asked_for_again_then_one_query_then_the_task(
     assert ranker.counts.items() >= counts.items()
 
 
-# In a cascade ---------------------------------------------------------------------------------------------------------
+# In a cascade -----------------------------------------------------------------
 
 
 def cascade(server: LLMServer) -> SystemConfig:

@@ -127,7 +127,7 @@ def write_skill(folder: Path, name: str, words: str) -> None:
     file.write_text(f"---\nname: {file.parent.name}\ndescription: {words}\n---\nDo it: {words}.\n")
 
 
-# URIs and entries ---------------------------------------------------------------------------------
+# URIs and entries -------------------------------------------------------------
 
 SKILL_URIS = pytest.mark.parametrize(
     ("skill_id", "name", "uri"),
@@ -182,7 +182,7 @@ def test_other_than_agent_skills_have_no_entry(change):
     assert skill_entry(replace(PDF, **change)) is None
 
 
-# MCP ----------------------------------------------------------------------------------------------
+# MCP --------------------------------------------------------------------------
 
 
 def test_a_client_finds_a_skill():
@@ -375,7 +375,7 @@ def test_the_fastmcp_example_searches_tools(monkeypatch):
     assert "pdf_merge" not in text
 
 
-# HTTP ---------------------------------------------------------------------------------------------
+# HTTP -------------------------------------------------------------------------
 
 
 def new_web_client(service):
@@ -502,7 +502,7 @@ def test_bad_requests_count_as_refused(path, body):
     assert f"skilltrain_request_seconds_count{{{labels}}} 1.0" in client.get("/metrics").text
 
 
-# Log ----------------------------------------------------------------------------------------------
+# Log --------------------------------------------------------------------------
 
 
 def test_the_log_is_written_as_tables(tmp_path):
@@ -576,7 +576,7 @@ def test_a_failed_flush_leaves_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# Skills that change -------------------------------------------------------------------------------
+# Skills that change -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -813,7 +813,7 @@ def test_an_outdated_update_is_refused(claude):
     assert [*descriptions_in(router)] == ["bahn", "jq", "tools/weather"]
 
 
-# Processes ----------------------------------------------------------------------------------------
+# Processes --------------------------------------------------------------------
 
 PDF_QUERY = "merge these pdf files into one document"
 NUM_POOL = 20  # skills of the small library

@@ -76,7 +76,7 @@ def row(skill_id: str, body: Any = "Body.", **fields: Any) -> dict[str, Any]:
     }
 
 
-# Folders of SKILL.md files -------------------------------------------------------------------------------------------
+# Folders of SKILL.md files ----------------------------------------------------
 
 
 @pytest.mark.usefixtures("locked_folders")
@@ -226,7 +226,7 @@ def test_what_lies_beside_the_skills_that_are_read_is_said(
     )
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
+# Tables -----------------------------------------------------------------------
 
 
 def test_jsonl_rows_in_several_spellings(tmp_path: Path):
@@ -400,7 +400,7 @@ def test_names_that_are_not_utf8_pass_into_the_tables(tmp_path: Path):
     ] and "caf.jsonl" in dropped[0]["reason"]
 
 
-# Several sources, one pool -------------------------------------------------------------------------------------------
+# Several sources, one pool ----------------------------------------------------
 
 
 def test_duplicates_and_colliding_ids():
@@ -482,7 +482,7 @@ def test_a_source_without_skills_and_a_pool_without_categories_are_warned_of(
     ]
 
 
-# Settings, languages, categories -------------------------------------------------------------------------------------
+# Settings, languages, categories ----------------------------------------------
 
 
 def test_language():

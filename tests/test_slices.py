@@ -103,7 +103,7 @@ def test_the_best_system_has_the_highest_mean(slices: list[SliceMeans]):
     assert single.best("Hit@1") == frozenset()  # equal means
 
 
-# Labels --------------------------------------------------------------------------------------
+# Labels -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_incompatible_systems_are_refused(
         means_by_slice(results, LABELS, measures)
 
 
-# Computed labels -----------------------------------------------------------------------------
+# Computed labels --------------------------------------------------------------
 
 
 def test_computed_labels_are_added_to_the_benchmarks():
@@ -273,7 +273,7 @@ def test_quartiles_are_cut_by_rank(lengths: list[float], parts: list[tuple[str, 
     assert counts == parts
 
 
-# Gaps ----------------------------------------------------------------------------------------
+# Gaps -------------------------------------------------------------------------
 
 ND = SystemResult("nd", {"a": {"m": 0.0}, "b": {"m": 1.0}, "c": {"m": 0.0}, "d": {}}, {})
 FULL = SystemResult("full", {"a": {"m": 1.0}, "b": {"m": 1.0}, "c": {"m": 1.0}, "d": {}}, {})

@@ -216,7 +216,7 @@ def test_the_model_in_training_is_asked_anew_and_what_stands_before_it_is_not(mo
         check_systems([both])
 
 
-# Fused and saved rankings, by hand ------------------------------------------------------------------------------------
+# Fused and saved rankings, by hand --------------------------------------------
 
 ONE = [("a", 4.0), ("b", 2.0), ("c", 0.0)]
 TWO = [("c", 0.9), ("a", 0.5)]  # finds no b, which gets .5 as well
@@ -288,7 +288,7 @@ def test_saved_rankings_rank_order_candidates_and_are_fused(saved, capsys):
         ) == {"q1": expected}
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused --------------------------------------------------------------
 
 GONE, LEG, LAST = (
     {"kind": "dense", "source": "./nothing"},
@@ -350,7 +350,7 @@ def test_nothing_to_rank_and_scores_that_are_no_numbers_are_refused(monkeypatch)
         rank([BM25])
 
 
-# Latency --------------------------------------------------------------------------------------------------------------
+# Latency ----------------------------------------------------------------------
 
 
 def test_every_ranker_is_timed_alone_with_the_warm_up_left_out(encoder, reranker, tmp_path):

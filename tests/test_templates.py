@@ -44,7 +44,7 @@ def test_empty_fields_are_left_out(template: SkillTemplate, skill: Skill, text: 
     assert template.render(skill) == text
 
 
-# Encoder --------------------------------------------------------------------------------------
+# Encoder ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_unknown_template_name_is_refused() -> None:
         validate(EncoderConfig, values, "test")
 
 
-# Reranker -------------------------------------------------------------------------------------
+# Reranker ---------------------------------------------------------------------
 
 
 def test_released_reranker_template() -> None:
