@@ -149,7 +149,7 @@ def test_default_limits_depend_on_the_form():
     assert (settings.max_tokens, settings.query_max_tokens) == (4096, 2048)
 
 
-def test_the_default_query_limit_leaves_room_for_a_skill(open_reranker_of):
+def test_default_query_limit_leaves_room_for_skill(open_reranker_of):
     room = open_reranker_of("qwen3_reranker").pair_tokenizer.room_for_query() - 2048 + 320
 
     settings = open_reranker_of("qwen3_reranker", max_tokens=320).settings
@@ -368,7 +368,7 @@ def test_positions_of_published_models(config, expected):
 
 
 @pytest.mark.parametrize("name", ["Roberta", "XLMRoberta", "MPNet"])
-def test_a_reranker_of_one_segment_equals_plain_transformers_code(tmp_path, name):
+def test_one_segment_reranker_equals_transformers(tmp_path, name):
     folder = save(tmp_path, name, "ForSequenceClassification")
     reranker = load_reranker(RerankerConfig(source=folder), CPU)
     network = AutoModelForSequenceClassification.from_pretrained(folder).eval()
