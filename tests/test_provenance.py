@@ -164,12 +164,14 @@ def test_ablation_runs_changed_loss_again(tmp_path, hinge):
     values["steps"]["train"]["loss"] = {"name": "hinge_for_test:Hinge"}
     file = write_grid(tmp_path, values)
 
-    _, (before, *_) = read_grid(file, [])
+    _, old_cells = read_grid(file, [])
     hinge.write_text(HINGE + "# changed\n")
     forget("hinge_for_test")
-    _, (after, *_) = read_grid(file, [])
+    _, new_cells = read_grid(file, [])
 
-    changed = [step for step in before.runs if before.runs[step].out != after.runs[step].out]
+    old_runs = old_cells[0].runs
+    new_runs = new_cells[0].runs
+    changed = [step for step in old_runs if old_runs[step].out != new_runs[step].out]
     assert changed == ["train", "evaluate"]
 
 
@@ -193,10 +195,10 @@ def test_all_files_of_package_count(tmp_path, hinge):
     (package / "__init__.py").write_text("")
     (package / "helper.py").write_text("")
 
-    before = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
+    old = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
     (package / "helper.py").write_text("x = 1\n")
     forget("hinge_for_test")
-    after = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
+    new = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
 
-    assert before.keys() == after.keys() == {"hinge_for_test.loss:Hinge"}
-    assert before != after
+    assert old.keys() == new.keys() == {"hinge_for_test.loss:Hinge"}
+    assert old != new

@@ -1,4 +1,4 @@
-"""Rankers of another package: named in a recipe by import path or entry point, and used like our own."""
+"""Recipes use rankers of other packages by import path or entry point."""
 
 import json
 import sys
