@@ -176,10 +176,10 @@ def test_pool_keeps_facts(tmp_path):
     run_stage(parse_recipe(sources, "test"))
 
     (skill,) = read_skills(tmp_path / "pool")
-    shown = succeeds("show", tmp_path / "pool" / "skills.parquet").out
+    text = succeeds("show", tmp_path / "pool" / "skills.parquet").out
     assert facts(skill) == facts(FULL)
-    assert "https://example.org/pdf" in shown
-    assert '["scripts/run.py", "b.md"]' in shown
+    assert "https://example.org/pdf" in text
+    assert '["scripts/run.py", "b.md"]' in text
 
 
 def test_router_keeps_facts(tmp_path):
