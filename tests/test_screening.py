@@ -266,7 +266,7 @@ def test_rule_flags_marked_text(rule: str, marked: str):
     assert first == span
 
 
-@pytest.mark.parametrize("text", chain.from_iterable(HARMLESS.values()))
+@pytest.mark.parametrize("text", list(chain.from_iterable(HARMLESS.values())))
 def test_harmless_look_alike_has_no_flag(text: str):
     assert screen(skill(text, text)) == []
 
@@ -438,7 +438,7 @@ def test_program_is_deobfuscated(program: str, deobfuscated: str):
 
 # The rules --------------------------------------------------------------------
 
-CHECKS = [check for rule in RULES for check in rule.checks + rule.program_checks]
+CHECKS = list(chain.from_iterable(rule.checks + rule.program_checks for rule in RULES))
 # Runs of one class of characters, with nothing after them, are linear without a bound.
 UNBOUNDED = (hidden._INVISIBLE_RUN, normalize._DISGUISE)
 
