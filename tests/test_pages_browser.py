@@ -18,7 +18,7 @@ NUM_MORE = 30  # lists beside the three of TEXTS, so that there is a second page
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def report(tmp_path_factory) -> Iterator[Page]:
     """A browser with the report of invented systems that have hostile names and texts."""
     root = tmp_path_factory.mktemp("browser")
     write_report(invented(24), root)
@@ -27,7 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def lists(tmp_path_factory) -> Iterator[Page]:
     """A browser with the page of small lists that have hostile texts."""
     root = tmp_path_factory.mktemp("browser")
     pool = POOL | {"z/tu": (HOSTILE, HOSTILE, HOSTILE * 20, None, "zh", HOSTILE)}
@@ -43,7 +43,7 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> Iterator[None]:
+def quiet(request) -> Iterator[None]:
     """Check after each test that nothing was logged, opened or requested, except the page."""
     yield
     for name in {"report", "lists"} & set(request.fixturenames):

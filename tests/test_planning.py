@@ -342,14 +342,14 @@ PLAN_COMMAND = ("skillweaver", "plan")
 PDF_TASK = "merge the pdf files and then translate the text"
 
 
-def test_command_plans_without_model(library: Path):
+def test_command_plans_without_model(library):
     out = succeeds(*PLAN_COMMAND, PDF_TASK, "--pool", library / "skills").out
 
     assert "2 steps in 2 levels" in out
     assert "documents/pdf-merge" in out
 
 
-def test_command_prints_plan_as_json(library: Path):
+def test_command_prints_plan_as_json(library):
     command = *PLAN_COMMAND, PDF_TASK, "--pool", library / "skills"
 
     plan = json.loads(succeeds(*command, "--json", "compose.alpha=1").out)
@@ -358,13 +358,13 @@ def test_command_prints_plan_as_json(library: Path):
     assert skill_ids == ["documents/pdf-merge", "media/translate-text"]
 
 
-def test_command_prints_plan_as_mermaid(library: Path):
+def test_command_prints_plan_as_mermaid(library):
     command = *PLAN_COMMAND, PDF_TASK, "--pool", library / "skills"
 
     assert succeeds(*command, "--mermaid").out.startswith("flowchart TD")
 
 
-def test_command_names_steps_without_skill(library: Path):
+def test_command_names_steps_without_skill(library):
     out = succeeds(*PLAN_COMMAND, "合并文件，然后翻译", "--pool", library / "skills").out
 
     assert out.count("no skill fits") == 2
@@ -380,7 +380,7 @@ def test_command_names_steps_without_skill(library: Path):
     ],
 )
 def test_command_refuses_wrong_arguments(
-    library: Path, task: str, setting: tuple[str, ...], message: str
+    library, task: str, setting: tuple[str, ...], message: str
 ):
     line = skilltrain(*PLAN_COMMAND, task, "--pool", library / "skills", *setting).error_line
 
@@ -525,7 +525,7 @@ CHAINS = {
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Path:
+def bench(tmp_path) -> Path:
     """A folder with CHAINS as the benchmark `bench` and POOL as `pool`."""
     descriptions = {skill.skill_id: skill.description for skill in POOL}
     queries = []
@@ -624,7 +624,7 @@ def test_held_out_skill_keeps_its_category(bench: Path):
     assert means["Oracle CatR@1"]["mean"] == 1.0
 
 
-def test_benchmark_category_is_used_without_gold_skills(tmp_path: Path):
+def test_benchmark_category_is_used_without_gold_skills(tmp_path):
     """Each task of LiveMCPBench has a category."""
     tasks = [
         mcp_task(tool, tool, steps=[f"{tool} it"], category=f"to {tool}")
@@ -706,7 +706,7 @@ def test_ablate_sweeps_alpha(bench: Path):
     assert table["num_queries"] == 3
 
 
-def test_row_without_body_column_is_tool(tmp_path: Path):
+def test_row_without_body_column_is_tool(tmp_path):
     rows = [
         {"id": "x/one", "name": "one", "description": "Finds shares.", "category": "Finance"},
         {"id": "y/one", "name": "one", "description": "Finds songs."},
@@ -743,7 +743,7 @@ rare:
 
 
 @pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pipeline(monkeypatch) -> Any:
     """The module of the pipeline that builds CompSkillBench."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "data_pipelines")
     return importlib.import_module("compskillbench")
@@ -766,7 +766,7 @@ SERVERS = [
 ]
 
 
-def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path: Path):
+def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path):
     (tmp_path / "servers.jsonl").write_text(jsonl(*SERVERS))
     (tmp_path / "groups.yaml").write_text(CATEGORIES_YAML)
     settings = {
@@ -806,7 +806,7 @@ def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path: Path):
     assert chains_by_style["template"] == chains_by_style["paraphrase"] == chains_by_style["human"]
 
 
-def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path: Path):
+def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path):
     listed = "## 🗄 Databases\n\nText.\n- [a/b](https://x.y): Serves rows.\n- no entry\n"
     (tmp_path / "db.md").write_text(listed)
 
@@ -816,6 +816,6 @@ def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path: Path):
     assert row["category"] == "Databases"
 
 
-def test_compskillbench_refuses_empty_folder(pipeline: Any, tmp_path: Path):
+def test_compskillbench_refuses_empty_folder(pipeline: Any, tmp_path):
     with raises("unknown-format"):
         list(pipeline.rows_of_source(tmp_path))

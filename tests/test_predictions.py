@@ -23,7 +23,7 @@ RELEVANCE = {
 
 
 @pytest.fixture
-def benchmark(tmp_path: Path) -> Path:
+def benchmark(tmp_path) -> Path:
     """Three tasks: t1 needs a (its copy has a third of the gain), t2 b and c, t3 is not scored."""
     return write(tmp_path / "bench", skillrouter(TASKS.items(), RELEVANCE))
 

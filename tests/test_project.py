@@ -310,7 +310,7 @@ def test_slurm_script_needs_a_recipe():
     assert result.stderr.startswith("usage: sbatch launch/slurm.sh RECIPE.yaml")
 
 
-def test_slurm_script_leaves_time_to_save(tmp_path: Path):
+def test_slurm_script_leaves_time_to_save(tmp_path):
     """Slurm sends its signal to the launcher, which waits as long for its workers."""
     for name, body in FAKE_COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")

@@ -18,7 +18,7 @@ Tables = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]],
 
 
 @pytest.fixture(autouse=True)
-def pool(tmp_path: Path) -> None:
+def pool(tmp_path) -> None:
     """Write skills a to d, and a2 as a dropped duplicate of a."""
     rows = [
         {"skill_id": i, "name": i, "description": "d", "body": "b", "source": "s"} for i in "abcd"
@@ -50,7 +50,7 @@ def dropped_keys(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     return [(row["query_id"], row["skill_id"], row["filter"]) for row in rows]
 
 
-def test_query_rows_have_several_forms(tmp_path: Path):
+def test_query_rows_have_several_forms(tmp_path):
     rows = [
         {
             "query_id": "q1",
@@ -92,7 +92,7 @@ def test_query_rows_have_several_forms(tmp_path: Path):
     assert summary["num_by_split"] == {"dev": 1, "train": 2}
 
 
-def test_split_setting_overrides_rows(tmp_path: Path):
+def test_split_setting_overrides_rows(tmp_path):
     rows = [{"query": "x", "skill_ids": ["a"], "split": "dev"}]
 
     (query,), _, _, _ = make(tmp_path, rows, split="test")
@@ -100,7 +100,7 @@ def test_split_setting_overrides_rows(tmp_path: Path):
     assert query["split"] == "test"
 
 
-def test_group_becomes_judged_query(tmp_path: Path):
+def test_group_becomes_judged_query(tmp_path):
     group = {
         "group_id": "g1",
         "query": "Do it",
@@ -129,7 +129,7 @@ def test_group_becomes_judged_query(tmp_path: Path):
     assert summary["num_by_verdict"] == {"rejected": 1, "required": 2, "useful": 1}
 
 
-def test_contradiction_between_files_is_dropped(tmp_path: Path):
+def test_contradiction_between_files_is_dropped(tmp_path):
     """Both files judge the same text. One requires the skill that the other one rejects."""
     rejecting = tmp_path / "one.jsonl"
     requiring = tmp_path / "two.jsonl"
@@ -151,7 +151,7 @@ def test_contradiction_between_files_is_dropped(tmp_path: Path):
         assert "two.jsonl" in dropped[0]["reason"]
 
 
-def test_generated_ids_do_not_depend_on_line(tmp_path: Path):
+def test_generated_ids_do_not_depend_on_line(tmp_path):
     rows = [{"query": "x", "skill_ids": ["a"]}, {"query": "y", "skill_ids": ["a"]}]
     queries, _, _, _ = make(tmp_path, rows)
 
@@ -168,7 +168,7 @@ def test_generated_ids_do_not_depend_on_line(tmp_path: Path):
 USABLE_ROW = {"query_id": "ok", "query": "y", "skill_ids": ["b"]}
 
 
-def test_query_with_missing_gold_may_be_dropped(tmp_path: Path):
+def test_query_with_missing_gold_may_be_dropped(tmp_path):
     rows: list[dict[str, Any]] = [
         {"query_id": f"q{i}", "query": "x", "skill_ids": ["a", f"gone{i}"]} for i in range(4)
     ]
@@ -190,13 +190,13 @@ EMPTY_ROWS = [
 DROPPED_KEYS = [("e", "", "empty_query"), ("n", "", "empty_query"), ("g", "", "no_gold")]
 
 
-def test_empty_query_is_dropped(tmp_path: Path):
+def test_empty_query_is_dropped(tmp_path):
     _, _, dropped, _ = make(tmp_path, [*EMPTY_ROWS, USABLE_ROW])
 
     assert dropped_keys(dropped) == DROPPED_KEYS
 
 
-def test_file_without_usable_query_is_refused(tmp_path: Path):
+def test_file_without_usable_query_is_refused(tmp_path):
     with raises("nothing-left"):
         make(tmp_path, EMPTY_ROWS)
 
@@ -204,7 +204,7 @@ def test_file_without_usable_query_is_refused(tmp_path: Path):
     assert dropped_keys(dropped) == DROPPED_KEYS
 
 
-def test_parquet_gives_the_same_queries(tmp_path: Path):
+def test_parquet_gives_the_same_queries(tmp_path):
     rows = [
         {"query_id": "1", "query": "Two", "required": ["a", "b"], "rejected": [], "split": None},
         {"query_id": "2", "query": "One", "required": ["c"], "rejected": ["a"], "split": "dev"},
@@ -228,7 +228,7 @@ def test_parquet_gives_the_same_queries(tmp_path: Path):
         ("train.jsonl", None, "special-file"),
     ],
 )
-def test_wrong_file_is_refused(tmp_path: Path, name: str, content: str | None, code: str):
+def test_wrong_file_is_refused(tmp_path, name: str, content: str | None, code: str):
     file = tmp_path / name
     if content is None:
         os.mkfifo(file)
@@ -282,12 +282,12 @@ def test_wrong_file_is_refused(tmp_path: Path, name: str, content: str | None, c
         ),
     ],
 )
-def test_wrong_row_names_its_line(tmp_path: Path, row: dict[str, Any], message: str):
+def test_wrong_row_names_its_line(tmp_path, row: dict[str, Any], message: str):
     with pytest.raises(SkilltrainError, match=rf"train\.jsonl, line 2(, query .*)?: {message}"):
         make(tmp_path, [{"query_id": "q", "query": "x", "skill_ids": "a"}, row])
 
 
-def test_wrong_row_names_its_id(tmp_path: Path):
+def test_wrong_row_names_its_id(tmp_path):
     row = {"query_id": "q7", "query": "x", "skill_ids": "a", "split": "valid"}
 
     with pytest.raises(SkilltrainError, match=r"train\.jsonl, line 1, query q7: split: "):
@@ -295,7 +295,7 @@ def test_wrong_row_names_its_id(tmp_path: Path):
 
 
 @pytest.fixture
-def two_files(tmp_path: Path) -> Path:
+def two_files(tmp_path) -> Path:
     """A folder with the files a.jsonl and b.jsonl."""
     for name in ("b", "a"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"query": name, "skill_ids": "a"}])
@@ -313,7 +313,7 @@ def test_pattern_without_match_is_refused(two_files: Path):
         make(two_files, str(two_files / "x*.jsonl"), split="train")
 
 
-def test_pattern_may_be_relative(two_files: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pattern_may_be_relative(two_files: Path, monkeypatch):
     (two_files / "here").mkdir()
     monkeypatch.chdir(two_files / "here")
 

@@ -47,7 +47,7 @@ SKILLS = [Skill(f"s{number}", "pdf", "fill a form", "x" * number) for number in 
 
 
 @pytest.fixture
-def by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def by_length(tmp_path, monkeypatch) -> str:
     """The import path of a ranker that lies in a module on sys.path."""
     (tmp_path / "length_ranker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)

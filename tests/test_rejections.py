@@ -80,7 +80,7 @@ def model(server: LLMServer, folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def rejections_command(server: LLMServer, tmp_path: Path, model_folders):
+def rejections_command(server, tmp_path, model_folders):
     """Judge the skills of POOL and a French one. The server gives honest answers."""
     french = Skill("fr", "outil", "fait", "corps", lang="fr")
     write_pool(tmp_path / "pool", [*POOL, french])
@@ -108,7 +108,7 @@ def dry_run(command: list[str]) -> dict[str, Any]:
     return json.loads(succeeds(*command, "--dry-run").out)["dry_run"]
 
 
-def test_unusable_answer_is_returned_to_model(rejections_command, server: LLMServer):
+def test_unusable_answer_is_returned_to_model(rejections_command, server):
     server.script = [Reply("no JSON")]
 
     succeeds(*rejections_command)
@@ -116,7 +116,7 @@ def test_unusable_answer_is_returned_to_model(rejections_command, server: LLMSer
     assert "turned down: it is not one JSON object" in user_text(server.requests[16])
 
 
-def test_every_group_becomes_judged_query(rejections_command, server: LLMServer, tmp_path: Path):
+def test_every_group_becomes_judged_query(rejections_command, server, tmp_path):
     summary = json.loads(succeeds(*rejections_command, "dev_share=0.2", "--json").out)
     queries, judgements, dropped = tables(tmp_path / "out")
 
@@ -152,7 +152,7 @@ def test_every_group_becomes_judged_query(rejections_command, server: LLMServer,
     assert len(pairs) == len({skill_id for skill_id, _ in pairs})
 
 
-def test_more_groups_reuse_cached_answers(rejections_command, server: LLMServer, tmp_path: Path):
+def test_more_groups_reuse_cached_answers(rejections_command, server, tmp_path):
     succeeds(*rejections_command)
     server.requests.clear()
 
@@ -161,9 +161,7 @@ def test_more_groups_reuse_cached_answers(rejections_command, server: LLMServer,
     assert len(server.requests) == 2
 
 
-def test_refusal_rejects_all_skills_but_anchor(
-    rejections_command, server: LLMServer, tmp_path: Path
-):
+def test_refusal_rejects_all_skills_but_anchor(rejections_command, server, tmp_path):
     refusal = {"verdicts": [], "refusal": "functional_overlap", "why": "all do the same"}
     server.otherwise = partial(answer, **refusal)
 
@@ -178,7 +176,7 @@ def test_refusal_rejects_all_skills_but_anchor(
 
 
 @pytest.fixture
-def second_judge_command(rejections_command, server: LLMServer):
+def second_judge_command(rejections_command, server):
     """Judge five groups twice. The second judge calls every skill irrelevant."""
 
     def answer_both(request: dict[str, Any]) -> Reply:
@@ -191,9 +189,7 @@ def second_judge_command(rejections_command, server: LLMServer):
     return [*rejections_command, f"second_judge={second_judge}", "num_judged_twice=5"]
 
 
-def test_dry_run_counts_requests_of_both_judges(
-    second_judge_command, server: LLMServer, tmp_path: Path
-):
+def test_dry_run_counts_requests_of_both_judges(second_judge_command, server, tmp_path):
     plan = dry_run(second_judge_command)
 
     assert (plan["num_groups"], plan["num_requests"]) == (16, 16)
@@ -202,7 +198,7 @@ def test_dry_run_counts_requests_of_both_judges(
     assert not (tmp_path / "out").exists()
 
 
-def test_second_judge_measures_agreement(second_judge_command, server: LLMServer, tmp_path: Path):
+def test_second_judge_measures_agreement(second_judge_command, server, tmp_path):
     summary = json.loads(succeeds(*second_judge_command, "--json").out)
 
     # The second judge does not see the first verdicts.
@@ -270,7 +266,7 @@ def test_unusable_answer_gives_reason(changed: dict[str, Any], kind: str, reason
     ],
 )
 def test_settings_without_groups_are_refused(
-    rejections_command, tmp_path: Path, changed: list[str], message: str
+    rejections_command, tmp_path, changed: list[str], message: str
 ):
     small_pool = write_pool(tmp_path / "small", POOL[:1])
     settings = [setting.format(small=small_pool) for setting in changed]
@@ -292,7 +288,7 @@ def answer_about_q1(request: dict[str, Any]) -> Reply:
 
 
 @pytest.fixture
-def equivalents_command(server: LLMServer, tmp_path: Path):
+def equivalents_command(server, tmp_path):
     """Judge two candidates of q1 and q2. q3 has no ranking."""
     write_pool(tmp_path / "pool", [Skill(s, f"name-{s}", "d", f"body of {s}") for s in "abcdef"])
     verdicts = {
@@ -317,14 +313,14 @@ def equivalents_command(server: LLMServer, tmp_path: Path):
     ]
 
 
-def test_query_without_candidates_is_not_judged(equivalents_command, server: LLMServer):
+def test_query_without_candidates_is_not_judged(equivalents_command, server):
     plan = dry_run(equivalents_command)
 
     assert plan["num_requests"] == 2
     assert server.requests == []
 
 
-def test_prompt_shows_gold_skill_before_unjudged_candidates(equivalents_command, server: LLMServer):
+def test_prompt_shows_gold_skill_before_unjudged_candidates(equivalents_command, server):
     succeeds(*equivalents_command)
 
     prompts = map(user_text, server.requests)
@@ -332,7 +328,7 @@ def test_prompt_shows_gold_skill_before_unjudged_candidates(equivalents_command,
     assert re.findall(r"name-(\w)", prompt) == ["a", "f", "e"]
 
 
-def test_equivalents_become_alternatives_of_gold_skill(equivalents_command, tmp_path: Path):
+def test_equivalents_become_alternatives_of_gold_skill(equivalents_command, tmp_path):
     summary = json.loads(succeeds(*equivalents_command, "--json").out)
 
     assert (summary["num_golds"], summary["num_equivalents"]) == (2, 1)
@@ -351,9 +347,7 @@ def test_equivalents_become_alternatives_of_gold_skill(equivalents_command, tmp_
     assert evaluate_query(["f", "a"], relevance, measures) == {"Hit@1": 1.0, "Recall@2": 1.0}
 
 
-def test_equivalents_are_no_gold_skills_in_second_run(
-    equivalents_command, server: LLMServer, tmp_path: Path
-):
+def test_equivalents_are_no_gold_skills_in_second_run(equivalents_command, server, tmp_path):
     succeeds(*equivalents_command)
     server.otherwise = lambda request: Reply("[2]")
     settings = [f"queries={tmp_path}/out", "depth=4", f"out={tmp_path}/again"]
@@ -426,7 +420,7 @@ def test_dev_share_of_one_leaves_no_train_group():
 
 
 @pytest.fixture
-def rewrite_command(rejections_command, server: LLMServer, tmp_path: Path):
+def rewrite_command(rejections_command, server, tmp_path):
     """Rewrite four judged queries."""
     succeeds(*rejections_command, "num_groups=4", "languages=[en]", "kinds=[neighbours]")
     server.requests.clear()
@@ -440,7 +434,7 @@ def rewrite_command(rejections_command, server: LLMServer, tmp_path: Path):
     ]
 
 
-def test_rewritten_queries_keep_judgements(rewrite_command, server: LLMServer, tmp_path: Path):
+def test_rewritten_queries_keep_judgements(rewrite_command, server, tmp_path):
     server.otherwise = lambda request: Reply(f"desk, report {request['seed']}")
 
     succeeds(*rewrite_command, "style=terse")
@@ -459,7 +453,7 @@ def test_rewrite_dry_run_counts_requests(rewrite_command):
     assert dry_run([*rewrite_command, "style=typed"])["num_requests"] == 4
 
 
-def test_unusable_rewriting_names_reason(rewrite_command, server: LLMServer, tmp_path: Path):
+def test_unusable_rewriting_names_reason(rewrite_command, server, tmp_path):
     queries, _, _ = tables(tmp_path / "out")
     names = " and ".join(f"tool en {n}" for n in range(8))
     faults = [

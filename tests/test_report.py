@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,7 +378,7 @@ def test_every_picture_has_a_text(full_page: str):
             assert attributes.get("aria-hidden") == "true"
 
 
-def test_json_holds_every_analysis(full_report: Report, tmp_path: Path):
+def test_json_holds_every_analysis(full_report: Report, tmp_path):
     write_report(full_report, tmp_path)
 
     analysis = json.loads((tmp_path / "metrics.json").read_text())["analysis"]

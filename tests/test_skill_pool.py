@@ -95,7 +95,7 @@ def row(skill_id: str, body: Any = "Body.", **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("locked_folders")
-def test_bad_skill_file_drops_only_itself(tmp_path: Path):
+def test_bad_skill_file_drops_only_itself(tmp_path):
     files = {
         "b/mail/SKILL.md": (
             "---\nname: Mail\ndescription: Send mail.\ncategory: office\n---\nWrite and send it."
@@ -143,7 +143,7 @@ def test_bad_skill_file_drops_only_itself(tmp_path: Path):
     assert sum(summary["num_dropped"].values()) == 4
 
 
-def test_pool_screens_its_skills(tmp_path: Path):
+def test_pool_screens_its_skills(tmp_path):
     files = {
         "clean/SKILL.md": "Fine body.",
         "script/SKILL.md": "Run `x.sh`.",
@@ -166,7 +166,7 @@ def test_pool_screens_its_skills(tmp_path: Path):
     assert summary["num_flagged"] == {"bare_address": 2, "router_order": 1}
 
 
-def test_links_out_of_folder_are_not_followed(tmp_path: Path):
+def test_links_out_of_folder_are_not_followed(tmp_path):
     secret = write(tmp_path / "outside" / "secret", {"SKILL.md": "Secret body."})
     root = write(tmp_path / "library", {"inside/SKILL.md": "Inside body."})
     targets = {
@@ -188,7 +188,7 @@ def test_links_out_of_folder_are_not_followed(tmp_path: Path):
     assert set(filters(dropped)) == {"link"}
 
 
-def test_linked_table_is_read(tmp_path: Path):
+def test_linked_table_is_read(tmp_path):
     """In a snapshot of the Hub's cache, every file is a link out of its folder."""
     blob = write(tmp_path, {"blob.parquet": [row("one")]}) / "blob.parquet"
     snapshot = tmp_path / "snapshot"
@@ -202,7 +202,7 @@ def test_linked_table_is_read(tmp_path: Path):
 
 
 @pytest.fixture
-def mixed_folder(tmp_path: Path) -> Path:
+def mixed_folder(tmp_path) -> Path:
     """A folder with a table of skills and other files that hold skills."""
     first = {"name": "one", "body": "Body.", "category": "c"}
     files = {
@@ -223,7 +223,7 @@ def make_with_messages(tmp_path: Path, root: Path, capsys) -> tuple[list[str], s
     return ids(skills), " ".join(capsys.readouterr().err.split())
 
 
-def test_unread_files_beside_table_are_counted(mixed_folder: Path, tmp_path: Path, capsys):
+def test_unread_files_beside_table_are_counted(mixed_folder: Path, tmp_path, capsys):
     skill_ids, messages = make_with_messages(tmp_path, mixed_folder, capsys)
 
     assert skill_ids == ["one"]
@@ -231,14 +231,14 @@ def test_unread_files_beside_table_are_counted(mixed_folder: Path, tmp_path: Pat
     assert f"{unread}; name them as sources" in messages
 
 
-def test_output_of_a_stage_has_no_unread_files(mixed_folder: Path, tmp_path: Path, capsys):
+def test_output_of_a_stage_has_no_unread_files(mixed_folder: Path, tmp_path, capsys):
     (mixed_folder / RUN_FILE).write_text("{}")
     (mixed_folder / "skills" / "away").symlink_to(tmp_path)
 
     assert make_with_messages(tmp_path, mixed_folder, capsys) == (["one"], "")
 
 
-def test_files_of_a_skill_are_not_counted_as_unread(mixed_folder: Path, tmp_path: Path, capsys):
+def test_files_of_a_skill_are_not_counted_as_unread(mixed_folder: Path, tmp_path, capsys):
     (mixed_folder / "skills.parquet").unlink()
 
     skill_ids, messages = make_with_messages(tmp_path, mixed_folder, capsys)
@@ -250,7 +250,7 @@ def test_files_of_a_skill_are_not_counted_as_unread(mixed_folder: Path, tmp_path
 # Tables -----------------------------------------------------------------------
 
 
-def test_jsonl_rows_in_several_spellings(tmp_path: Path):
+def test_jsonl_rows_in_several_spellings(tmp_path):
     facts = {"lang": "en", "source": "org/repo", "license": "MIT", "category": "c"}
     lines = [
         row("x/one", extra=[1], **facts),
@@ -273,7 +273,7 @@ def test_jsonl_rows_in_several_spellings(tmp_path: Path):
     assert one == row("x/one", **facts) | dict.fromkeys(SKILL_FACTS)
 
 
-def test_jsonl_values_that_are_no_text_become_null(tmp_path: Path):
+def test_jsonl_values_that_are_no_text_become_null(tmp_path):
     nan = float("nan")
     infinity = float("inf")
     wrong = {"description": nan, "category": infinity, "lang": nan, "license": -infinity}
@@ -291,7 +291,7 @@ def test_jsonl_values_that_are_no_text_become_null(tmp_path: Path):
     }
 
 
-def test_jsonl_header_is_cut(tmp_path: Path):
+def test_jsonl_header_is_cut(tmp_path):
     long = "x" * (MAX_HEADER_CHARS + 1)
     write(tmp_path, {"s.jsonl": [row("y", long) | {"name": long, "description": long}]})
 
@@ -301,7 +301,7 @@ def test_jsonl_header_is_cut(tmp_path: Path):
     assert skill["body"] == long
 
 
-def test_unusable_jsonl_rows_are_dropped(tmp_path: Path):
+def test_unusable_jsonl_rows_are_dropped(tmp_path):
     nan = float("nan")
     lines = [
         row("x/one"),
@@ -329,7 +329,7 @@ def test_unusable_jsonl_rows_are_dropped(tmp_path: Path):
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path) -> Path:
     """A folder with two shards of one table."""
     files = {
         "0.parquet": [row("b"), row("a", category=None, lang=None)],
@@ -339,7 +339,7 @@ def shards(tmp_path: Path) -> Path:
     return write(tmp_path / "shards", files)
 
 
-def test_shards_are_read_as_one_table(shards: Path, tmp_path: Path):
+def test_shards_are_read_as_one_table(shards: Path, tmp_path):
     skills, dropped, _ = make(tmp_path, shards)
 
     assert ids(skills) == ["a", "b", "c"]
@@ -347,7 +347,7 @@ def test_shards_are_read_as_one_table(shards: Path, tmp_path: Path):
     assert dropped == []
 
 
-def test_broken_shard_drops_only_its_own_rows(shards: Path, tmp_path: Path, capsys):
+def test_broken_shard_drops_only_its_own_rows(shards: Path, tmp_path, capsys):
     rows = [row(f"c{i}", os.urandom(2000).hex()) for i in range(50)]
     write(shards, {"bad.parquet": "hello", "cut.jsonl.gz": rows})
     cut = shards / "cut.jsonl.gz"
@@ -379,7 +379,7 @@ def test_broken_shard_drops_only_its_own_rows(shards: Path, tmp_path: Path, caps
         ("piped/x.jsonl", None, "nothing-left"),
     ],
 )
-def test_wrong_source_is_refused(tmp_path: Path, name: str, content: Any, code: str):
+def test_wrong_source_is_refused(tmp_path, name: str, content: Any, code: str):
     write(tmp_path, {name: content})
 
     with raises(code) as error:
@@ -388,13 +388,13 @@ def test_wrong_source_is_refused(tmp_path: Path, name: str, content: Any, code: 
     assert "\n" not in str(error.value)
 
 
-def test_missing_source_is_refused(tmp_path: Path):
+def test_missing_source_is_refused(tmp_path):
     with raises("not-found"):
         make(tmp_path, tmp_path / "none")
 
 
 @pytest.fixture
-def dataset(tmp_path: Path):
+def dataset(tmp_path):
     """A dataset in tmp_path/flat, and with two splits in tmp_path/dict."""
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([row("b"), row("a", "Other.")])
@@ -403,7 +403,7 @@ def dataset(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("dataset")
-def test_saved_dataset_is_read(tmp_path: Path):
+def test_saved_dataset_is_read(tmp_path):
     skills, _, _ = make(tmp_path, f"hf:{tmp_path}/flat")
 
     assert ids(skills) == ["a", "b"]
@@ -411,7 +411,7 @@ def test_saved_dataset_is_read(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("dataset")
-def test_dataset_with_splits_needs_a_split(tmp_path: Path):
+def test_dataset_with_splits_needs_a_split(tmp_path):
     skills, _, _ = make(tmp_path, f"hf:{tmp_path}/dict:test")
 
     assert ids(skills) == ["b"]
@@ -421,7 +421,7 @@ def test_dataset_with_splits_needs_a_split(tmp_path: Path):
         make(tmp_path, f"hf:{tmp_path}/dict:dev")
 
 
-def test_folder_name_may_be_no_utf8(tmp_path: Path):
+def test_folder_name_may_be_no_utf8(tmp_path):
     write(tmp_path / ODD_NAME, {"a/SKILL.md": "Body."})
 
     (skill,), _, _ = make(tmp_path, tmp_path / ODD_NAME)
@@ -429,7 +429,7 @@ def test_folder_name_may_be_no_utf8(tmp_path: Path):
     assert skill["source"] == "caf"
 
 
-def test_shard_name_may_be_no_utf8(tmp_path: Path):
+def test_shard_name_may_be_no_utf8(tmp_path):
     rows = [{"name": "b", "body": "Other."}, {}]
     shards = write(
         tmp_path / "shards" / ODD_NAME, {"a.jsonl": [row("a")], f"{ODD_NAME}.jsonl": rows}
@@ -484,7 +484,7 @@ def test_merge_drops_duplicates():
 
 
 @pytest.fixture
-def three_hundred_rows(tmp_path: Path) -> Rows:
+def three_hundred_rows(tmp_path) -> Rows:
     """Rows of s.jsonl and s.parquet: more than a worker screens at a time, in no order."""
     rows = [
         row(f"s{n * 7919 % 1000:03}", f"Use {n} {'x' * (n % 50)}.", source="s") for n in range(300)
@@ -494,7 +494,7 @@ def three_hundred_rows(tmp_path: Path) -> Rows:
     return rows
 
 
-def test_pool_is_sorted_by_id(three_hundred_rows: Rows, tmp_path: Path):
+def test_pool_is_sorted_by_id(three_hundred_rows: Rows, tmp_path):
     skills, _, summary = make(tmp_path, tmp_path / "s.jsonl", workers={"num": 1})
 
     assert ids(skills) == sorted(ids(three_hundred_rows))
@@ -504,7 +504,7 @@ def test_pool_is_sorted_by_id(three_hundred_rows: Rows, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("three_hundred_rows")
-def test_format_or_workers_do_not_change_pool(tmp_path: Path):
+def test_format_or_workers_do_not_change_pool(tmp_path):
     make(tmp_path, tmp_path / "s.jsonl", workers={"num": 1})
     make(tmp_path, tmp_path / "s.parquet", workers={"num": 2})
 
@@ -512,7 +512,7 @@ def test_format_or_workers_do_not_change_pool(tmp_path: Path):
         assert (tmp_path / "out0" / name).read_bytes() == (tmp_path / "out1" / name).read_bytes()
 
 
-def test_read_pool_reads_a_skill_file(tmp_path: Path):
+def test_read_pool_reads_a_skill_file(tmp_path):
     root = write(tmp_path, {"d/SKILL.md": "Body."})
 
     (skill,) = read_pool(root / "d" / "SKILL.md")
@@ -520,7 +520,7 @@ def test_read_pool_reads_a_skill_file(tmp_path: Path):
     assert skill.skill_id == "d"
 
 
-def test_read_pool_reads_source_as_its_pool(tmp_path: Path):
+def test_read_pool_reads_source_as_its_pool(tmp_path):
     rows = [row("b"), row("a", "Other."), row("b", "Third."), row("c", "third.")]
     file = write(tmp_path, {"s.jsonl": rows}) / "s.jsonl"
     make(tmp_path, file, drop_duplicates=False)
@@ -531,7 +531,7 @@ def test_read_pool_reads_source_as_its_pool(tmp_path: Path):
     assert skills == read_pool(str(file)) == read_pool(tmp_path / "out0")
 
 
-def test_pool_is_a_source_of_another_pool(tmp_path: Path):
+def test_pool_is_a_source_of_another_pool(tmp_path):
     write(tmp_path, {"s.jsonl": [row("b"), row("a", "Other.")]})
     skills, _, _ = make(tmp_path, tmp_path / "s.jsonl")
 
@@ -541,7 +541,7 @@ def test_pool_is_a_source_of_another_pool(tmp_path: Path):
     assert dropped == []
 
 
-def test_pool_warns_of_missing_skills(tmp_path: Path, capsys):
+def test_pool_warns_of_missing_skills(tmp_path, capsys):
     write(tmp_path, {"e/SKILL.md": "---\nname: e\n---\n", "s.jsonl": [row("a")]})
 
     _, dropped, summary = make(tmp_path, tmp_path / "e", tmp_path / "s.jsonl")
@@ -554,7 +554,7 @@ def test_pool_warns_of_missing_skills(tmp_path: Path, capsys):
     assert "/e gives no skill (the first of 1 dropped rows: the skill has no body)" in messages
 
 
-def test_pool_warns_of_missing_categories(tmp_path: Path, capsys):
+def test_pool_warns_of_missing_categories(tmp_path, capsys):
     write(tmp_path, {"s.jsonl": [row("a")]})
 
     make(tmp_path, tmp_path / "s.jsonl")
@@ -611,7 +611,7 @@ def test_wrong_settings_are_refused(changed: dict[str, Any], message: str):
 
 
 @pytest.fixture
-def toy_encoder(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def toy_encoder(monkeypatch) -> dict[str, str]:
     """The settings of an encoder whose vectors count how much a skill bakes and tables."""
 
     def encode(skills: list[Skill]) -> np.ndarray:
@@ -625,7 +625,7 @@ def toy_encoder(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def uncategorised(tmp_path: Path) -> Path:
+def uncategorised(tmp_path) -> Path:
     """A file with two skills of a category and two without one."""
     rows = [
         row("chart", "Draw a table."),
@@ -637,7 +637,7 @@ def uncategorised(tmp_path: Path) -> Path:
 
 
 def test_skill_gets_nearest_category_of_taxonomy(
-    uncategorised: Path, toy_encoder: dict[str, str], tmp_path: Path
+    uncategorised: Path, toy_encoder: dict[str, str], tmp_path
 ):
     taxonomy = tmp_path / "t.yaml"
     taxonomy.write_text(
@@ -653,7 +653,7 @@ def test_skill_gets_nearest_category_of_taxonomy(
 
 
 def test_skill_gets_nearest_category_of_pool(
-    uncategorised: Path, toy_encoder: dict[str, str], tmp_path: Path, capsys
+    uncategorised: Path, toy_encoder: dict[str, str], tmp_path, capsys
 ):
     skills, _, _ = make(tmp_path, uncategorised, categories="from_pool", encoder=toy_encoder)
 
@@ -661,7 +661,7 @@ def test_skill_gets_nearest_category_of_pool(
     assert "category" not in capsys.readouterr().err
 
 
-def test_pool_without_category_assigns_none(toy_encoder: dict[str, str], tmp_path: Path):
+def test_pool_without_category_assigns_none(toy_encoder: dict[str, str], tmp_path):
     write(tmp_path, {"bare.jsonl": [row("x")]})
 
     with raises("wrong-pool"):
@@ -676,7 +676,7 @@ def test_default_taxonomy_describes_each_category():
     assert all(len(category.description) > 40 for category in taxonomy)
 
 
-def test_taxonomy_keeps_its_order(tmp_path: Path):
+def test_taxonomy_keeps_its_order(tmp_path):
     file = tmp_path / "t.yaml"
     file.write_text("- name: b\n  description: Two\n    lines\n- name: a\n  description: One\n")
 
@@ -695,7 +695,7 @@ def test_taxonomy_keeps_its_order(tmp_path: Path):
         ("- name: a: b\n", "not-yaml"),
     ],
 )
-def test_wrong_taxonomy_is_refused(tmp_path: Path, text: str, code: str):
+def test_wrong_taxonomy_is_refused(tmp_path, text: str, code: str):
     file = tmp_path / "t.yaml"
     file.write_text(text)
 

@@ -79,7 +79,7 @@ def run_program(other_package: Path, *arguments: object) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("stage", ["count_lines", "other_package:CountLines"])
-def test_stage_of_another_package_runs(other_package: Path, tmp_path: Path, stage: str):
+def test_stage_of_another_package_runs(other_package: Path, tmp_path, stage: str):
     file = other_package / "other_package.py"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"stage: {stage}\nfile: {file}\nout: {tmp_path}/out\n")
@@ -172,7 +172,7 @@ def test_command_of_a_paper_is_in_its_group(command: str):
     assert f"(removed: use skilltrain {command})" in line
 
 
-def test_a_papers_recipe_is_sent_to_its_command(tmp_path: Path):
+def test_a_papers_recipe_is_sent_to_its_command(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("stage: rewrite\nqueries: q\npool: p\nllm: {kind: openai}\nout: o\n")
 

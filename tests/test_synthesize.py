@@ -87,7 +87,7 @@ def user_text(request: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def honest(server: LLMServer) -> LLMServer:
+def honest(server) -> LLMServer:
     """A server that writes a usable query for each request."""
     server.otherwise = unique_reply
     return server
@@ -122,7 +122,7 @@ SHORT_SKILL = Skill("s6", "x", "too short", "only few", lang="en")
 
 
 @pytest.fixture
-def own_text(tmp_path: Path) -> tuple[dict[str, Any], Path]:
+def own_text(tmp_path) -> tuple[dict[str, Any], Path]:
     """The summary and the folder of two queries for each of eight skills, from their own texts.
 
     The texts of s6 are too short, and s7 is a copy of s3.
@@ -180,7 +180,7 @@ def test_query_texts_are_cut_out_of_skills(own_text: tuple[dict[str, Any], Path]
     assert skills["s6"] == asdict(SHORT_SKILL)
 
 
-def test_own_text_queries_are_reproducible(own_text: tuple[dict[str, Any], Path], tmp_path: Path):
+def test_own_text_queries_are_reproducible(own_text: tuple[dict[str, Any], Path], tmp_path):
     summary, out = own_text
 
     second_summary, second = run(tmp_path, "two", num_queries_per_skill=2, dev_share=0.4)
@@ -216,7 +216,7 @@ def answer_badly(request: dict[str, Any]) -> Reply:
     return Reply('Request: "Sort my mail."') if is_retry else LEAK
 
 
-def test_bad_answers_are_retried_then_dropped(server: LLMServer, tmp_path: Path):
+def test_bad_answers_are_retried_then_dropped(server, tmp_path):
     skills = [skill(n, body=f"Body {n}.") for n in range(1, 11)]
     write_pool(tmp_path / "pool", [skill(0, "other"), *skills])
     server.otherwise = answer_badly
@@ -240,7 +240,7 @@ def test_bad_answers_are_retried_then_dropped(server: LLMServer, tmp_path: Path)
     assert len(server.requests) == 30
 
 
-def test_run_without_query_is_refused(server: LLMServer, tmp_path: Path):
+def test_run_without_query_is_refused(server, tmp_path):
     write_pool(tmp_path / "pool", [skill(1, description="", body="")])
     server.otherwise = lambda _: Reply(raw="<html>")
 
@@ -251,14 +251,14 @@ def test_run_without_query_is_refused(server: LLMServer, tmp_path: Path):
     assert "holds no further passage" in str(error.value)
 
 
-def test_empty_pool_is_refused(tmp_path: Path):
+def test_empty_pool_is_refused(tmp_path):
     write_pool(tmp_path / "pool", [])
 
     with raises("empty-pool"):
         run(tmp_path, "empty")
 
 
-def test_runs_have_distinct_query_ids(honest: LLMServer, tmp_path: Path):
+def test_runs_have_distinct_query_ids(honest: LLMServer, tmp_path):
     write_skills(tmp_path, 3)
     llm = chat(honest, tmp_path / "cache")
     runs: list[dict[str, Any]] = [
@@ -291,7 +291,7 @@ def flag(folder: Path, *skill_ids: str) -> None:
     write_table(flags, FLAGS, folder / "pool")
 
 
-def test_flagged_skills_are_skipped(tmp_path: Path):
+def test_flagged_skills_are_skipped(tmp_path):
     write_skills(tmp_path, 5)
     flag(tmp_path, "s1", "s3")
 
@@ -304,7 +304,7 @@ def test_flagged_skills_are_skipped(tmp_path: Path):
     assert dropped == [("", "s1"), ("", "s3")]
 
 
-def test_flagged_skills_may_be_used(tmp_path: Path):
+def test_flagged_skills_may_be_used(tmp_path):
     write_skills(tmp_path, 5)
     flag(tmp_path, "s1", "s3")
 
@@ -313,7 +313,7 @@ def test_flagged_skills_may_be_used(tmp_path: Path):
     assert summary["num_queries"] == 5
 
 
-def test_flagged_pool_generates_nothing(tmp_path: Path):
+def test_flagged_pool_generates_nothing(tmp_path):
     write_skills(tmp_path, 2)
     flag(tmp_path, "s0", "s1")
 
@@ -321,7 +321,7 @@ def test_flagged_pool_generates_nothing(tmp_path: Path):
         run(tmp_path, "none")
 
 
-def test_near_duplicates_share_a_split(tmp_path: Path):
+def test_near_duplicates_share_a_split(tmp_path):
     write_skills(tmp_path, 40)
     clusters = [{"skill_id": f"s{i}", "cluster": i % 4} for i in range(40)]
     write_table(clusters, CLUSTERS, tmp_path / "clusters.parquet")
@@ -408,7 +408,7 @@ def test_skillrouter_prompt_names_missing_category():
     assert "Category: unknown\n" in user
 
 
-def test_terse_share_makes_terse_queries(honest: LLMServer, tmp_path: Path):
+def test_terse_share_makes_terse_queries(honest: LLMServer, tmp_path):
     write_skills(tmp_path, 4)
     settings = {"style": "as a bug report", "num_queries_per_skill": 4, "terse_share": 0.5}
 
@@ -427,7 +427,7 @@ def test_terse_share_makes_terse_queries(honest: LLMServer, tmp_path: Path):
     assert 4 <= num_terse <= 12
 
 
-def test_terse_query_has_at_most_20_words(server: LLMServer, tmp_path: Path):
+def test_terse_query_has_at_most_20_words(server, tmp_path):
     write_skills(tmp_path, 1)
     server.otherwise = lambda _: Reply("word " * 21)
 
@@ -438,16 +438,14 @@ def test_terse_query_has_at_most_20_words(server: LLMServer, tmp_path: Path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"prompt": "skillrouter", "llm": {"kind": "openai"}}])
-def test_style_needs_prompt_with_styles(tmp_path: Path, settings: dict[str, Any]):
+def test_style_needs_prompt_with_styles(tmp_path, settings: dict[str, Any]):
     with raises("invalid-setting") as error:
         config_of(tmp_path, style="short", **settings)
 
     assert "style is for a chat model and prompt: styles" in str(error.value)
 
 
-def test_dry_run_estimates_cost(
-    honest: LLMServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_dry_run_estimates_cost(honest: LLMServer, tmp_path, capsys):
     write_skills(tmp_path, 10)
     llm = chat(honest, prices={"prompt": 1.0, "completion": 2.0}, budget={"max_dollars": 0.002})
 
@@ -461,7 +459,7 @@ def test_dry_run_estimates_cost(
     assert line in capsys.readouterr().err
 
 
-def test_dry_run_of_own_text_counts_queries(tmp_path: Path):
+def test_dry_run_of_own_text_counts_queries(tmp_path):
     write_skills(tmp_path, 10)
 
     plan = dry_run(config_of(tmp_path))
@@ -470,7 +468,7 @@ def test_dry_run_of_own_text_counts_queries(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_queries_over_budget_are_dropped(honest: LLMServer, tmp_path: Path):
+def test_queries_over_budget_are_dropped(honest: LLMServer, tmp_path):
     write_skills(tmp_path, 10)
     prices = {"prompt": 1.0, "completion": 2.0}
     llm = chat(honest, tmp_path / "cache", prices=prices, budget={"max_dollars": 0.002})
@@ -529,7 +527,7 @@ def failing_server(server: LLMServer) -> None:
     server.otherwise = reply
 
 
-def test_failing_server_loses_no_query(server: LLMServer, tmp_path: Path):
+def test_failing_server_loses_no_query(server, tmp_path):
     write_skills(tmp_path, 1000)
     failing_server(server)
     llm = chat(server, tmp_path / "cache", concurrency=32, timeout=3, max_retries=1)
@@ -544,7 +542,7 @@ def test_failing_server_loses_no_query(server: LLMServer, tmp_path: Path):
     assert_no_key(tmp_path)
 
 
-def test_finished_run_repeats_only_failed_requests(server: LLMServer, tmp_path: Path):
+def test_finished_run_repeats_only_failed_requests(server, tmp_path):
     write_skills(tmp_path, 200)
     failing_server(server)
     llm = chat(server, tmp_path / "cache", concurrency=32, timeout=3, max_retries=1)
@@ -599,7 +597,7 @@ def wait_for_requests(
 
 
 @pytest.mark.slow
-def test_kill_repeats_at_most_requests_under_way(server: LLMServer, tmp_path: Path):
+def test_kill_repeats_at_most_requests_under_way(server, tmp_path):
     write_skills(tmp_path, 1000)
     failing_server(server)
     concurrency = 12
@@ -621,9 +619,7 @@ def test_kill_repeats_at_most_requests_under_way(server: LLMServer, tmp_path: Pa
 
 
 @pytest.fixture
-def stopped(
-    server: LLMServer, tmp_path: Path, request: pytest.FixtureRequest
-) -> tuple[LLMServer, int, str]:
+def stopped(server, tmp_path, request) -> tuple[LLMServer, int, str]:
     """A run of 30 queries stopped by a signal after 12 answers, four requests under way.
 
     Returns the server, the exit code, and stderr.
@@ -642,9 +638,7 @@ def stopped(
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGKILL, signal.SIGINT], indirect=True)
-def test_restart_repeats_only_requests_under_way(
-    stopped: tuple[LLMServer, int, str], tmp_path: Path
-):
+def test_restart_repeats_only_requests_under_way(stopped: tuple[LLMServer, int, str], tmp_path):
     server, _, _ = stopped
     answered = seeds(server.answered)
     assert len(answered) == 12
@@ -658,7 +652,7 @@ def test_restart_repeats_only_requests_under_way(
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGINT], indirect=True)
-def test_ctrl_c_ends_in_one_line(stopped: tuple[LLMServer, int, str], tmp_path: Path):
+def test_ctrl_c_ends_in_one_line(stopped: tuple[LLMServer, int, str], tmp_path):
     _, code, stderr = stopped
 
     assert code == 130

@@ -80,7 +80,7 @@ def test_dead_worker_ends_work_with_advice():
 
 
 @pytest.fixture
-def ray_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkersConfig]:
+def ray_workers(monkeypatch) -> Iterator[WorkersConfig]:
     """Two workers on a local Ray cluster."""
     ray = pytest.importorskip("ray")
     # Ray's workers import the functions of this file.

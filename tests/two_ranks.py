@@ -16,13 +16,6 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from skilltrain.training import engine
-from skilltrain.training.checkpoint import checkpoints
-from skilltrain.training.dev import Dev, encoder_opener
-from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import Run, train
-from skilltrain.training.settings import DevConfig, TrainingConfig
-from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 
 from skilltrain.distributed import made_by_first_rank
 from skilltrain.errors import SkilltrainError
@@ -33,6 +26,13 @@ from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade
+from skilltrain.training import engine
+from skilltrain.training.checkpoint import checkpoints
+from skilltrain.training.dev import Dev, encoder_opener
+from skilltrain.training.engine import new_accelerator
+from skilltrain.training.loop import Run, train
+from skilltrain.training.settings import DevConfig, TrainingConfig
+from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
 from training_runs import malicious_pickle, signal_in
 
