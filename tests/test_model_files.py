@@ -145,6 +145,7 @@ def broken(tmp_path, model_folders):
     """A function that copies the folder of a tiny model and changes the copy."""
 
     def copy(name, change=lambda folder: None):
+        """Return the folder of the changed copy."""
         folder = tmp_path / "broken"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(model_folders[name], folder)
@@ -211,10 +212,12 @@ def load(kind, folder):
 
 
 def renamed(weights):
+    """Give all weights another prefix."""
     return {f"other.{name}": value for name, value in weights.items()}
 
 
 def shorter(weights):
+    """Cut the last row of the word embeddings."""
     return {
         name: value[:-1].contiguous() if "word_emb" in name else value
         for name, value in weights.items()

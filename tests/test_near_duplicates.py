@@ -101,8 +101,8 @@ def edited(body, share, seed):
     generator = random.Random(seed)
     new_words = []
     for word in body.split():
-        is_kept = generator.random() >= share
-        new_words.append(word if is_kept else f"x{generator.random()}")
+        stays = generator.random() >= share
+        new_words.append(word if stays else f"x{generator.random()}")
     return " ".join(new_words)
 
 

@@ -48,6 +48,7 @@ def hinge(tmp_path, monkeypatch):
 
 
 def train_config(loss="hinge_for_test:Hinge", source="some/model"):
+    """Return the settings of a training run with this loss."""
     recipe = {
         "stage": "train_encoder",
         "model": {"source": source},

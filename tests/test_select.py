@@ -460,10 +460,9 @@ def test_written_queries_are_cached(server, tmp_path):
 
     for _ in range(2):
         ranker, _ = open_expand(server, tmp_path, count=2)
-        rankings = ranker.rank(queries_of(q="task"), None, 3)
+        assert ranker.rank(queries_of(q="task"), None, 3) == {"q": [("a", 1.0), ("b", 1.0)]}
 
     assert len(server.requests) == 1
-    assert rankings == {"q": [("a", 1.0), ("b", 1.0)]}
 
 
 def test_every_written_query_ranks_the_candidates(server):

@@ -238,7 +238,7 @@ def test_output_of_a_stage_has_no_unread_files(mixed_folder: Path, tmp_path, cap
     assert make_with_messages(tmp_path, mixed_folder, capsys) == (["one"], "")
 
 
-def test_files_of_a_skill_are_not_counted_as_unread(mixed_folder: Path, tmp_path, capsys):
+def test_files_of_read_skill_are_not_counted(mixed_folder: Path, tmp_path, capsys):
     (mixed_folder / "skills.parquet").unlink()
 
     skill_ids, messages = make_with_messages(tmp_path, mixed_folder, capsys)
@@ -265,12 +265,12 @@ def test_jsonl_rows_in_several_spellings(tmp_path):
 
     assert dropped == []
     assert ids(skills) == ["7", "only a name", "x/nul", "x/one"]
-    seven, named, nul, one = skills
+    seven, named, nul, first_row = skills
     assert (seven["description"], seven["body"]) == ("From inside.", "Text.")
     assert seven["source"] == "s.jsonl"
     assert named["description"] == "a, b"
     assert nul["body"] == "ab c"
-    assert one == row("x/one", **facts) | dict.fromkeys(SKILL_FACTS)
+    assert first_row == row("x/one", **facts) | dict.fromkeys(SKILL_FACTS)
 
 
 def test_jsonl_values_that_are_no_text_become_null(tmp_path):

@@ -460,13 +460,13 @@ def test_every_ranker_is_timed(encoder, reranker, tmp_path, num_timed, num_laten
 
 def test_latency_leaves_out_warm_up(monkeypatch):
     was_quiet = []
-    asked_ids = []
+    all_query_ids = []
 
     class SlowAtFirst:
         def rank(self, queries, candidates, keep):
             was_quiet.append(console.quiet)
             query_ids = [query.query_id for query in queries]
-            asked_ids.extend(query_ids)
+            all_query_ids.extend(query_ids)
             is_warm_up = len(was_quiet) == 2  # after the run over all queries
             time.sleep(0.02 if is_warm_up else 0.002)
             return {query_id: [("s1", 1.0)] for query_id in query_ids}
@@ -479,4 +479,4 @@ def test_latency_leaves_out_warm_up(monkeypatch):
     assert all(0.002 <= seconds < 0.02 for seconds in stage.alone)
     assert was_quiet == [False, True, True, True], "no progress bar is timed"
     assert not console.quiet
-    assert len(set(asked_ids)) == 3 + len(QUERIES), "timed queries have new ids"
+    assert len(set(all_query_ids)) == 3 + len(QUERIES), "timed queries have new ids"
