@@ -114,6 +114,7 @@ def test_partly_cached_model_is_refused(model_folders, publish):
     publish(model_folders["bert"])
     (weights,) = Path(constants.HF_HUB_CACHE).glob("*/snapshots/*/model.safetensors")
     weights.unlink()
+
     assert resolve_model("me/bert", weights=False).is_dir()
     with raises("download-failed"):
         load_reranker(RerankerConfig(source="me/bert"), CPU)
@@ -449,8 +450,10 @@ def run_with_files(folder):
 )
 def test_path_outside_folder_is_refused(broken, change, read):
     folder = broken("bert", change)
+
     with raises("path-outside-folder"):
         read(folder)
+
     assert not (folder / "copy").exists()
 
 
@@ -513,6 +516,7 @@ def settings_of(folder, **settings):
 )
 def test_pooling_is_read_from_folder(plain, config, expected):
     folder = plain(pooling=config)
+
     assert settings_of(folder).pooling == expected
     assert settings_of(folder, pooling="mean").pooling == "mean"
 

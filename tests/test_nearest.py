@@ -78,7 +78,9 @@ def test_search_returns_at_most_all_skills():
 @pytest.mark.parametrize(("num_queries", "num_skills"), [(1, 900), (30, 50)])
 def test_tie_at_cut_keeps_lower_positions(num_queries, num_skills):
     pool = np.tile(unit_vectors(1), (num_skills, 1))
+
     positions, _ = nearest(pool[:num_queries], pool, 3)
+
     assert positions.tolist() == [[0, 1, 2]] * num_queries
 
 

@@ -107,6 +107,7 @@ def test_open_lists_show_hostile_texts(report: Page):
 def test_report_fits_every_screen(report: Page, width: int, dark: bool):
     """Nothing is outside the page, every picture has a name and texts have enough contrast."""
     report.check_fits(width, dark)
+
     boxes = (
         "[...document.querySelectorAll('figure svg text')]"
         ".map(node => node.getBoundingClientRect())"

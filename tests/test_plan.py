@@ -94,8 +94,10 @@ def test_reranker_plan_counts_pairs(open_reranker_of):
     )
     data = lists_by_hand()
     long = TrainingSet(data.lists, {**data.skills, "d": skill("d", 40)})
-    settings = TrainingConfig(batch_size=1, accumulation=2, token_budget=64)
-    plan = estimate_run(RerankerStep(reranker, ListwiseCE(), long, StepSettings(64)), settings)
+    step = RerankerStep(reranker, ListwiseCE(), long, StepSettings(64))
+
+    plan = estimate_run(step, TrainingConfig(batch_size=1, accumulation=2, token_budget=64))
+
     assert plan["num_steps"] == 1
     # [CLS] query [SEP] skill [SEP]: 3 + 2 + (1, 3, 10) and 3 + 4 + (10, 1, 40).
     # The last one is cut from 47 to 32.

@@ -368,6 +368,7 @@ def arguments_of(name: str, stage: str | None = None) -> list[str]:
 
 def test_targets_share_a_pinned_base():
     assert arguments_of("FROM") == ["${BASE} AS base", "base AS cpu", "base AS cuda"]
+
     (image,) = arguments_of("ARG", "")
     (version,) = re.findall(r"^BASE=python:(\d+\.\d+\.\d+)-slim-\w+$", image)
     assert version in Requirement(f"python{PROJECT['requires-python']}").specifier

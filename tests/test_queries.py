@@ -62,9 +62,12 @@ def test_query_rows_have_several_forms(tmp_path):
         {"text": "Two\x00 skills", "skill_ids": ["a", "b", "a2"], "split": "dev"},
         {"query_id": 3, "query": "One id", "skill_ids": "c", "kind": "multi"},
     ]
+
     queries, judgements, dropped, summary = make(tmp_path, rows, origin="hand")
+
     generated_id = queries[1]["query_id"]
-    assert generated_id.startswith("train-") and len(generated_id) == len("train-") + 12
+    assert generated_id.startswith("train-")
+    assert len(generated_id) == len("train-") + 12
     assert queries == [
         {
             "query_id": "q1",

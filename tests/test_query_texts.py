@@ -63,6 +63,7 @@ def test_name_between_spaces_is_found(words: list[str], start: str, end: str):
 
 def test_name_is_removed_in_any_form():
     text = "Use PDF-tools, pdf tools or PDFTools; pdf toolsets stay"
+
     assert without_name(text, "pdf-tools") == "Use , or ; pdf toolsets stay"
     assert without_name("请用luma生成视频", "luma") == "请用 生成视频"
     assert without_name("anything", "---") == "anything"

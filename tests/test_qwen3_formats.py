@@ -124,8 +124,10 @@ odd = st.text(odd_letters, max_size=12)
 def test_separate_texts_have_official_ids(tokenizer, query, body, separator):
     skill = Skill("s", body, "", body + " end")
     pairs = pair_tokenizer(tokenizer, separator=separator)
-    joined = pairs.join(pairs.query_ids(query), pairs.skill_ids([skill])[0])
-    assert joined.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
+
+    pair = pairs.join(pairs.query_ids(query), pairs.skill_ids([skill])[0])
+
+    assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
 
 
 @settings(max_examples=40)
@@ -217,14 +219,16 @@ def test_encoder_texts_end_with_one_end_token(tokenizer, appends_end):
 
 def test_encoder_queries_have_official_form(tokenizer):
     template = EncoderTemplate(instruction="Find the skill")
-    encoder = Encoder(
-        nn.Identity(), tokenizer, EncoderSettings(pooling="last_token", template=template)
-    )
+    settings = EncoderSettings(pooling="last_token", template=template)
+    encoder = Encoder(nn.Identity(), tokenizer, settings)
+
     (ids,) = encoder.tokenize_queries(["deploy pods"])
+
     assert ids == tokenizer.encode("Instruct: Find the skill\nQuery:deploy pods<|endoftext|>")
     assert encoder.tokenize([SKILLS[0].body], 99) == [tokenizer.encode("deploy pods<|endoftext|>")]
 
 
+@torch.inference_mode()
 def test_vectors_equal_plain_code_with_left_padding(open_encoder_of):
     """Qwen3-Embedding's model card: pad on the left, take the last position, divide by the norm."""
     encoder = open_encoder_of("qwen3")
@@ -232,25 +236,26 @@ def test_vectors_equal_plain_code_with_left_padding(open_encoder_of):
     inputs = encoder.tokenizer(TEXTS, return_tensors="pt", **settings)
     assert (inputs["input_ids"][:, -1] == encoder.tokenizer.pad_token_id).all()
     assert inputs["attention_mask"][:, -1].all()
-    with torch.inference_mode():
-        expected = torch.nn.functional.normalize(
-            encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1
-        )
-        assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
+
+    vectors = encoder(encoder.tokenize(TEXTS, 100))
+
+    last = encoder.backbone(**inputs).last_hidden_state[:, -1]
+    assert torch.allclose(vectors, torch.nn.functional.normalize(last, dim=1), atol=1e-5)
 
 
+@torch.inference_mode()
 def test_scores_equal_plain_code_with_left_padding(open_reranker_of):
     """Qwen3-Reranker's model card: pad on the left, take the logits at the last position."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=600)
+    tokenizer = reranker.tokenizer
+    template = reranker.settings.template
     model = AutoModelForCausalLM.from_pretrained(reranker.network.name_or_path).eval()
-    ids = [
-        official_ids(reranker.tokenizer, reranker.settings.template, TEXTS[0], skill, 600)
-        for skill in SKILLS
-    ]
-    inputs = reranker.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
-    yes, no = yes_no_ids(reranker.tokenizer)
-    with torch.inference_mode():
-        logits = model(**inputs, logits_to_keep=1).logits[:, -1]
-        expected = logits[:, yes] - logits[:, no]
-        ours = reranker(reranker.tokenize(TEXTS[0], SKILLS))
-    assert torch.allclose(ours, expected, atol=1e-5 * max(1, float(expected.abs().max())))
+    ids = [official_ids(tokenizer, template, TEXTS[0], skill, 600) for skill in SKILLS]
+    inputs = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+
+    scores = reranker(reranker.tokenize(TEXTS[0], SKILLS))
+
+    logits = model(**inputs, logits_to_keep=1).logits[:, -1]
+    yes, no = yes_no_ids(tokenizer)
+    expected = logits[:, yes] - logits[:, no]
+    assert torch.allclose(scores, expected, atol=1e-5 * max(1, float(expected.abs().max())))

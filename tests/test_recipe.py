@@ -179,6 +179,7 @@ def test_stage_replaces_output_of_killed_run(library, tmp_path):
 def test_folder_without_name_is_refused(library, tmp_path, monkeypatch, out):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
+
     with raises("invalid-output-name"):
         run_stage(pool_config(library, out))
 

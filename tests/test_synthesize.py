@@ -38,6 +38,9 @@ from skilltrain.tables import (
 )
 from small_library import succeeds
 
+RunOutput = tuple[dict[str, Any], Path]
+"""The summary of a run and its output folder."""
+
 
 def skill(number: int, name: str = "invoice-sorter", **changed: Any) -> Skill:
     """Make a skill that shares no line with another."""
@@ -62,7 +65,7 @@ def config_of(folder: Path, **settings: Any) -> Synthesize:
     return validate(Synthesize, values, "test")
 
 
-def run(folder: Path, name: str, **settings: Any) -> tuple[dict[str, Any], Path]:
+def run(folder: Path, name: str, **settings: Any) -> RunOutput:
     """Run the stage. Returns its summary and its output folder."""
     return config_of(folder, **settings).run(folder / name), folder / name
 
@@ -122,7 +125,7 @@ SHORT_SKILL = Skill("s6", "x", "too short", "only few", lang="en")
 
 
 @pytest.fixture
-def own_text(tmp_path) -> tuple[dict[str, Any], Path]:
+def own_text(tmp_path) -> RunOutput:
     """The summary and the folder of two queries for each of eight skills, from their own texts.
 
     The texts of s6 are too short, and s7 is a copy of s3.
@@ -132,7 +135,7 @@ def own_text(tmp_path) -> tuple[dict[str, Any], Path]:
     return run(tmp_path, "one", num_queries_per_skill=2, dev_share=0.4)
 
 
-def test_every_query_is_written_or_dropped(own_text: tuple[dict[str, Any], Path]):
+def test_every_query_is_written_or_dropped(own_text: RunOutput):
     summary, out = own_text
 
     expected = {f"s{i}#1" for i in range(8)} | {f"s{i}#2" for i in range(8)}
@@ -144,7 +147,7 @@ def test_every_query_is_written_or_dropped(own_text: tuple[dict[str, Any], Path]
     assert [row["other_id"] for row in dropped] == [None, None, "s3", "s3"]
 
 
-def test_own_text_query_requires_its_skill(own_text: tuple[dict[str, Any], Path]):
+def test_own_text_query_requires_its_skill(own_text: RunOutput):
     _, out = own_text
     queries = rows(out, QUERIES)
     judgements = rows(out, JUDGEMENTS)
@@ -161,7 +164,7 @@ def test_own_text_query_requires_its_skill(own_text: tuple[dict[str, Any], Path]
     assert {(row["verdict"], row["judge"]) for row in judgements} == {("required", "own_text")}
 
 
-def test_queries_of_skill_share_a_split(own_text: tuple[dict[str, Any], Path]):
+def test_queries_of_skill_share_a_split(own_text: RunOutput):
     _, out = own_text
 
     splits = {(row["query_id"].split("#")[0], row["split"]) for row in rows(out, QUERIES)}
@@ -170,7 +173,7 @@ def test_queries_of_skill_share_a_split(own_text: tuple[dict[str, Any], Path]):
     assert {split for _, split in splits} == {"train", "dev"}
 
 
-def test_query_texts_are_cut_out_of_skills(own_text: tuple[dict[str, Any], Path]):
+def test_query_texts_are_cut_out_of_skills(own_text: RunOutput):
     _, out = own_text
 
     skills = {row["skill_id"]: row for row in rows(out, SKILLS)}
@@ -180,7 +183,7 @@ def test_query_texts_are_cut_out_of_skills(own_text: tuple[dict[str, Any], Path]
     assert skills["s6"] == asdict(SHORT_SKILL)
 
 
-def test_own_text_queries_are_reproducible(own_text: tuple[dict[str, Any], Path], tmp_path):
+def test_own_text_queries_are_reproducible(own_text: RunOutput, tmp_path):
     summary, out = own_text
 
     second_summary, second = run(tmp_path, "two", num_queries_per_skill=2, dev_share=0.4)
@@ -618,12 +621,13 @@ def test_kill_repeats_at_most_requests_under_way(server, tmp_path):
     assert_no_key(tmp_path)
 
 
-@pytest.fixture
-def stopped(server, tmp_path, request) -> tuple[LLMServer, int, str]:
-    """A run of 30 queries stopped by a signal after 12 answers, four requests under way.
+StoppedRun = tuple[LLMServer, int, str]
+"""The server, the exit code and the standard error of a stopped run."""
 
-    Returns the server, the exit code, and stderr.
-    """
+
+@pytest.fixture
+def stopped(server, tmp_path, request) -> StoppedRun:
+    """A run of 30 queries that a signal stops after 12 answers, during four requests."""
     server.otherwise = lambda body: replace(
         unique_reply(body), delay=0 if len(server.requests) <= 12 else 60
     )
@@ -638,7 +642,7 @@ def stopped(server, tmp_path, request) -> tuple[LLMServer, int, str]:
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGKILL, signal.SIGINT], indirect=True)
-def test_restart_repeats_only_requests_under_way(stopped: tuple[LLMServer, int, str], tmp_path):
+def test_restart_repeats_only_requests_under_way(stopped: StoppedRun, tmp_path):
     server, _, _ = stopped
     answered = seeds(server.answered)
     assert len(answered) == 12
@@ -652,7 +656,7 @@ def test_restart_repeats_only_requests_under_way(stopped: tuple[LLMServer, int, 
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGINT], indirect=True)
-def test_ctrl_c_ends_in_one_line(stopped: tuple[LLMServer, int, str], tmp_path):
+def test_ctrl_c_ends_in_one_line(stopped: StoppedRun, tmp_path):
     _, code, stderr = stopped
 
     assert code == 130

@@ -71,7 +71,9 @@ MISFIT = "row {}: a value does not fit column '{}' of table "
 def test_rows_that_do_not_fit_are_refused(rows, spec, message):
     with pytest.raises(SkilltrainError) as error:
         table_from_rows(rows, spec)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
 def test_part_of_a_key_may_repeat():
