@@ -219,7 +219,8 @@ def test_name_that_the_hub_refuses(name):
 
 
 def test_paths_are_cut_to_their_last_part():
-    home, windows = "/".join(["", "home", "ada"]), "C:\\Users\\ada"
+    home = "/".join(["", "home", "ada"])
+    windows = "C:\\Users\\ada"
     settings = {
         "a": "/data/x/pool",
         "b": ["~/runs/one", home, f"{home}/pool", f"{windows}\\pool", windows, "~ada"],

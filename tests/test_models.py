@@ -37,7 +37,7 @@ SKILLS = [
 ]
 
 
-# Encoders ------------------------------------------------------------------------------------
+# Encoders ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_queries_have_their_own_limit(open_encoder_of):
     assert ids[:15] == whole[:15]
 
 
-# Rerankers -----------------------------------------------------------------------------------
+# Rerankers --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_tokens", [32, 512])
@@ -149,7 +149,7 @@ def test_default_limits_depend_on_the_form():
     assert (settings.max_tokens, settings.query_max_tokens) == (4096, 2048)
 
 
-def test_the_default_query_limit_leaves_room_for_a_skill(open_reranker_of):
+def test_default_query_limit_leaves_room_for_skill(open_reranker_of):
     room = open_reranker_of("qwen3_reranker").pair_tokenizer.room_for_query() - 2048 + 320
 
     settings = open_reranker_of("qwen3_reranker", max_tokens=320).settings
@@ -254,7 +254,7 @@ def test_fields_change_nothing_else_of_a_saved_template(saved_reranker, fields):
     assert reranker.settings.model_dump() == expected
 
 
-# BERT's relatives ----------------------------------------------------------------------------
+# BERT's relatives -------------------------------------------------------------
 
 
 PAD = 1
@@ -368,7 +368,7 @@ def test_positions_of_published_models(config, expected):
 
 
 @pytest.mark.parametrize("name", ["Roberta", "XLMRoberta", "MPNet"])
-def test_a_reranker_of_one_segment_equals_plain_transformers_code(tmp_path, name):
+def test_one_segment_reranker_equals_transformers(tmp_path, name):
     folder = save(tmp_path, name, "ForSequenceClassification")
     reranker = load_reranker(RerankerConfig(source=folder), CPU)
     network = AutoModelForSequenceClassification.from_pretrained(folder).eval()

@@ -1,4 +1,4 @@
-"""Which bodies are alike by their word trigrams, templates left out; and the clusters of a pool."""
+"""Near-duplicates are bodies that share word trigrams. Clusters of a pool hold them."""
 
 import random
 
@@ -24,12 +24,13 @@ from skilltrain.records import Skill
 from skilltrain.tables import CLUSTERS, SKILLS, read_table, write_table
 from skilltrain.workers import WorkersConfig
 
-ONE = WorkersConfig(num=1)
+ONE_WORKER = WorkersConfig(num=1)
 
 
-def test_jaccard_of_word_trigrams_worked_by_hand():
-    for left, right, value in (
-        ("a b c d e", "b c d e f", 0.5),  # abc bcd cde / bcd cde def: 2 shared of 4
+@pytest.mark.parametrize(
+    ("first", "second", "similarity"),
+    [
+        ("a b c d e", "b c d e f", 0.5),  # abc bcd cde / bcd cde def: 2 of 4 are shared
         ("# Read the\n\nPDF, twice!", "read THE ｐｄｆ twice", 1),
         ("a b c", "c b a", 0),
         ("a a b", "a b a", 0),
@@ -37,22 +38,29 @@ def test_jaccard_of_word_trigrams_worked_by_hand():
         ("run it", "Run it!", 1),
         ("run it", "run", 0),
         ("", "!!", 0),
-    ):
-        assert jaccard(word_trigrams(left), word_trigrams(right)) == pytest.approx(value), (
-            left,
-            right,
-        )
-    assert word_trigrams("read the pdf").tolist() == [16379468341237586607], (
-        "the same in every process"
-    )
+    ],
+)
+def test_jaccard_of_word_trigrams(first, second, similarity):
+    assert jaccard(word_trigrams(first), word_trigrams(second)) == pytest.approx(similarity)
 
 
-def test_the_sets_of_a_pool_are_those_of_its_bodies(monkeypatch):
+def test_trigrams_are_equal_in_every_process():
+    assert word_trigrams("read the pdf").tolist() == [16379468341237586607]
+
+
+def test_trigram_sets_equal_those_of_single_bodies(monkeypatch):
     monkeypatch.setattr("skilltrain.data.near_duplicates._BLOCK", 100)
     bodies = ["a b c d", "", "one", "日本語 text", *("w x y z" for _ in range(300))]
-    pool = TrigramSets.of(bodies, WorkersConfig(num=2))
-    assert len(pool) == len(bodies) and pool.sizes.tolist()[:4] == [2, 0, 1, 2]
-    assert all(pool[at].tolist() == word_trigrams(body).tolist() for at, body in enumerate(bodies))
+
+    sets = TrigramSets.of(bodies, WorkersConfig(num=2))
+
+    assert len(sets) == len(bodies)
+    assert sets.sizes.tolist()[:4] == [2, 0, 1, 2]
+    for position, body in enumerate(bodies):
+        assert sets[position].tolist() == word_trigrams(body).tolist()
+
+
+def test_equal_values_have_equal_numbers():
     assert number_values(["pdf", "git", "pdf", "", "a"]).tolist() == [1, 2, 1, -1, 3]
 
 
@@ -62,75 +70,89 @@ def test_the_sets_of_a_pool_are_those_of_its_bodies(monkeypatch):
     ),
     st.integers(1, 3),
 )
-def test_templates_are_what_counting_by_hand_says(skills, max_names):
-    """A name of -1 is none, which counts as one name."""
-    pool = TrigramSets.of([" ".join(words) for _, words in skills], ONE)
-    names_of = {}
-    for position, (name, _) in enumerate(skills):
-        for trigram in pool[position].tolist():
-            names_of.setdefault(trigram, set()).add(name)
-    distinct = pool.without_templates(
-        np.array([name for name, _ in skills], dtype=np.int64), max_names
-    )
+def test_trigrams_of_many_names_are_dropped(skills, max_names):
+    """Skills without a name (-1) count as one name."""
+    sets = TrigramSets.of([" ".join(words) for _, words in skills], ONE_WORKER)
+    names = np.array([name for name, _ in skills], dtype=np.int64)
+    names_by_trigram = {}
+    for position, name in enumerate(names):
+        for trigram in sets[position].tolist():
+            names_by_trigram.setdefault(trigram, set()).add(name)
+
+    distinct = sets.without_templates(names, max_names)
+
     for position in range(len(skills)):
-        expected = [
-            trigram for trigram in pool[position].tolist() if len(names_of[trigram]) <= max_names
-        ]
+        trigrams = sets[position].tolist()
+        expected = [t for t in trigrams if len(names_by_trigram[t]) <= max_names]
         assert distinct[position].tolist() == expected
 
 
-# Clusters -----------------------------------------------------------------------------------------------------------
+# Clusters ---------------------------------------------------------------------
 
 
 def words(seed, count):
+    """Return random words."""
     generator = random.Random(seed)
     return " ".join(f"w{generator.randrange(5000)}" for _ in range(count))
 
 
 def edited(body, share, seed):
-    """`body` with about `share` of its words replaced."""
+    """Replace about `share` of the words."""
     generator = random.Random(seed)
-    return " ".join(
-        word if generator.random() >= share else f"x{generator.random()}" for word in body.split()
-    )
+    new_words = []
+    for word in body.split():
+        stays = generator.random() >= share
+        new_words.append(word if stays else f"x{generator.random()}")
+    return " ".join(new_words)
 
 
 def exact_roots(sets, threshold):
-    """The lowest position of each connected component, by comparing every pair."""
+    """Return the lowest position of each one's connected component. Compares all pairs."""
     roots = list(range(len(sets)))
-    for right in range(len(sets)):
-        for left in range(right):
-            if jaccard(sets[left], sets[right]) >= threshold and roots[left] != roots[right]:
-                low, high = sorted((roots[left], roots[right]))
+    for second in range(len(sets)):
+        for first in range(second):
+            is_linked = jaccard(sets[first], sets[second]) >= threshold
+            if is_linked and roots[first] != roots[second]:
+                low, high = sorted((roots[first], roots[second]))
                 roots = [low if root == high else root for root in roots]
     return roots
 
 
-def test_all_pairs_that_exact_comparison_finds_are_found():
+def test_links_equal_exact_comparison():
     families = [words(seed, 150) for seed in range(8)]
-    bodies = [edited(families[n % 8], share, n) for n, share in enumerate(np.linspace(0, 0.25, 96))]
+    shares = np.linspace(0, 0.25, 96)
+    bodies = [edited(families[n % 8], share, n) for n, share in enumerate(shares)]
     random.Random(1).shuffle(bodies)
-    sets = TrigramSets.of(bodies, ONE)
-    exact = exact_roots(sets, 0.6)
-    assert 8 < len(set(exact)) < 96
-    assert link_near_duplicates(sets, 0.6, ONE) == exact
+    sets = TrigramSets.of(bodies, ONE_WORKER)
+
+    roots = link_near_duplicates(sets, 0.6, ONE_WORKER)
+
+    assert 8 < len(set(roots)) < 96
+    assert roots == exact_roots(sets, 0.6)
+
+
+def test_links_join_chains():
     tokens = words(4, 140).split()
-    chain = TrigramSets.of([" ".join(tokens[start : start + 100]) for start in (0, 20, 40)], ONE)
-    assert jaccard(chain[0], chain[2]) < 0.6 and link_near_duplicates(chain, 0.6, ONE) == [0, 0, 0]
+    bodies = [" ".join(tokens[start : start + 100]) for start in (0, 20, 40)]
+    sets = TrigramSets.of(bodies, ONE_WORKER)
+    assert jaccard(sets[0], sets[2]) < 0.6
+
+    assert link_near_duplicates(sets, 0.6, ONE_WORKER) == [0, 0, 0]
 
 
-def test_a_large_cluster_needs_few_comparisons(monkeypatch):
-    compared = []
-    monkeypatch.setattr(module, "jaccard", lambda *pair: compared.append(pair) or jaccard(*pair))
-    sets = TrigramSets.of([words(0, 100) + f" tail {n}" for n in range(200)], ONE)
-    assert set(link_near_duplicates(sets, 0.6, ONE)) == {0}
-    assert len(compared) == 199  # of 19,900 pairs
+def test_large_cluster_needs_few_comparisons(monkeypatch):
+    pairs = []
+    monkeypatch.setattr(module, "jaccard", lambda *pair: pairs.append(pair) or jaccard(*pair))
+    sets = TrigramSets.of([words(0, 100) + f" tail {n}" for n in range(200)], ONE_WORKER)
+
+    roots = link_near_duplicates(sets, 0.6, ONE_WORKER)
+
+    assert set(roots) == {0}
+    assert len(pairs) == 199  # of 19,900
 
 
-GLYPHS, LARGE = (
-    "\U00012000\U00012001 \U00012002 \ue000\ue001 \u200b\u0000 \U0001f600",
-    "word other " * 400_000,
-)
+GLYPHS = "\U00012000\U00012001 \U00012002 \ue000\ue001 \u200b\u0000 \U0001f600"
+LARGE = "word other " * 400_000
 
 
 @pytest.mark.parametrize(
@@ -141,53 +163,65 @@ GLYPHS, LARGE = (
             0.6,
             [0, 1, 0, 2],
         ),
-        (
-            ["", "", "?!", "run", "Run!"],
-            0.6,
-            [0, 1, 2, 3, 3],
-        ),  # empty bodies are no copies of each other
+        # Empty bodies are no near-duplicates of each other.
+        (["", "", "?!", "run", "Run!"], 0.6, [0, 1, 2, 3, 3]),
         ([words(1, 50), words(1, 50), words(1, 50) + " more"], 1.0, [0, 0, 1]),
         ([GLYPHS, GLYPHS], 0.6, [0, 0]),
         ([LARGE, LARGE + "end", "word"], 0.3, [0, 0, 1]),
         ([], 0.6, []),
     ],
 )
-def test_copies_share_a_cluster_and_clusters_are_numbered_by_lowest_id(bodies, threshold, clusters):
+def test_clusters_are_numbered_by_lowest_id(bodies, threshold, clusters):
     skills = [
         Skill(skill_id, skill_id, "", body) for skill_id, body in zip("abcde", bodies, strict=False)
     ]
-    expected = dict(zip("abcde", clusters, strict=False))
-    assert near_duplicate_clusters(skills[::-1], threshold) == expected
+
+    clusters_by_skill = near_duplicate_clusters(skills[::-1], threshold)
+
+    assert clusters_by_skill == dict(zip("abcde", clusters, strict=False))
 
 
-def test_copies_share_a_cluster_or_a_name_and_three_tenths_of_their_trigrams(tmp_path):
-    """Of 9 words a body has 7 trigrams; bodies that share the first 5 words share 3 of 11, the first 6 4 of 10."""
-    five, six = "a b c d e p q r s", "a b c d e f p q r"
-    named = {
-        "gold": ("PDF tools", "a b c d e f g h i"),
-        "near": ("pdf-tools", six),
-        "far": ("pdf-tools", five),
-        "other name": ("x", six),
-        "of cluster": ("y", "z"),
-        "lone": ("", "a b c d e f g h i"),
-    }
-    skills = {one: Skill(one, name, "", body) for one, (name, body) in named.items()}
-    rows = [{"skill_id": one, "cluster": n} for n, one in enumerate(skills) if one != "of cluster"]
-    write_table([*rows, {"skill_id": "of cluster", "cluster": 0}], CLUSTERS, tmp_path)
-    assert copies_of(["gold", "lone", "absent"], skills, tmp_path) == {
-        "gold": ["near", "of cluster"]
-    }
+def test_copies_share_cluster_or_name(tmp_path):
+    """A copy is in the cluster, or has the name and at least .3 of the trigrams.
+
+    A body of 9 words has 7 trigrams. Two bodies with the same first five words share 3 of 11
+    trigrams, with the same first six words 4 of 10.
+    """
+    five_words = "a b c d e p q r s"
+    six_words = "a b c d e f p q r"
+    skills = [
+        Skill("gold", "PDF tools", "", "a b c d e f g h i"),
+        Skill("near", "pdf-tools", "", six_words),
+        Skill("far", "pdf-tools", "", five_words),
+        Skill("other name", "x", "", six_words),
+        Skill("of cluster", "y", "", "z"),
+        Skill("lone", "", "", "a b c d e f g h i"),
+    ]
+    clusters = {skill.skill_id: n for n, skill in enumerate(skills)}
+    clusters["of cluster"] = clusters["gold"]
+    rows = [{"skill_id": skill_id, "cluster": n} for skill_id, n in clusters.items()]
+    write_table(rows, CLUSTERS, tmp_path)
+    pool = {skill.skill_id: skill for skill in skills}
+
+    copies = copies_of(["gold", "lone", "absent"], pool, tmp_path)
+
+    assert copies == {"gold": ["near", "of cluster"]}
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.8, 0.95, 1.0])
-def test_the_lsh_layout_finds_99_percent_at_the_threshold(threshold):
+def test_lsh_finds_99_percent_at_threshold(threshold):
     bands, rows = bands_and_rows(threshold)
-    assert bands * rows <= 160 and bands >= 2
+
+    assert bands >= 2
+    assert bands * rows <= 160
     assert 1 - (1 - threshold**rows) ** bands >= 0.99
 
 
 TEXT = "read the pages of a pdf file and print every one of them to the terminal in order"
-TEMPLATE = "Automate {} tasks via Rube MCP. Always search the tools first for current schemas, then plan and execute."
+TEMPLATE = (
+    "Automate {} tasks via Rube MCP. "
+    "Always search the tools first for current schemas, then plan and execute."
+)
 SERVICES = ("brex", "bench", "nasa", "gleap", "zoho", "textit", "wakatime")
 POOL = [
     Skill("z/pdf", "pdf", "", TEXT),
@@ -201,33 +235,43 @@ POOL = [
 ]
 
 
-def test_the_stage_clusters_copies_in_any_order_on_any_number_of_workers(tmp_path):
-    """Siblings of a template are copies by plain trigrams alone."""
+def run_clusters(folder, pool=POOL, **changes):
+    """Run the stage. Returns its summary and the cluster of each skill."""
+    write_table(pool, SKILLS, folder / "pool.parquet")
+    values = {
+        "stage": "clusters",
+        "pool": folder / "pool.parquet",
+        "out": folder,
+        "workers": {"num": 1},
+    }
+    summary = validate(Clusters, values | changes, "recipe").run(folder)
+    rows = read_table(folder, CLUSTERS).to_pylist()
+    return summary, {row["skill_id"]: row["cluster"] for row in rows}
 
-    def run(pool=POOL, **changes):
-        write_table(pool, SKILLS, tmp_path / "pool.parquet")
-        values = {
-            "stage": "clusters",
-            "pool": tmp_path / "pool.parquet",
-            "out": tmp_path,
-            "workers": {"num": 1},
-        }
-        summary = validate(Clusters, values | changes, "recipe").run(tmp_path)
-        return summary, {
-            row["skill_id"]: row["cluster"] for row in read_table(tmp_path, CLUSTERS).to_pylist()
-        }
 
-    summary, clusters = run()
+def test_stage_clusters_copies(tmp_path):
+    summary, clusters = run_clusters(tmp_path)
+
     assert list(clusters) == sorted(skill.skill_id for skill in POOL)
-    assert (
-        clusters["a/pdf"] == clusters["z/pdf"] == 0 and len(set(clusters.values())) == len(POOL) - 1
-    )
+    assert clusters["a/pdf"] == clusters["z/pdf"] == 0
+    assert len(set(clusters.values())) == len(POOL) - 1
     assert summary == {
         "num_skills": 11,
         "num_clusters": 1,
         "num_skills_in_clusters": 2,
         "largest": {"a/pdf": 2},
     }
-    summary, plain = run(max_names=None)
+
+
+def test_skills_of_template_are_copies_without_max_names(tmp_path):
+    summary, _ = run_clusters(tmp_path, max_names=None)
+
     assert summary["largest"] == {"rube/bench": 7, "a/pdf": 2}
-    assert run(POOL[::-1], max_names=None, workers={"num": 2})[1] == plain
+
+
+def test_order_or_workers_do_not_change_clusters(tmp_path):
+    _, clusters = run_clusters(tmp_path, max_names=None)
+
+    _, reversed_clusters = run_clusters(tmp_path, POOL[::-1], max_names=None, workers={"num": 2})
+
+    assert reversed_clusters == clusters

@@ -1,4 +1,4 @@
-"""The nearest skills by their chunks' vectors: those of a full sort, whatever else is searched."""
+"""Search of the nearest skills by the vectors of their chunks equals a full sort."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from skilltrain.retrieval.nearest import ChunkVectors, VectorIndex, pool_chunks,
 
 
 def unit_vectors(count, dim=16, seed=0):
+    """Return random unit vectors, shape (count, dim)."""
     vectors = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
@@ -15,56 +16,78 @@ def nearest(queries, pool, k):
     return ChunkVectors.one_each(pool).nearest(queries, k)
 
 
-def test_a_skills_score_by_hand():
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ("max", [0.5, 0.75, -0.5, 0.5]),
+        ("top2", [0.5, 0.625, -0.5, 0.5]),  # a single chunk counts alone, equal ones count twice
+    ],
+)
+def test_chunk_scores_are_pooled(pooling, expected):
     scores = np.array([[0.5, 0.25, 0.75, 0.5, -0.5, 0.5, 0.5, 0.25]], dtype=np.float32)
     starts = starts_of([1, 3, 1, 3])
-    assert pool_chunks(scores, starts, "max").tolist() == [[0.5, 0.75, -0.5, 0.5]]
-    assert pool_chunks(scores, starts, "top2").tolist() == [
-        [0.5, 0.625, -0.5, 0.5]
-    ]  # alone: its own; level: both count
+
+    assert pool_chunks(scores, starts, pooling).tolist() == [expected]
 
 
-@pytest.mark.parametrize(("most", "pool"), [(1, "max"), (4, "max"), (4, "top2")])
-def test_nearest_skills_are_those_of_a_full_sort_whatever_the_lengths_of_vectors(most, pool):
+def random_chunks(max_chunks, pooling):
+    """Return 300 skills of up to `max_chunks` chunks, and 70 queries. Their lengths differ."""
     generator = np.random.default_rng(0)
-    counts = generator.integers(1, most + 1, size=300)
-    vectors, queries = (
-        generator.normal(size=(num, 8)).astype(np.float32) for num in (counts.sum(), 70)
-    )
-    vectors *= 7
-    chunks = ChunkVectors(vectors, starts_of(counts), pool)
-    products = queries.astype(np.float64) @ vectors.astype(np.float64).T
-    rows = [
-        np.sort(row[a:b])[::-1]
-        for row in products
-        for a, b in zip(chunks.starts, chunks.starts[1:], strict=False)
-    ]
-    wanted = np.array([row[0] if pool == "max" else row[:2].mean() for row in rows]).reshape(
-        70, 300
-    )
+    counts = generator.integers(1, max_chunks + 1, size=300)
+    vectors = generator.normal(size=(counts.sum(), 8)).astype(np.float32)
+    queries = generator.normal(size=(70, 8)).astype(np.float32)
+    return ChunkVectors(vectors * 7, starts_of(counts), pooling), queries
+
+
+@pytest.mark.parametrize(("max_chunks", "pooling"), [(1, "max"), (4, "max"), (4, "top2")])
+def test_nearest_skills_equal_full_sort(max_chunks, pooling):
+    chunks, queries = random_chunks(max_chunks, pooling)
+    num_best = 1 if pooling == "max" else 2
+    products = queries.astype(np.float64) @ chunks.vectors.astype(np.float64).T
+    expected = np.empty((70, 300))
+    for skill in range(300):
+        skill_products = products[:, chunks.starts[skill] : chunks.starts[skill + 1]]
+        best_products = np.sort(skill_products)[:, ::-1][:, :num_best]
+        expected[:, skill] = best_products.mean(axis=1)
+
     positions, scores = chunks.nearest(queries, 7)
-    assert (positions == np.argsort(-wanted, axis=1, kind="stable")[:, :7]).all()
-    np.testing.assert_allclose(scores, np.take_along_axis(wanted, positions, 1), rtol=1e-5)
-    assert (
-        chunks.scores(queries, np.repeat(np.arange(70), 7), positions.ravel()) == scores.ravel()
-    ).all()
-    assert chunks.nearest(queries[:0], 7)[0].shape == (0, 7) and chunks.nearest(queries, 0)[
-        0
-    ].shape == (70, 0)
-    assert chunks.nearest(queries, 999)[0].shape == (70, 300)
+
+    assert (positions == np.argsort(-expected, axis=1, kind="stable")[:, :7]).all()
+    np.testing.assert_allclose(scores, np.take_along_axis(expected, positions, 1), rtol=1e-5)
+    rows = np.repeat(np.arange(70), 7)
+    assert (chunks.scores(queries, rows, positions.ravel()) == scores.ravel()).all()
+
+
+@pytest.mark.parametrize(("num_queries", "k", "shape"), [(0, 7, (0, 7)), (70, 0, (70, 0))])
+def test_empty_search_has_empty_result(num_queries, k, shape):
+    chunks, queries = random_chunks(1, "max")
+
+    positions, _ = chunks.nearest(queries[:num_queries], k)
+
+    assert positions.shape == shape
+
+
+def test_search_returns_at_most_all_skills():
+    chunks, queries = random_chunks(1, "max")
+
+    positions, _ = chunks.nearest(queries, 999)
+
+    assert positions.shape == (70, 300)
 
 
 @pytest.mark.parametrize(("num_queries", "num_skills"), [(1, 900), (30, 50)])
-def test_a_tie_at_the_cut_keeps_the_lower_positions(num_queries, num_skills):
+def test_tie_at_cut_keeps_lower_positions(num_queries, num_skills):
     pool = np.tile(unit_vectors(1), (num_skills, 1))
+
     positions, _ = nearest(pool[:num_queries], pool, 3)
+
     assert positions.tolist() == [[0, 1, 2]] * num_queries
 
 
 @pytest.mark.parametrize("num_queries", [1, 30])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_rounding_cannot_hide_a_tie(num_queries, num_chunks):
-    """Permutations of one vector are equally near to a constant one, but not in single precision."""
+    """Permutations of a vector are equally near to a constant one, but not in float32."""
     generator = np.random.default_rng(0)
     vector = generator.uniform(size=64).astype(np.float32)
     vectors = np.stack([generator.permutation(vector) for _ in range(900 * num_chunks)])
@@ -77,7 +100,7 @@ def test_rounding_cannot_hide_a_tie(num_queries, num_chunks):
     assert len(np.unique(scores)) == 1
 
 
-def test_the_first_of_equal_chunks_is_the_best():
+def test_first_of_equal_chunks_is_best():
     vectors = np.tile(unit_vectors(1, dim=384), (9, 1))
     index = VectorIndex(ChunkVectors(vectors, np.array([0, 9])), lambda texts: vectors[:1])
 
@@ -85,10 +108,14 @@ def test_the_first_of_equal_chunks_is_the_best():
 
 
 @pytest.mark.parametrize("size", [1, 25])
-def test_a_query_is_answered_alike_in_any_company(size):
-    pool, queries = unit_vectors(2000), unit_vectors(60, seed=1)
+def test_batch_size_changes_no_result(size):
+    pool = unit_vectors(2000)
     pool[500:530] = pool[0]
-    together = nearest(queries, pool, 20)
-    parts = [nearest(queries[start : start + size], pool, 20) for start in range(0, 60, size)]
-    for part, whole in zip(zip(*parts, strict=True), together, strict=True):
-        assert (np.concatenate(part) == whole).all()
+    queries = unit_vectors(60, seed=1)
+    positions, scores = nearest(queries, pool, 20)
+
+    for start in range(0, 60, size):
+        batch = slice(start, start + size)
+        batch_positions, batch_scores = nearest(queries[batch], pool, 20)
+        assert (batch_positions == positions[batch]).all()
+        assert (batch_scores == scores[batch]).all()

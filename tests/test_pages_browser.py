@@ -18,8 +18,8 @@ NUM_MORE = 30  # lists beside the three of TEXTS, so that there is a second page
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Open the report of invented systems, with hostile names and texts, in a browser."""
+def report(tmp_path_factory) -> Iterator[Page]:
+    """A browser with the report of invented systems that have hostile names and texts."""
     root = tmp_path_factory.mktemp("browser")
     write_report(invented(24), root)
     with browser(root / "report.html") as page:
@@ -27,8 +27,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Open the page of small lists, with hostile texts, in a browser."""
+def lists(tmp_path_factory) -> Iterator[Page]:
+    """A browser with the page of small lists that have hostile texts."""
     root = tmp_path_factory.mktemp("browser")
     pool = POOL | {"z/tu": (HOSTILE, HOSTILE, HOSTILE * 20, None, "zh", HOSTILE)}
     texts = (
@@ -43,18 +43,14 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> Iterator[None]:
+def quiet(request) -> Iterator[None]:
     """Check after each test that nothing was logged, opened or requested, except the page."""
     yield
-    for page in (
-        request.getfixturevalue(name)
-        for name in ("report", "lists")
-        if name in request.fixturenames
-    ):
+    for name in {"report", "lists"} & set(request.fixturenames):
+        page = request.getfixturevalue(name)
         page.check_quiet()
-        assert {url.partition("#")[0] for url in page.requests} == {
-            page.run("location.href").partition("#")[0]
-        }
+        address = page.run("location.href").partition("#")[0]
+        assert {url.partition("#")[0] for url in page.requests} == {address}
 
 
 def search(page: Page, section: str, words: str) -> None:
@@ -64,13 +60,14 @@ def search(page: Page, section: str, words: str) -> None:
 
 
 def text_of(page: Page, selector: str) -> str:
+    """Return the text of the first element."""
     return page.run(f"document.querySelector({selector!r}).textContent")
 
 
-# The report ---------------------------------------------------------------------------------------
+# The report -------------------------------------------------------------------
 
 
-def shown(page: Page, selector: str) -> list[str]:
+def visible_texts(page: Page, selector: str) -> list[str]:
     """Return the texts of the visible elements."""
     return page.run(
         f"[...document.querySelectorAll({selector!r})].filter(node => node.getClientRects().length)"
@@ -79,7 +76,7 @@ def shown(page: Page, selector: str) -> list[str]:
 
 
 def test_search_hides_other_queries(report: Page):
-    all_entries = shown(report, ".query")
+    all_entries = visible_texts(report, ".query")
     first_entries = [entry for entry in all_entries if "task-00" in entry]
 
     for words, matches in (
@@ -91,33 +88,36 @@ def test_search_hides_other_queries(report: Page):
         search(report, "queries", words)
 
         assert text_of(report, "#queries output") == f"{len(matches)} found"
-        assert shown(report, ".query") == matches
+        assert visible_texts(report, ".query") == matches
 
 
-def test_lists_open_and_hostile_texts_stay_texts(report: Page):
+def test_open_lists_show_hostile_texts(report: Page):
     report.run("document.querySelectorAll('details').forEach(node => node.open = true)")
-    assert (
-        report.run("document.querySelectorAll('main img, main script, main [onerror]').length") == 0
-    )
-    assert any("[U+202E]evil[U+2066][U+200B]" in words for words in shown(report, ".query .text"))
-    assert shown(report, ".cases li")
+
+    active = "main img, main script, main [onerror]"
+    assert report.run(f"document.querySelectorAll('{active}').length") == 0
+    texts = visible_texts(report, ".query .text")
+    assert any("[U+202E]evil[U+2066][U+200B]" in text for text in texts)
+    assert visible_texts(report, ".cases li")
     assert report.run("document.documentElement.scrollWidth") <= 1280
     report.run("document.querySelectorAll('details').forEach(node => node.open = false)")
 
 
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
-def test_nothing_runs_out_of_the_page_everything_has_a_name_and_texts_stand_out(
-    report: Page, width: int, dark: bool
-):
+def test_report_fits_every_screen(report: Page, width: int, dark: bool):
+    """Nothing is outside the page, every picture has a name and texts have enough contrast."""
     report.check_fits(width, dark)
-    spilled = "[...document.querySelectorAll('figure svg text')].map(node => node.getBoundingClientRect())"
-    assert (
-        report.run(f"{spilled}.filter(box => box.left < 0 || box.right > innerWidth).length") == 0
+
+    boxes = (
+        "[...document.querySelectorAll('figure svg text')]"
+        ".map(node => node.getBoundingClientRect())"
     )
+    is_outside = "box => box.left < 0 || box.right > innerWidth"
+    assert report.run(f"{boxes}.filter({is_outside}).length") == 0
     assert report.run(CONTRASTS) == []
 
 
-# The page of lists --------------------------------------------------------------------------------
+# The page of lists ------------------------------------------------------------
 
 
 def click(page: Page, selector: str) -> None:
@@ -137,41 +137,42 @@ def click(page: Page, selector: str) -> None:
 def test_search_finds_lists_by_their_texts(lists: Page, words: str, query_ids: list[str]):
     search(lists, "lists", words)
 
-    assert shown(lists, "#lists .asked h3") == query_ids
+    assert visible_texts(lists, "#lists .asked h3") == query_ids
     assert text_of(lists, "#lists output") == f"{len(query_ids)} found"
 
 
 def test_lists_come_a_page_at_a_time(lists: Page):
     search(lists, "lists", "")
-    first = shown(lists, "#lists .asked h3")
+    first = visible_texts(lists, "#lists .asked h3")
 
     click(lists, "#lists .pages button:last-child")
 
     assert len(first) == 10
-    assert not set(first) & set(shown(lists, "#lists .asked h3"))
+    assert not set(first) & set(visible_texts(lists, "#lists .asked h3"))
     assert text_of(lists, "#lists .pages span") == "2 of 4"
 
 
-def test_a_candidate_opens_and_shows_its_texts(lists: Page):
+def test_opened_candidate_shows_its_texts(lists: Page):
     search(lists, "lists", "k8s q2")
     rows = lists.run(
-        "[...document.querySelectorAll('#lists article:not(.off-page) .entries li')].map(row => "
-        "[row.className, ...['.from', 'b', '.verdict'].map(part => row.querySelector(part).textContent)])"
+        "[...document.querySelectorAll('#lists article:not(.off-page) .entries li')]"
+        ".map(row => [row.className, ...['.from', 'b', '.verdict']"
+        ".map(part => row.querySelector(part).textContent)])"
     )
 
     click(lists, "#lists article:not(.off-page) li:nth-child(2) summary")
 
     assert rows[0] == ["positive odd", "gold ", "pods", "required"]
     assert rows[1] == [" odd", "semantic 2", "k8s", "irrelevant"]
-    assert shown(lists, "#lists .more pre")[0].startswith("pods pods")
+    assert visible_texts(lists, "#lists .more pre")[0].startswith("pods pods")
 
 
 def test_drops_are_searched_by_filter(lists: Page):
     search(lists, "drops", "jaccard")
 
-    bodies = shown(lists, "#drops pre")
+    bodies = visible_texts(lists, "#drops pre")
     search(lists, "drops", "")
-    filters = [title.split()[0] for title in shown(lists, "#drops h3")]
+    filters = [title.split()[0] for title in visible_texts(lists, "#drops h3")]
     assert [body.endswith("differently") for body in bodies] == [True, False]
     assert filters == [drop.filter for drop in DROPS]
 
@@ -180,7 +181,7 @@ def test_hostile_texts_stay_texts(lists: Page):
     active = "main img, main a:not(nav a), main script, main [onload], main [onerror]"
     search(lists, "lists", "<img")
 
-    names = shown(lists, "#lists .what b")
+    names = visible_texts(lists, "#lists .what b")
     name = next(name for name in names if "onerror" in name)
     assert lists.run(f"document.querySelectorAll({active!r}).length") == 0
     assert lists.run("document.querySelectorAll('script').length") == 1
@@ -190,16 +191,17 @@ def test_hostile_texts_stay_texts(lists: Page):
 
 
 @pytest.mark.parametrize(("width", "dark"), LOOKS[:2])
-def test_nothing_runs_out_of_the_page_of_lists(lists: Page, width: int, dark: bool):
+def test_page_of_lists_fits_every_screen(lists: Page, width: int, dark: bool):
     lists.check_fits(width, dark)
     assert lists.run(CONTRASTS) == []
 
 
-# Every element with text of its own against the first ground below it that is not transparent: WCAG's 4.5 to 1.
+# Elements whose text has less than 4.5 to 1 contrast (WCAG) to the first opaque background.
 CONTRASTS = """(() => {
   const parts = color => color.match(/[\\d.]+/g).map(Number);
   const light = color => {
-    const [r, g, b] = parts(color).map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = parts(color).map(v => linear(v / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const ground = node => {
@@ -211,12 +213,15 @@ CONTRASTS = """(() => {
   };
   const low = new Set();
   for (const node of document.querySelectorAll("main *")) {
-    if (!node.getClientRects().length || ![...node.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
+    const hasText = [...node.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    if (!hasText || !node.getClientRects().length) continue;
     if (node.matches(".inside")) continue;  // on a disc
     const style = getComputedStyle(node), svg = node.closest("svg");
-    const pair = [light(svg ? style.fill : style.color), light(ground(node))].sort((a, b) => b - a);
+    const color = svg ? style.fill : style.color;
+    const pair = [light(color), light(ground(node))].sort((a, b) => b - a);
     const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
-    if (ratio < 4.5) low.add(`${node.tagName}.${node.getAttribute("class")}: ${ratio.toFixed(2)}`);
+    const name = `${node.tagName}.${node.getAttribute("class")}`;
+    if (ratio < 4.5) low.add(`${name}: ${ratio.toFixed(2)}`);
   }
   return [...low];
 })()"""

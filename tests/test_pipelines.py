@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from skilltrain.recipe import run_pipeline
-from small_library import write_recipe
 
 FOLDER = Path(__file__).parents[1] / "data_pipelines"
 
 
 def program(name):
+    """Import a program of data_pipelines."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,52 +32,76 @@ def program(name):
         ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
     ],
 )
-def test_a_fault_is_one_line_and_exit_code_2(name, arguments, fault, tmp_path, capsys):
-    module, recipe = (
-        program(name),
-        write_recipe(tmp_path / "recipe.yaml", "stage: pool\nsources: x\nout: y"),
-    )
-    places = {"RECIPE": str(recipe), "OUT": str(tmp_path / "out")}
-    given = [str(places.get(argument, argument)) for argument in arguments]
-    with pytest.raises(SystemExit) as leaving:
-        run_pipeline(module.Pipeline, module.run, module.__doc__, given)
-    said = capsys.readouterr().err.splitlines()
-    assert leaving.value.code == 2 and said[-1].startswith("error: ") and fault in said[-1], said
+def test_wrong_arguments_exit_with_code_2(name, arguments, fault, tmp_path, capsys):
+    module = program(name)
+    out = str(tmp_path / "out")
+    arguments = [out if argument == "OUT" else argument for argument in arguments]
+
+    with pytest.raises(SystemExit) as error:
+        run_pipeline(module.Pipeline, module.run, module.__doc__, arguments)
+
+    assert error.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert fault in line
+
+
+@pytest.mark.parametrize("name", ["skillrouter", "compskillbench", "tiny_qwen3"])
+def test_pipeline_without_arguments_prints_help(name, capsys):
+    module = program(name)
+
     run_pipeline(module.Pipeline, module.run, module.__doc__, [])
+
     assert capsys.readouterr().out == f"{module.__doc__}\n"
 
 
-def test_skillrouters_pipeline_and_its_variant_of_the_paper(tmp_path, monkeypatch):
-    module, configs = program("skillrouter"), []
+@pytest.fixture
+def run_skillrouter(tmp_path, monkeypatch):
+    """A function that returns the settings of the pipeline's stages."""
+    module = program("skillrouter")
+    configs = []
     monkeypatch.setattr(module, "run_stage", lambda config, resume: configs.append(config))
     settings = {"skills": tmp_path, "out": tmp_path / "out", "trained": tmp_path / "trained"}
-    module.run(module.Pipeline(**settings))
-    assert [config.max_skills for config in configs if config.stage == "synthesize"] == [None]
-    base = [config.encoder for config in configs if getattr(config, "encoder", None) is not None]
-    assert len(base) == 4  # pool, mine, filter, and the filter of the reranker's candidates
-    assert {(encoder.max_tokens, encoder.query_max_tokens) for encoder in base} == {(2048, 2048)}
 
-    configs.clear()
-    module.run(module.Pipeline(**settings, variant="paper", depth=20))
-    by_out = {config.out.name: config for config in configs}
-    asked = by_out["queries"]
-    assert (asked.prompt, asked.max_skills, asked.num_words, asked.dev_share) == (
-        "skillrouter",
-        37_979,
-        160,
-        0,
-    )
-    assert by_out["mined"].lexical_among == "semantic" and by_out["mined"].depth == 50
+    def run(**changed):
+        module.run(module.Pipeline(**settings, **changed))
+        return configs
+
+    return run
+
+
+def test_skillrouter_uses_one_base_encoder(run_skillrouter):
+    configs = run_skillrouter()
+
+    assert [config.max_skills for config in configs if config.stage == "synthesize"] == [None]
+    encoders = [config.encoder for config in configs if getattr(config, "encoder", None)]
+    assert len(encoders) == 4  # pool, mine, filter, and the filter of the reranker's candidates
+    for encoder in encoders:
+        assert (encoder.max_tokens, encoder.query_max_tokens) == (2048, 2048)
+
+
+def test_skillrouter_variant_has_settings_of_paper(run_skillrouter):
+    configs = {config.out.name: config for config in run_skillrouter(variant="paper", depth=20)}
+
+    queries = configs["queries"]
+    assert (queries.prompt, queries.max_skills) == ("skillrouter", 37_979)
+    assert (queries.num_words, queries.dev_share) == (160, 0)
+
+    assert configs["mined"].lexical_among == "semantic"
+    assert configs["mined"].depth == 50
     for name in ("filtered", "candidates_filtered"):
-        assert [getattr(layer, "above", None) for layer in by_out[name].layers] == [None, 0.6, 0.92]
-        assert by_out[name].layers[1].max_names is None
-    lists, raw, ranked = (
-        by_out[name] for name in ("encoder_lists", "encoder_lists_raw", "reranker_lists")
-    )
-    assert (lists.best_of, lists.rankings, raw.rankings) == (
-        ("lexical",),
-        by_out["filtered"].out,
-        by_out["mined"].out,
-    )
-    assert raw.quotas == lists.quotas == {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
-    assert (ranked.absent_gold, ranked.list_size, by_out["candidates"].depth) == ("drop", 20, 20)
+        layers = configs[name].layers
+        assert [getattr(layer, "above", None) for layer in layers] == [None, 0.6, 0.92]
+        assert layers[1].max_names is None
+
+    lists = configs["encoder_lists"]
+    raw_lists = configs["encoder_lists_raw"]
+    assert lists.best_of == ("lexical",)
+    assert lists.rankings == configs["filtered"].out
+    assert raw_lists.rankings == configs["mined"].out
+    quotas = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+    assert raw_lists.quotas == lists.quotas == quotas
+
+    reranker_lists = configs["reranker_lists"]
+    assert (reranker_lists.absent_gold, reranker_lists.list_size) == ("drop", 20)
+    assert configs["candidates"].depth == 20

@@ -1,4 +1,4 @@
-"""Tasks become steps, steps find skills, skills are chosen and put in order; and such plans are scored against gold."""
+"""Planning splits a task into steps, chooses a skill for each and is scored against gold plans."""
 
 import importlib
 import json
@@ -37,10 +37,12 @@ from test_benchmarks import live, mcp_task
 
 
 def tool(skill_id: str, description: str = "", category: str | None = None) -> Skill:
+    """Make a skill without a body."""
     return Skill(skill_id, f"{skill_id}-tool", description, "", category)
 
 
 def query(text: str, query_id: str = "q") -> Query:
+    """Make a query that needs several skills."""
     return Query(query_id, text, "multi", "test", "test")
 
 
@@ -78,36 +80,40 @@ def query(text: str, query_id: str = "q") -> Query:
         ),
     ],
 )
-def test_rules_cut_a_task_at_words_of_order_and_before_verbs(task: str, steps: list[str]) -> None:
+def test_rules_split_task_into_steps(task: str, steps: list[str]):
     assert list(steps_by_rules(task)) == steps
 
 
-NO_TEXTS = (
-    "1. fetch it 2. send it",
-    '["fetch it", ',
-    "[" * 100_000 + "]",
-    '["fetch it", 3]',
-    '[{"step": "a"}]',
+@pytest.mark.parametrize(
+    ("answer", "steps"),
+    [
+        ('["fetch it", "send it"]', ("fetch it", "send it")),
+        ('Sure!\n```json\n["fetch it"]\n```', ("fetch it",)),
+        ('The steps: ["fetch it"]. Shall I begin?', ("fetch it",)),
+    ],
 )
+def test_usable_answer_gives_steps(answer: str, steps: tuple[str, ...]):
+    assert read_steps(Ask(query("a task")), answer) == Round(steps)
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome"),
+    ("answer", "reason"),
     [
-        ('["fetch it", "send it"]', Round(("fetch it", "send it"))),
-        ('Sure!\n```json\n["fetch it"]\n```', Round(("fetch it",))),
-        ('The steps: ["fetch it"]. Shall I begin?', Round(("fetch it",))),
-        *((text, "not a JSON list of strings") for text in NO_TEXTS),
+        ("1. fetch it 2. send it", "not a JSON list of strings"),
+        ('["fetch it", ', "not a JSON list of strings"),
+        ("[" * 100_000 + "]", "not a JSON list of strings"),
+        ('["fetch it", 3]', "not a JSON list of strings"),
+        ('[{"step": "a"}]', "not a JSON list of strings"),
         ("[]", "0 steps, not 1 to 20"),
         ('["fetch it", " "]', "a text of the array is empty"),
-        (json.dumps([f"step {number}" for number in range(50)]), "50 steps, not 1 to 20"),
+        (json.dumps(["step"] * 50), "50 steps, not 1 to 20"),
     ],
 )
-def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Round | str) -> None:
-    try:
-        assert read_steps(Ask(query("a task")), answer) == outcome
-    except (AnswerError, ValueError) as error:
-        assert isinstance(outcome, str) and outcome in str(error)
+def test_unusable_answer_gives_reason(answer: str, reason: str):
+    with pytest.raises((AnswerError, ValueError)) as error:
+        read_steps(Ask(query("a task")), answer)
+
+    assert reason in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +135,11 @@ def test_an_answer_is_steps_or_says_why_it_is_none(answer: str, outcome: Round |
         ("", ["only this"], [()]),
     ],
 )
-def test_a_step_waits_for_what_it_works_on(
-    task: str, texts: list[str], after: list[tuple[int, ...]]
-) -> None:
+def test_step_depends_on_its_inputs(task: str, texts: list[str], after: list[tuple[int, ...]]):
     assert list(dependencies(task, texts)) == after
 
 
-def test_levels_hold_what_can_be_done_at_once() -> None:
+def test_level_holds_independent_steps():
     steps = tuple(Step("x", after, (), None) for after in ((), (), (0, 1), (0,), (2, 0)))
     assert Plan(query("x"), steps, (), "rules").levels == [[0, 1], [2, 3], [4]]
 
@@ -144,24 +148,28 @@ CSV = tool("csv", "Exports rows as csv.", "data")
 PLOT = tool("plot", "Reads csv rows.", "data")
 MAIL = tool("mail", "Delivers letters.", "office")
 SKILLS = {skill.skill_id: skill for skill in (CSV, PLOT, MAIL)}
+NO_HINTS = {"rounds": 0}
+DOWN = LLMServer("http://127.0.0.1:9/v1")  # nothing listens there
 
 
-def test_alpha_weighs_similarity_against_compatibility_with_earlier_steps() -> None:
-    found: list[Ranking] = [[("csv", 9.0)], [("mail", 8.0), ("plot", 4.0)]]
+def test_alpha_weighs_similarity_against_compatibility():
+    rankings: list[Ranking] = [[("csv", 9.0)], [("mail", 8.0), ("plot", 4.0)]]
 
-    def chosen(alpha: float) -> list[str | None]:
-        steps = compose("x", ("get rows", "show rows"), found, SKILLS, alpha)
+    def chosen_skills(alpha: float) -> list[str | None]:
+        steps = compose("x", ("get rows", "show rows"), rankings, SKILLS, alpha)
         return [step.skill_id for step in steps]
 
-    # csv and plot: categories 1; of {tool, exports, rows} and {plot, tool, reads, rows} 2 of 3 words; csv is all that
-    # plot takes. csv and mail: the word tool, 1 of 3. So mail: alpha x 1 + (1 - alpha) x 1/9; plot: (1 - alpha) x 8/9.
-    assert chosen(1.0) == chosen(7 / 16 + 0.001) == ["csv", "mail"] and chosen(7 / 16 - 0.001) == [
-        "csv",
-        "plot",
-    ]
+    # Compatibility of csv and plot is 8/9: they share the category (1), plot takes only csv (1),
+    # and they share 2 of 3 words of {tool, exports, rows} and {plot, tool, reads, rows}.
+    # Compatibility of csv and mail is 1/9: they share the word tool.
+    # Score of mail: alpha * 1 + (1 - alpha) * 1/9. Score of plot: (1 - alpha) * 8/9.
+    # They are equal at alpha = 7/16.
+    assert chosen_skills(1.0) == ["csv", "mail"]
+    assert chosen_skills(7 / 16 + 0.001) == ["csv", "mail"]
+    assert chosen_skills(7 / 16 - 0.001) == ["csv", "plot"]
 
 
-def test_step_without_fitting_skill_is_empty() -> None:
+def test_step_without_fitting_skill_is_empty():
     rankings: list[Ranking] = [[("csv", 0.0), ("mail", 0.0)], [("csv", 0.2)], []]
 
     steps = compose("x", ("zzz", "get rows", "send it"), rankings, SKILLS, alpha=0.5)
@@ -170,30 +178,35 @@ def test_step_without_fitting_skill_is_empty() -> None:
 
 
 def _find(texts: Sequence[str], keep: int) -> list[Ranking]:
-    """The skills that a text names by their ids, the first best."""
-    return [
-        [(word, 1 / n) for n, word in enumerate(text.split(), 1) if word in SKILLS][:keep]
-        for text in texts
-    ]
+    """Return the skills whose ids occur in each text, the first one best."""
+    rankings: list[Ranking] = []
+    for text in texts:
+        words = enumerate(text.split(), 1)
+        rankings.append([(word, 1 / n) for n, word in words if word in SKILLS][:keep])
+    return rankings
 
 
 def _plan(
-    *answers: str, text: str = "save csv, then send mail", lenient: bool = False, **decomposer: Any
+    *answers: str,
+    text: str = "save csv, then send mail",
+    lenient: bool = False,
+    hints: dict[str, Any] = NO_HINTS,
+    **decomposer: Any,
 ) -> tuple[Plan, list[str]]:
-    """(one task as it is planned by a model that gives these answers, what the model saw each time)."""
-    hints = decomposer.pop("hints", {"rounds": 0})
+    """Plan one task with a model that gives these answers; without answers the model is down.
+
+    Returns:
+        The plan, and the prompt of each request.
+    """
     with llm_server() as server:
         server.script = [Reply(answer) for answer in answers]
-        llm = chat(
-            server if answers else LLMServer("http://127.0.0.1:9/v1")
-        )  # nothing listens there
-        values = {
-            "decomposer": {"kind": "llm", "llm": llm, "max_retries": 1, **decomposer},
-            "hints": hints,
-        }
-        config = validate(PlannerConfig, values, "test")
+        llm = chat(server if answers else DOWN)
+        decomposer = {"kind": "llm", "llm": llm, "max_retries": 1, **decomposer}
+        config = validate(PlannerConfig, {"decomposer": decomposer, "hints": hints}, "test")
         planner = Planner(config, SKILLS, _find, {"q": {"mail"}}, lenient)
+
         (plan,) = planner.plan([query(text)])
+
         assert server.script == []
         return plan, [request["messages"][1]["content"] for request in server.requests]
 
@@ -201,7 +214,7 @@ def _plan(
 @pytest.mark.parametrize(
     ("hints", "answers", "rounds"),
     [
-        # Every step's first skill comes before any step's second; 2/3 is above .6.
+        # Hints: the first skill of every step, then the second ones. 2/3 is above stop_above.
         (
             {"rounds": 2},
             ['["csv plot", "mail plot"]', '["csv mail"]'],
@@ -217,140 +230,202 @@ def _plan(
     ],
     ids=["alike", "all rounds", "no hints", "no usable answer"],
 )
-def test_every_round_is_kept_with_its_hints_and_how_much_they_changed(
+def test_plan_records_hints_of_every_round(
     hints: dict[str, Any], answers: list[str], rounds: list[tuple[str, float | None]]
-) -> None:
+):
     plan, _ = _plan(*answers, hints=hints)
-    assert [(" ".join(one.hints), one.jaccard) for one in plan.rounds] == rounds
+
+    assert [(" ".join(round_.hints), round_.jaccard) for round_ in plan.rounds] == rounds
     assert (plan.made_by, plan.notes) == ("llm", ())
 
 
-def test_a_model_writes_steps_and_sees_hints_in_the_next_round() -> None:
-    plan, (first, again, hinted) = _plan(
-        "no list", '["csv"]', '["csv", "mail"]', hints={"rounds": 1}
-    )
-    assert (
-        "save csv, then send mail" in first and "not a JSON list" in again and "-tool" not in again
-    )
-    assert "skills that exist and may help\ncsv-tool\n" in hinted
+def test_prompt_shows_hints_of_last_round():
+    answers = "no list", '["csv"]', '["csv", "mail"]'
+
+    plan, prompts = _plan(*answers, hints={"rounds": 1})
+
+    assert "save csv, then send mail" in prompts[0]
+    assert "not a JSON list" in prompts[1]
+    assert "-tool" not in prompts[1]
+    assert "skills that exist and may help\ncsv-tool\n" in prompts[2]
     assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
+
+
+def test_prompt_shows_descriptions_of_hints():
     _, prompts = _plan('["csv"]', '["csv"]', hints={"show": "described"})
+
     assert "may help\ncsv-tool: Exports rows as csv.\n" in prompts[-1]
 
 
-def test_without_a_usable_answer_rules_plan_and_a_note_says_so() -> None:
+def test_rules_plan_without_usable_answer():
     plan, _ = _plan("no list", '["a", {}]')
+
     assert [step.text for step in plan.steps] == ["save csv", "send mail"]
-    assert plan.made_by == "rules" and "no answer of the model was usable" in plan.notes[0]
+    assert plan.made_by == "rules"
+    assert "no answer of the model was usable" in plan.notes[0]
 
 
-def test_a_model_that_is_down_ends_an_evaluation_and_not_a_users_plan() -> None:
+def test_unreachable_model_ends_evaluation():
     with raises("server-unreachable"):
         _plan()
+
+
+def test_lenient_planner_survives_unreachable_model():
     plan, _ = _plan(lenient=True)
-    assert len(plan.steps) == 2 and "usable: no server answers" in plan.notes[0]
+
+    assert len(plan.steps) == 2
+    assert "usable: no server answers" in plan.notes[0]
 
 
-def test_llm_direct_chooses_by_number_from_a_list_that_holds_the_gold_skills() -> None:
+def test_direct_planner_chooses_by_number():
     plan, prompts = _plan("[9]", "[2, 1]", text="save as csv", kind="direct", shown=2)
-    assert "1. csv-tool\n2. mail-tool" in prompts[0]
-    assert [(step.skill_id, step.text) for step in plan.steps] == [
-        ("mail", "mail-tool"),
-        ("csv", "csv-tool"),
-    ]
+
+    assert "1. csv-tool\n2. mail-tool" in prompts[0], "the gold skill mail is listed"
+    assert [step.skill_id for step in plan.steps] == ["mail", "csv"]
+    assert [step.text for step in plan.steps] == ["mail-tool", "csv-tool"]
 
 
-def test_react_searches_until_it_is_done() -> None:
+def test_react_searches_until_it_is_done():
     answers = '{"thought": "t", "search": "a csv"}', '{"search": "mail"}', '{"done": true}'
+
     plan, prompts = _plan(*answers, kind="react")
+
     assert "so far\nsearch: a csv\ncsv-tool: Exports rows as csv." in prompts[1]
     assert [step.text for step in plan.steps] == ["a csv", "mail"]
-    assert "looked for nothing" in _plan('{"done": true}', kind="react")[0].notes[0]
 
 
-def test_a_plan_is_shown_as_lines_json_and_mermaid() -> None:
-    text = 'find "rows"]; <b>x</b>'
-    rounds = (Round((text, "send it")),)
-    found: list[Ranking] = [[("csv", 1.0)], []]
-    plan = Plan(
-        query("a task"),
-        compose("x", rounds[0].texts, found, SKILLS, alpha=0.5),
-        rounds,
-        "rules",
-    )
-    assert plan_lines(plan, {}) == [
+def test_react_without_search_is_noted():
+    plan, _ = _plan('{"done": true}', kind="react")
+
+    assert "looked for nothing" in plan.notes[0]
+
+
+HOSTILE_TEXT = 'find "rows"]; <b>x</b>'
+
+
+@pytest.fixture
+def hostile_plan() -> Plan:
+    """A plan of two steps. No skill fits the second one."""
+    texts = HOSTILE_TEXT, "send it"
+    steps = compose("x", texts, [[("csv", 1.0)], []], SKILLS, alpha=0.5)
+    return Plan(query("a task"), steps, (Round(texts),), "rules")
+
+
+def test_plan_is_shown_as_lines(hostile_plan: Plan):
+    assert plan_lines(hostile_plan, {}) == [
         "2 steps in 2 levels, made by rules",
         "level 1",
-        f"  1. {text}",
+        f"  1. {HOSTILE_TEXT}",
         "     → csv-tool  (csv)",
         "level 2",
         "  2. send it  (after 1)",
         "     → no skill fits",
     ]
-    shown = plan_json(plan)
-    assert shown["levels"] == [[1], [2]] and shown["steps"][1]["depends_on"] == [1]
-    assert shown["steps"][0]["candidates"] == [{"skill_id": "csv", "score": 1.0}]
-    chart = plan_mermaid(plan).splitlines()
-    assert chart[1] == '    s1["1. find #34;rows#34;#93;#59; #60;b#62;x#60;/b#62;<br/>csv-tool"]'
-    assert chart[3] == "    s1 --> s2"
 
 
-def test_the_command_plans_without_a_model(library: Path) -> None:
-    task, pool = "merge the pdf files and then translate the text", library / "skills"
-    out = succeeds("skillweaver", "plan", task, "--pool", pool).out
-    assert "2 steps in 2 levels" in out and "documents/pdf-merge" in out
-    plan = json.loads(
-        succeeds("skillweaver", "plan", task, "--pool", pool, "--json", "compose.alpha=1").out
-    )
-    assert [step["skill_id"] for step in plan["steps"]] == [
-        "documents/pdf-merge",
-        "media/translate-text",
-    ]
-    assert succeeds("skillweaver", "plan", task, "--pool", pool, "--mermaid").out.startswith(
-        "flowchart TD"
-    )
-    assert (
-        succeeds("skillweaver", "plan", "合并文件，然后翻译", "--pool", pool).out.count(
-            "no skill fits"
-        )
-        == 2
-    )
-    for line, fault in {
-        ("", "--pool", pool): "the task is empty",
-        ("x", "--pool", pool, "hints.H=3"): "unknown key 'hints.H'",
-        ("x", "--pool", pool, "compose.min_score=1"): "removed: calibrate a router",
-        ("x", "--pool", pool, "--llm", "{kind: parrot}"): "must be 'openai', found 'parrot'",
-    }.items():
-        assert fault in skilltrain("skillweaver", "plan", *line).error_line
+def test_plan_is_shown_as_json(hostile_plan: Plan):
+    record = plan_json(hostile_plan)
+
+    assert record["levels"] == [[1], [2]]
+    assert record["steps"][1]["depends_on"] == [1]
+    assert record["steps"][0]["candidates"] == [{"skill_id": "csv", "score": 1.0}]
 
 
-# Plans are scored ----------------------------------------------------------------------------------------------------
+def test_mermaid_chart_escapes_text(hostile_plan: Plan):
+    lines = plan_mermaid(hostile_plan).splitlines()
 
-ABC = {one: Skill(one, one, "", "", one[0].upper()) for one in ("a1", "a2", "b1", "b2", "c1")}
+    assert lines[1] == '    s1["1. find #34;rows#34;#93;#59; #60;b#62;x#60;/b#62;<br/>csv-tool"]'
+    assert lines[3] == "    s1 --> s2"
+
+
+PLAN_COMMAND = ("skillweaver", "plan")
+PDF_TASK = "merge the pdf files and then translate the text"
+
+
+def test_command_plans_without_model(library):
+    out = succeeds(*PLAN_COMMAND, PDF_TASK, "--pool", library / "skills").out
+
+    assert "2 steps in 2 levels" in out
+    assert "documents/pdf-merge" in out
+
+
+def test_command_prints_plan_as_json(library):
+    command = *PLAN_COMMAND, PDF_TASK, "--pool", library / "skills"
+
+    plan = json.loads(succeeds(*command, "--json", "compose.alpha=1").out)
+
+    skill_ids = [step["skill_id"] for step in plan["steps"]]
+    assert skill_ids == ["documents/pdf-merge", "media/translate-text"]
+
+
+def test_command_prints_plan_as_mermaid(library):
+    command = *PLAN_COMMAND, PDF_TASK, "--pool", library / "skills"
+
+    assert succeeds(*command, "--mermaid").out.startswith("flowchart TD")
+
+
+def test_command_names_steps_without_skill(library):
+    out = succeeds(*PLAN_COMMAND, "合并文件，然后翻译", "--pool", library / "skills").out
+
+    assert out.count("no skill fits") == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "setting", "message"),
+    [
+        ("", (), "the task is empty"),
+        ("x", ("hints.H=3",), "unknown key 'hints.H'"),
+        ("x", ("compose.min_score=1",), "removed: calibrate a router"),
+        ("x", ("--llm", "{kind: parrot}"), "must be 'openai', found 'parrot'"),
+    ],
+)
+def test_command_refuses_wrong_arguments(
+    library, task: str, setting: tuple[str, ...], message: str
+):
+    line = skilltrain(*PLAN_COMMAND, task, "--pool", library / "skills", *setting).error_line
+
+    assert message in line
+
+
+# Scores of plans --------------------------------------------------------------
+
+LETTER_SKILLS = {
+    name: Skill(name, name, "", "", name[0].upper()) for name in ("a1", "a2", "b1", "b2", "c1")
+}
 
 
 def task(
     *steps: tuple[str, str], gold: str = "", alternatives: dict[str, str] | None = None
 ) -> Task:
-    ids = frozenset(gold.split() or [skill_id for _, skill_id in steps])
-    relevance = Relevance(ids, dict.fromkeys(ids, 1.0), alternatives or {})
-    return Task(
-        Query("q", "x", "multi", "t", "test"),
-        relevance,
-        steps=tuple(GoldStep(*step) for step in steps),
+    """Make a task from the text and gold skill of each step.
+
+    Args:
+        gold: Ids of the gold skills, separated by spaces. By default those of the steps.
+        alternatives: Gold skill of each skill that may replace it.
+    """
+    gold_ids = frozenset(gold.split() or [skill_id for _, skill_id in steps])
+    relevance = Relevance(gold_ids, dict.fromkeys(gold_ids, 1.0), alternatives or {})
+    gold_steps = tuple(GoldStep(*step) for step in steps)
+    return Task(query("x"), relevance, steps=gold_steps)
+
+
+def values(
+    task: Task, rankings: list[str], choices: str, oracle_rankings: list[str]
+) -> dict[str, float]:
+    """Score a plan. Rankings and choices are ids, separated by spaces. `-` is no choice."""
+    return plan_values(
+        task,
+        [ranking.split() for ranking in rankings],
+        [None if choice == "-" else choice for choice in choices.split()],
+        [ranking.split() for ranking in oracle_rankings],
+        LETTER_SKILLS,
+        dict.fromkeys(LETTER_SKILLS, 10),
     )
 
 
-def values(asked: Task, found: list[str], chosen: str, oracle: list[str]) -> dict[str, float]:
-    """Rankings and choices in words; `-` is no choice."""
-    picked = [None if one == "-" else one for one in chosen.split()]
-    split = [own.split() for own in found], picked, [own.split() for own in oracle]
-    return plan_values(asked, *split, ABC, dict.fromkeys(ABC, 10))
-
-
-def test_measures_by_hand() -> None:
-    asked = task(("do a", "a1"), ("do b", "b1"), ("do c", "c1"))
-    found = values(asked, ["a2 a1", "b2 b1"], "a2 b1", ["a1", "b2", "b2"])
+def test_measures_by_hand():
+    gold_task = task(("do a", "a1"), ("do b", "b1"), ("do c", "c1"))
+    measured = values(gold_task, ["a2 a1", "b2 b1"], "a2 b1", ["a1", "b2", "b2"])
     expected = {
         "steps": 2,
         "DA": 0,
@@ -375,37 +450,64 @@ def test_measures_by_hand() -> None:
         "Lost in decomposition": 0,
         "Lost in retrieval": 1 / 3,
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert {*found} == {*measure_names()}
+
+    assert {name: measured[name] for name in expected} == pytest.approx(expected)
+    assert set(measured) == set(measure_names())
 
 
-def test_a_chain_is_exact_only_in_its_order_and_of_its_length() -> None:
-    asked = task(("do a", "a1"), ("do b", "b1"))
-    right = values(asked, ["a1", "b1"], "a1 b1", ["a1", "b1"])
-    assert [right[name] for name in ("DA", "Chain exact", "Chain category (all)", "Chosen")] == [
-        1,
-        1,
-        1,
-        1,
-    ]
-    swapped = values(asked, ["b1", "a1"], "b1 a1", ["a1", "b1"])
-    assert [swapped[name] for name in ("Chain exact", "R@1", "Chosen", "Skill R@1")] == [0, 0, 1, 1]
-    longer = values(asked, ["a1", "b1", "c1"], "a1 b1 -", ["a1", "b1"])
-    assert [
-        longer[name] for name in ("Chain category (share)", "Chain category (all)", "DA±1")
-    ] == [1, 0, 1]
-    missed = values(asked, ["c1"], "c1", ["a1", "c1"])
-    assert [
-        missed[f"Lost in {name}"] for name in ("decomposition", "retrieval", "composition")
-    ] == [0.5, 0.5, 0]
+TWO_STEPS = task(("do a", "a1"), ("do b", "b1"))
 
 
-def test_without_a_skill_for_each_step_nothing_is_measured_by_place() -> None:
-    found = values(
-        task(("do it", ""), gold="a1 b1", alternatives={"a2": "a1"}), ["a2", "c1"], "a2 c1", ["b1"]
-    )
-    assert not {"R@1", "CatR@1", "Chain exact", "Oracle R@1"} & found.keys()
-    assert (found["Skill R@1"], found["DA"], found["Lost in decomposition"]) == (0.5, 0, 0.5)
+@pytest.mark.parametrize(
+    ("rankings", "choices", "oracle_rankings", "expected"),
+    [
+        (
+            ["a1", "b1"],
+            "a1 b1",
+            ["a1", "b1"],
+            {"DA": 1, "Chain exact": 1, "Chain category (all)": 1, "Chosen": 1},
+        ),
+        (
+            ["b1", "a1"],
+            "b1 a1",
+            ["a1", "b1"],
+            {"Chain exact": 0, "R@1": 0, "Chosen": 1, "Skill R@1": 1},
+        ),
+        (
+            ["a1", "b1", "c1"],
+            "a1 b1 -",
+            ["a1", "b1"],
+            {"Chain category (share)": 1, "Chain category (all)": 0, "DA±1": 1},
+        ),
+        (
+            ["c1"],
+            "c1",
+            ["a1", "c1"],
+            {"Lost in decomposition": 0.5, "Lost in retrieval": 0.5, "Lost in composition": 0},
+        ),
+    ],
+    ids=["exact", "swapped", "longer", "missed"],
+)
+def test_chain_measures(
+    rankings: list[str], choices: str, oracle_rankings: list[str], expected: dict[str, float]
+):
+    measured = values(TWO_STEPS, rankings, choices, oracle_rankings)
+
+    assert {name: measured[name] for name in expected} == expected
+
+
+def test_steps_without_gold_skills_have_no_step_measures():
+    gold_task = task(("do it", ""), gold="a1 b1", alternatives={"a2": "a1"})
+
+    measured = values(gold_task, ["a2", "c1"], "a2 c1", ["b1"])
+
+    assert not {"R@1", "CatR@1", "Chain exact", "Oracle R@1"} & measured.keys()
+    assert measured["Skill R@1"] == 0.5
+    assert measured["DA"] == 0
+    assert measured["Lost in decomposition"] == 0.5
+
+
+def test_task_without_steps_has_no_depth_measure():
     assert "DA" not in values(task(gold="a1"), ["a1"], "a1", [])
 
 
@@ -423,121 +525,159 @@ CHAINS = {
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Path:
+def bench(tmp_path) -> Path:
     """A folder with CHAINS as the benchmark `bench` and POOL as `pool`."""
-    verdicts = {one: dict.fromkeys(ids, "required") for one, (_, ids) in CHAINS.items()}
-    folder = write_ours(
-        tmp_path / "bench", [(one, text, "test") for one, (text, _) in CHAINS.items()], verdicts
-    )
-    words = {skill.skill_id: skill.description for skill in POOL}
-    steps = [(one, skill_id) for one, (_, ids) in CHAINS.items() for skill_id in ids]
-    rows = [
-        {
-            "query_id": one,
-            "step_id": str(number),
-            "text": words[skill_id],
-            "depends_on": [],
-            "skill_id": skill_id,
-        }
-        for number, (one, skill_id) in enumerate(steps)
-    ]
-    write_table(rows, PLANS, folder)
+    descriptions = {skill.skill_id: skill.description for skill in POOL}
+    queries = []
+    verdicts = {}
+    step_rows = []
+    for query_id, (text, skill_ids) in CHAINS.items():
+        queries.append((query_id, text, "test"))
+        verdicts[query_id] = dict.fromkeys(skill_ids, "required")
+        for skill_id in skill_ids:
+            row = {
+                "query_id": query_id,
+                "step_id": str(len(step_rows)),
+                "text": descriptions[skill_id],
+                "depends_on": [],
+                "skill_id": skill_id,
+            }
+            step_rows.append(row)
+
+    folder = write_ours(tmp_path / "bench", queries, verdicts)
+    write_table(step_rows, PLANS, folder)
     write_pool(tmp_path / "pool", POOL)
     return tmp_path
 
 
 def arguments(root: Path, *settings: str) -> list[str]:
-    bm25 = ["system.name=bm25", "system.rankers=[{kind: lexical}]"]
+    """Return the command that scores plans of the benchmark in `root`."""
     return [
         "skillweaver",
         "plans",
         f"benchmark={root / 'bench'}",
         f"pool={root / 'pool'}",
-        *bm25,
+        "system.name=bm25",
+        "system.rankers=[{kind: lexical}]",
         *settings,
         f"out={root / 'out'}",
     ]
 
 
 def run(root: Path, *settings: str) -> dict[str, Any]:
+    """Score the plans and return the metrics."""
     succeeds(*arguments(root, *settings))
     return json.loads((root / "out" / "metrics.json").read_text())
 
 
-def test_the_stage_scores_ways_to_plan_side_by_side(bench: Path) -> None:
+def test_stage_compares_planners(bench: Path):
     planners = "planners=[{name: first}, {name: one step, decomposer: {kind: whole}}]"
-    found = run(bench, planners, "compare=[DA, CatR@1]")
-    every = found["planners"]["first"][0]["means"]
-    assert (every["DA"]["mean"], every["Oracle R@1"]["mean"]) == (pytest.approx(2 / 3), 1.0)
-    assert every["CatR@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
-    assert found["planners"]["one step"][0]["means"]["DA"]["mean"] == 0
-    slices = {(one["label"], one["value"]): one["n"] for one in found["planners"]["first"]}
-    assert slices["steps planned", "as many as gold"] == 2 and slices["category", "office"] == 1
-    da, cat = found["comparisons"]
-    assert (da["system"], da["difference"]["mean"]) == ("one step", pytest.approx(-2 / 3))
-    assert (da["num_better"], da["num_worse"], cat["baseline"]) == (0, 2, "first")
+
+    metrics = run(bench, planners, "compare=[DA, CatR@1]")
+
+    # Means of each planner over all tasks.
+    means = metrics["planners"]["first"][0]["means"]
+    assert means["DA"]["mean"] == pytest.approx(2 / 3)
+    assert means["Oracle R@1"]["mean"] == 1.0
+    assert means["CatR@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert metrics["planners"]["one step"][0]["means"]["DA"]["mean"] == 0
+
+    # Slices.
+    slices = {(row["label"], row["value"]): row["n"] for row in metrics["planners"]["first"]}
+    assert slices["steps planned", "as many as gold"] == 2
+    assert slices["category", "office"] == 1
+
+    # Comparisons with the first planner.
+    depth, category = metrics["comparisons"]
+    assert depth["system"] == "one step"
+    assert depth["difference"]["mean"] == pytest.approx(-2 / 3)
+    assert (depth["num_better"], depth["num_worse"]) == (0, 2)
+    assert category["baseline"] == "first"
+
+    # Report and plans.
     report = (bench / "out" / "report.md").read_text()
-    assert (
-        "| DA | .667 [.00, 1.00] | .000 [.00, .00] |" in report
-        and "| one step | first | DA |" in report
-    )
-    plans = [json.loads(line) for line in (bench / "out" / "plans.jsonl").read_text().splitlines()]
-    assert [len(plan["steps"]) for plan in plans] == [2, 2, 1, 1, 1, 1]
+    assert "| DA | .667 [.00, 1.00] | .000 [.00, .00] |" in report
+    assert "| one step | first | DA |" in report
+    lines = (bench / "out" / "plans.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["steps"]) for line in lines] == [2, 2, 1, 1, 1, 1]
 
 
-def test_a_dry_run_says_what_the_models_take_first(bench: Path) -> None:
-    llm = json.dumps(chat(LLMServer("http://127.0.0.1:9/v1")))  # nothing listens there
+def test_dry_run_counts_requests(bench: Path):
+    llm = json.dumps(chat(DOWN))
     planners = f"planners=[{{name: rules}}, {{name: model, decomposer: {{kind: llm, llm: {llm}}}}}]"
+
     plan = json.loads(succeeds(*arguments(bench, planners), "--dry-run").out)["dry_run"]
+
     assert (plan["num_tasks"], plan["num_skills"]) == (3, 4)
-    assert plan["asked"].keys() == {"model"} and plan["asked"]["model"]["num_requests"] == 3
+    assert plan["asked"].keys() == {"model"}
+    assert plan["asked"]["model"]["num_requests"] == 3
 
 
-def test_what_is_held_out_is_not_found_and_still_has_its_category(bench: Path) -> None:
+def test_held_out_skill_keeps_its_category(bench: Path):
     write_pool(bench / "away", POOL[:1])
-    every = run(bench, f"held_out={bench / 'away'}")["planners"]["rules"][0]["means"]
-    assert every["Oracle R@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
-    assert (
-        every["Oracle CatR@1"]["mean"] == 1.0
-    )  # the other skill of documents is found in its place
+
+    metrics = run(bench, f"held_out={bench / 'away'}")
+
+    means = metrics["planners"]["rules"][0]["means"]
+    assert means["Oracle R@1"]["mean"] == pytest.approx((1 + 1 + 0.5) / 3)
+    # The other skill of the category is ranked first instead.
+    assert means["Oracle CatR@1"]["mean"] == 1.0
 
 
-def test_a_benchmarks_own_category_stays_where_no_step_names_a_skill(tmp_path: Path) -> None:
-    """LiveMCPBench's tasks have a category each."""
+def test_benchmark_category_is_used_without_gold_skills(tmp_path):
+    """Each task of LiveMCPBench has a category."""
     tasks = [
         mcp_task(tool, tool, steps=[f"{tool} it"], category=f"to {tool}")
         for tool in ("write", "fetch")
     ]
     write(tmp_path / "bench", live(*tasks))
-    own = run(tmp_path, "pool=null")["planners"]["rules"]
-    assert [one["value"] for one in own if one["label"] == "category"] == ["to fetch", "to write"]
+
+    slices = run(tmp_path, "pool=null")["planners"]["rules"]
+
+    categories = [row["value"] for row in slices if row["label"] == "category"]
+    assert categories == ["to fetch", "to write"]
 
 
-def test_what_cannot_be_scored_is_refused(bench: Path) -> None:
-    for setting, fault in {
-        "planners=[{name: a}, {name: a}]": "two planners have the same name",
-        "compare=[Hit@1]": "unknown measure 'Hit@1'; measures are DA, ",
-        "planners=[{name: a, compose: {alpha: 2}}]": "planners.0.compose.alpha: must be less than or equal to 1",
-        "split=dev": "dev",
-    }.items():
-        assert fault in skilltrain(*arguments(bench, setting)).error_line
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("planners=[{name: a}, {name: a}]", "two planners have the same name"),
+        ("compare=[Hit@1]", "unknown measure 'Hit@1'; measures are DA, "),
+        (
+            "planners=[{name: a, compose: {alpha: 2}}]",
+            "planners.0.compose.alpha: must be less than or equal to 1",
+        ),
+        ("split=dev", "dev"),
+    ],
+)
+def test_wrong_setting_is_refused(bench: Path, setting: str, message: str):
+    assert message in skilltrain(*arguments(bench, setting)).error_line
+
+
+def test_gold_skill_outside_pool_is_refused(bench: Path):
     write_pool(bench / "pool", POOL[1:])
-    assert (
-        "gold skill 'pdf' of query 'q3' is not among the 3 skills"
-        in skilltrain(*arguments(bench)).error_line
-    )
-    write_table(
-        [{"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}], PLANS, bench / "bench"
-    )
-    assert (
-        "1 judged or planned queries are not in queries.parquet, first 'q9'"
-        in skilltrain(*arguments(bench)).error_line
-    )
+
+    line = skilltrain(*arguments(bench)).error_line
+
+    assert "gold skill 'pdf' of query 'q3' is not among the 3 skills" in line
+
+
+def test_plan_of_unknown_query_is_refused(bench: Path):
+    row = {"query_id": "q9", "step_id": "1", "text": "t", "depends_on": []}
+    write_table([row], PLANS, bench / "bench")
+
+    line = skilltrain(*arguments(bench)).error_line
+
+    assert "1 judged or planned queries are not in queries.parquet, first 'q9'" in line
+
+
+def test_benchmark_without_plans_is_refused(bench: Path):
     (bench / "bench" / "plans.parquet").unlink()
+
     assert "its tasks have no steps" in skilltrain(*arguments(bench)).error_line
 
 
-def test_alpha_is_swept_by_ablate(bench: Path) -> None:
+def test_ablate_sweeps_alpha(bench: Path):
     grid = {
         "ablation": "alpha",
         "claim": "Compatibility helps.",
@@ -557,13 +697,16 @@ def test_alpha_is_swept_by_ablate(bench: Path) -> None:
         },
     }
     (bench / "grid.yaml").write_text(json.dumps(grid))
+
     succeeds("ablate", bench / "grid.yaml")
+
     (table,) = json.loads((bench / "grid" / "ablation.json").read_text())["tables"]
-    assert [one["variant"] for one in table["variants"]] == ["similarity", "compatibility"]
-    assert table["differences"][0]["measure"] == "Chosen" and table["num_queries"] == 3
+    assert [variant["variant"] for variant in table["variants"]] == ["similarity", "compatibility"]
+    assert table["differences"][0]["measure"] == "Chosen"
+    assert table["num_queries"] == 3
 
 
-def test_a_row_without_a_body_column_is_a_tool(tmp_path: Path) -> None:
+def test_row_without_body_column_is_tool(tmp_path):
     rows = [
         {"id": "x/one", "name": "one", "description": "Finds shares.", "category": "Finance"},
         {"id": "y/one", "name": "one", "description": "Finds songs."},
@@ -572,13 +715,13 @@ def test_a_row_without_a_body_column_is_a_tool(tmp_path: Path) -> None:
         {"id": "empty", "name": "e", "description": "d", "body": " "},
     ]
     (tmp_path / "servers.jsonl").write_text(jsonl(*rows))
+
     succeeds("pool", f"sources={tmp_path / 'servers.jsonl'}", f"out={tmp_path / 'pool'}")
+
     skills = read_pool(tmp_path / "pool")
-    assert [(one.skill_id, one.body, one.category) for one in skills] == [
-        ("x/one", "", "Finance"),
-        ("y/one", "", None),
-    ]
-    assert len(read_pool(tmp_path / "servers.jsonl")) == 3  # equal ones are kept there
+    assert [(skill.skill_id, skill.body) for skill in skills] == [("x/one", ""), ("y/one", "")]
+    assert [skill.category for skill in skills] == ["Finance", None]
+    assert len(read_pool(tmp_path / "servers.jsonl")) == 3  # duplicates are not dropped here
 
 
 CATEGORIES_YAML = """
@@ -599,37 +742,34 @@ rare:
 """
 
 
-def test_compskillbench_is_rebuilt_from_a_list(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def pipeline(monkeypatch) -> Any:
+    """The module of the pipeline that builds CompSkillBench."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "data_pipelines")
-    pipeline: Any = importlib.import_module("compskillbench")
-    rows = [
-        {"name": f"db-{n}", "description": f"Serves rows of store {n}.", "category": "Databases"}
-        for n in range(4)
-    ]
-    rows += [
-        {"name": f"art{n}", "description": "Shows a painting.", "category": "Art"} for n in range(3)
-    ]
-    rows += [
-        {"name": "DB_1", "description": "Serves rows once more.", "category": "Databases"},
-        {"name": "short", "description": "Too short.", "category": "Databases"},
-        {
-            "name": "badge",
-            "description": "[![x](https://a.b/c.svg)](https://a.b) https://a.b/x y",
-            "category": "Art",
-        },
-        {"name": "odd", "description": "A category that nobody mapped.", "category": "Odd"},
-        {
-            "name": "hand",
-            "description": "A painter of rows, by its words.",
-            "category": "Databases",
-        },
-        {"name": "rare", "description": "A rare thing that stands alone.", "category": "Rare"},
-    ]
-    (tmp_path / "servers.jsonl").write_text(jsonl(*rows))
+    return importlib.import_module("compskillbench")
+
+
+def server(name: str, description: str, category: str) -> dict[str, str]:
+    """Make a row of a list of servers."""
+    return {"name": name, "description": description, "category": category}
+
+
+SERVERS = [
+    *(server(f"db-{n}", f"Serves rows of store {n}.", "Databases") for n in range(4)),
+    *(server(f"art{n}", "Shows a painting.", "Art") for n in range(3)),
+    server("DB_1", "Serves rows once more.", "Databases"),
+    server("short", "Too short.", "Databases"),
+    server("badge", "[![x](https://a.b/c.svg)](https://a.b) https://a.b/x y", "Art"),
+    server("odd", "A category that nobody mapped.", "Odd"),
+    server("hand", "A painter of rows, by its words.", "Databases"),
+    server("rare", "A rare thing that stands alone.", "Rare"),
+]
+
+
+def test_compskillbench_is_rebuilt_from_a_list(pipeline: Any, tmp_path):
+    (tmp_path / "servers.jsonl").write_text(jsonl(*SERVERS))
     (tmp_path / "groups.yaml").write_text(CATEGORIES_YAML)
-    values = {
+    settings = {
         "servers": tmp_path / "servers.jsonl",
         "out": tmp_path / "out",
         "categories": tmp_path / "groups.yaml",
@@ -637,7 +777,9 @@ def test_compskillbench_is_rebuilt_from_a_list(
         "held_out": ["pictures"],
         "min_skills": 3,
     }
-    counts = pipeline.run(pipeline.Pipeline.model_validate(values))
+
+    counts = pipeline.run(pipeline.Pipeline.model_validate(settings))
+
     assert counts == {
         "skills": 9,
         "dropped": 4,
@@ -646,31 +788,34 @@ def test_compskillbench_is_rebuilt_from_a_list(
         "transfer_skill": {"tasks": counts["transfer_skill"]["tasks"], "held out": 2},
     }
     skills = {skill.skill_id: skill for skill in read_pool(tmp_path / "out" / "pool")}
-    assert (
-        skills["hand"].category == "pictures" and not skills["hand"].body and "short" not in skills
-    )
-    chains = []
+    assert skills["hand"].category == "pictures"
+    assert skills["hand"].body == ""
+    assert "short" not in skills
+
+    # Every style has the same chains, and every chain has one skill of each category.
+    chains_by_style = {}
     for style in ("template", "paraphrase", "human"):
-        tasks = load_benchmark(tmp_path / "out" / style).tasks
-        chains.append([[step.skill_id for step in one.steps] for one in tasks])
-        assert all(
-            step.text.lower() in one.query.text.lower() for one in tasks for step in one.steps
-        )
-        assert not any(
-            "db-0" in step.text and step.skill_id == "db-0" for one in tasks for step in one.steps
-        )
-    assert chains[0] == chains[1] == chains[2]
-    assert all(
-        {skills[one].category for one in chain} == {"tables", "pictures"} for chain in chains[0]
-    )
-    (tmp_path / "lists").mkdir()
+        chains_by_style[style] = chains = []
+        for task in load_benchmark(tmp_path / "out" / style).tasks:
+            chain = [step.skill_id for step in task.steps]
+            chains.append(chain)
+            assert {skills[skill_id].category for skill_id in chain} == {"tables", "pictures"}
+            for step in task.steps:
+                assert step.text.lower() in task.query.text.lower()
+                assert "db-0" not in step.text or step.skill_id != "db-0"
+    assert chains_by_style["template"] == chains_by_style["paraphrase"] == chains_by_style["human"]
+
+
+def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path):
     listed = "## 🗄 Databases\n\nText.\n- [a/b](https://x.y): Serves rows.\n- no entry\n"
-    (tmp_path / "lists" / "db.md").write_text(listed)
-    (row,) = pipeline.read_servers(tmp_path / "lists")
-    assert (row["name"], row["description"], row["category"]) == (
-        "a/b",
-        "Serves rows.",
-        "Databases",
-    )
+    (tmp_path / "db.md").write_text(listed)
+
+    (row,) = pipeline.read_servers(tmp_path)
+
+    assert (row["name"], row["description"]) == ("a/b", "Serves rows.")
+    assert row["category"] == "Databases"
+
+
+def test_compskillbench_refuses_empty_folder(pipeline: Any, tmp_path):
     with raises("unknown-format"):
         list(pipeline.read_servers(tmp_path))

@@ -1,4 +1,4 @@
-"""The door for plug-ins, and the checks of skilltrain.testing on our own plug-ins and on broken ones."""
+"""Plug-ins are loaded by name. skilltrain.testing accepts ours and rejects broken ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ QUERIES = [Query("q1", "read a pdf page", "", "t", "train"), Query("q2", "file",
 
 
 class BrokenRanker:
-    """Ranks as the check must not allow."""
+    """Returns a given ranking that the check must reject."""
 
     def __init__(self, *ranking: tuple[str, float]) -> None:
         self.ranking = list(ranking)
@@ -57,6 +57,7 @@ class BrokenRanker:
 
 @pytest.fixture
 def mining() -> Mining:
+    """Random vectors of two queries and eight skills."""
     vectors = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     chunks = ChunkVectors.one_each(vectors[2:])
@@ -66,6 +67,7 @@ def mining() -> Mining:
 
 @pytest.fixture
 def pool() -> FilterPool:
+    """One query with six candidates."""
     pairs = np.zeros(6, dtype=PAIR)
     pairs["row"] = pairs["skill"] = np.arange(6)
     pairs["rank"] = np.arange(1, 7)
@@ -84,7 +86,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, entries: s
 
 
 @pytest.fixture(autouse=True)
-def _known_again():
+def _forget_plugins():
     yield
     plugin_paths.cache_clear()
 
@@ -118,39 +120,39 @@ def test_name_of_two_packages_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_own_losses_pass_the_check(loss):
+def test_our_losses_pass_check(loss):
     check_loss(loss)
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_own_measures_pass_the_check(name: str):
+def test_our_measures_pass_check(name: str):
     check_measure(name)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_own_layers_pass_the_check(layer: FilterLayer, pool: FilterPool):
+def test_our_layers_pass_check(layer: FilterLayer, pool: FilterPool):
     check_filter(layer, pool)
 
 
 @pytest.mark.parametrize("name", BUILT_IN["source"])
-def test_own_sources_pass_the_check(name: str, mining: Mining):
+def test_our_sources_pass_check(name: str, mining: Mining):
     check_source(load_plugin("source", name)(), mining, limit=4)
 
 
-def test_own_ranker_passes_the_check():
+def test_our_ranker_passes_check():
     index = BM25Index([bm25_text(skill) for skill in SKILLS])
 
     check_ranker(PoolRanker([skill.skill_id for skill in SKILLS], index), QUERIES, SKILLS)
 
 
-def test_own_tables_pass_the_check(tmp_path):
+def test_our_tables_pass_check(tmp_path):
     queries = [("q1", "one", "train"), ("q2", "two", "dev")]
     write_ours(tmp_path, queries, {"q1": {"s1": "required"}, "q2": {"s2": "required"}})
 
     check_benchmark(TABLES, tmp_path)
 
 
-def test_same_files_pass_the_check_of_stages(tmp_path):
+def test_stage_with_same_files_passes_check(tmp_path):
     check_stage(lambda out: write_pool(out, SKILLS), tmp_path)
 
 
@@ -191,7 +193,7 @@ BROKEN: list[tuple[Callable[[], None], str]] = [
 
 
 @pytest.mark.parametrize(("check", "message"), BROKEN)
-def test_broken_plugin_is_told_why(check: Callable[[], None], message: str):
+def test_broken_plugin_fails_check(check: Callable[[], None], message: str):
     with pytest.raises(AssertionError, match=message):
         check()
 

@@ -1,4 +1,4 @@
-"""`skilltrain evaluate --benchmark DIR --predictions FILE [--json OUT]`, as others use our evaluation."""
+"""`skilltrain evaluate --benchmark DIR --predictions FILE` scores rankings of other programs."""
 
 import json
 import math
@@ -23,28 +23,32 @@ RELEVANCE = {
 
 
 @pytest.fixture
-def benchmark(tmp_path: Path) -> Path:
-    """t1 wants a (a degraded copy gains a third), t2 wants b and c, t3 is not scored."""
+def benchmark(tmp_path) -> Path:
+    """Three tasks: t1 needs a (its copy has a third of the gain), t2 b and c, t3 is not scored."""
     return write(tmp_path / "bench", skillrouter(TASKS.items(), RELEVANCE))
 
 
-def evaluate(benchmark: Path, values: object, *more: object) -> Outcome:
+def evaluate(benchmark: Path, predictions: object, *arguments: object) -> Outcome:
+    """Evaluate predictions, given as text or as a value."""
+    text = predictions if isinstance(predictions, str) else json.dumps(predictions)
     file = benchmark.parent / "mine.json"
-    file.write_text(values if isinstance(values, str) else json.dumps(values))
-    return skilltrain("evaluate", "--benchmark", benchmark, "--predictions", file, *more)
+    file.write_text(text)
+    return skilltrain("evaluate", "--benchmark", benchmark, "--predictions", file, *arguments)
 
 
-def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path):
-    """The released code of SkillRouter writes a ranking for every task, its generic ones, which are not scored, too."""
-    out = tmp_path / "new" / "scores.json"
-    given = {"t1": ["copy/a", "gt/a"], "t2": ["gt/b", "x", "gt/c"], "t3": ["gt/d"]}
-    scores = json.loads(evaluate(benchmark, given, "--json", out).out)
+# Like the released code of SkillRouter, it ranks for every task, even those that are not scored.
+PREDICTIONS = {"t1": ["copy/a", "gt/a"], "t2": ["gt/b", "x", "gt/c"], "t3": ["gt/d"]}
+
+
+def test_predictions_are_scored_by_section(benchmark):
+    scores = json.loads(evaluate(benchmark, PREDICTIONS).out)
+
     assert list(scores) == ["all", "single", "multi"]
-    second = 1 / math.log2(3)  # the discount of the second place
+    discount = 1 / math.log2(3)  # of the second rank
     assert {name: value["mean"] for name, value in scores["single"].items()} == {
         "Hit@1": 0,
         "MRR@10": 0.5,
-        "nDCG@10": pytest.approx((1 + 3 * second) / (3 + second)),
+        "nDCG@10": pytest.approx((1 + 3 * discount) / (3 + discount)),
         "Recall@10": 1,
         "Recall@20": 1,
         "Recall@50": 1,
@@ -52,27 +56,43 @@ def test_means_by_section_and_the_per_query_table_beside(benchmark, tmp_path):
         "COMP@10": 1,
     }
     assert scores["multi"]["Hit@1"] == {"mean": 1, "low": 1, "high": 1, "n": 1}
-    assert scores["multi"]["Set-Compat"]["mean"] == 0  # b and x fill the first two places
-    assert scores["all"]["MRR@10"]["mean"] == 0.75 and scores["all"]["Set-Compat"]["n"] == 1
+    assert scores["multi"]["Set-Compat"]["mean"] == 0  # x is among the first two skills
+    assert scores["all"]["MRR@10"]["mean"] == 0.75
+    assert scores["all"]["Set-Compat"]["n"] == 1
+
+
+def test_json_file_has_scores_per_query(benchmark, tmp_path):
+    out = tmp_path / "new" / "scores.json"
+
+    scores = json.loads(evaluate(benchmark, PREDICTIONS, "--json", out).out)
+
     assert json.loads(out.read_text()) == scores
-    rows = [
-        json.loads(line)
-        for line in (out.parent / "scores.per_query.jsonl").read_text().splitlines()
-    ]
-    found = [(row["query_id"], row["slice"], row["MRR@10"], row.get("Set-Compat")) for row in rows]
-    assert found == [("t1", "single", 0.5, None), ("t2", "multi", 1, 0)]
+    lines = (out.parent / "scores.per_query.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["query_id"], first["slice"], first["MRR@10"]) == ("t1", "single", 0.5)
+    assert "Set-Compat" not in first
+    assert (second["query_id"], second["slice"], second["MRR@10"]) == ("t2", "multi", 1)
+    assert second["Set-Compat"] == 0
 
 
-def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tmp_path):
-    before = sorted(tmp_path.rglob("*"))
-    shown = evaluate(benchmark, {"t1": ["gt/a"]}, "measures=[Precision@2]")
-    assert json.loads(shown.out)["all"] == {
-        "Precision@2": {"mean": 0.25, "low": 0, "high": 0.5, "n": 2}
-    }
-    assert "no prediction for 1 of 2 queries, first 't2'; they score 0" in shown.err
-    planned = evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", tmp_path / "scores.json")
-    assert json.loads(planned.out)["dry_run"]["num_queries"] == 2
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "mine.json"])
+def test_missing_prediction_scores_zero(benchmark, tmp_path):
+    files = sorted(tmp_path.rglob("*"))
+
+    outcome = evaluate(benchmark, {"t1": ["gt/a"]}, "measures=[Precision@2]")
+
+    precision = {"mean": 0.25, "low": 0, "high": 0.5, "n": 2}
+    assert json.loads(outcome.out)["all"] == {"Precision@2": precision}
+    assert "no prediction for 1 of 2 queries, first 't2'; they score 0" in outcome.err
+    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "mine.json"])
+
+
+def test_dry_run_writes_no_file(benchmark, tmp_path):
+    out = tmp_path / "scores.json"
+
+    outcome = evaluate(benchmark, {"t1": ["gt/a"]}, "--dry-run", "--json", out)
+
+    assert json.loads(outcome.out)["dry_run"]["num_queries"] == 2
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -90,49 +110,73 @@ def test_chosen_measures_missing_tasks_and_a_dry_run_write_no_file(benchmark, tm
         ('{"t1": ["gt/a"', "is not JSON"),
     ],
 )
-def test_bad_predictions_are_one_line(benchmark, values, message):
+def test_wrong_predictions_are_refused(benchmark, values, message):
     line = evaluate(benchmark, values).error_line
-    assert message in line and "mine.json" in line
+
+    assert message in line
+    assert "mine.json" in line
 
 
-def test_a_known_pool_checks_the_ids(benchmark, tmp_path):
-    skills = [
-        Skill(skill_id, skill_id, "what it does", "how")
-        for skill_id in ("gt/a", "gt/b", "gt/c", "other")
-    ]
-    pool = write_pool(tmp_path / "pool", skills)
-    scores = json.loads(
-        evaluate(benchmark, {"t1": ["other", "gt/a"], "t2": ["gt/b"]}, "--pool", pool).out
-    )
-    assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(
-        1 / math.log2(3)
-    )  # no copy in this pool
+@pytest.fixture
+def pool(tmp_path):
+    """A pool without the copy of a."""
+    skill_ids = ("gt/a", "gt/b", "gt/c", "other")
+    return write_pool(tmp_path / "pool", [Skill(name, name, "d", "how") for name in skill_ids])
+
+
+def test_ideal_ranking_holds_only_skills_of_pool(benchmark, pool):
+    predictions = {"t1": ["other", "gt/a"], "t2": ["gt/b"]}
+
+    scores = json.loads(evaluate(benchmark, predictions, "--pool", pool).out)
+
+    assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(1 / math.log2(3))
+
+
+def test_predicted_skill_outside_pool_is_refused(benchmark, pool):
     line = evaluate(benchmark, {"t1": ["gt/a", "copy/a"]}, "--pool", pool).error_line
+
     assert "query t1: 1 of 2 predicted skills are not in the pool, first 'copy/a'" in line
 
 
-def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, tmp_path):
-    other, out = tmp_path / "other.json", f"out={tmp_path / 'run'}"
-    other.write_text(json.dumps({"t1": ["gt/a"], "t2": ["gt/b", "gt/c"]}))
-    both = ("--predictions", other)
-    line = evaluate(benchmark, {"t1": ["gt/a"]}, *both).error_line
+@pytest.fixture
+def other_predictions(tmp_path):
+    """The options that name a second file of predictions."""
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({"t1": ["gt/a"], "t2": ["gt/b", "gt/c"]}))
+    return ("--predictions", file)
+
+
+def test_several_files_need_a_report(benchmark, other_predictions):
+    line = evaluate(benchmark, {"t1": ["gt/a"]}, *other_predictions).error_line
+
     assert "several predictions files are compared in a report (add out=… for its folder)" in line
-    assert (
-        "analysis: analyses are part of a report"
-        in evaluate(benchmark, {"t1": []}, "analysis.num_timed=2").error_line
-    )
-    line = evaluate(benchmark, {"t1": ["gt/a"]}, "--json", tmp_path / "s.json", out).error_line
-    assert "--json is for predictions alone" in line and not (tmp_path / "run").exists()
-    assert (
-        f"look at {tmp_path}/run/report.html"
-        in evaluate(benchmark, {"t1": ["gt/a"]}, *both, out).out
-    )
-    systems = json.loads((tmp_path / "run" / "metrics.json").read_text())["systems"]
-    assert {one["name"]: one["metrics"]["Hit@1"]["mean"] for one in systems} == {
-        "mine": 0.5,
-        "other": 1.0,
-    }
-    assert not list((tmp_path / "run").glob("*.parquet"))
+
+
+def test_analysis_needs_a_report(benchmark):
+    line = evaluate(benchmark, {"t1": []}, "analysis.num_timed=2").error_line
+
+    assert "analysis: analyses are part of a report" in line
+
+
+def test_report_refuses_json_option(benchmark, tmp_path):
+    options = ("--json", tmp_path / "s.json", f"out={tmp_path / 'run'}")
+
+    line = evaluate(benchmark, {"t1": ["gt/a"]}, *options).error_line
+
+    assert "--json is for predictions alone" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_report_compares_several_files(benchmark, other_predictions, tmp_path):
+    out = tmp_path / "run"
+
+    text = evaluate(benchmark, {"t1": ["gt/a"]}, *other_predictions, f"out={out}").out
+
+    assert f"look at {out}/report.html" in text
+    mine, other = json.loads((out / "metrics.json").read_text())["systems"]
+    assert (mine["name"], mine["metrics"]["Hit@1"]["mean"]) == ("mine", 0.5)
+    assert (other["name"], other["metrics"]["Hit@1"]["mean"]) == ("other", 1.0)
+    assert not list(out.glob("*.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -146,16 +190,15 @@ def test_several_files_and_analyses_are_for_a_report_and_json_is_not(benchmark, 
         (["--reranker", "bert_reranker"], ["bm25", "bm25 + reranker"]),
     ],
 )
-def test_models_of_the_command_line_are_systems_side_by_side(
-    benchmark, tmp_path, model_folders, options, names
+def test_command_line_models_become_systems(
+    benchmark, pool, tmp_path, model_folders, options, names
 ):
-    """BM25, each encoder, and the reranker on the last of them; a pool alone asks BM25."""
-    pool = write_pool(
-        tmp_path / "pool", (Skill(name, name, "d", "how") for name in ("gt/a", "gt/b", "gt/c"))
-    )
-    models = [str(model_folders.get(option, option)) for option in options]
-    given = ["--benchmark", benchmark, "--pool", pool, f"out={tmp_path / 'run'}", *models]
-    shown = succeeds("evaluate", *given, "--dry-run")
-    found = [line.split(": ")[1] for line in shown.err.splitlines() if line.startswith("- name: ")]
-    assert found == [name.format(**model_folders) for name in names]
-    assert json.loads(shown.out)["dry_run"]["num_systems"] == len(names)
+    """The systems are BM25 and each encoder. A reranker follows the last of them."""
+    options = [str(model_folders.get(option, option)) for option in options]
+    command = ["evaluate", "--benchmark", benchmark, "--pool", pool, f"out={tmp_path / 'run'}"]
+
+    outcome = succeeds(*command, *options, "--dry-run")
+
+    lines = [line for line in outcome.err.splitlines() if line.startswith("- name: ")]
+    assert lines == [f"- name: {name.format(**model_folders)}" for name in names]
+    assert json.loads(outcome.out)["dry_run"]["num_systems"] == len(names)

@@ -1,6 +1,5 @@
-"""What ships beside the code: metadata, pins, launch files, recipes, and documents that name real things."""
+"""Metadata, pinned versions, recipes, launch files, the Dockerfile and documents are consistent."""
 
-import copy
 import os
 import re
 import runpy
@@ -24,97 +23,129 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted(
     path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "ablations"
 )
-FULL_SIZE = [path.stem for path in sorted((ROOT / "recipes").glob("[rs][3r]_*.yaml"))]
+FULL_SIZE_RECIPES = [path.stem for path in sorted((ROOT / "recipes").glob("[rs][3r]_*.yaml"))]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-    "project"
-]
 
 
-def code_in(markdown: str) -> list[str]:
-    """Fenced blocks and inline code of a document."""
+def read(name: str) -> str:
+    """Return the text of a file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def relative_path(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+PROJECT: dict[str, Any] = tomllib.loads(read("pyproject.toml"))["project"]
+
+
+def code_in(markdown: str) -> str:
+    """Return the fenced blocks and the inline code of a document."""
     fence = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    return [*fence.findall(markdown), *re.findall(r"`([^`\n]+)`", fence.sub("", markdown))]
+    inline = re.findall(r"`([^`\n]+)`", fence.sub("", markdown))
+    return "\n".join([*fence.findall(markdown), *inline])
 
 
-# Metadata and pins ---------------------------------------------------------------------------------------------------
+# Metadata and pins ------------------------------------------------------------
 
 
-def test_metadata_points_at_what_exists():
+def test_metadata_names_existing_files():
     assert PROJECT["version"] == skilltrain.__version__
-    assert f"## [{skilltrain.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    names = [PROJECT["readme"], *PROJECT["license-files"]]
-    assert [name for name in names if not (ROOT / name).is_file()] == []
+    assert f"## [{skilltrain.__version__}]" in read("CHANGELOG.md")
+    for name in (PROJECT["readme"], *PROJECT["license-files"]):
+        assert (ROOT / name).is_file(), name
     assert Version("3.11.4") in Requirement(f"python{PROJECT['requires-python']}").specifier
+
+
+def test_command_is_installed():
     (script,) = metadata.entry_points(group="console_scripts", name="skilltrain")
-    assert script.value == PROJECT["scripts"]["skilltrain"] and callable(script.load())
+
+    assert script.value == PROJECT["scripts"]["skilltrain"]
+    assert callable(script.load())
 
 
 def pins() -> dict[str, str]:
-    """Package → its release in constraints.txt."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    # Betas only where a dependency has nothing else: we ask for none ourselves.
-    found = [
-        re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+)?)", line)
-        for line in lines
-        if line and not line.startswith("#")
-    ]
-    return {canonicalize_name(pin[1]): pin[2] for pin in found if pin} if all(found) else {}
+    """Return the version of each package in constraints.txt."""
+    versions = {}
+    for line in read("constraints.txt").splitlines():
+        if line and not line.startswith("#"):
+            # A beta only where a dependency of ours has no release.
+            pin = re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+)?)", line)
+            assert pin is not None, line
+            versions[canonicalize_name(pin[1])] = pin[2]
+    return versions
 
 
-def test_pins_are_plain_releases_in_order_and_every_dependency_has_one_within_its_range():
-    assert [*pins()] == sorted(pins()) and pins()
-    pinned = ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx")
-    extras = [text for name in pinned for text in PROJECT["optional-dependencies"][name]]
-    for text in (*PROJECT["dependencies"], *extras):
-        needed = Requirement(text)
-        assert needed.specifier, f"{text} has no version range"
-        release = Version(pins()[canonicalize_name(needed.name)])
-        assert release in needed.specifier and not release.is_prerelease, text
+def test_pins_are_sorted():
+    assert list(pins()) == sorted(pins())
 
 
-# The command line and the recipes ------------------------------------------------------------------------------------
+def test_every_dependency_is_pinned_within_its_range():
+    requirements = list(PROJECT["dependencies"])
+    for extra in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx"):
+        requirements += PROJECT["optional-dependencies"][extra]
+
+    for text in requirements:
+        requirement = Requirement(text)
+        version = Version(pins()[canonicalize_name(requirement.name)])
+        assert requirement.specifier, f"{text} has no version range"
+        assert version in requirement.specifier, text
+        assert not version.is_prerelease, text
 
 
-def test_recipes_are_valid_say_what_they_are_and_start_nothing_when_imported():
-    assert {path.stem for path in RECIPES if path.parent.name == "tiny"} == {
-        *FULL_SIZE,
-        "sr_emb_minilm",
-        "sr_rank_minilm",
-        "skillflow",
-    }
-    listed = {one.path: one for one in list_recipes(ROOT / "recipes")}
-    for path in RECIPES:
-        stage, found = parse_recipe(load_recipe(path), path), listed[path]
-        assert found.about.endswith(".") and 20 < len(found.about) < 140, path
-        assert len(found.facts) == (3 if isinstance(stage, TrainingStage) else 1), path
-        if isinstance(stage, TrainingStage):
-            assert "run" in runpy.run_path(
-                str(path), run_name="imported"
-            )  # what a spawned worker does
+# The command line and the recipes ---------------------------------------------
+
+
+def test_every_full_size_recipe_has_a_tiny_one():
+    tiny = {path.stem for path in RECIPES if path.parent.name == "tiny"}
+
+    assert tiny == {*FULL_SIZE_RECIPES, "sr_emb_minilm", "sr_rank_minilm", "skillflow"}
+
+
+@pytest.fixture(scope="module")
+def summaries():
+    """The summary of each recipe by its path."""
+    return {summary.path: summary for summary in list_recipes(ROOT / "recipes")}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=relative_path)
+def test_recipe_is_valid(path: Path, summaries):
+    summary = summaries[path]
+
+    stage = parse_recipe(load_recipe(path), path)
+
+    is_training = isinstance(stage, TrainingStage)
+    assert summary.about.endswith(".")
+    assert 20 < len(summary.about) < 140
+    assert len(summary.facts) == (3 if is_training else 1)
+    if is_training:
+        # A spawned worker imports the recipe, which must not start the stage.
+        assert "run" in runpy.run_path(str(path), run_name="imported")
 
 
 def keys_of(values: Any, path: str = "") -> set[str]:
-    """The key paths of nested settings; what gains and layers hold is theirs."""
+    """Return the key paths of nested settings, for example `training.epochs`."""
     if not isinstance(values, dict):
         return {path}
-    return {
-        key
-        for name, value in values.items()
-        for key in keys_of(value, f"{path}.{name}".lstrip("."))
-    }
+    keys: set[str] = set()
+    for name, value in values.items():
+        keys |= keys_of(value, f"{path}.{name}".lstrip("."))
+    return keys
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_every_recipe_of_full_size_has_a_twin_with_the_same_keys(name: str):
-    full, twin = (
-        load_recipe(ROOT / "recipes" / folder / f"{name}.yaml") for folder in ("", "tiny")
-    )
-    assert keys_of(full) <= keys_of(twin)
-    more = {key for key in keys_of(twin) - keys_of(full) if not key.startswith("dev.")}
-    assert more <= {"data.max_lists"}
-    alike = ("stage", "gains", "loss", "in_batch_negatives", "near_duplicates")
-    assert [key for key in alike if full.get(key) != twin.get(key)] == []
+@pytest.mark.parametrize("name", FULL_SIZE_RECIPES)
+def test_tiny_recipe_has_same_settings(name: str):
+    full = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    tiny = load_recipe(ROOT / "recipes" / "tiny" / f"{name}.yaml")
+
+    # The tiny recipe has the same keys, and only these more.
+    assert keys_of(full) <= keys_of(tiny)
+    added = keys_of(tiny) - keys_of(full)
+    assert {key for key in added if not key.startswith("dev.")} <= {"data.max_lists"}
+
+    # These values are the same.
+    for key in ("stage", "gains", "loss", "in_batch_negatives", "near_duplicates"):
+        assert full.get(key) == tiny.get(key), key
     for key in (
         "epochs",
         "batch_size",
@@ -124,106 +155,136 @@ def test_every_recipe_of_full_size_has_a_twin_with_the_same_keys(name: str):
         "recompute",
         "seed",
     ):
-        assert full["training"][key] == twin["training"][key], key
-    assert full["model"]["template"] == twin["model"]["template"]
+        assert full["training"][key] == tiny["training"][key], key
+    assert full["model"]["template"] == tiny["model"]["template"]
 
 
-def test_the_papers_recipes_are_ours_but_for_a_few_lines():
-    for path in sorted((ROOT / "recipes" / "paper").glob("sr_*.yaml")):
-        ours = load_recipe(ROOT / "recipes" / path.name.replace("_raw", ""))
-        found, expected = load_recipe(path), copy.deepcopy(ours)
-        template = expected["model"]["template"]
-        template["instruction"] = template["instruction"].replace("a task", "a coding task")
-        template["skill"]["verbatim"] = True
-        expected["data"] |= {"pool": "runs/paper/pool", "lists": found["data"]["lists"]}
-        expected["out"] = f"runs/paper/{path.stem}"
-        if "emb" in path.stem:
-            expected["near_duplicates"] = None
-        else:
-            template["query_chars"], expected["model"]["query_max_tokens"] = None, 4000
-        assert found == expected, path.name
-    assert found["data"]["lists"] == "runs/paper/reranker_lists"
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes" / "paper").glob("sr_*.yaml")), ids=relative_path
+)
+def test_paper_recipe_differs_in_few_settings(path: Path):
+    recipe = load_recipe(path)
+    expected = load_recipe(ROOT / "recipes" / path.name.replace("_raw", ""))
+
+    template = expected["model"]["template"]
+    template["instruction"] = template["instruction"].replace("a task", "a coding task")
+    template["skill"]["verbatim"] = True
+    expected["data"]["pool"] = "runs/paper/pool"
+    expected["data"]["lists"] = recipe["data"]["lists"]
+    expected["out"] = f"runs/paper/{path.stem}"
+    if "emb" in path.stem:
+        expected["near_duplicates"] = None
+    else:
+        template["query_chars"] = None
+        expected["model"]["query_max_tokens"] = 4000
+        assert recipe["data"]["lists"] == "runs/paper/reranker_lists"
+    assert recipe == expected
 
 
-def test_the_recipes_hold_skillrouters_values():
-    encoder, reranker = (
-        load_recipe(ROOT / "recipes" / f"sr_{name}_0.6b.yaml") for name in ("emb", "rank")
-    )
-    training = {
+@pytest.mark.parametrize(
+    ("name", "batch_size", "accumulation", "learning_rate"),
+    [("emb", 8, 4, 2e-5), ("rank", 1, 16, 1e-5)],
+)
+def test_training_has_values_of_skillrouter(
+    name: str, batch_size: int, accumulation: int, learning_rate: float
+):
+    recipe = load_recipe(ROOT / "recipes" / f"sr_{name}_0.6b.yaml")
+
+    expected = {
         "epochs": 1,
         "warmup_share": 0.05,
         "weight_decay": 0.01,
         "recompute": True,
         "precision": "bfloat16",
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "learning_rate": learning_rate,
     }
-    own = (
-        {"batch_size": 8, "accumulation": 4, "learning_rate": 2e-5},
-        {
-            "batch_size": 1,
-            "accumulation": 16,
-            "learning_rate": 1e-5,
-        },
-    )
-    for recipe, mine in zip((encoder, reranker), own, strict=True):
-        assert {key: recipe["training"][key] for key in (*training, *mine)} == training | mine
-        assert recipe["model"]["template"]["query_chars"] == 1500
-    assert encoder["loss"] == {"name": "infonce", "temperature": 0.05}
-    assert reranker["loss"] == {"name": "listwise_ce", "temperature": 1.0}
-    assert (encoder["model"]["max_tokens"], reranker["model"]["max_tokens"]) == (2048, 4096)
-    skills = [recipe["model"]["template"]["skill"] for recipe in (encoder, reranker)]
-    assert [(skill["description_chars"], skill["body_chars"]) for skill in skills] == [
-        (300, 2500),
-        (500, 2000),
-    ]
-    assert reranker["model"]["template"]["separator"] == "\n\n"
+    assert expected.items() <= recipe["training"].items()
+    assert recipe["model"]["template"]["query_chars"] == 1500
 
 
-def test_the_cascade_has_skillflows_values_and_a_twin_of_the_same_systems():
-    full, twin = (
-        load_recipe(ROOT / "recipes" / folder / "skillflow.yaml")["systems"]
-        for folder in ("", "tiny")
-    )
-    for one, other in zip(full, twin, strict=True):
-        assert one["name"] == other["name"]
-        for ranker, small in zip(one["rankers"], other["rankers"], strict=True):
-            assert keys_of(ranker) - keys_of(small) == set() and ranker["kind"] == small["kind"]
-    first, shallow, deep, chooser = full[-1]["rankers"]
+def test_encoder_has_values_of_skillrouter():
+    recipe = load_recipe(ROOT / "recipes" / "sr_emb_0.6b.yaml")
+
+    assert recipe["loss"] == {"name": "infonce", "temperature": 0.05}
+    assert recipe["model"]["max_tokens"] == 2048
+    skill = recipe["model"]["template"]["skill"]
+    assert (skill["description_chars"], skill["body_chars"]) == (300, 2500)
+
+
+def test_reranker_has_values_of_skillrouter():
+    recipe = load_recipe(ROOT / "recipes" / "sr_rank_0.6b.yaml")
+
+    assert recipe["loss"] == {"name": "listwise_ce", "temperature": 1.0}
+    assert recipe["model"]["max_tokens"] == 4096
+    assert recipe["model"]["template"]["separator"] == "\n\n"
+    skill = recipe["model"]["template"]["skill"]
+    assert (skill["description_chars"], skill["body_chars"]) == (500, 2000)
+
+
+def test_tiny_cascade_has_same_rankers():
+    full = load_recipe(ROOT / "recipes" / "skillflow.yaml")["systems"]
+    tiny = load_recipe(ROOT / "recipes" / "tiny" / "skillflow.yaml")["systems"]
+
+    for system, tiny_system in zip(full, tiny, strict=True):
+        assert system["name"] == tiny_system["name"]
+        for ranker, tiny_ranker in zip(system["rankers"], tiny_system["rankers"], strict=True):
+            assert ranker["kind"] == tiny_ranker["kind"]
+            assert keys_of(ranker) <= keys_of(tiny_ranker)
+
+
+def test_cascade_has_values_of_skillflow():
+    systems = load_recipe(ROOT / "recipes" / "skillflow.yaml")["systems"]
+
+    first, shallow, deep, chooser = systems[-1]["rankers"]
     assert first["of"]["template"]["skill"]["fields"] == "description"
-    assert (first["count"], first["join"], first["of"]["keep"], first["keep"]) == (
-        5,
-        "union",
-        200,
-        1000,
-    )
-    values = [(one["count"], one["of"]["keep"], one["of"]["max_tokens"]) for one in (shallow, deep)]
-    assert values == [(1, 1000, 512), (1, 100, 4096)]
+    assert (first["count"], first["join"]) == (5, "union")
+    assert (first["of"]["keep"], first["keep"]) == (200, 1000)
+    assert (shallow["count"], deep["count"]) == (1, 1)
+    assert (shallow["of"]["keep"], shallow["of"]["max_tokens"]) == (1000, 512)
+    assert (deep["of"]["keep"], deep["of"]["max_tokens"]) == (100, 4096)
     assert (chooser["keep"], chooser["most"], chooser["specificity"]) == (10, 5, True)
-    assert {one["llm"]["model"] for one in full[-1]["rankers"]} == {"gpt-4o-mini"}
+    assert {ranker["llm"]["model"] for ranker in systems[-1]["rankers"]} == {"gpt-4o-mini"}
 
 
-# Launch files --------------------------------------------------------------------------------------------------------
+# Launch files -----------------------------------------------------------------
 
 
-def test_the_launch_configs_are_the_ones_we_promise_and_accelerate_knows_their_keys():
+LAUNCH_CONFIGS = {path.stem: path for path in (ROOT / "launch").glob("*.yaml")}
+
+
+def test_launch_configs_have_promised_types():
+    configs = {name: yaml.safe_load(path.read_text()) for name, path in LAUNCH_CONFIGS.items()}
+
+    assert {name: config["distributed_type"] for name, config in configs.items()} == {
+        "cpu": "NO",
+        "single_gpu": "NO",
+        "ddp": "MULTI_GPU",
+        "multi_node": "MULTI_GPU",
+        "fsdp2": "FSDP",
+        "zero2": "DEEPSPEED",
+        "zero3": "DEEPSPEED",
+    }
+    # The default of accelerate (pdsh) starts one training run on each machine.
+    for name in ("zero2", "zero3"):
+        assert configs[name]["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCH_CONFIGS))
+def test_accelerate_knows_keys_of_launch_config(name: str):
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
     options = vars(launch_command_parser().parse_args(["train.py"]))
-    found: dict[str, Any] = {}
-    for path in sorted((ROOT / "launch").glob("*.yaml")):
-        config = load_config_from_file(str(path))  # refuses unknown keys at the top
-        assert config.num_processes % config.num_machines == 0
-        assert config.mixed_precision is None, "precision is the recipe's"
-        found[path.stem] = values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert {
-            key for section in values.values() if isinstance(section, dict) for key in section
-        } <= options.keys()
-    one, ddp = {"cpu": "NO", "single_gpu": "NO"}, {"ddp": "MULTI_GPU", "multi_node": "MULTI_GPU"}
-    kinds = {**one, **ddp, "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-    assert {name: values["distributed_type"] for name, values in found.items()} == kinds
-    # accelerate's default (pdsh) starts a training of its own on each machine, and writes all keys into a file
-    for name in ("zero2", "zero3"):
-        assert found[name]["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+
+    config = load_config_from_file(str(LAUNCH_CONFIGS[name]))  # refuses unknown keys at the top
+
+    assert config.num_processes % config.num_machines == 0
+    assert config.mixed_precision is None, "the recipe sets the precision"
+    for section in yaml.safe_load(LAUNCH_CONFIGS[name].read_text()).values():
+        if isinstance(section, dict):
+            assert section.keys() <= options.keys()
 
 
 def test_shell_scripts_are_valid():
@@ -233,117 +294,140 @@ def test_shell_scripts_are_valid():
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100, ".ci/run must be executable"
 
 
-def test_a_slurm_job_has_time_to_save_when_it_is_told_to_stop(tmp_path: Path):
-    """Slurm's signal reaches the launcher, as early as the launcher waits for its workers."""
-    script = ROOT / "launch" / "slurm.sh"
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith(
-        "usage: sbatch launch/slurm.sh RECIPE.yaml"
-    )
-    (early,) = re.findall(
-        r"^#SBATCH --signal=TERM@(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    started = 'shift; echo srun $$; SLURM_NODEID=1 exec "$@"'
-    for name, body in {
-        "scontrol": "echo first",
-        "srun": started,
-        "accelerate": "env; echo $$ $*",
-    }.items():
+SLURM_SCRIPT = ROOT / "launch" / "slurm.sh"
+# Commands of a Slurm cluster. `accelerate` prints its environment, process id and arguments.
+FAKE_COMMANDS = {
+    "scontrol": "echo first",
+    "srun": 'shift; echo srun $$; SLURM_NODEID=1 exec "$@"',
+    "accelerate": "env; echo $$ $*",
+}
+
+
+def test_slurm_script_needs_a_recipe():
+    result = subprocess.run(["bash", str(SLURM_SCRIPT)], capture_output=True, text=True)
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: sbatch launch/slurm.sh RECIPE.yaml")
+
+
+def test_slurm_script_leaves_time_to_save(tmp_path):
+    """Slurm sends its signal to the launcher, which waits as long for its workers."""
+    for name, body in FAKE_COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
-    job = {
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "x",
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_NNODES": "2",
         "SLURM_JOB_ID": "7",
     }
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
-    done = subprocess.run(
-        ["bash", str(script), "r.yaml"], env=environment, capture_output=True, text=True, check=True
-    )
-    first, *variables, last = done.stdout.splitlines()
-    assert f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={early}" in variables
-    assert last.split()[0] == first.removeprefix("srun "), (
-        "the launcher is the process that Slurm signals"
-    )
-    assert last.endswith(
-        "--num_processes 16 --machine_rank 1 --main_process_ip first --main_process_port 20007 r.yaml"
+    command = ["bash", str(SLURM_SCRIPT), "r.yaml"]
+
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    srun_line, *variables, accelerate_line = result.stdout.splitlines()
+    script = SLURM_SCRIPT.read_text()
+    (seconds,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", script, re.MULTILINE)
+    assert f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={seconds}" in variables
+    assert accelerate_line.split()[0] == srun_line.removeprefix("srun "), "the same process"
+    assert accelerate_line.endswith(
+        "--num_processes 16 --machine_rank 1"
+        " --main_process_ip first --main_process_port 20007 r.yaml"
     )
 
 
-# The Dockerfile, as far as it can be checked without Docker ---------------------------------------------------------
+# The Dockerfile, as far as it can be checked without Docker -------------------
 
 
 def instructions() -> list[tuple[str, str, str]]:
-    """(stage, instruction, arguments), lines joined; what stands before the first FROM has the stage ''."""
-    text = re.sub(
-        r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
-    found, stage = [], ""
+    """Return the stage, the name and the arguments of each instruction of the Dockerfile.
+
+    The stage is empty before the first FROM. Continued lines are joined.
+    """
+    text = re.sub(r"^#.*\n", "", read("Dockerfile"), flags=re.MULTILINE)
+    rows = []
+    stage = ""
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        name, _, arguments = line.partition(" ")
+        if name == "FROM":
+            stage = arguments.split(" AS ")[-1]
         if line.strip():
-            name, _, arguments = line.partition(" ")
-            stage = arguments.split(" AS ")[-1] if name == "FROM" else stage
-            found.append((stage, name, arguments))
-    return found
+            rows.append((stage, name, arguments))
+    return rows
 
 
-def of(name: str, stage: str | None = None) -> list[str]:
+def arguments_of(name: str, stage: str | None = None) -> list[str]:
+    """Return the arguments of all instructions of a name, in one stage or in all."""
     return [
         arguments
-        for where, problem, arguments in instructions()
-        if problem == name and stage in (None, where)
+        for row_stage, row_name, arguments in instructions()
+        if row_name == name and stage in (None, row_stage)
     ]
 
 
-def test_both_targets_come_from_one_pinned_base():
-    assert of("FROM") == ["${BASE} AS base", "base AS cpu", "base AS cuda"]
-    (image,) = of("ARG", "")
+def test_targets_share_a_pinned_base():
+    assert arguments_of("FROM") == ["${BASE} AS base", "base AS cpu", "base AS cuda"]
+
+    (image,) = arguments_of("ARG", "")
     (version,) = re.findall(r"^BASE=python:(\d+\.\d+\.\d+)-slim-\w+$", image)
     assert version in Requirement(f"python{PROJECT['requires-python']}").specifier
-    known = {
-        "ARG",
-        "FROM",
-        "ENV",
-        "WORKDIR",
-        "RUN",
-        "COPY",
-        "CMD",
-        "USER",
-    }  # no ADD: it takes addresses
-    assert {problem for _, problem, _ in instructions()} == known
 
 
-def test_targets_end_as_a_user_without_rights_and_the_cpu_target_first_asks_for_its_index():
-    last = {stage: (problem, arguments) for stage, problem, arguments in instructions()}
+def test_dockerfile_adds_no_address():
+    """ADD could download a file."""
+    names = {name for _, name, _ in instructions()}
+
+    assert names == {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "CMD", "USER"}
+
+
+def test_targets_run_without_root():
+    last = {stage: (name, arguments) for stage, name, arguments in instructions()}
+
     assert last["cpu"] == last["cuda"] == ("USER", "skilltrain")
-    assert any(
-        "useradd" in line and line.endswith("chown skilltrain runs") for line in of("RUN", "base")
-    )
-    assert re.match(r'test -n "\$TORCH_INDEX" \|\|.*exit 2', of("RUN", "cpu")[0])
+    (line,) = [line for line in arguments_of("RUN", "base") if "useradd" in line]
+    assert line.endswith("chown skilltrain runs")
 
 
-def test_what_is_copied_exists_and_what_is_installed_is_pinned():
-    sources = [source for line in of("COPY") for source in line.split()[:-1]]
-    assert sources and [source for source in sources if not (ROOT / source).exists()] == []
-    installs = [line for line in of("RUN") if "pip install" in line]
-    assert len(installs) == 3 and all("-c constraints.txt" in line for line in installs)
+def test_cpu_target_requires_package_index():
+    assert re.match(r'test -n "\$TORCH_INDEX" \|\|.*exit 2', arguments_of("RUN", "cpu")[0])
+
+
+def test_copied_files_exist():
+    sources = []
+    for line in arguments_of("COPY"):
+        sources += line.split()[:-1]
+
+    assert sources
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+
+
+def test_installed_packages_are_pinned():
+    installs = [line for line in arguments_of("RUN") if "pip install" in line]
+
+    assert len(installs) == 3
+    assert all("-c constraints.txt" in line for line in installs)
     assert re.findall(r"torch==([\d.]+)\+cpu", " ".join(installs)) == [pins()["torch"]]
-    for extras in (value.partition("=")[2] for value in of("ARG") if value.startswith("EXTRAS=")):
-        assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+    for argument in arguments_of("ARG"):
+        name, _, extras = argument.partition("=")
+        if name == "EXTRAS":
+            assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
 
 
-# Documents -----------------------------------------------------------------------------------------------------------
+# Documents --------------------------------------------------------------------
 
 
-def test_every_make_target_and_file_in_a_document_exists():
-    targets = set(
-        re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    code = "\n".join(
-        part for name in DOCUMENTS for part in code_in((ROOT / name).read_text(encoding="utf-8"))
-    )
-    assert set(re.findall(r"\bmake ([a-z][\w-]*)", code)) <= targets
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_document_names_existing_make_targets(name: str):
+    targets = re.findall(r"^([a-z]+):", read("Makefile"), re.MULTILINE)
+
+    assert set(re.findall(r"\bmake ([a-z][\w-]*)", code_in(read(name)))) <= set(targets)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_document_names_existing_files(name: str):
     folders = "recipes|data_pipelines|launch|examples|src|tests|benchmarks"
-    named = set(re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]*\w", code))
-    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+    paths = re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]*\w", code_in(read(name)))
+
+    assert sorted(path for path in paths if not (ROOT / path).exists()) == []

@@ -48,6 +48,7 @@ def hinge(tmp_path, monkeypatch):
 
 
 def train_config(loss="hinge_for_test:Hinge", source="some/model"):
+    """Return the settings of a training run with this loss."""
     recipe = {
         "stage": "train_encoder",
         "model": {"source": source},
@@ -58,7 +59,7 @@ def train_config(loss="hinge_for_test:Hinge", source="some/model"):
     return parse_recipe(recipe, "test")
 
 
-# Where a run was computed --------------------------------------------------------------------------------------------
+# Where a run was computed -----------------------------------------------------
 
 
 def test_record_says_where_run_was_computed(runs):
@@ -134,7 +135,7 @@ def test_other_provenance_is_same_run(runs, tmp_path):
     assert "nothing to do" in again.err
 
 
-# Plug-ins ------------------------------------------------------------------------------------------------------------
+# Plug-ins ---------------------------------------------------------------------
 
 
 def test_own_settings_have_no_fingerprint():
@@ -164,12 +165,14 @@ def test_ablation_runs_changed_loss_again(tmp_path, hinge):
     values["steps"]["train"]["loss"] = {"name": "hinge_for_test:Hinge"}
     file = write_grid(tmp_path, values)
 
-    _, (before, *_) = read_grid(file, [])
+    _, old_cells = read_grid(file, [])
     hinge.write_text(HINGE + "# changed\n")
     forget("hinge_for_test")
-    _, (after, *_) = read_grid(file, [])
+    _, new_cells = read_grid(file, [])
 
-    changed = [step for step in before.runs if before.runs[step].out != after.runs[step].out]
+    old_runs = old_cells[0].runs
+    new_runs = new_cells[0].runs
+    changed = [step for step in old_runs if old_runs[step].out != new_runs[step].out]
     assert changed == ["train", "evaluate"]
 
 
@@ -193,10 +196,10 @@ def test_all_files_of_package_count(tmp_path, hinge):
     (package / "__init__.py").write_text("")
     (package / "helper.py").write_text("")
 
-    before = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
+    old = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
     (package / "helper.py").write_text("x = 1\n")
     forget("hinge_for_test")
-    after = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
+    new = plugin_fingerprints(train_config("hinge_for_test.loss:Hinge"))
 
-    assert before.keys() == after.keys() == {"hinge_for_test.loss:Hinge"}
-    assert before != after
+    assert old.keys() == new.keys() == {"hinge_for_test.loss:Hinge"}
+    assert old != new

@@ -1,4 +1,4 @@
-"""Files of queries and judgements become tables over a pool; what is wrong with a row is told by file and line."""
+"""Files of queries and judgements become tables. A fault names its file and line."""
 
 import os
 from pathlib import Path
@@ -18,8 +18,8 @@ Tables = tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]],
 
 
 @pytest.fixture(autouse=True)
-def pool(tmp_path: Path) -> None:
-    """Skills a to d, and the row of a2, which was a duplicate of a."""
+def pool(tmp_path) -> None:
+    """Write skills a to d, and a2 as a dropped duplicate of a."""
     rows = [
         {"skill_id": i, "name": i, "description": "d", "body": "b", "source": "s"} for i in "abcd"
     ]
@@ -29,7 +29,11 @@ def pool(tmp_path: Path) -> None:
 
 
 def make(tmp_path: Path, rows: Any, **settings: Any) -> Tables:
-    """(queries, judgements, dropped rows, summary) of the rows of train.jsonl, or of files."""
+    """Run the stage on rows, which are written to train.jsonl, or on files.
+
+    Returns:
+        The queries, the judgements, the dropped rows and the summary.
+    """
     if isinstance(rows, list) and isinstance(rows[0], dict):
         write_jsonl(tmp_path / "train.jsonl", rows)
         rows = tmp_path / "train.jsonl"
@@ -37,17 +41,16 @@ def make(tmp_path: Path, rows: Any, **settings: Any) -> Tables:
     out.mkdir()
     values = {"files": rows, "pool": tmp_path / "pool", "out": out, **settings}
     summary = Queries.model_validate(values).run(out)
-    queries, judgements, dropped = (
-        read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED)
-    )
-    return queries, judgements, dropped, summary
+    tables = [read_table(out, spec).to_pylist() for spec in (QUERIES, JUDGEMENTS, DROPPED)]
+    return *tables, summary
 
 
-def what_was_dropped(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+def dropped_keys(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return the query, the skill and the filter of each dropped row."""
     return [(row["query_id"], row["skill_id"], row["filter"]) for row in rows]
 
 
-def test_shapes_of_query_rows(tmp_path: Path) -> None:
+def test_query_rows_have_several_forms(tmp_path):
     rows = [
         {
             "query_id": "q1",
@@ -59,9 +62,12 @@ def test_shapes_of_query_rows(tmp_path: Path) -> None:
         {"text": "Two\x00 skills", "skill_ids": ["a", "b", "a2"], "split": "dev"},
         {"query_id": 3, "query": "One id", "skill_ids": "c", "kind": "multi"},
     ]
+
     queries, judgements, dropped, summary = make(tmp_path, rows, origin="hand")
-    made_up = queries[1]["query_id"]
-    assert made_up.startswith("train-") and len(made_up) == len("train-") + 12
+
+    generated_id = queries[1]["query_id"]
+    assert generated_id.startswith("train-")
+    assert len(generated_id) == len("train-") + 12
     assert queries == [
         {
             "query_id": "q1",
@@ -71,7 +77,7 @@ def test_shapes_of_query_rows(tmp_path: Path) -> None:
             "split": "train",
         },
         {
-            "query_id": made_up,
+            "query_id": generated_id,
             "text": "Two skills",
             "kind": "multi",
             "origin": "hand",
@@ -81,43 +87,44 @@ def test_shapes_of_query_rows(tmp_path: Path) -> None:
     ]
     assert [(j["query_id"], j["skill_id"], j["verdict"], j["judge"]) for j in judgements] == [
         ("q1", "a", "required", "llm"),
-        (made_up, "a", "required", "hand"),  # of a2, too, which a stands for
-        (made_up, "b", "required", "hand"),
+        (generated_id, "a", "required", "hand"),  # a replaces its duplicate a2
+        (generated_id, "b", "required", "hand"),
         ("3", "c", "required", "hand"),
     ]
     assert dropped == []
     assert summary["num_by_split"] == {"dev": 1, "train": 2}
-    assert {query["split"] for query in make(tmp_path, rows, split="test")[0]} == {"test"}
 
 
-def test_judgement_files(tmp_path: Path) -> None:
-    queries, judgements, dropped, summary = make(
-        tmp_path,
-        [
-            {
-                "group_id": "g1",
-                "query": "Do it",
-                "required": ["a", "b"],
-                "useful": [{"skill_id": "d", "group": "twins"}],
-                "irrelevant": ["nowhere", "b"],
-                "rejected": [
-                    {"skill_id": "c", "reason": "scope_mismatch", "why": "too wide"},
-                    {"skill_id": "a2"},
-                ],
-            }
+def test_split_setting_overrides_rows(tmp_path):
+    rows = [{"query": "x", "skill_ids": ["a"], "split": "dev"}]
+
+    (query,), _, _, _ = make(tmp_path, rows, split="test")
+
+    assert query["split"] == "test"
+
+
+def test_group_becomes_judged_query(tmp_path):
+    group = {
+        "group_id": "g1",
+        "query": "Do it",
+        "required": ["a", "b"],
+        "useful": [{"skill_id": "d", "group": "twins"}],
+        "irrelevant": ["nowhere", "b"],
+        "rejected": [
+            {"skill_id": "c", "reason": "scope_mismatch", "why": "too wide"},
+            {"skill_id": "a2"},
         ],
-        origin="llm",
-    )
-    assert (queries[0]["query_id"], queries[0]["kind"]) == ("g1", "multi")
-    assert [
-        (j["skill_id"], j["verdict"], j["reason"], j["why"], j["group"]) for j in judgements
-    ] == [
-        ("a", "required", None, None, None),
-        ("b", "required", None, None, None),
-        ("d", "useful", None, None, "twins"),
-        ("c", "rejected", "scope_mismatch", "too wide", None),
-    ]
-    assert what_was_dropped(dropped) == [
+    }
+
+    (query,), judgements, dropped, summary = make(tmp_path, [group], origin="llm")
+
+    assert (query["query_id"], query["kind"]) == ("g1", "multi")
+    verdicts = [(row["skill_id"], row["verdict"]) for row in judgements]
+    assert verdicts == [("a", "required"), ("b", "required"), ("d", "useful"), ("c", "rejected")]
+    assert [row["reason"] for row in judgements] == [None, None, None, "scope_mismatch"]
+    assert [row["why"] for row in judgements] == [None, None, None, "too wide"]
+    assert [row["group"] for row in judgements] == [None, None, "twins", None]
+    assert dropped_keys(dropped) == [
         ("g1", "a", "contradiction"),
         ("g1", "b", "contradiction"),
         ("g1", "nowhere", "not_in_pool"),
@@ -125,62 +132,82 @@ def test_judgement_files(tmp_path: Path) -> None:
     assert summary["num_by_verdict"] == {"rejected": 1, "required": 2, "useful": 1}
 
 
-def test_a_rejected_skill_that_another_file_calls_an_answer_of_the_same_text(
-    tmp_path: Path,
-) -> None:
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    write_jsonl(
-        one, [{"query_id": "q1", "query": "Do it", "required": ["a"], "rejected": ["b", "c"]}]
-    )
-    write_jsonl(two, [{"query_id": "q2", "query": "Do it", "required": ["b"]}])
-    for files in ([one, two], [two, one]):
+def test_contradiction_between_files_is_dropped(tmp_path):
+    """Both files judge the same text. One requires the skill that the other one rejects."""
+    rejecting = tmp_path / "one.jsonl"
+    requiring = tmp_path / "two.jsonl"
+    row = {"query_id": "q1", "query": "Do it", "required": ["a"], "rejected": ["b", "c"]}
+    write_jsonl(rejecting, [row])
+    write_jsonl(requiring, [{"query_id": "q2", "query": "Do it", "required": ["b"]}])
+
+    for files in ([rejecting, requiring], [requiring, rejecting]):
         _, judgements, dropped, _ = make(tmp_path, files, split="train")
-        found = {(j["query_id"], j["skill_id"]): j["verdict"] for j in judgements}
-        assert found == {("q1", "a"): "required", ("q1", "c"): "rejected", ("q2", "b"): "required"}
-        assert what_was_dropped(dropped) == [("q1", "b", "contradiction")]
-        assert (
-            "one.jsonl, line 1 says rejected" in dropped[0]["reason"]
-            and "two.jsonl" in dropped[0]["reason"]
-        )
+
+        verdicts = {(row["query_id"], row["skill_id"]): row["verdict"] for row in judgements}
+        assert verdicts == {
+            ("q1", "a"): "required",
+            ("q1", "c"): "rejected",
+            ("q2", "b"): "required",
+        }
+        assert dropped_keys(dropped) == [("q1", "b", "contradiction")]
+        assert "one.jsonl, line 1 says rejected" in dropped[0]["reason"]
+        assert "two.jsonl" in dropped[0]["reason"]
 
 
-def test_made_up_ids_do_not_depend_on_the_line(tmp_path: Path) -> None:
+def test_generated_ids_do_not_depend_on_line(tmp_path):
     rows = [{"query": "x", "skill_ids": ["a"]}, {"query": "y", "skill_ids": ["a"]}]
-    first, _, _, _ = make(tmp_path, rows)
-    again, _, dropped, _ = make(tmp_path, [*reversed(rows), rows[0]])
-    assert [query["query_id"] for query in again] == [
-        query["query_id"] for query in reversed(first)
-    ]
-    assert [row["filter"] for row in dropped] == ["duplicate_query"]
-    assert "line 3 repeats" in dropped[0]["reason"] and dropped[0]["reason"].endswith("line 2")
+    queries, _, _, _ = make(tmp_path, rows)
+
+    reversed_queries, _, dropped, _ = make(tmp_path, [rows[1], rows[0], rows[0]])
+
+    ids = [query["query_id"] for query in queries]
+    assert [query["query_id"] for query in reversed_queries] == ids[::-1]
+    (duplicate,) = dropped
+    assert duplicate["filter"] == "duplicate_query"
+    assert "line 3 repeats" in duplicate["reason"]
+    assert duplicate["reason"].endswith("line 2")
 
 
-def test_what_asks_or_requires_nothing_or_a_skill_outside_the_pool(tmp_path: Path) -> None:
-    ok = {"query_id": "ok", "query": "y", "skill_ids": ["b"]}
+USABLE_ROW = {"query_id": "ok", "query": "y", "skill_ids": ["b"]}
+
+
+def test_query_with_missing_gold_may_be_dropped(tmp_path):
     rows: list[dict[str, Any]] = [
         {"query_id": f"q{i}", "query": "x", "skill_ids": ["a", f"gone{i}"]} for i in range(4)
     ]
     with raises("unknown-skill"):
-        make(tmp_path, [*rows, ok])
-    queries, judgements, dropped, _ = make(tmp_path, [*rows, ok], missing_gold="drop")
-    assert [query["query_id"] for query in queries] == [j["query_id"] for j in judgements] == ["ok"]
-    assert what_was_dropped(dropped) == [(f"q{i}", f"gone{i}", "missing_gold") for i in range(4)]
-    rows = [
-        {"query_id": query_id, "query": text, "skill_ids": ["a"]}
-        for query_id, text in (("e", " "), ("n", None))
-    ]
-    rows.append({"query_id": "g", "query": "x", "skill_ids": []})
-    expected = [("e", "", "empty_query"), ("n", "", "empty_query"), ("g", "", "no_gold")]
-    assert what_was_dropped(make(tmp_path, [*rows, ok])[2]) == expected
+        make(tmp_path, [*rows, USABLE_ROW])
+
+    queries, judgements, dropped, _ = make(tmp_path, [*rows, USABLE_ROW], missing_gold="drop")
+
+    assert [query["query_id"] for query in queries] == ["ok"]
+    assert [row["query_id"] for row in judgements] == ["ok"]
+    assert dropped_keys(dropped) == [(f"q{i}", f"gone{i}", "missing_gold") for i in range(4)]
+
+
+EMPTY_ROWS = [
+    {"query_id": "e", "query": " ", "skill_ids": ["a"]},
+    {"query_id": "n", "query": None, "skill_ids": ["a"]},
+    {"query_id": "g", "query": "x", "skill_ids": []},
+]
+DROPPED_KEYS = [("e", "", "empty_query"), ("n", "", "empty_query"), ("g", "", "no_gold")]
+
+
+def test_empty_query_is_dropped(tmp_path):
+    _, _, dropped, _ = make(tmp_path, [*EMPTY_ROWS, USABLE_ROW])
+
+    assert dropped_keys(dropped) == DROPPED_KEYS
+
+
+def test_file_without_usable_query_is_refused(tmp_path):
     with raises("nothing-left"):
-        make(tmp_path, rows)
-    assert (
-        what_was_dropped(read_table(tmp_path / "out3.dropped.parquet", DROPPED).to_pylist())
-        == expected
-    )
+        make(tmp_path, EMPTY_ROWS)
+
+    dropped = read_table(tmp_path / "out0.dropped.parquet", DROPPED).to_pylist()
+    assert dropped_keys(dropped) == DROPPED_KEYS
 
 
-def test_parquet_gives_the_same_queries(tmp_path: Path) -> None:
+def test_parquet_gives_the_same_queries(tmp_path):
     rows = [
         {"query_id": "1", "query": "Two", "required": ["a", "b"], "rejected": [], "split": None},
         {"query_id": "2", "query": "One", "required": ["c"], "rejected": ["a"], "split": "dev"},
@@ -204,12 +231,15 @@ def test_parquet_gives_the_same_queries(tmp_path: Path) -> None:
         ("train.jsonl", None, "special-file"),
     ],
 )
-def test_files_that_are_not_what_they_say(
-    tmp_path: Path, name: str, content: str | None, code: str
-) -> None:
-    (tmp_path / name).write_text(content) if content is not None else os.mkfifo(tmp_path / name)
+def test_wrong_file_is_refused(tmp_path, name: str, content: str | None, code: str):
+    file = tmp_path / name
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content)
+
     with raises(code):
-        make(tmp_path, tmp_path / name)
+        make(tmp_path, file)
 
 
 @pytest.mark.parametrize(
@@ -255,26 +285,41 @@ def test_files_that_are_not_what_they_say(
         ),
     ],
 )
-def test_wrong_rows_name_file_and_line(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_wrong_row_names_its_line(tmp_path, row: dict[str, Any], message: str):
     with pytest.raises(SkilltrainError, match=rf"train\.jsonl, line 2(, query .*)?: {message}"):
         make(tmp_path, [{"query_id": "q", "query": "x", "skill_ids": "a"}, row])
 
 
-def test_wrong_row_names_its_id(tmp_path: Path) -> None:
+def test_wrong_row_names_its_id(tmp_path):
     row = {"query_id": "q7", "query": "x", "skill_ids": "a", "split": "valid"}
 
     with pytest.raises(SkilltrainError, match=r"train\.jsonl, line 1, query q7: split: "):
         make(tmp_path, [row])
 
 
-def test_patterns_name_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_files(tmp_path) -> Path:
+    """A folder with the files a.jsonl and b.jsonl."""
     for name in ("b", "a"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"query": name, "skill_ids": "a"}])
-    queries, _, _, _ = make(tmp_path, str(tmp_path / "*.jsonl"), split="train")
+    return tmp_path
+
+
+def test_pattern_matches_files_in_order(two_files: Path):
+    queries, _, _, _ = make(two_files, str(two_files / "*.jsonl"), split="train")
+
     assert [query["text"] for query in queries] == ["a", "b"]
+
+
+def test_pattern_without_match_is_refused(two_files: Path):
     with raises("not-found"):
-        make(tmp_path, str(tmp_path / "x*.jsonl"), split="train")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+        make(two_files, str(two_files / "x*.jsonl"), split="train")
+
+
+def test_pattern_may_be_relative(two_files: Path, monkeypatch):
+    (two_files / "here").mkdir()
+    monkeypatch.chdir(two_files / "here")
+
     config = Queries.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
+
     assert config.files == (Path("../a.jsonl"), Path("../b.jsonl"))

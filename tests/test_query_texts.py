@@ -1,4 +1,4 @@
-"""Texts of queries: what names a skill, how varied a set is, and passages of skills that become some."""
+"""Texts of queries: names of skills in them, their variety, and queries from skills' own texts."""
 
 from pathlib import Path
 
@@ -18,8 +18,12 @@ from skilltrain.data.query_texts import (
 from skilltrain.records import Skill
 from skilltrain.texts import num_words
 
+# Queries, separated by |, that do and do not hold the name of a skill.
 NAMED = {
-    "web-scraper": "a Web Scraper for me|run web_scraper|my WebScraper broke|webscraper?|WEB-SCRAPER|web.scraper",
+    "web-scraper": (
+        "a Web Scraper for me|run web_scraper|my WebScraper broke|webscraper?|WEB-SCRAPER|"
+        "web.scraper"
+    ),
     "WebScraper": "web  scraper",
     "pdf": "Turn this PDF into text|ask ＰＤＦ",
     "pandoc": "use pandoc's filters",
@@ -37,23 +41,29 @@ NOT_NAMED = {
 }
 
 
-def test_a_name_is_found_in_whole_words_whatever_the_case_and_the_separators() -> None:
-    for table, is_named in ((NAMED, True), (NOT_NAMED, False)):
-        for name, queries in table.items():
-            for query in queries.split("|"):
-                assert names_skill(query, name) is is_named, (query, name)
+@pytest.mark.parametrize("name", NAMED)
+def test_name_is_found_in_any_form(name: str):
+    for query in NAMED[name].split("|"):
+        assert names_skill(query, name), query
 
 
-PARTS = st.lists(st.text("abcxyz", min_size=1, max_size=4), min_size=1, max_size=4)
+@pytest.mark.parametrize("name", NOT_NAMED)
+def test_name_is_found_only_as_whole_words(name: str):
+    for query in NOT_NAMED[name].split("|"):
+        assert not names_skill(query, name), query
 
 
-@given(PARTS, st.text(max_size=20), st.text(max_size=20))
-def test_a_name_between_spaces_always_leaks(parts: list[str], before: str, after: str) -> None:
-    assert names_skill(f"{before} {' '.join(parts).upper()} {after}", "-".join(parts))
+WORDS = st.lists(st.text("abcxyz", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-def test_a_name_is_taken_out_however_it_is_written() -> None:
+@given(WORDS, st.text(max_size=20), st.text(max_size=20))
+def test_name_between_spaces_is_found(words: list[str], start: str, end: str):
+    assert names_skill(f"{start} {' '.join(words).upper()} {end}", "-".join(words))
+
+
+def test_name_is_removed_in_any_form():
     text = "Use PDF-tools, pdf tools or PDFTools; pdf toolsets stay"
+
     assert without_name(text, "pdf-tools") == "Use , or ; pdf toolsets stay"
     assert without_name("请用luma生成视频", "luma") == "请用 生成视频"
     assert without_name("anything", "---") == "anything"
@@ -74,44 +84,58 @@ import ffmpegio
 """
 
 
-def test_programs_are_what_shell_blocks_start_and_not_everybody_does() -> None:
-    assert (
-        programs_of(CLIPS) == {"ffmpeg", "whisper-cli"}
-        and programs_of("ffmpeg -i a") == frozenset()
-    )
+def test_programs_are_started_in_shell_blocks():
+    """Common programs such as cd, git and python do not count."""
     console = "```console\n$ gh pr list\n> kubectl get pods\n$ git push\npapers = [1]\n```"
+
+    assert programs_of(CLIPS) == {"ffmpeg", "whisper-cli"}
     assert programs_of(console) == {"gh", "kubectl"}
-    for query in ("cut it with FFmpeg", "run whisper cli on it"):
-        assert names_program(query, CLIPS)
-    for query in ("cut the clip", "use ffmpegio"):
-        assert not names_program(query, CLIPS)
+    assert programs_of("ffmpeg -i a") == frozenset()
 
 
-def test_words_are_counted_in_both_scripts() -> None:
-    assert [
-        num_words(text) for text in ("Don't re-run GPT-4 twice.", "整理发票", "整理PDF发票吧")
-    ] == [4, 2, 4]
+@pytest.mark.parametrize(
+    ("query", "is_named"),
+    [
+        ("cut it with FFmpeg", True),
+        ("run whisper cli on it", True),
+        ("cut the clip", False),
+        ("use ffmpegio", False),
+    ],
+)
+def test_program_is_found_in_query(query: str, is_named: bool):
+    assert names_program(query, CLIPS) == is_named
 
 
-def test_the_profile_of_queries_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("Don't re-run GPT-4 twice.", 4), ("整理发票", 2), ("整理PDF发票吧", 4)],
+)
+def test_words_are_counted_in_both_scripts(text: str, count: int):
+    assert num_words(text) == count
+
+
+def test_query_profile_equals_hand_calculation():
     texts = ["Sort my mail by day", "sort my mail by month now", "Sort my mail by day"]
-    assert (
-        query_profile(texts)
-        == pytest.approx(
-            {
-                "median_words": 5,
-                "p90_words": 5.8,  # of 5, 5, 6
-                "distinct_texts": 0.6667,
-                "distinct_openings": 0.3333,
-                "distinct_words": 0.4375,  # sort my mail by day month now, of 16
-                "distinct_trigrams": 0.5,  # of 3 + 4 + 3: sort my mail, my mail by, mail by day, mail by month, by month now
-            }
-        )
-    )
+
+    profile = query_profile(texts)
+
+    expected = {
+        "median_words": 5,
+        "p90_words": 5.8,  # of 5, 5 and 6
+        "distinct_texts": 0.6667,
+        "distinct_openings": 0.3333,
+        "distinct_words": 0.4375,  # 7 of 16: sort my mail by day month now
+        # 5 of 3 + 4 + 3: sort my mail, my mail by, mail by day, mail by month, by month now
+        "distinct_trigrams": 0.5,
+    }
+    assert profile == pytest.approx(expected)
+
+
+def test_profile_of_no_queries_is_empty():
     assert query_profile([]) == {}
 
 
-# Passages of a skill that become queries -----------------------------------------------------------------------------
+# Passages of a skill that become queries --------------------------------------
 
 LIBRARY = Path(__file__).parent.parent / "examples" / "skill_library" / "skills"
 BODY = """# Invoice Sorter
@@ -141,8 +165,9 @@ INVOICES = Skill(
 )
 
 
-def test_passages_by_hand() -> None:
-    queries, rest = own_queries(INVOICES, 9, 0)
+def test_passages_become_queries():
+    queries, remainder = own_queries(INVOICES, 9, 0)
+
     assert set(queries) == {
         "The files paper by month and by supplier.",
         "sort scanned invoices by supplier and month",
@@ -150,46 +175,62 @@ def test_passages_by_hand() -> None:
         "Match invoices with purchase orders",
         "Suppliers often send the same invoice twice with another number.",
     }
-    assert rest.description == ""
+    assert remainder.description == ""
     for passage in ("scanned invoices", "overcharged", "purchase orders", "same invoice twice"):
-        assert passage in BODY and passage not in rest.body
-    assert "secret_folder" in rest.body and "salaries" in rest.body
+        assert passage in BODY
+        assert passage not in remainder.body
+    assert "secret_folder" in remainder.body
+    assert "salaries" in remainder.body
 
 
-def test_chinese_skills_have_chinese_queries() -> None:
-    queries, rest = own_queries(
-        Skill("s1", "发票整理", "把发票整理好，按月份和供应商存放纸质文件。", BODY_ZH), 9, 0
-    )
+def test_chinese_passages_become_queries():
+    description = "把发票整理好，按月份和供应商存放纸质文件。"
+
+    queries, remainder = own_queries(Skill("s1", "发票整理", description, BODY_ZH), 9, 0)
+
     assert set(queries) == {
         "把 好，按月份和供应商存放纸质文件。",
         "按供应商和月份整理扫描的发票时",
         "供应商经常会用不同的编号重复发送同一张发票。",
     }
-    assert rest.description == "" and "同一张发票" not in rest.body and "支付工资" in rest.body
+    assert remainder.description == ""
+    assert "同一张发票" not in remainder.body
+    assert "支付工资" in remainder.body
 
 
-def test_the_kinds_change_from_skill_to_skill_and_are_the_same_each_time() -> None:
+def test_kind_of_passage_differs_between_skills():
     skills = [Skill(f"s{i}", INVOICES.name, INVOICES.description, BODY) for i in range(40)]
-    made = [own_queries(skill, 1, 0) for skill in skills]
-    assert made == [own_queries(skill, 1, 0) for skill in skills]
-    num_described = sum(rest.description != "" for _, rest in made)
-    assert 10 < num_described < 30 and len({queries[0] for queries, _ in made}) == 2
+
+    results = [own_queries(skill, 1, 0) for skill in skills]
+
+    assert results == [own_queries(skill, 1, 0) for skill in skills], "they are reproducible"
+    num_described = sum(remainder.description != "" for _, remainder in results)
+    assert 10 < num_described < 30
+    assert len({queries[0] for queries, _ in results}) == 2
 
 
-def test_nearly_every_real_skill_gives_the_queries_that_are_wanted() -> None:
+def test_real_skills_give_enough_queries():
     skills = [skill for skill in read_source(LIBRARY) if isinstance(skill, Skill)]
     assert len(skills) > 150
     skills = skills[::2]
-    made = [own_queries(skill, 2, 0) for skill in skills]
-    assert sum(len(queries) == 2 for queries, _ in made) >= 0.98 * len(skills)
-    for skill, (queries, rest) in zip(skills, made, strict=True):
-        assert all(MIN_WORDS <= num_words(query) <= MAX_WORDS for query in queries)
-        assert not any(names_skill(query, skill.name) for query in queries)
-        assert len(rest.description) + len(rest.body) < len(skill.description) + len(skill.body)
-        assert not any(query in f"{rest.description}\n{rest.body}" for query in queries)
+
+    num_complete = 0
+    for skill in skills:
+        queries, remainder = own_queries(skill, 2, 0)
+        num_complete += len(queries) == 2
+        remaining_text = f"{remainder.description}\n{remainder.body}"
+        assert len(remaining_text) <= len(skill.description) + len(skill.body)
+        for query in queries:
+            assert MIN_WORDS <= num_words(query) <= MAX_WORDS
+            assert not names_skill(query, skill.name)
+            assert query not in remaining_text
+
+    assert num_complete >= 0.98 * len(skills)
 
 
 @given(st.text(max_size=300), st.text(max_size=20))
-def test_no_skill_breaks_it(text: str, name: str) -> None:
+def test_any_skill_gives_valid_queries(text: str, name: str):
     queries, _ = own_queries(Skill("s", name, text, text), 3, 0)
-    assert len(queries) <= 3 and not any(names_skill(query, name) for query in queries)
+
+    assert len(queries) <= 3
+    assert not any(names_skill(query, name) for query in queries)

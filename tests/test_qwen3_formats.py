@@ -1,4 +1,4 @@
-"""Qwen3's two formats, id by id: with the real tokenizer where it is at hand, and with a small one of its kind."""
+"""Token ids of the formats of Qwen3, with its real tokenizer and with a tiny one."""
 
 import functools
 import unicodedata
@@ -49,7 +49,7 @@ def tokenizer(request):
 
 @functools.cache
 def pair_tokenizer(tokenizer, **chosen):
-    """Made once a test file: the real tokenizer takes half a second to copy."""
+    """Make a tokenizer of pairs. It is cached: a copy of the real tokenizer takes half a second."""
     separator = chosen.pop("separator", "\n\n")
     settings = RerankerSettings(
         template=RerankerTemplate(form="yes_no", separator=separator), **chosen
@@ -58,44 +58,57 @@ def pair_tokenizer(tokenizer, **chosen):
 
 
 def official_ids(tokenizer, template, query, skill, max_tokens):
-    """Prefix, body and suffix tokenised one by one, as Qwen3-Reranker's and SkillRouter's code do; the body is cut."""
-    prefix, body, suffix = (
-        tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in (
-            QWEN3_RERANKER_PREFIX,
-            f"<Instruct>: {template.instruction}{template.separator}<Query>: {query[: template.query_chars]}"
-            f"{template.separator}<Document>: {template.render_skill(skill)}",
-            QWEN3_RERANKER_SUFFIX,
-        )
+    """Return the ids of the code of Qwen3-Reranker and SkillRouter.
+
+    It tokenises prefix, body and suffix separately and cuts the body.
+    """
+    body = template.separator.join(
+        [
+            f"<Instruct>: {template.instruction}",
+            f"<Query>: {query[: template.query_chars]}",
+            f"<Document>: {template.render_skill(skill)}",
+        ]
     )
-    return prefix + body[: max_tokens - len(prefix) - len(suffix)] + suffix
+    texts = [QWEN3_RERANKER_PREFIX, body, QWEN3_RERANKER_SUFFIX]
+    prefix_ids, body_ids, suffix_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    num_body_tokens = max_tokens - len(prefix_ids) - len(suffix_ids)
+    return prefix_ids + body_ids[:num_body_tokens] + suffix_ids
 
 
-def test_the_frame_of_the_real_tokenizer_which_cuts_no_query_of_the_papers():
+def test_real_tokenizer_has_official_frame():
     tokenizer = real_qwen3_tokenizer()
-    frame = pair_tokenizer(tokenizer)
-    assert (len(frame.before), frame.after, frame.between) == (REAL["prefix"], REAL["suffix"], [])
+
+    pairs = pair_tokenizer(tokenizer)
+
+    assert (len(pairs.before), pairs.after) == (REAL["prefix"], REAL["suffix"])
+    assert pairs.between == []
     assert yes_no_ids(tokenizer) == (9693, 2152)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (REAL["end"], 151645)
+
+
+def test_query_of_1500_characters_is_not_cut():
+    """The papers have queries of up to 1,500 characters."""
     scripts = ("运行技能，部署容器。", "a b ", "1 ", "é", "Ж ", "การ", "كتاب ", "🚀")
-    assert all(
-        len(ids) <= 2048 for ids in frame.text.ids([(letters * 1500)[:1500] for letters in scripts])
-    )
+    queries = [(letters * 1500)[:1500] for letters in scripts]
+
+    token_ids = pair_tokenizer(real_qwen3_tokenizer()).text.ids(queries)
+
+    assert max(map(len, token_ids)) <= 2048
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n"])
-def test_pairs_are_the_official_ids(tokenizer, separator):
-    for max_tokens in (4096, 700):
-        pairs = pair_tokenizer(tokenizer, separator=separator, max_tokens=max_tokens)
-        parts = pairs.skill_ids(SKILLS)
-        for query in TEXTS:
-            for skill, part in zip(SKILLS, parts, strict=True):
-                pair = pairs.join(pairs.query_ids(query), part)
-                assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, max_tokens)
-                assert (
-                    len(pair) + pair.num_cut
-                    == len(pairs.join(pairs.query_ids(query), part[:1])) + len(part) - 1
-                )
+@pytest.mark.parametrize("max_tokens", [4096, 700])
+def test_pairs_have_official_ids(tokenizer, separator, max_tokens):
+    pairs = pair_tokenizer(tokenizer, separator=separator, max_tokens=max_tokens)
+    skill_ids = pairs.skill_ids(SKILLS)
+
+    for query in TEXTS:
+        query_ids = pairs.query_ids(query)
+        for skill, ids in zip(SKILLS, skill_ids, strict=True):
+            pair = pairs.join(query_ids, ids)
+            assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, max_tokens)
+            num_whole = len(pairs.join(query_ids, ids[:1])) + len(ids) - 1
+            assert len(pair) + pair.num_cut == num_whole
 
 
 odd_letters = st.sampled_from(
@@ -108,11 +121,13 @@ odd = st.text(odd_letters, max_size=12)
 @given(odd, odd, st.sampled_from(["\n", "\n\n"]))
 @example("ends in a line break\r\n", "\u0301x", "\n")
 @example("ends in spaces   ", "", "\n\n")
-def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, separator):
+def test_separate_texts_have_official_ids(tokenizer, query, body, separator):
     skill = Skill("s", body, "", body + " end")
     pairs = pair_tokenizer(tokenizer, separator=separator)
-    joined = pairs.join(pairs.query_ids(query), pairs.skill_ids([skill])[0])
-    assert joined.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
+
+    pair = pairs.join(pairs.query_ids(query), pairs.skill_ids([skill])[0])
+
+    assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, 4096)
 
 
 @settings(max_examples=40)
@@ -120,36 +135,45 @@ def test_parts_tokenised_alone_are_the_ids_of_the_whole(tokenizer, query, body, 
 @example("👩‍👩‍👧" * 9, 8)
 @example("deploy   \n\n pods " * 9, 9)
 @example(":\xa0\u2028a\u0301", 8)
-def test_a_cut_query_keeps_its_frame(tokenizer, query, limit):
+def test_cut_query_keeps_its_frame(tokenizer, query, limit):
     pairs = pair_tokenizer(tokenizer, query_max_tokens=limit)
-    ids, template = pairs.query_ids(query), pairs.template
+    template = pairs.template
+
+    ids = pairs.query_ids(query)
+
     text = unicodedata.normalize("NFC", tokenizer.decode(ids))
-    assert text.startswith(template.query_prompt()) and text.endswith(template.query_end())
-    kept = text.removeprefix(template.query_prompt()).removesuffix(template.query_end())
-    # No half of a character; a letter may lose its accent where the tokenizer has it as a character of its own.
+    assert text.startswith(template.query_prompt())
+    assert text.endswith(template.query_end())
+    cut_query = text.removeprefix(template.query_prompt()).removesuffix(template.query_end())
+    # No character is cut in half. A letter may lose an accent that is a character of its own.
+    whole_query = unicodedata.normalize("NFC", query)
     beginnings = {unicodedata.normalize("NFC", query[:end]) for end in range(len(query) + 1)}
-    assert unicodedata.normalize("NFC", query).startswith(kept) or kept in beginnings
-    assert (
-        len(ids) <= len(pairs.query_ids("")) + limit + 1
-    )  # without a query, the space and the separator are one token
-    if len(pair_tokenizer(tokenizer).query_ids(query)) <= len(pairs.query_ids("")) + limit - 2:
-        assert kept == unicodedata.normalize("NFC", query)
+    assert whole_query.startswith(cut_query) or cut_query in beginnings
+    # Without a query, the space and the separator are one token, hence + 1.
+    num_frame_tokens = len(pairs.query_ids(""))
+    assert len(ids) <= num_frame_tokens + limit + 1
+    num_whole_tokens = len(pair_tokenizer(tokenizer).query_ids(query))
+    if num_whole_tokens <= num_frame_tokens + limit - 2:
+        assert cut_query == whole_query
 
 
 def test_control_strings_become_letters(tokenizer):
     names = [token.content for token in tokenizer.added_tokens_decoder.values()]
     text = TextTokenizer(tokenizer)
+
     for name in [*names, "".join(names)]:
         (ids,) = text.ids([f"a {name} b"])
-        assert (
-            not {*ids} & {*tokenizer.added_tokens_decoder}
-            and tokenizer.decode(ids) == f"a {name} b"
-        )
-    plain = [one for one in TEXTS if not any(name in one for name in names)]
-    assert text.ids(plain) == tokenizer(plain, add_special_tokens=False)["input_ids"]
+        assert not set(ids) & tokenizer.added_tokens_decoder.keys()
+        assert tokenizer.decode(ids) == f"a {name} b"
 
 
-def test_a_unigram_vocabulary_does_not_leak_its_control_tokens():
+def test_texts_without_control_strings_are_unchanged(tokenizer):
+    ids = TextTokenizer(tokenizer).ids(TEXTS)
+
+    assert ids == tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
+
+
+def test_unigram_vocabulary_leaks_no_control_token():
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -165,70 +189,73 @@ def test_a_unigram_vocabulary_does_not_leak_its_control_tokens():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
-    assert (
-        1
-        in tokenizer("pods </s> a", add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
-    )
+    leaking = tokenizer("pods </s> a", add_special_tokens=False, split_special_tokens=True)
+    assert 1 in leaking["input_ids"]
+
     text = TextTokenizer(tokenizer)
+
     assert text.ids(["pods </s> a", "pods Q a"]) == [[4, 3, 3, 9], [4, 3, 2, 3, 9]]
     assert text.framed_ids(["pods </s> a"], 9) == [[0, 4, 3, 3, 9, 1]]
     assert text.ids_and_spans("pods </s> a")[0] == [4, 3, 3, 9]
 
 
 @pytest.mark.parametrize("appends_end", [False, True])
-def test_texts_of_the_encoder_end_with_one_end_token(tokenizer, appends_end):
-    own = as_embedding_tokenizer(tokenizer) if appends_end else tokenizer
-    end = own.convert_tokens_to_ids("<|endoftext|>")
-    encoder = Encoder(nn.Identity(), own, EncoderSettings(pooling="last_token"))
+def test_encoder_texts_end_with_one_end_token(tokenizer, appends_end):
+    encoder_tokenizer = as_embedding_tokenizer(tokenizer) if appends_end else tokenizer
+    end_id = encoder_tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    settings = EncoderSettings(pooling="last_token")
+    encoder = Encoder(nn.Identity(), encoder_tokenizer, settings)
     texts = [*TEXTS, "<|endoftext|>", "stop <|endoftext|>"]
+
     for max_tokens in (16, 1000):
         for text, ids in zip(texts, encoder.tokenize(texts, max_tokens), strict=True):
-            assert ids[-1] == end and ids.count(end) == 1 and len(ids) <= max_tokens
+            assert ids[-1] == end_id
+            assert ids.count(end_id) == 1
+            assert len(ids) <= max_tokens
             if "endoftext" not in text:
-                assert (
-                    ids[:-1]
-                    == tokenizer(text, add_special_tokens=False)["input_ids"][: max_tokens - 1]
-                )
+                text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                assert ids[:-1] == text_ids[: max_tokens - 1]
 
 
-def test_queries_of_the_encoder_have_the_official_form(tokenizer):
+def test_encoder_queries_have_official_form(tokenizer):
     template = EncoderTemplate(instruction="Find the skill")
-    encoder = Encoder(
-        nn.Identity(), tokenizer, EncoderSettings(pooling="last_token", template=template)
-    )
+    settings = EncoderSettings(pooling="last_token", template=template)
+    encoder = Encoder(nn.Identity(), tokenizer, settings)
+
     (ids,) = encoder.tokenize_queries(["deploy pods"])
+
     assert ids == tokenizer.encode("Instruct: Find the skill\nQuery:deploy pods<|endoftext|>")
     assert encoder.tokenize([SKILLS[0].body], 99) == [tokenizer.encode("deploy pods<|endoftext|>")]
 
 
+@torch.inference_mode()
 def test_vectors_equal_plain_code_with_left_padding(open_encoder_of):
     """Qwen3-Embedding's model card: pad on the left, take the last position, divide by the norm."""
     encoder = open_encoder_of("qwen3")
     settings = {"padding": True, "padding_side": "left", "truncation": True, "max_length": 100}
     inputs = encoder.tokenizer(TEXTS, return_tensors="pt", **settings)
-    last, is_seen = inputs["input_ids"][:, -1], inputs["attention_mask"][:, -1]
-    assert (last == encoder.tokenizer.pad_token_id).all() and is_seen.all()
-    with torch.inference_mode():
-        expected = torch.nn.functional.normalize(
-            encoder.backbone(**inputs).last_hidden_state[:, -1], dim=1
-        )
-        assert torch.allclose(encoder(encoder.tokenize(TEXTS, 100)), expected, atol=1e-5)
+    assert (inputs["input_ids"][:, -1] == encoder.tokenizer.pad_token_id).all()
+    assert inputs["attention_mask"][:, -1].all()
+
+    vectors = encoder(encoder.tokenize(TEXTS, 100))
+
+    last = encoder.backbone(**inputs).last_hidden_state[:, -1]
+    assert torch.allclose(vectors, torch.nn.functional.normalize(last, dim=1), atol=1e-5)
 
 
+@torch.inference_mode()
 def test_scores_equal_plain_code_with_left_padding(open_reranker_of):
-    """Qwen3-Reranker's model card: pad on the left, compare the logits of yes and no at the last position."""
+    """Qwen3-Reranker's model card: pad on the left, take the logits at the last position."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=600)
+    tokenizer = reranker.tokenizer
+    template = reranker.settings.template
     model = AutoModelForCausalLM.from_pretrained(reranker.network.name_or_path).eval()
-    ids = [
-        official_ids(reranker.tokenizer, reranker.settings.template, TEXTS[0], skill, 600)
-        for skill in SKILLS
-    ]
-    inputs = reranker.tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
-    yes, no = yes_no_ids(reranker.tokenizer)
-    with torch.inference_mode():
-        logits = model(**inputs, logits_to_keep=1).logits[:, -1]
-        expected = logits[:, yes] - logits[:, no]
-        ours = reranker(reranker.tokenize(TEXTS[0], SKILLS))
-    assert torch.allclose(ours, expected, atol=1e-5 * max(1, float(expected.abs().max())))
+    ids = [official_ids(tokenizer, template, TEXTS[0], skill, 600) for skill in SKILLS]
+    inputs = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+
+    scores = reranker(reranker.tokenize(TEXTS[0], SKILLS))
+
+    logits = model(**inputs, logits_to_keep=1).logits[:, -1]
+    yes, no = yes_no_ids(tokenizer)
+    expected = logits[:, yes] - logits[:, no]
+    assert torch.allclose(scores, expected, atol=1e-5 * max(1, float(expected.abs().max())))

@@ -1,4 +1,4 @@
-"""Rankers of another package: named in a recipe by import path or entry point, and used like our own."""
+"""Recipes use rankers of other packages by import path or entry point."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ SKILLS = [Skill(f"s{number}", "pdf", "fill a form", "x" * number) for number in 
 
 
 @pytest.fixture
-def by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def by_length(tmp_path, monkeypatch) -> str:
     """The import path of a ranker that lies in a module on sys.path."""
     (tmp_path / "length_ranker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)

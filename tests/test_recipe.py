@@ -1,4 +1,4 @@
-"""How a stage runs: its record, its folder, and when it does not run at all."""
+"""A stage writes a record, owns its output folder and does not run twice."""
 
 import inspect
 import json
@@ -23,27 +23,35 @@ from small_library import contents, encoder_recipe, forget_ranks, skilltrain, su
 
 
 def pool_config(library, out, **settings):
-    return parse_recipe(
-        {"stage": "pool", "sources": str(library / "skills"), "out": str(out), **settings}, "test"
-    )
+    """Return the settings of a pool of the library."""
+    values = {"stage": "pool", "sources": str(library / "skills"), "out": str(out), **settings}
+    return parse_recipe(values, "test")
 
 
-# Recipes -------------------------------------------------------------------------------------------------------------
+# Recipes ----------------------------------------------------------------------
 
 
-def test_a_recipe_runs_only_as_the_program_and_with_overrides(runs, tmp_path, model_folders):
-    run("__mp_main__", "no such file")  # what a spawned worker calls itself
-    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
+@pytest.fixture
+def recipe(runs, tmp_path, model_folders):
+    """A recipe that trains an encoder."""
+    return write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
+
+
+def test_imported_recipe_does_not_run(recipe, tmp_path):
+    run("__mp_main__", "no such file")  # the module name in a spawned worker
     runpy.run_path(str(recipe), run_name="anything")
+
     assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_recipe_runs_with_overrides(recipe, tmp_path):
     run("__main__", str(recipe), ["training.epochs=1", f"out={tmp_path}/out"])
+
     forget_ranks()
-    found = record_of(tmp_path / "out")
-    assert (
-        found["finished"]
-        and found["recipe"]["training"]["epochs"] == 1
-        and found["summary"]["num_steps"] == 3
-    )
+    record = record_of(tmp_path / "out")
+    assert record["finished"]
+    assert record["recipe"]["training"]["epochs"] == 1
+    assert record["summary"]["num_steps"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -52,91 +60,126 @@ def any_stage():
     return schema_of([*STAGES])
 
 
+def sections_within(stage):
+    """Return the stage and all sections of its settings."""
+    sections = [stage]
+    for section in sections:  # the list grows while it is read
+        for field in section.model_fields.values():
+            sections += [inner for inner in sections_of(field) if inner not in sections]
+    return sections
+
+
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage_can_run_and_has_settings_with_descriptions_and_a_schema(name, any_stage):
+def test_stage_has_example_of_its_own(name):
     stage = load_stage(name)
+
     assert inspect.getdoc(stage).splitlines()[0] == STAGES[name][1]
-    assert stage.example and stage.run not in (Stage.run, TrainingStage.run)
-    waiting, bare, seen = [stage], list[str](), set[type]()
-    while waiting:
-        section = waiting.pop()
-        seen.add(section)
+    assert stage.example
+    assert stage.run not in (Stage.run, TrainingStage.run)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_setting_has_a_description(name):
+    for section in sections_within(load_stage(name)):
         for key, field in section.model_fields.items():
-            is_tag = (
-                get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-            )
-            bare += [f"{section.__name__}.{key}"] if not (is_tag or field.description) else []
-            waiting += [inner for inner in sections_of(field) if inner not in seen]
-    assert bare == []
+            choices = get_args(field.annotation)
+            is_tag = get_origin(field.annotation) is Literal and len(choices) == 1
+            assert is_tag or field.description, f"{section.__name__}.{key}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_schema_holds_every_setting(name, any_stage):
     schema = json.loads(json.dumps(schema_of([name])))
-    assert schema["properties"].keys() == {"recipe", *stage.model_fields} >= {"stage", "out"}
+
+    assert schema["properties"].keys() == {"recipe", *load_stage(name).model_fields}
+    assert schema["properties"].keys() >= {"stage", "out"}
     assert schema["additionalProperties"] is False
-    assert "out" in schema["required"] and "recipe" not in schema["required"]
+    assert "out" in schema["required"]
+    assert "recipe" not in schema["required"]
     assert schema["$defs"].items() <= any_stage["$defs"].items()
 
 
-# The record ----------------------------------------------------------------------------------------------------------
+# The record -------------------------------------------------------------------
 
 
-def test_the_record_holds_settings_inputs_and_summary(runs):
-    found = record_of(runs / "filtered")
-    assert found["format"] == RUN.number and found["finished"] is True
-    assert (
-        found["summary"]["num_candidates"]
-        == found["summary"]["num_kept"] + found["summary"]["num_dropped"]
-    )
-    places = {"pool": runs / "pool", "queries": runs / "queries", "rankings": runs / "mined"}
-    places["encoder.source"] = Path(found["recipe"]["encoder"]["source"])
-    assert found["inputs"] == {key: input_fingerprint(path) for key, path in places.items()}
+def test_record_holds_fingerprints_of_inputs(runs):
+    record = record_of(runs / "filtered")
+
+    assert record["format"] == RUN.number
+    assert record["finished"] is True
+    summary = record["summary"]
+    assert summary["num_candidates"] == summary["num_kept"] + summary["num_dropped"]
+    paths = {
+        "pool": runs / "pool",
+        "queries": runs / "queries",
+        "rankings": runs / "mined",
+        "encoder.source": Path(record["recipe"]["encoder"]["source"]),
+    }
+    assert record["inputs"] == {key: input_fingerprint(path) for key, path in paths.items()}
 
 
 @pytest.mark.parametrize(("name", "command"), [("mined", "mine"), ("encoder", "train")])
-def test_the_resolved_recipe_gives_the_same_again(runs, tmp_path, name, command):
+def test_resolved_recipe_reproduces_output(runs, tmp_path, name, command):
     resolved = runs / name / "recipe.yaml"
+    out = tmp_path / "out"
     assert "nothing to do" in succeeds(command, resolved).err
-    succeeds(command, resolved, f"out={tmp_path}/out")
-    made = [
-        path
-        for path in (runs / name).iterdir()
-        if path.suffix in (".parquet", ".safetensors", ".json")
+
+    succeeds(command, resolved, f"out={out}")
+
+    suffixes = (".parquet", ".safetensors", ".json")
+    files = [path for path in (runs / name).iterdir() if path.suffix in suffixes]
+    assert files
+    for file in files:
+        if file.name != "run.json":  # it holds the duration
+            assert file.read_bytes() == (out / file.name).read_bytes()
+    recipe = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert recipe | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
+
+
+# The folder -------------------------------------------------------------------
+
+
+def test_stage_writes_into_empty_folder(library, tmp_path):
+    out = tmp_path / "empty"
+    out.mkdir()
+
+    summary = run_stage(pool_config(library, out))
+
+    assert summary["num_skills"] == 20
+    assert sorted(path.name for path in out.iterdir()) == [
+        "dropped.parquet",
+        "flags.parquet",
+        "local.json",
+        "recipe.yaml",
+        "run.json",
+        "skills.parquet",
     ]
-    changed = {
-        path.name
-        for path in made
-        if path.read_bytes() != (tmp_path / "out" / path.name).read_bytes()
-    }
-    assert changed <= {"run.json"} and made  # which says how long it took
-    again = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
-    assert again | {"out": str(runs / name)} == yaml.safe_load(resolved.read_text())
 
 
-# The folder ----------------------------------------------------------------------------------------------------------
+def test_stage_creates_parent_folders(library, tmp_path):
+    out = tmp_path / "a" / "b" / "c"
+
+    run_stage(pool_config(library, out))
+
+    assert (out / "skills.parquet").stat().st_size > 100
 
 
-def test_an_empty_folder_is_taken_its_parents_are_made_and_what_a_kill_left_is_made_anew(
-    library, tmp_path
-):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / ".empty.partial").mkdir()
-    (tmp_path / ".empty.partial" / "skills.parquet").write_text("half")
-    for out in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
-        assert run_stage(pool_config(library, out))["num_skills"] == 20
-        assert sorted(path.name for path in out.iterdir()) == [
-            "dropped.parquet",
-            "flags.parquet",
-            "local.json",
-            "recipe.yaml",
-            "run.json",
-            "skills.parquet",
-        ]
-        assert (out / "skills.parquet").stat().st_size > 100
-    assert not (tmp_path / ".empty.partial").exists()
+def test_stage_replaces_output_of_killed_run(library, tmp_path):
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "skills.parquet").write_text("half")
+
+    run_stage(pool_config(library, tmp_path / "out"))
+
+    assert (tmp_path / "out" / "skills.parquet").stat().st_size > 100
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("out", [".", "..", "/"])
-def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out):
+def test_folder_without_name_is_refused(library, tmp_path, monkeypatch, out):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
+
     with raises("invalid-output-name"):
         run_stage(pool_config(library, out))
 
@@ -146,123 +189,163 @@ def test_a_folder_without_a_name_is_refused(library, tmp_path, monkeypatch, out)
     [SkilltrainError("invalid-row", "bad"), KeyboardInterrupt("bad"), ValueError("bad")],
     ids=repr,
 )
-def test_a_stage_that_fails_leaves_no_output(library, tmp_path, monkeypatch, fault):
-    def half(config, out):
+def test_failed_stage_leaves_no_output(library, tmp_path, monkeypatch, fault):
+    def fail(config, out):
         (out / "half.parquet").write_text("")
         raise fault
 
-    monkeypatch.setattr(skill_pool.Pool, "run", half)
-    before = contents(tmp_path)
+    monkeypatch.setattr(skill_pool.Pool, "run", fail)
+    files = contents(tmp_path)
+
     with pytest.raises(type(fault), match="bad"):
         run_stage(pool_config(library, tmp_path / "out"))
-    assert contents(tmp_path) == before
+
+    assert contents(tmp_path) == files
 
 
-def test_what_a_kill_left_of_a_training_does_not_block_the_next_one(runs, tmp_path, model_folders):
-    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".recipe.yaml.x7.partial").write_text("half")
-    succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out")
-    (tmp_path / "out" / ".run.json.x7.partial").write_text("half")
-    assert (
-        "nothing to do" in succeeds("train", recipe, "training.epochs=1", f"out={tmp_path}/out").err
-    )
-    assert not list((tmp_path / "out").glob(".*.partial"))
+def test_partial_files_do_not_block_training(recipe, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    command = ("train", recipe, "training.epochs=1", f"out={out}")
+    (out / ".recipe.yaml.x7.partial").write_text("half")
+
+    succeeds(*command)
+
+    (out / ".run.json.x7.partial").write_text("half")
+    assert "nothing to do" in succeeds(*command).err
+    assert not list(out.glob(".*.partial"))
 
 
-def test_a_full_disk_leaves_no_training_behind(runs, tmp_path, model_folders, monkeypatch):
-    """safetensors tells of a full disk by an error of its own."""
+def test_full_disk_leaves_no_output(recipe, tmp_path, monkeypatch):
+    """safetensors has an error of its own for a full disk."""
 
-    def full(tensors, file, metadata=None):
+    def fail(tensors, file, metadata=None):
         file.write_bytes(b"half")
         raise SafetensorError("Error while serializing: No space left on device")
 
-    recipe = write_recipe(tmp_path / "r.yaml", encoder_recipe(runs, model_folders["bert"]))
-    monkeypatch.setattr("skilltrain.training.checkpoint.save_file", full)
+    monkeypatch.setattr("skilltrain.training.checkpoint.save_file", fail)
+
     line = skilltrain("train", recipe, f"out={tmp_path}/out").error_line
+
     assert "cannot save a checkpoint: Error while serializing: No space left on device" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+    assert list(tmp_path.iterdir()) == [recipe]
 
 
-def test_two_runs_do_not_write_one_folder(library, tmp_path, monkeypatch):
-    def at_once(config, out):
+def test_second_run_of_folder_is_refused(library, tmp_path, monkeypatch):
+    run_pool = skill_pool.Pool.run
+
+    def run_twice(config, out):
         with raises("folder-in-use"):
             run_stage(config)
-        return whole(config, out)
+        return run_pool(config, out)
 
-    whole = skill_pool.Pool.run
-    monkeypatch.setattr(skill_pool.Pool, "run", at_once)
+    monkeypatch.setattr(skill_pool.Pool, "run", run_twice)
+
     run_stage(pool_config(library, tmp_path / "out"))
-    assert (tmp_path / "out" / "skills.parquet").is_file() and not (
-        tmp_path / ".out.partial"
-    ).exists()
+
+    assert (tmp_path / "out" / "skills.parquet").is_file()
+    assert not (tmp_path / ".out.partial").exists()
 
 
-def test_changed_settings_and_changed_inputs_are_another_run(library, tmp_path):
-    out, library = tmp_path / "out", shutil.copytree(library, tmp_path / "library")
+def test_changed_settings_are_refused(library, tmp_path):
+    out = tmp_path / "out"
     run_stage(pool_config(library, out))
-    before = contents(out)
+    files = contents(out)
+
     with raises("other-run"):
         run_stage(pool_config(library, out, drop_duplicates=False))
-    (library / "skills" / "data" / "csv-repair" / "SKILL.md").write_text(
-        "# Another\nAnother body.\n"
-    )
+
+    assert contents(out) == files
+
+
+def test_changed_inputs_are_refused(library, tmp_path):
+    out = tmp_path / "out"
+    copied = shutil.copytree(library, tmp_path / "library")
+    run_stage(pool_config(copied, out))
+    files = contents(out)
+    skill_file = copied / "skills" / "data" / "csv-repair" / "SKILL.md"
+    skill_file.write_text("# Another\nAnother body.\n")
+
     with raises("other-run"):
-        run_stage(pool_config(library, out))
-    assert contents(out) == before
+        run_stage(pool_config(copied, out))
+
+    assert contents(out) == files
 
 
-def test_a_changed_model_is_another_run_and_its_checkpoints_are_no_part_of_it(runs, tmp_path):
-    """A model trained anew in the same place must not pass for the one that ranked."""
-    shutil.copytree(runs / "encoder", tmp_path / "encoder")
+def test_changed_model_is_refused(runs, tmp_path):
+    """A model in the same folder must not pass for the one that ranked."""
+    model = tmp_path / "encoder"
+    shutil.copytree(runs / "encoder", model)
     command = (
         "candidates",
         f"pool={runs}/pool",
         f"queries={runs}/queries",
         "system.name=e",
-        f"system.rankers=[{{kind: dense, source: {tmp_path}/encoder}}]",
+        f"system.rankers=[{{kind: dense, source: {model}}}]",
         f"out={tmp_path}/out",
     )
     succeeds(*command)
-    shutil.rmtree(tmp_path / "encoder" / "checkpoints")
+
+    # Checkpoints are no part of a model.
+    shutil.rmtree(model / "checkpoints")
     assert "nothing to do" in succeeds(*command).err
-    shutil.rmtree(tmp_path / "encoder")
-    shutil.copytree(runs / "reranker", tmp_path / "encoder")
+
+    shutil.rmtree(model)
+    shutil.copytree(runs / "reranker", model)
     line = skilltrain(*command).only_line
     assert "holds another run: the content of system.rankers.0.source differs" in line
 
 
-def test_what_no_update_depends_on_may_change_in_a_run(runs):
-    recipe, before = runs / "recipes" / "encoder.yaml", contents(runs)
-    free = {"save_every": 7, "keep_checkpoints": 9, "stop_grad_norm": 50, "trackers": "[]"}
-    assert set(free) == set(FREE_TO_CHANGE)
-    changes = [f"training.{key}={value}" for key, value in free.items()]
-    assert "nothing to do" in succeeds("train", recipe, *changes).err
-    for change in (
-        "training.token_budget=100",
-        "training.recompute=true",
-        "loss.temperature=0.1",
-        "data.max_lists=3",
-    ):
-        line = skilltrain("train", recipe, change).only_line
-        assert f"holds another run: {change.partition('=')[0]} differs" in line
-    assert contents(runs) == before
+def test_free_settings_may_change(runs):
+    """They have no influence on the trained parameters."""
+    files = contents(runs)
+    settings = {"save_every": 7, "keep_checkpoints": 9, "stop_grad_norm": 50, "trackers": "[]"}
+    assert set(settings) == set(FREE_TO_CHANGE)
+    changes = [f"training.{key}={value}" for key, value in settings.items()]
+
+    messages = succeeds("train", runs / "recipes" / "encoder.yaml", *changes).err
+
+    assert "nothing to do" in messages
+    assert contents(runs) == files
 
 
-# Several processes ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.token_budget", 100),
+        ("training.recompute", "true"),
+        ("loss.temperature", 0.1),
+        ("data.max_lists", 3),
+    ],
+)
+def test_other_settings_may_not_change(runs, key, value):
+    files = contents(runs)
+
+    line = skilltrain("train", runs / "recipes" / "encoder.yaml", f"{key}={value}").only_line
+
+    assert f"holds another run: {key} differs" in line
+    assert contents(runs) == files
 
 
-def test_a_second_rank_leaves_records_to_the_first(runs, library, tmp_path, monkeypatch):
+# Several processes ------------------------------------------------------------
+
+
+def test_second_rank_writes_nothing(runs, library, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    out = tmp_path / "out"
+    command = ("train", runs / "recipes" / "encoder.yaml", f"out={out}", "--dry-run")
+
     with raises("one-process"):
-        run_stage(pool_config(library, tmp_path / "out"))
-    assert (
-        succeeds("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--dry-run").out
-        == ""
-    )
-    assert not (tmp_path / "out").exists()
-    # Where the first finds the run finished it returns at once: the second must not wait for it in a training.
-    before = contents(runs)
+        run_stage(pool_config(library, out))
+    assert succeeds(*command).out == ""
+    assert not out.exists()
+
+
+def test_second_rank_returns_finished_run(runs, monkeypatch):
+    """The first rank returns at once, so the second must not wait for it."""
+    monkeypatch.setenv("RANK", "1")
+    files = contents(runs)
     config = parse_recipe(load_recipe(runs / "recipes" / "encoder.yaml"), "here")
+
     assert run_stage(config) == record_of(runs / "encoder")["summary"]
-    assert contents(runs) == before
+    assert contents(runs) == files

@@ -1,3 +1,5 @@
+"""Scores of a batch: valid negatives, gains, teacher scores, several ranks."""
+
 from dataclasses import replace
 
 import pytest
@@ -25,12 +27,12 @@ SKILLS = {
         ("e", "Table"),
     ]
 }
-ONE = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
-TWO = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
+PODS = TrainingList("q1", "pods", ("a", "b"), (1.0, 0.0), frozenset("a"))
+CLIPS = TrainingList("q2", "clips", ("c", "e"), (0.5, 0.0), frozenset("cb"))
 AGAIN = TrainingList("q3", "pods", ("e", "b"), (1.0, 0.0), frozenset("e"))
 TWIN = TrainingList("q", "pods", ("a", "d"), (1.0, 0.0), frozenset("a"))
 FAR = TrainingList("q", "pods", ("a", "b"), (1.0, 0.0), frozenset({"a", "never seen"}))
-THREE = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
+TABLES = TrainingList("q3", "tables", ("e", "d"), (1.0, 0.5), frozenset("ed"))
 ALL_SIDES = InfoNCE(
     directions=("query_to_skill", "skill_to_query", "query_to_query", "skill_to_skill")
 )
@@ -38,170 +40,216 @@ ONE_WAY = InfoNCE()
 SYMMETRIC = InfoNCE(directions=("query_to_skill", "skill_to_query"), partition="per_direction")
 
 
+IDS = "abcde"
+
+
 def context(*lists, clusters=None, loss=ONE_WAY, in_batch=True):
+    """Return the context of a training set with these lists."""
     return ScoreContext.of(TrainingSet(lists, SKILLS, clusters or {}), loss, in_batch)
 
 
 def unit(rows, seed, dim=8):
-    values = torch.randn(
-        rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    """Return random unit vectors, shape (rows, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
     return torch.nn.functional.normalize(values, dim=1).requires_grad_()
 
 
-# Who may be a negative -----------------------------------------------------------------------------------------------
+# Who may be a negative --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("lists", "skill_ids", "of", "expected"),
+    ("lists", "skill_ids", "score_context", "expected"),
     [
-        # q1: d bears a's name. q2: b is known to answer it, though it is no candidate of its list.
-        ([ONE, TWO], "abcde", context(ONE, TWO), ["YYY.Y", "Y.YYY"]),
-        # q1 loses e, its positive's duplicate. q2 keeps a: its own negative e is a's duplicate, no positive.
+        # Y is a valid skill. q1: d has the name of a. q2: b is a known positive.
+        ([PODS, CLIPS], IDS, context(PODS, CLIPS), ["YYY.Y", "Y.YYY"]),
+        # q1 loses e, a duplicate of its positive. q2 keeps a, a duplicate of its negative e.
         (
-            [ONE, TWO],
-            "abcde",
-            context(ONE, TWO, clusters={"a": 7, "e": 7, "d": 3, "x": 3}),
+            [PODS, CLIPS],
+            IDS,
+            context(PODS, CLIPS, clusters={"a": 7, "e": 7, "d": 3, "x": 3}),
             ["YYY..", "Y.YYY"],
         ),
-        # d bears a's name and is a duplicate of e; that does not make e a positive of q1.
-        ([ONE], "abcde", context(ONE, clusters={"d": 1, "e": 1}), ["YYY.Y"]),
-        # Queries of the same text share their positives, whether or not the other list is in the batch.
-        ([ONE, TWO], "abcde", context(ONE, TWO, AGAIN), ["YYY..", "Y.YYY"]),
-        ([ONE], "abcde", context(ONE, TWO, AGAIN), ["YYY.."]),
-        ([ONE, TWO], "abcde", context(ONE, TWO, in_batch=False), ["YY...", "..Y.Y"]),
-        # A list's own candidate counts even with a positive's name, and in its cluster.
+        # d has the name of a and is a duplicate of e. This makes e no positive of q1.
+        ([PODS], IDS, context(PODS, clusters={"d": 1, "e": 1}), ["YYY.Y"]),
+        # Queries of one text share their positives, even if the other list is not in the batch.
+        ([PODS, CLIPS], IDS, context(PODS, CLIPS, AGAIN), ["YYY..", "Y.YYY"]),
+        ([PODS], IDS, context(PODS, CLIPS, AGAIN), ["YYY.."]),
+        ([PODS, CLIPS], IDS, context(PODS, CLIPS, in_batch=False), ["YY...", "..Y.Y"]),
+        # A candidate of the list is valid, even with the name and the cluster of a positive.
         ([TWIN], "abd", context(TWIN, clusters={"a": 1, "d": 1}), ["YYY"]),
-        # Positives outside the training set count by their cluster alone.
+        # A positive outside the training set excludes only its cluster.
         ([FAR], "abc", context(FAR), ["YYY"]),
         ([FAR], "abc", context(FAR, clusters={"never seen": 4, "c": 4}), ["YY."]),
     ],
 )
-def test_who_counts_for_a_query(lists, skill_ids, of, expected):
-    found = encoder_scores(
-        lists, lists, unit(len(lists), 0), None, skill_ids, unit(len(skill_ids), 1), of
-    )
-    assert ["".join(".Y"[counts] for counts in row) for row in found.valid.tolist()] == expected
+def test_valid_skills_of_query(lists, skill_ids, score_context, expected):
+    queries = unit(len(lists), 0)
+    skills = unit(len(skill_ids), 1)
+
+    batch = encoder_scores(lists, lists, queries, None, skill_ids, skills, score_context)
+
+    for row, marks in zip(batch.valid.tolist(), expected, strict=True):
+        assert row == [mark == "Y" for mark in marks]
 
 
-def test_gains_and_positives_stand_at_their_skills_and_the_own_list_is_no_in_batch_negative():
-    """b gains more than nothing for q1, and is none of its answers; a is q1's alone."""
-    near = replace(ONE, gains=(1.0, 0.5), skill_ids=("a", "b"))
-    of, lists = context(near, TWO), [near, TWO]
-    found = encoder_scores(lists, lists, unit(2, 0), None, "abcde", unit(5, 1), of)
-    assert found.gains.tolist() == [[1, 0.5, 0, 0, 0], [0, 0, 0.5, 0, 0]]
-    assert found.is_positive.tolist() == [
+NEAR = replace(PODS, gains=(1.0, 0.5))  # b has a gain but is no positive
+
+
+def test_gains_belong_to_skills_of_list():
+    lists = [NEAR, CLIPS]
+
+    batch = encoder_scores(lists, lists, unit(2, 0), None, IDS, unit(5, 1), context(*lists))
+
+    assert batch.gains.tolist() == [[1, 0.5, 0, 0, 0], [0, 0, 0.5, 0, 0]]
+    assert batch.is_positive.tolist() == [
         [True, False, False, False, False],
         [False, False, True, False, False],
     ]
-    negatives = in_batch_negatives(lists, "abcde", of)
+    positives = list_scores(lists, torch.zeros(4), False).is_positive
+    assert positives.tolist() == [[True, False], [True, False]]
+
+
+def test_skills_of_list_are_no_in_batch_negatives():
+    lists = [NEAR, CLIPS]
+
+    negatives = in_batch_negatives(lists, IDS, context(*lists))
+
     assert negatives.tolist() == [
         [False, False, True, False, True],
         [True, False, False, True, False],
     ]
-    assert list_scores(lists, torch.zeros(4), False).is_positive.tolist() == [
-        [True, False],
-        [True, False],
-    ]
-    assert replace(ONE, skill_ids=("a\0" + "2", "b")).is_positive == (True, False)
-    nameless = TrainingSet((ONE,), {skill_id: Skill(skill_id, "--", "", "") for skill_id in "abc"})
-    assert in_batch_negatives([ONE], "abc", ScoreContext.of(nameless, ONE_WAY, True)).tolist() == [
-        [False, False, True]
-    ]
 
 
-# Scores --------------------------------------------------------------------------------------------------------------
+def test_copy_of_positive_is_positive():
+    assert replace(PODS, skill_ids=("a\0" + "2", "b")).is_positive == (True, False)
 
 
-def test_sides_by_hand():
-    of = context(ONE, TWO, THREE, loss=ALL_SIDES)
-    lists = [ONE, TWO, THREE]
-    negatives = encoder_scores(
-        lists, lists, unit(3, 0), unit(3, 0), "abcde", unit(5, 1), of
-    ).negatives
-    # q1's a and q3's d are twins by name, so the two queries are no negatives of each other.
-    assert negatives["query_to_query"].tolist() == [
+def test_names_without_letters_are_not_equal():
+    nameless = {skill_id: Skill(skill_id, "--", "", "") for skill_id in "abc"}
+    score_context = ScoreContext.of(TrainingSet((PODS,), nameless), ONE_WAY, True)
+
+    assert in_batch_negatives([PODS], "abc", score_context).tolist() == [[False, False, True]]
+
+
+# Scores -----------------------------------------------------------------------
+
+
+def test_negatives_of_every_direction():
+    lists = [PODS, CLIPS, TABLES]
+    score_context = context(*lists, loss=ALL_SIDES)
+    queries = unit(3, 0)
+
+    batch = encoder_scores(lists, lists, queries, queries, IDS, unit(5, 1), score_context)
+
+    # The positives a of q1 and d of q3 have one name, so q1 and q3 are no negatives of each other.
+    assert batch.negatives["query_to_query"].tolist() == [
         [False, True, False],
         [True, False, True],
         [False, True, False],
     ]
-    # Positives by row: q1 a; q2 c; q3 d (1/2), e (1).
-    assert negatives["skill_to_query"].tolist() == [
-        [False, True, False],  # a: q3 has its twin d among its answers
+    # Rows are positives: a of q1, c of q2, d (gain 1/2) and e (gain 1) of q3.
+    assert batch.negatives["skill_to_query"].tolist() == [
+        [False, True, False],  # a: d, a positive of q3, has its name
         [True, False, True],  # c
-        [False, True, False],  # d: q1 has its twin a
-        [True, True, False],  # e: q2 has judged it, with gain 0
+        [False, True, False],  # d: a, the positive of q1, has its name
+        [True, True, False],  # e: q2 judges it with gain 0
     ]
-    assert negatives["skill_to_skill"].tolist() == [
-        [False, False, True, False, True],  # a: not its own list (a, b) nor its twin d
-        [True, False, False, True, False],  # c: not its own list (c, e) nor the known positive b
-        [False, True, True, False, False],  # d and e: not their own list nor a
+    assert batch.negatives["skill_to_skill"].tolist() == [
+        [False, False, True, False, True],  # a: neither its list (a, b) nor d of the same name
+        [True, False, False, True, False],  # c: neither its list (c, e) nor the known positive b
+        [False, True, True, False, False],  # d and e: neither their list nor a
         [False, True, True, False, False],
     ]
-    # a is worth 1 to q1 and 1/2 to q2: q2 comes after q1 for a, as among a query's skills, and not the other way.
-    lists = [ONE, TrainingList("q2", "clips", ("a", "e"), (0.5, 0.0), frozenset("a"))]
-    of = context(*lists, loss=SYMMETRIC)
-    negatives = encoder_scores(
-        lists, lists, unit(2, 0), unit(2, 0), "abe", unit(3, 1), of
-    ).negatives
-    assert negatives["skill_to_query"].tolist() == [[False, True], [False, False]]
+
+
+def test_query_of_lower_gain_is_negative():
+    """a has gain 1 for q1 and 1/2 for q2, so q2 is a negative of (a, q1)."""
+    lists = [PODS, TrainingList("q2", "clips", ("a", "e"), (0.5, 0.0), frozenset("a"))]
+    queries = unit(2, 0)
+    score_context = context(*lists, loss=SYMMETRIC)
+
+    batch = encoder_scores(lists, lists, queries, queries, "abe", unit(3, 1), score_context)
+
+    assert batch.negatives["skill_to_query"].tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize(
     "loss",
     [SYMMETRIC, InfoNCE(), Matryoshka(loss=ALL_SIDES, dims=(3, 8))],
 )
-def test_ranks_add_up_to_one_process(loss):
-    lists, queries, skills = [ONE, TWO, THREE], unit(3, 0), unit(5, 1)
-    of = context(*lists, loss=loss)
-    whole = loss(encoder_scores(lists, lists, queries, queries, "abcde", skills, of))
-    parts = [
-        loss(encoder_scores(lists[rank::4], lists, queries[rank::4], queries, "abcde", skills, of))
-        for rank in range(4)
-    ]
-    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-12)
-    wanted = torch.autograd.grad(whole, (queries, skills))
-    for got, expected in zip(
-        torch.autograd.grad(sum(parts), (queries, skills)), wanted, strict=True
-    ):
-        assert torch.allclose(got, expected, atol=1e-12)
+def test_losses_of_ranks_sum_to_total(loss):
+    lists = [PODS, CLIPS, TABLES]
+    queries = unit(3, 0)
+    skills = unit(5, 1)
+    score_context = context(*lists, loss=loss)
+
+    batch = encoder_scores(lists, lists, queries, queries, IDS, skills, score_context)
+    expected = loss(batch)
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in range(4):
+        rank_lists = lists[rank::4]
+        rank_queries = queries[rank::4]
+        total = total + loss(
+            encoder_scores(rank_lists, lists, rank_queries, queries, IDS, skills, score_context)
+        )
+
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradients = torch.autograd.grad(total, (queries, skills))
+    expected_gradients = torch.autograd.grad(expected, (queries, skills))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient, expected_gradient, atol=1e-12)
 
 
-def test_queries_without_any_negative_keep_their_gradients_finite():
-    loss, queries, skills = ALL_SIDES, unit(1, 0), unit(1, 1)
-    alone = TrainingList("q", "x", ("a",), (1.0,), frozenset("a"))
-    value = loss(
-        encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss))
-    )
-    assert value.item() == pytest.approx(
-        0.693147, abs=1e-6
-    )  # the positive against itself, as GTE has it
-    assert all(
-        gradient.isfinite().all() for gradient in torch.autograd.grad(value, (queries, skills))
-    )
-    half = SYMMETRIC(
-        encoder_scores([alone], [alone], queries, queries, "a", skills, context(alone, loss=loss))
-    )
-    assert half.item() == 0
-    assert torch.isfinite(torch.autograd.grad(half, queries)[0]).all()
+SINGLE = TrainingList("q", "x", ("a",), (1.0,), frozenset("a"))
 
 
-def test_autocast_does_not_round_the_cosines():
-    queries, skills = unit(2, 0).detach().float(), unit(5, 1).detach().float()
-    lists, of = [ONE, TWO], context(ONE, TWO, loss=Matryoshka(dims=(4,)))
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (ALL_SIDES, 0.693147),  # as in GTE, the positive counts twice: log 2
+        (SYMMETRIC, 0),
+    ],
+)
+def test_gradient_without_negatives_is_finite(loss, expected):
+    query = unit(1, 0)
+    skill = unit(1, 1)
+    score_context = context(SINGLE, loss=loss)
+
+    value = loss(encoder_scores([SINGLE], [SINGLE], query, query, "a", skill, score_context))
+
+    assert value.item() == pytest.approx(expected, abs=1e-6)
+    for gradient in torch.autograd.grad(value, (query, skill)):
+        assert gradient.isfinite().all()
+
+
+def test_autocast_does_not_round_cosines():
+    queries = unit(2, 0).detach().float()
+    skills = unit(5, 1).detach().float()
+    lists = [PODS, CLIPS]
+    score_context = context(*lists, loss=Matryoshka(dims=(4,)))
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        batch = encoder_scores(lists, lists, queries, queries, "abcde", skills, of)
-        cut = batch.truncated(4)
+        batch = encoder_scores(lists, lists, queries, queries, IDS, skills, score_context)
+        truncated = batch.truncated(4)
+
     assert torch.equal(batch.scores, queries @ skills.T)
-    first = (torch.nn.functional.normalize(vectors[:, :4], dim=1) for vectors in (queries, skills))
-    assert torch.equal(cut.scores, next(first) @ next(first).T) and torch.equal(
-        cut.gains, batch.gains
-    )
-    half = encoder_scores(lists, lists, queries.bfloat16(), None, "abcde", skills.bfloat16(), of)
-    assert half.scores.dtype == half.gains.dtype == torch.float32
+    short_queries = torch.nn.functional.normalize(queries[:, :4], dim=1)
+    short_skills = torch.nn.functional.normalize(skills[:, :4], dim=1)
+    assert torch.equal(truncated.scores, short_queries @ short_skills.T)
+    assert torch.equal(truncated.gains, batch.gains)
 
 
-# Teachers ------------------------------------------------------------------------------------------------------------
+def test_bfloat16_vectors_give_float32_scores():
+    lists = [PODS, CLIPS]
+    queries = unit(2, 0).bfloat16()
+
+    batch = encoder_scores(lists, lists, queries, None, IDS, unit(5, 1).bfloat16(), context(*lists))
+
+    assert batch.scores.dtype == batch.gains.dtype == torch.float32
+
+
+# Teachers ---------------------------------------------------------------------
 
 TAUGHT = TrainingList(
     "q1", "pods", ("a", "b", "e"), (1.0, 0.0, 0.0), frozenset("a"), (3.0, 1.0, float("nan"))
@@ -210,36 +258,47 @@ TAUGHT_TOO = TrainingList("q2", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"),
 
 
 @pytest.mark.parametrize("loss", [KL(), MarginMSE()])
-def test_only_candidates_that_the_teacher_scored_count(loss):
-    of = context(TAUGHT, TAUGHT_TOO, loss=loss)
-    lists, queries, skills = [TAUGHT, TAUGHT_TOO], unit(2, 0), unit(5, 1)
-    batch = encoder_scores(lists, lists, queries, None, "abcde", skills, of)
+def test_skills_without_teacher_score_are_not_valid(loss):
+    lists = [TAUGHT, TAUGHT_TOO]
+    skills = unit(5, 1)
+
+    batch = encoder_scores(lists, lists, unit(2, 0), None, IDS, skills, context(*lists, loss=loss))
+
     assert batch.valid.tolist() == [
         [True, True, False, False, False],
         [False, False, True, False, True],
     ]
     assert batch.teacher_scores.tolist() == [[3, 1, 0, 0, 0], [0, 0, 2, 0, -2]]
     loss(batch).backward()
-    assert torch.isfinite(skills.grad).all() and (skills.grad[3] == 0).all()
+    assert torch.isfinite(skills.grad).all()
+    assert (skills.grad[3] == 0).all()
 
 
 @pytest.mark.parametrize("scores", [None, (float("nan"), float("nan"))])
-def test_a_list_without_teacher_scores_is_named(scores):
-    lists = (TAUGHT, TrainingList("q9", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"), scores))
+def test_list_without_teacher_scores_is_refused(scores):
+    untaught = TrainingList("q9", "clips", ("c", "e"), (1.0, 0.0), frozenset("c"), scores)
+    data = TrainingSet((TAUGHT, untaught), SKILLS)
+
+    check_teacher_scores(data, ListwiseCE())
     with raises("no-teacher-scores"):
-        check_teacher_scores(TrainingSet(lists, SKILLS), KL())
-    check_teacher_scores(TrainingSet(lists, SKILLS), ListwiseCE())
+        check_teacher_scores(data, KL())
 
 
-def test_lists_of_unequal_length_become_one_table():
-    flat = torch.tensor([1.0, 2, 3, 4, 5], requires_grad=True)
-    batch = list_scores([TAUGHT, TAUGHT_TOO], flat, needs_teacher_scores=False)
+def test_lists_of_unequal_length_are_padded():
+    scores = torch.tensor([1.0, 2, 3, 4, 5], requires_grad=True)
+
+    batch = list_scores([TAUGHT, TAUGHT_TOO], scores, needs_teacher_scores=False)
+
     assert batch.scores.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert batch.gains.tolist() == [[1, 0, 0], [1, 0, 0]]
     assert batch.valid.tolist() == [[True, True, True], [True, True, False]]
     assert batch.optional_teacher_scores is None
-    (gradient,) = torch.autograd.grad(RankNet()(batch), flat)
+    (gradient,) = torch.autograd.grad(RankNet()(batch), scores)
     assert (gradient != 0).all()
-    taught = list_scores([TAUGHT, TAUGHT_TOO], torch.zeros(5), needs_teacher_scores=True)
-    assert taught.valid.tolist() == [[True, True, False], [True, True, False]]
-    assert taught.teacher_scores.tolist() == [[3, 1, 0], [2, -2, 0]]
+
+
+def test_padded_lists_hold_teacher_scores():
+    batch = list_scores([TAUGHT, TAUGHT_TOO], torch.zeros(5), needs_teacher_scores=True)
+
+    assert batch.valid.tolist() == [[True, True, False], [True, True, False]]
+    assert batch.teacher_scores.tolist() == [[3, 1, 0], [2, -2, 0]]

@@ -127,7 +127,7 @@ def write_skill(folder: Path, name: str, words: str) -> None:
     file.write_text(f"---\nname: {file.parent.name}\ndescription: {words}\n---\nDo it: {words}.\n")
 
 
-# URIs and entries ---------------------------------------------------------------------------------
+# URIs and entries -------------------------------------------------------------
 
 SKILL_URIS = pytest.mark.parametrize(
     ("skill_id", "name", "uri"),
@@ -182,7 +182,7 @@ def test_other_than_agent_skills_have_no_entry(change):
     assert skill_entry(replace(PDF, **change)) is None
 
 
-# MCP ----------------------------------------------------------------------------------------------
+# MCP --------------------------------------------------------------------------
 
 
 def test_a_client_finds_a_skill():
@@ -201,8 +201,8 @@ def test_a_loaded_text_is_between_marks():
 
     text = answer.content[0].text
     mark = re.search(r"^=== [0-9a-f]{12} ===$", text, re.M)[0]
-    before, body, _ = text.split(mark)
-    assert "not orders" in before
+    instructions, body, _ = text.split(mark)
+    assert "not orders" in instructions
     assert "Use pypdf." in body
 
 
@@ -243,7 +243,9 @@ def test_the_list_comes_in_pages():
     pages = ask(new_service(pool), *requests)
 
     assert [page.get("nextCursor") for page in pages] == [*cursors[1:], None]
-    uris = [entry["uri"] for page in pages for entry in page["skills"]]
+    uris = []
+    for page in pages:
+        uris += [entry["uri"] for entry in page["skills"]]
     assert uris == [f"skill://{name}/SKILL.md" for name in names[1:]]
     assert pages[0]["resultType"] == "complete"
     assert pages[0]["ttlMs"] > 0
@@ -307,10 +309,10 @@ def test_no_skill_is_sent_if_none_fits(monkeypatch):
     answer = replace(service.router.route("merge pdf"), fits=False)
     monkeypatch.setattr(Router, "route", lambda *_: answer)
 
-    found = service.search("nothing for this pdf", 5, None)
+    result = service.search("nothing for this pdf", 5, None)
 
-    assert found["fits"] is False
-    assert found["skills"] == []
+    assert result["fits"] is False
+    assert result["skills"] == []
 
 
 def test_texts_of_skills_are_cleaned():
@@ -375,7 +377,7 @@ def test_the_fastmcp_example_searches_tools(monkeypatch):
     assert "pdf_merge" not in text
 
 
-# HTTP ---------------------------------------------------------------------------------------------
+# HTTP -------------------------------------------------------------------------
 
 
 def new_web_client(service):
@@ -502,7 +504,7 @@ def test_bad_requests_count_as_refused(path, body):
     assert f"skilltrain_request_seconds_count{{{labels}}} 1.0" in client.get("/metrics").text
 
 
-# Log ----------------------------------------------------------------------------------------------
+# Log --------------------------------------------------------------------------
 
 
 def test_the_log_is_written_as_tables(tmp_path):
@@ -576,7 +578,7 @@ def test_a_failed_flush_leaves_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# Skills that change -------------------------------------------------------------------------------
+# Skills that change -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -616,7 +618,7 @@ def test_a_folder_of_the_same_name_is_added(claude, tmp_path):
     assert {skill.source for skill in service.router.skills.values()} == {folder.name}
 
 
-def test_a_removed_skill_leaves_disk_and_memory(claude, capsys):
+def test_a_removed_skill_leaves_the_router(claude, capsys):
     folder, router = claude
     service = watch(router, folder)
 
@@ -705,11 +707,11 @@ def test_sources_of_one_pool_are_watched_apart(claude, tmp_path):
     succeeds("index", f"pool={tmp_path}/both", f"out={router}")
 
     service = watch(router, folder, codex)
-    before = descriptions_in(router)
+    old_descriptions = descriptions_in(router)
     shutil.rmtree(codex / "jq")
     service.update([folder, codex])
 
-    assert [*before] == ["jq", "tools/weather", "jq~2"]
+    assert [*old_descriptions] == ["jq", "tools/weather", "jq~2"]
     assert [*descriptions_in(router)] == ["jq", "tools/weather"]
 
 
@@ -813,7 +815,7 @@ def test_an_outdated_update_is_refused(claude):
     assert [*descriptions_in(router)] == ["bahn", "jq", "tools/weather"]
 
 
-# Processes ----------------------------------------------------------------------------------------
+# Processes --------------------------------------------------------------------
 
 PDF_QUERY = "merge these pdf files into one document"
 NUM_POOL = 20  # skills of the small library
@@ -916,7 +918,8 @@ def test_fifty_clients_are_answered_while_skills_change(http_server):
 
     assert set(uris) == {"skill://documents/pdf-merge/SKILL.md"}
     for number in ZEBRA_CLIENTS:
-        query, skill_id = f"paint zebra number{number}", f"new/zebra-{number}"
+        query = f"paint zebra number{number}"
+        skill_id = f"new/zebra-{number}"
         wait_until(lambda q=query, s=skill_id: route_first(port, q) == s)
     assert get_json(port, "GET", "/health")["num_skills"] == NUM_POOL + len(ZEBRA_CLIENTS)
 

@@ -1,3 +1,5 @@
+"""Packed texts that share a prompt have the scores and gradients of a padded batch."""
+
 import functools
 import itertools
 import random
@@ -27,13 +29,14 @@ CPU = torch.device("cpu")
 
 
 def pairs_of(lengths, num_shared=20, seed=0):
-    """Pairs of random ids that begin alike."""
-    source = random.Random(seed)
-    prompt = [source.randrange(300) for _ in range(num_shared)]
-    return [
-        PairIds(prompt + [source.randrange(300) for _ in range(length)], num_shared, 0)
-        for length in lengths
-    ]
+    """Make pairs of random ids with a shared prompt of `num_shared` ids."""
+    rng = random.Random(seed)
+    prompt = [rng.randrange(300) for _ in range(num_shared)]
+    pairs = []
+    for length in lengths:
+        continuation = [rng.randrange(300) for _ in range(length)]
+        pairs.append(PairIds(prompt + continuation, num_shared, 0))
+    return pairs
 
 
 PAIRS = pairs_of([7, 30, 1, 12, 30, 29, 12])
@@ -41,6 +44,7 @@ PAIRS = pairs_of([7, 30, 1, 12, 30, 29, 12])
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def folder(request, tmp_path_factory):
+    """A reranker whose output layer is or is not the embedding."""
     folder = save_qwen3(tmp_path_factory.mktemp("qwen3"), reranker=True)
     if request.param == "untied":
         torch.manual_seed(1)
@@ -50,30 +54,31 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-def opened(folder):
-    """The reranker, and the same network as plain transformers code reads it, both in float64."""
+def load_both(folder):
+    """Load the reranker, and its network with plain transformers code, both in float64."""
     reranker = load_reranker(Source(source=str(folder)), CPU).double()
     return reranker, AutoModelForCausalLM.from_pretrained(folder).double().eval()
 
 
 def plain_scores(reranker, network, pairs):
-    """Scores by a padded batch with all logits."""
+    """Score a padded batch with the logits of all positions."""
     inputs, mask = model_inputs([pair.ids for pair in pairs], 0, CPU)
-    logits = network(**inputs, attention_mask=mask).logits[
-        torch.arange(len(pairs)), mask.sum(1) - 1
-    ]
+    logits = network(**inputs, attention_mask=mask).logits  # (num_pairs, length, vocabulary)
+    last = logits[torch.arange(len(pairs)), mask.sum(1) - 1]  # (num_pairs, vocabulary)
     yes, no = reranker.yes_no_ids
-    return logits[:, yes] - logits[:, no]
+    return last[:, yes] - last[:, no]
 
 
 def gradients(network, scores):
+    """Return the gradient of each parameter for a weighted sum of the scores."""
+    weights = torch.linspace(-1, 1, len(scores), dtype=scores.dtype)
     network.zero_grad()
-    (torch.linspace(-1, 1, len(scores), dtype=scores.dtype) * scores).sum().backward()
+    (weights * scores).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
 
 
 def largest_deviation(ours, theirs):
-    """Of any gradient, relative to the largest entry of its tensor."""
+    """Return the largest deviation of a gradient, relative to its tensor's largest entry."""
     assert ours.keys() == theirs.keys()
     return max((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max() for name in ours)
 
@@ -86,40 +91,59 @@ def largest_deviation(ours, theirs):
         ([[6, 0], [], [1, 2, 3, 4, 5]], True),
     ],
 )
-def test_scores_and_gradients_are_those_of_the_padded_batch(folder, groups, recompute):
-    reranker, network = opened(folder)
+def test_packed_gradients_equal_padded_batch(folder, groups, recompute):
+    reranker, network = load_both(folder)
     assert reranker.is_packed
     if recompute:
         checkpoint_layers(reranker.network.train())
+
     scores = run_micro_batches(reranker, PAIRS, groups)
+
     expected = plain_scores(reranker, network, PAIRS)
     assert torch.allclose(scores, expected, rtol=0, atol=1e-12)
-    ours, theirs = gradients(reranker.network, scores), gradients(network, expected)
-    assert largest_deviation(ours, theirs) < 1e-7  # not less: Qwen3's norms compute in float32
+    ours = gradients(reranker.network, scores)
+    theirs = gradients(network, expected)
+    assert largest_deviation(ours, theirs) < 1e-7  # norms of Qwen3 compute in float32
 
 
-def test_float32_and_bfloat16_autocast_stay_close(folder):
-    reranker, network = opened(folder)
-    with torch.no_grad():
-        expected = plain_scores(reranker, network, PAIRS)
-        assert torch.allclose(
-            reranker.float()(PAIRS).double(), expected, atol=1e-5 * expected.abs().max()
-        )
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            rounded = reranker(PAIRS)
-        assert torch.allclose(rounded.double(), expected, atol=0.05 * expected.abs().max())
-        assert rounded.dtype == torch.float32 and (rounded != rounded.bfloat16().float()).any(), (
-            "not the score itself"
-        )
-        # Where nothing is packed, it is a network like others.
-        double = reranker.double()
-        assert torch.equal(plain_scores(reranker, double.network, PAIRS), expected)
-        ids = torch.tensor([PAIRS[1].ids])
-        assert torch.equal(double.network(ids).logits, network(ids).logits)
+@torch.no_grad()
+def test_float32_scores_stay_close(folder):
+    reranker, network = load_both(folder)
+    expected = plain_scores(reranker, network, PAIRS)
+
+    scores = reranker.float()(PAIRS).double()
+
+    assert torch.allclose(scores, expected, atol=1e-5 * expected.abs().max())
+
+
+@torch.no_grad()
+def test_autocast_scores_stay_close(folder):
+    reranker, network = load_both(folder)
+    expected = plain_scores(reranker, network, PAIRS)
+    reranker = reranker.float()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = reranker(PAIRS)
+
+    assert torch.allclose(scores.double(), expected, atol=0.05 * expected.abs().max())
+    assert scores.dtype == torch.float32
+    is_rounded = scores == scores.bfloat16().float()
+    assert not is_rounded.all(), "the score itself is not rounded"
+
+
+@torch.no_grad()
+def test_network_without_packing_is_unchanged(folder):
+    reranker, network = load_both(folder)
+    ids = torch.tensor([PAIRS[1].ids])
+
+    expected = plain_scores(reranker, network, PAIRS)
+
+    assert torch.equal(plain_scores(reranker, reranker.network, PAIRS), expected)
+    assert torch.equal(reranker.network(ids).logits, network(ids).logits)
 
 
 def causal(config_class, model_class, **options):
-    """A tiny model of one of Qwen3's relatives, the same at every call."""
+    """Make a tiny causal model, with equal weights at every call."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -138,12 +162,14 @@ mistral = functools.partial(causal, MistralConfig, MistralForCausalLM, sliding_w
 
 
 @pytest.mark.parametrize(("make", "is_packed"), [(llama, True), (mistral, False)])
-def test_other_causal_models_are_packed_if_they_see_all_tokens_before(make, is_packed):
+def test_sliding_window_prevents_packing(make, is_packed):
     settings = RerankerSettings(template=RerankerTemplate(form="yes_no"))
     reranker = Reranker(make(), qwen3_tokenizer(appends_end=False), settings)
+
+    scores = reranker(PAIRS)
+
     assert reranker.is_packed == is_packed
-    expected = plain_scores(reranker, make(), PAIRS)
-    assert torch.allclose(reranker(PAIRS), expected, rtol=0, atol=1e-10)
+    assert torch.allclose(scores, plain_scores(reranker, make(), PAIRS), rtol=0, atol=1e-10)
     assert reranker.num_slots(PAIRS) == (20 + 121 if is_packed else 50 * 7)
 
 
@@ -151,55 +177,62 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1
 
 
 @given(texts)
-def test_every_token_stands_once_in_the_packed_row_behind_the_longest_shared_beginning(texts):
+def test_shared_prompt_is_longest_common_prefix(texts):
     shared = shared_prompt.num_shared(texts)
-    packed = shared_prompt.PackedTexts(texts, shared, CPU)
-    row = packed.join(texts)["input_ids"][0].tolist()
-    assert all(len(text) > shared and text[:shared] == texts[0][:shared] for text in texts)
-    assert any(
-        len(text) == shared + 1 or text[: shared + 1] != texts[0][: shared + 1] for text in texts
-    )
-    assert len(row) == sum(map(len, texts)) - shared * (len(texts) - 1) == packed.positions.shape[1]
-    used = [
-        place
-        for bucket in packed.buckets
-        for place in bucket.tokens.flatten()[bucket.real_tokens].tolist()
-    ]
-    assert used == [*range(shared, len(row))]
-    for text, end in zip(texts, packed.ends.tolist(), strict=True):
-        first = end - len(text) + shared + 1
-        assert row[:shared] + row[first : end + 1] == text
-        assert packed.positions[0, first : end + 1].tolist() == [*range(shared, len(text))]
+
+    first = texts[0]
+    assert all(len(text) > shared and text[:shared] == first[:shared] for text in texts)
+    # A longer prompt would leave a text without a continuation, or would not be common.
+    end = shared + 1
+    assert any(len(text) == end or text[:end] != first[:end] for text in texts)
 
 
 @given(texts)
-def test_by_length_every_text_stands_whole_between_two_starts(texts):
-    packed = shared_prompt.VarlenTexts(texts, CPU)
+def test_packed_row_holds_every_token_once(texts):
+    shared = shared_prompt.num_shared(texts)
+
+    packed = shared_prompt.PackedTexts(texts, shared, CPU)
+
     row = packed.join(texts)["input_ids"][0].tolist()
-    found = [row[start:stop] for start, stop in itertools.pairwise(packed.starts.tolist())]
-    assert found == [texts[number] for number in packed.order]
+    num_continued = sum(len(text) - shared for text in texts)
+    assert len(row) == packed.positions.shape[1] == shared + num_continued
+    bucket_tokens = []
+    for bucket in packed.buckets:
+        bucket_tokens += bucket.tokens.flatten()[bucket.real_tokens].tolist()
+    assert bucket_tokens == [*range(shared, len(row))]
+    for text, last in zip(texts, packed.ends.tolist(), strict=True):
+        continuation = slice(last + 1 - (len(text) - shared), last + 1)
+        assert row[:shared] + row[continuation] == text
+        assert packed.positions[0, continuation].tolist() == [*range(shared, len(text))]
+
+
+@given(texts)
+def test_varlen_row_holds_whole_texts(texts):
+    packed = shared_prompt.VarlenTexts(texts, CPU)
+
+    row = packed.join(texts)["input_ids"][0].tolist()
+
+    bounds = itertools.pairwise(packed.starts.tolist())
+    row_texts = [row[start:stop] for start, stop in bounds]
+    assert row_texts == [texts[number] for number in packed.order]
     assert packed.lengths[0] == max(map(len, texts))
 
 
-def test_groups_hold_pairs_of_one_list_within_the_budget(folder):
+def test_groups_stay_within_token_budget(folder):
     reranker = load_reranker(Source(source=str(folder)), CPU)
     lists = [PAIRS, [], pairs_of([5, 200, 5], seed=1), pairs_of([3], seed=2)]
+    all_pairs = list(itertools.chain.from_iterable(lists))
+
     groups = reranker.micro_batches(lists, 80)
-    assert groups == [
-        [1, 4],
-        [5, 3, 6, 0],
-        [2],
-        [8],
-        [7, 9],
-        [10],
-    ]  # 20 + 30 + 30; 20 + 29 + 12 + 12 + 7; …
-    flat = [pair for pairs in lists for pair in pairs]
-    assert [reranker.num_slots([flat[place] for place in group]) for group in groups] == [
-        80,
-        80,
-        21,
-        220,
-        30,
-        23,
-    ]
+
+    # A group has pairs of one list. The first has 20 + 30 + 30 tokens, the second
+    # 20 + 29 + 12 + 12 + 7.
+    assert groups == [[1, 4], [5, 3, 6, 0], [2], [8], [7, 9], [10]]
+    for group, num_slots in zip(groups, [80, 80, 21, 220, 30, 23], strict=True):
+        assert reranker.num_slots([all_pairs[position] for position in group]) == num_slots
+
+
+def test_empty_lists_have_no_groups(folder):
+    reranker = load_reranker(Source(source=str(folder)), CPU)
+
     assert reranker.micro_batches([[], []], 80) == []

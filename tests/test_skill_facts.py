@@ -43,7 +43,7 @@ def parsed(header):
     return parse_skill_file(f"---\nname: n\n{header}\n---\nBody.", "id", "folder")
 
 
-# Where they are read -------------------------------------------------------------------------------------------------
+# Where they are read ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("below", ["", "metadata:\n  "])
@@ -151,7 +151,7 @@ def test_files_beside_skill_are_listed(tmp_path):
     assert skills["pdf/inner"].files == ()
 
 
-# Where they are kept -------------------------------------------------------------------------------------------------
+# Where they are kept ----------------------------------------------------------
 
 
 def test_table_keeps_facts(tmp_path):
@@ -176,10 +176,10 @@ def test_pool_keeps_facts(tmp_path):
     run_stage(parse_recipe(sources, "test"))
 
     (skill,) = read_skills(tmp_path / "pool")
-    shown = succeeds("show", tmp_path / "pool" / "skills.parquet").out
+    text = succeeds("show", tmp_path / "pool" / "skills.parquet").out
     assert facts(skill) == facts(FULL)
-    assert "https://example.org/pdf" in shown
-    assert '["scripts/run.py", "b.md"]' in shown
+    assert "https://example.org/pdf" in text
+    assert '["scripts/run.py", "b.md"]' in text
 
 
 def test_router_keeps_facts(tmp_path):
@@ -193,7 +193,7 @@ def test_router_keeps_facts(tmp_path):
     assert router.skills["pdf"].stars == 13
 
 
-# What they do not change ---------------------------------------------------------------------------------------------
+# What they do not change ------------------------------------------------------
 
 
 def test_facts_make_no_other_skill():

@@ -1,3 +1,5 @@
+"""SKILL.md files with tidy, untidy and hostile frontmatter become skills."""
+
 import itertools
 import tracemalloc
 
@@ -15,13 +17,20 @@ from skilltrain.records import Skill
 from skilltrain.texts import decode_text
 
 
-def parsed(text: str) -> Skill:
+def parse(text: str) -> Skill:
     return parse_skill_file(text, "some/id", "folder", "library")
 
 
-def test_clean_frontmatter_gives_every_field_without_what_no_table_can_hold():
-    header = "name: pdf\x00-fill\ndescription: Fill\ud800 it.\nlicense: MIT\nlang: zh-CN\nmetadata:\n  category: Docs\n"
-    assert parsed(f"---\n{header}---\n\n# Title\nDo \x00\udfffit.\n") == Skill(
+def test_clean_frontmatter_gives_every_field():
+    """Characters that a table cannot hold are removed."""
+    header = (
+        "name: pdf\x00-fill\ndescription: Fill\ud800 it.\nlicense: MIT\nlang: zh-CN\n"
+        "metadata:\n  category: Docs\n"
+    )
+
+    skill = parse(f"---\n{header}---\n\n# Title\nDo \x00\udfffit.\n")
+
+    assert skill == Skill(
         "some/id", "pdf-fill", "Fill it.", "# Title\nDo it.", "Docs", "zh", "library", "MIT"
     )
 
@@ -48,17 +57,19 @@ def test_clean_frontmatter_gives_every_field_without_what_no_table_can_hold():
         ("description: bell \x07 rings", "bell rings"),
     ],
 )
-def test_descriptions_of_untidy_frontmatter(header: str, description: str):
-    assert parsed(f"---\nname: n\n{header}\n---\nBody.").description == description
+def test_untidy_description_is_read(header: str, description: str):
+    assert parse(f"---\nname: n\n{header}\n---\nBody.").description == description
 
 
 @pytest.mark.parametrize(
     "mark", ["", "\ufeff", "\n\n", "<!-- made by a machine -->\n", "<!-- a --> <!-- b -->\n\n"]
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str):
-    text = (mark + "---\nname: n\ndescription: d\n---\nOne.\nTwo.").replace("\n", newline)
-    skill = parsed(text)
+def test_text_before_frontmatter_is_skipped(mark: str, newline: str):
+    text = f"{mark}---\nname: n\ndescription: d\n---\nOne.\nTwo."
+
+    skill = parse(text.replace("\n", newline))
+
     assert (skill.name, skill.description, skill.body) == ("n", "d", "One.\nTwo.")
 
 
@@ -66,7 +77,8 @@ def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str
     ("text", "description"),
     [
         (
-            "# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n> Sends mail\n> to people.\n\nMore.",
+            "# Heading\n\n![badge](x.png)\n\n```sh\nrun --it\n```\n\n"
+            "> Sends mail\n> to people.\n\nMore.",
             "Sends mail to people.",
         ),
         ("word " * 1000, "word " * 200),
@@ -81,11 +93,12 @@ def test_marks_comments_and_line_ends_before_frontmatter(mark: str, newline: str
         ),
     ],
 )
-def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragraph(
-    text: str, description: str
-):
-    skill = parsed(text)
-    assert (skill.name, skill.description, skill.body) == ("folder", description, text.strip())
+def test_first_paragraph_is_default_description(text: str, description: str):
+    skill = parse(text)
+
+    assert skill.name == "folder"
+    assert skill.description == description
+    assert skill.body == text.strip()
 
 
 @pytest.mark.parametrize(
@@ -105,9 +118,11 @@ def test_without_frontmatter_name_is_the_folder_and_description_the_first_paragr
         "name: n\ndescription: d\nnot: yaml: at all\nmetadata:\n  version: 1\n  category: c",
     ],
 )
-def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header: str):
-    skill = parsed(f"---\n{header}\n---\nBody.")
-    assert (skill.name, skill.description, skill.body, skill.category) == ("n", "d", "Body.", "c")
+def test_closed_block_with_name_is_frontmatter(header: str):
+    skill = parse(f"---\n{header}\n---\nBody.")
+
+    assert (skill.name, skill.description) == ("n", "d")
+    assert (skill.body, skill.category) == ("Body.", "c")
 
 
 @pytest.mark.parametrize(
@@ -117,70 +132,100 @@ def test_a_closed_block_with_a_name_is_frontmatter_however_it_is_written(header:
         ("title: What: a title\nlang: en", ["title", "lang"]),
         ("Category: c", ["category"]),
         ("", []),
-        *(
-            (prose, None)
-            for prose in (
-                "\nSome prose without keys.\n",
-                "Note: this is prose\nmore prose",
-                "Note: prose",
-                "Warning: hot\n- item",
-            )
-        ),
     ],
 )
-def test_a_block_of_our_keys_is_frontmatter_without_a_name_too_and_prose_is_body(
-    header: str, keys: list[str] | None
-):
-    text = f"---\n{header}\n---\nBody."
+def test_block_of_known_keys_is_frontmatter(header: str, keys: list[str]):
+    fields, body = split_header(f"---\n{header}\n---\nBody.")
+
+    assert list(fields) == keys
+    assert body == "\nBody."
+
+
+@pytest.mark.parametrize(
+    "prose",
+    [
+        "\nSome prose without keys.\n",
+        "Note: this is prose\nmore prose",
+        "Note: prose",
+        "Warning: hot\n- item",
+    ],
+)
+def test_block_of_prose_is_body(prose: str):
+    text = f"---\n{prose}\n---\nBody."
+
     fields, body = split_header(text)
-    assert (list(fields), body) == ((keys, "\nBody.") if keys is not None else ([], text))
+
+    assert not fields
+    assert body == text
 
 
 @pytest.mark.parametrize(
     "bomb", ["x: " + "[" * 1_000, "x: " + "{a: " * 2_000, "x:\n" + "- " * 30_000]
 )
 def test_hostile_nesting_is_read_line_by_line(bomb: str):
-    """The last one would end this process if libyaml read it."""
-    assert parsed(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody").name == "n"
+    """libyaml would end this process at the last one."""
+    assert parse(f"---\nname: n\ndescription: d\n{bomb}\n---\nBody").name == "n"
+
+
+def test_nested_yaml_aliases_do_not_multiply():
+    header = "a: &a [x, x]\n"
+    for previous, letter in itertools.pairwise("abcdefghijkl"):
+        header += f"{letter}: &{letter} [*{previous}, *{previous}]\n"
+
+    skill = parse(f"---\nname: n\n{header}description: [*l, *k, y]\n---\nBody")
+
+    assert skill.description == "y"
 
 
 @pytest.mark.parametrize(
     ("text", "length"), [("A" * 40_000, MAX_HEADER_CHARS), ("\\0" * 3_000, len("folder"))]
 )
-def test_yaml_aliases_do_not_multiply(text: str, length: int):
-    """A list of aliases is cut and never put together, also where nothing is left of its text when it is cleaned."""
-    laughs = "a: &a [x, x]\n"
-    for previous, letter in itertools.pairwise("abcdefghijkl"):
-        laughs += f"{letter}: &{letter} [*{previous}, *{previous}]\n"
-    assert parsed(f"---\nname: n\n{laughs}description: [*l, *k, y]\n---\nBody").description == "y"
+def test_repeated_yaml_alias_needs_little_memory(text: str, length: int):
+    """The second text is empty after it is cleaned."""
     header = f'x: &a "{text}"\nname: [{"*a," * 2000}]\ndescription: {{x: [*a, *a]}}'
+
     tracemalloc.start()
-    skill = parsed(f"---\n{header}\n---\nBody")
-    _, peak = tracemalloc.get_traced_memory()
+    skill = parse(f"---\n{header}\n---\nBody")
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+
     assert (len(skill.name), skill.description, skill.body) == (length, "Body", "Body")
-    assert peak < 40e6
+    assert peak_bytes < 40e6
 
 
-def test_lists_are_cut_and_what_is_no_number_is_nothing():
+def test_long_list_is_cut_at_an_item():
     long = "B" * (MAX_HEADER_CHARS // 2 - 1)
+
     assert as_text([long, long, "c", "d"]) == f"{long}, {long}"
+
+
+def test_values_without_text_are_left_out():
     assert as_text(["a", ["b"], {"c": 1}, None, 1.5, float("nan"), ""]) == "a, 1.5"
-    assert [as_text(float(value)) for value in ("nan", "inf", "-inf", "0.5")] == ["", "", "", "0.5"]
+    assert as_text(0.5) == "0.5"
+    for value in ("nan", "inf", "-inf"):
+        assert as_text(float(value)) == ""
 
 
-def test_encodings_and_a_broken_byte_in_utf8():
-    chinese = "用于处理表格和文档的技能，支持中文。"
-    for text, encoding in (
+CHINESE = "用于处理表格和文档的技能，支持中文。"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
         ("naïve café — “quoted”", "utf-8-sig"),
         ("naïve café 中文", "utf-16"),
         ("中文 utf-32", "utf-32"),
         ("Le café où l’été à Orléans", "cp1252"),
         ("déjà vu, garçon", "latin-1"),
-        (chinese, "gb18030"),
-    ):
-        assert decode_text(text.encode(encoding)) == text
-    assert decode_text(chinese.encode() + b"\xff") == chinese + "\ufffd"
+        (CHINESE, "gb18030"),
+    ],
+)
+def test_encoding_is_detected(text: str, encoding: str):
+    assert decode_text(text.encode(encoding)) == text
+
+
+def test_broken_byte_keeps_utf8():
+    assert decode_text(CHINESE.encode() + b"\xff") == CHINESE + "\ufffd"
 
 
 @settings(max_examples=100)
@@ -189,7 +234,8 @@ def test_encodings_and_a_broken_byte_in_utf8():
 @example("---\na:\n\xa0- b\n...")
 @given(st.text(alphabet=st.sampled_from("-\n:#ab [{}]|>'\"&*!?\t\x00\ud800é中 "), max_size=80))
 def test_any_text_parses_into_storable_text(tail: str):
-    skill = parsed("---\n" + tail)
-    for part in (skill.name, skill.description, skill.body, skill.category or ""):
-        part.encode()
+    skill = parse("---\n" + tail)
+
     assert skill.name
+    for field in (skill.name, skill.description, skill.body, skill.category or ""):
+        field.encode()

@@ -1,5 +1,6 @@
 """Slices: which queries they hold, the means over them, and the labels that define them."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def test_the_best_system_has_the_highest_mean(slices: list[SliceMeans]):
     assert single.best("Hit@1") == frozenset()  # equal means
 
 
-# Labels --------------------------------------------------------------------------------------
+# Labels -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_the_best_system_has_the_highest_mean(slices: list[SliceMeans]):
         ("x", ["no"], None, None),
     ],
 )
-def test_direction_and_domain_come_from_gold_skills(
+def test_labels_come_from_gold_skills(
     text: str,
     gold: list[str],
     directions: tuple[str, ...] | None,
@@ -155,7 +156,7 @@ def test_every_category_is_in_one_domain():
 
     domains = yaml.safe_load((SOURCE / "metrics/domains.yaml").read_text(encoding="utf-8"))
 
-    categories = [name for names in domains.values() for name in names]
+    categories = itertools.chain.from_iterable(domains.values())
     assert sorted(entry["name"] for entry in taxonomy) == sorted(categories)
     assert len(domains) == 8
 
@@ -204,7 +205,7 @@ def test_incompatible_systems_are_refused(
         means_by_slice(results, LABELS, measures)
 
 
-# Computed labels -----------------------------------------------------------------------------
+# Computed labels --------------------------------------------------------------
 
 
 def test_computed_labels_are_added_to_the_benchmarks():
@@ -252,7 +253,7 @@ def test_a_short_chinese_query_is_terse():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "parts"),
+    ("lengths", "expected"),
     [
         (
             [80, 10, 20, 70, 30, 60, 40, 50],
@@ -265,15 +266,15 @@ def test_a_short_chinese_query_is_terse():
         ([1, 2, 2, 2, 2, 2, 2, 3], [("Q1, 1–1", 1), ("Q2, 2–2", 6), ("Q3, 3–3", 1)]),
     ],
 )
-def test_quartiles_are_cut_by_rank(lengths: list[float], parts: list[tuple[str, int]]):
+def test_quartiles_are_cut_by_rank(lengths: list[float], expected: list[tuple[str, int]]):
     """Equal lengths stay together."""
     names = list(quartiles({f"q{n}": length for n, length in enumerate(lengths)}).values())
 
     counts = [(name.removesuffix(" words"), names.count(name)) for name in sorted(set(names))]
-    assert counts == parts
+    assert counts == expected
 
 
-# Gaps ----------------------------------------------------------------------------------------
+# Gaps -------------------------------------------------------------------------
 
 ND = SystemResult("nd", {"a": {"m": 0.0}, "b": {"m": 1.0}, "c": {"m": 0.0}, "d": {}}, {})
 FULL = SystemResult("full", {"a": {"m": 1.0}, "b": {"m": 1.0}, "c": {"m": 1.0}, "d": {}}, {})

@@ -1,4 +1,4 @@
-"""Stages and commands: those of this package in one list, those of another package by name or import path."""
+"""Stages and commands of this package and, by name or import path, of other packages."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def run_program(other_package: Path, *arguments: object) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("stage", ["count_lines", "other_package:CountLines"])
-def test_stage_of_another_package_runs(other_package: Path, tmp_path: Path, stage: str):
+def test_stage_of_another_package_runs(other_package: Path, tmp_path, stage: str):
     file = other_package / "other_package.py"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"stage: {stage}\nfile: {file}\nout: {tmp_path}/out\n")
@@ -96,19 +96,19 @@ def test_stage_of_another_package_runs(other_package: Path, tmp_path: Path, stag
 
 
 def test_help_lists_plugins_without_importing_them(other_package: Path):
-    shown = run_program(other_package, "--help").stdout
+    text = run_program(other_package, "--help").stdout
     fault = run_program(other_package, "broken")
 
-    panel = shown.partition("Plug-ins")[2]
+    panel = text.partition("Plug-ins")[2]
     assert all(f" {name} " in panel for name in ("count_lines", "greet", "broken"))
     assert "error: cannot import module_that_is_gone:run: No module named" in fault.stderr
 
 
 def test_help_of_another_packages_stage_has_its_settings(other_package: Path):
-    shown = run_program(other_package, "count_lines", "--help").stdout
+    text = run_program(other_package, "count_lines", "--help").stdout
 
-    assert shown.startswith("Example:\n  skilltrain count_lines file=README.md out=runs/lines\n")
-    assert "  file: text file (required)" in shown
+    assert text.startswith("Example:\n  skilltrain count_lines file=README.md out=runs/lines\n")
+    assert "  file: text file (required)" in text
 
 
 def test_command_of_another_package_runs(other_package: Path):
@@ -164,15 +164,15 @@ def test_program_has_few_commands_in_panels():
 def test_command_of_a_paper_is_in_its_group(command: str):
     old_name = command.split()[1]
 
-    shown = succeeds(*command.split(), "--help").out
+    text = succeeds(*command.split(), "--help").out
     line = skilltrain(old_name).error_line
 
-    assert shown.startswith(f"Example:\n  skilltrain {command} ")
+    assert text.startswith(f"Example:\n  skilltrain {command} ")
     assert f"No such command '{old_name}'" in line
     assert f"(removed: use skilltrain {command})" in line
 
 
-def test_a_papers_recipe_is_sent_to_its_command(tmp_path: Path):
+def test_a_papers_recipe_is_sent_to_its_command(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("stage: rewrite\nqueries: q\npool: p\nllm: {kind: openai}\nout: o\n")
 

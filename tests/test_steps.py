@@ -1,4 +1,6 @@
-"""A step's loss and gradients: every saving of work against the plain way, each text of each list anew in one batch."""
+"""Loss and gradients of a training step equal those of plain code that encodes every text."""
+
+import itertools
 
 import pytest
 import torch
@@ -16,188 +18,241 @@ from skilltrain.training.steps import (
 )
 from training_data import training_set
 
-# Token budgets: one text a micro-batch, a few, all together.
-ALONE, FEW, ALL = StepSettings(8), StepSettings(150, recompute=True), StepSettings(10**6)
-# Qwen3's norms compute in float32 whatever the model's number format: float64 gradients agree to 1e-7.
-CASES = [
-    *(("bert", torch.float64, 1e-12, 1e-9, settings) for settings in (ALONE, FEW, ALL)),
+# Token budgets of a micro-batch: one text, a few texts, all texts.
+SINGLE = StepSettings(8)
+FEW = StepSettings(150, recompute=True)
+ALL = StepSettings(10**6)
+# Norms of Qwen3 compute in float32, so float64 gradients agree only to 1e-7.
+ENCODER_CASES = [
+    *(("bert", torch.float64, 1e-12, 1e-9, settings) for settings in (SINGLE, FEW, ALL)),
     ("qwen3", torch.float64, 1e-12, 1e-7, FEW),
     ("bert", torch.float32, 1e-5, 1e-5, FEW),
 ]
-LIST_CASES = [
+RERANKER_CASES = [
     ("bert_reranker", torch.float64, 1e-12, 1e-9, FEW),
-    *(("qwen3_reranker", torch.float64, 1e-12, 1e-7, settings) for settings in (ALONE, FEW, ALL)),
+    *(("qwen3_reranker", torch.float64, 1e-12, 1e-7, settings) for settings in (SINGLE, FEW, ALL)),
     ("qwen3_reranker", torch.float32, 1e-5, 1e-5, FEW),
 ]
 
 
 def gradients(model, loss):
+    """Return the gradient of each parameter that has one."""
     model.zero_grad()
     loss.backward()
-    return {
-        name: value.grad.clone()
-        for name, value in model.named_parameters()
-        if value.grad is not None
-    }
+    parameters = dict(model.named_parameters())
+    return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
-def assert_same(model, ours, plain, loss_tolerance, gradient_tolerance):
-    assert ours.dtype == plain.dtype
-    assert ours.item() == pytest.approx(plain.item(), rel=loss_tolerance, abs=loss_tolerance)
-    wanted = gradients(model, plain)
-    got = gradients(model, ours)
-    assert got.keys() == wanted.keys()
-    largest = max(value.abs().max().item() for value in wanted.values())
-    furthest = max((got[name] - wanted[name]).abs().max().item() for name in wanted)
-    assert furthest < gradient_tolerance * max(1.0, largest)
+def assert_same(model, loss, expected, loss_tolerance, gradient_tolerance):
+    """Check that two losses of a model agree, and so do their gradients."""
+    assert loss.dtype == expected.dtype
+    assert loss.item() == pytest.approx(expected.item(), rel=loss_tolerance, abs=loss_tolerance)
+
+    expected_gradients = gradients(model, expected)
+    loss_gradients = gradients(model, loss)
+    assert loss_gradients.keys() == expected_gradients.keys()
+    largest = 1.0
+    largest_difference = 0.0
+    for name, gradient in expected_gradients.items():
+        largest = max(largest, gradient.abs().max().item())
+        difference = (loss_gradients[name] - gradient).abs().max().item()
+        largest_difference = max(largest_difference, difference)
+    assert largest_difference < gradient_tolerance * largest
+
+
+def softmax_cross_entropy(scores, gains):
+    """Return the loss of one query: each positive against the skills of lower gain.
+
+    Args:
+        scores: Scores of the skills, shape (num_skills,).
+        gains: Gains of the skills, shape (num_skills,).
+    """
+    total = scores.new_zeros(())
+    for positive in gains.nonzero().flatten().tolist():
+        is_lower = gains < gains[positive]
+        logits = torch.cat([scores[positive : positive + 1], scores[is_lower]])
+        total = total - gains[positive] / gains.sum() * torch.log_softmax(logits, 0)[0]
+    return total
 
 
 def plain_encoder_loss(encoder, batch, data, temperature):
-    """Softmax cross-entropy over all other lists' skills that are not known positives, repeated ones counted once."""
+    """Return the loss over all skills of the batch but known positives of other lists.
+
+    A skill of several lists counts once. All texts are encoded in one padded batch.
+    """
     template = encoder.settings.template
-    texts = [
-        template.skill.render(data.skills[skill_id]) for one in batch for skill_id in one.skill_ids
-    ]
-    ids = encoder.tokenize_queries([one.query for one in batch]) + encoder.tokenize(
-        texts, encoder.settings.max_tokens
-    )
-    vectors = encoder(ids)  # one padded batch
-    skill_ids = [skill_id for one in batch for skill_id in one.skill_ids]
+    skill_ids = []
+    for training_list in batch:
+        skill_ids += training_list.skill_ids
+    texts = [template.skill.render(data.skills[skill_id]) for skill_id in skill_ids]
+    query_tokens = encoder.tokenize_queries([training_list.query for training_list in batch])
+    skill_tokens = encoder.tokenize(texts, encoder.settings.max_tokens)
+    vectors = encoder(query_tokens + skill_tokens)
+    query_vectors = vectors[: len(batch)]
+    skill_vectors = vectors[len(batch) :]
+
     total = vectors.new_zeros(())
-    for row, one in enumerate(batch):
-        gains = dict(zip(one.skill_ids, one.gains, strict=True))
-        first = {skill_id: position for position, skill_id in reversed([*enumerate(skill_ids)])}
-        columns = [first[s] for s in first if s in gains or s not in one.positives]
-        scores = vectors[len(batch) + torch.tensor(columns)] @ vectors[row] / temperature
+    for query_vector, training_list in zip(query_vectors, batch, strict=True):
+        gains = dict(zip(training_list.skill_ids, training_list.gains, strict=True))
+        known_positives = set(training_list.positives) - gains.keys()
+        columns = [
+            skill_ids.index(skill_id)
+            for skill_id in dict.fromkeys(skill_ids)
+            if skill_id not in known_positives
+        ]
+        scores = skill_vectors[columns] @ query_vector / temperature
         gain = vectors.new_tensor([gains.get(skill_ids[column], 0.0) for column in columns])
-        for place in (gain > 0).nonzero().flatten().tolist():
-            against = torch.cat([scores[place : place + 1], scores[gain < gain[place]]])
-            total = total - gain[place] / gain.sum() * torch.log_softmax(against, 0)[0]
+        total = total + softmax_cross_entropy(scores, gain)
     return total
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), CASES
+    ("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), ENCODER_CASES
 )
-def test_the_encoders_step(
+def test_encoder_step_equals_plain_loss(
     open_encoder_of, name, dtype, loss_tolerance, gradient_tolerance, settings
 ):
-    encoder, data = open_encoder_of(name).to(dtype), training_set(8)
-    plain = plain_encoder_loss(encoder, data.lists, data, InfoNCE().temperature)
+    encoder = open_encoder_of(name).to(dtype)
+    data = training_set(8)
     step = EncoderStep(encoder, InfoNCE(), data, settings).train()
-    assert_same(encoder, step(data.lists), plain, loss_tolerance, gradient_tolerance)
+
+    loss = step(data.lists)
+
+    expected = plain_encoder_loss(encoder, data.lists, data, InfoNCE().temperature)
+    assert_same(encoder, loss, expected, loss_tolerance, gradient_tolerance)
 
 
 def plain_reranker_scores(reranker, pairs):
-    """Plain transformers code: padded, with attention mask, and for Qwen3 the logits of the whole vocabulary."""
-    longest, pad_id = max(map(len, pairs)), reranker.tokenizer.pad_token_id
-    ids = torch.tensor([pair.ids + [pad_id] * (longest - len(pair)) for pair in pairs])
+    """Score padded pairs with plain transformers code.
+
+    For Qwen3, the score is the difference of two of the vocabulary's logits.
+    """
+    longest = max(map(len, pairs))
+    pad_id = reranker.tokenizer.pad_token_id
+    padding = [[pad_id] * (longest - len(pair)) for pair in pairs]
+    # Both have the shape (num_pairs, longest).
+    ids = torch.tensor([pair.ids + pad for pair, pad in zip(pairs, padding, strict=True)])
     mask = torch.tensor([[1] * len(pair) + [0] * (longest - len(pair)) for pair in pairs])
+
     if reranker.yes_no_ids is None:
-        segments = (
-            torch.tensor([[int(i >= pair.second_start) for i in range(longest)] for pair in pairs])
-            * mask
-        )
-        return reranker.network(input_ids=ids, attention_mask=mask, token_type_ids=segments).logits[
-            :, 0
-        ]
+        starts = torch.tensor([[pair.second_start] for pair in pairs])
+        segments = (torch.arange(longest) >= starts).long() * mask
+        output = reranker.network(input_ids=ids, attention_mask=mask, token_type_ids=segments)
+        return output.logits[:, 0]
+
     reranker.network.set_attn_implementation("sdpa")
     logits = reranker.network(input_ids=ids, attention_mask=mask).logits
     reranker.network.set_attn_implementation("skilltrain_shared_prompt")
-    last = logits[torch.arange(len(pairs)), mask.sum(1) - 1]
+    last = logits[torch.arange(len(pairs)), mask.sum(1) - 1]  # (num_pairs, vocabulary)
     yes, no = reranker.yes_no_ids
     return last[:, yes] - last[:, no]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), LIST_CASES
+    ("name", "dtype", "loss_tolerance", "gradient_tolerance", "settings"), RERANKER_CASES
 )
-def test_the_rerankers_step(
+def test_reranker_step_equals_plain_loss(
     open_reranker_of, name, dtype, loss_tolerance, gradient_tolerance, settings
 ):
-    reranker, data = open_reranker_of(name).to(dtype), training_set(5)
-    plain = torch.zeros((), dtype=dtype)
-    for one in data.lists:
-        pairs = reranker.tokenize(one.query, [data.skills[skill_id] for skill_id in one.skill_ids])
+    reranker = open_reranker_of(name).to(dtype)
+    data = training_set(5)
+    expected = torch.zeros((), dtype=dtype)
+    for training_list in data.lists:
+        skills = [data.skills[skill_id] for skill_id in training_list.skill_ids]
+        pairs = reranker.tokenize(training_list.query, skills)
         scores = plain_reranker_scores(reranker, pairs)
-        gains = scores.new_tensor(one.gains)
-        for place in (gains > 0).nonzero().flatten().tolist():
-            against = torch.cat([scores[place : place + 1], scores[gains < gains[place]]])
-            plain = plain - gains[place] / gains.sum() * torch.log_softmax(against, 0)[0]
+        gains = scores.new_tensor(training_list.gains)
+        expected = expected + softmax_cross_entropy(scores, gains)
     step = RerankerStep(reranker, ListwiseCE(), data, settings).train()
-    assert_same(reranker, step(data.lists), plain, loss_tolerance, gradient_tolerance)
+
+    loss = step(data.lists)
+
+    assert_same(reranker, loss, expected, loss_tolerance, gradient_tolerance)
     assert sum(step.slots(data.lists)) == step.count["slots"]
 
 
 def test_each_distinct_skill_is_encoded_once(open_encoder_of):
-    encoder, data, seen = open_encoder_of("bert"), training_set(8), []
+    encoder = open_encoder_of("bert")
+    data = training_set(8)
+    lengths = []
+    encoder.register_forward_pre_hook(lambda _, inputs: lengths.extend(map(len, inputs[0])))
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120))
-    encoder.register_forward_pre_hook(
-        lambda _, inputs: seen.extend(tuple(text.tolist()) for text in inputs[0])
-    )
+
     step(data.lists)
-    distinct = {skill_id for one in data.lists for skill_id in one.skill_ids}
-    assert (
-        len(seen) == len(distinct) + len(data.lists) < sum(len(one.skill_ids) for one in data.lists)
-    )
-    assert (
-        step.count["tokens"]
-        == sum(map(len, seen))
-        <= step.count["slots"]
-        == sum(step.slots(data.lists))
-    )
+
+    skill_ids = []
+    for training_list in data.lists:
+        skill_ids += training_list.skill_ids
+    assert len(lengths) == len(set(skill_ids)) + len(data.lists) < len(skill_ids)
+    assert step.count["tokens"] == sum(lengths) <= step.count["slots"]
+    assert step.count["slots"] == sum(step.slots(data.lists))
 
 
-def test_without_padding_the_loss_and_its_gradients_are_the_same(open_encoder_of):
-    encoder, data = open_encoder_of("qwen3").double(), training_set(8)
-    padded = EncoderStep(encoder, InfoNCE(), data, StepSettings(300))(data.lists)
-    expected = padded.item(), gradients(encoder, padded)
-    step = EncoderStep(
-        encoder, InfoNCE(), data, StepSettings(300, recompute=True, varlen=True)
-    ).train()
+def test_varlen_changes_no_gradient(open_encoder_of):
+    encoder = open_encoder_of("qwen3").double()
+    data = training_set(8)
+    padded_loss = EncoderStep(encoder, InfoNCE(), data, StepSettings(300))(data.lists)
+    expected = gradients(encoder, padded_loss)
+    settings = StepSettings(300, recompute=True, varlen=True)
+    step = EncoderStep(encoder, InfoNCE(), data, settings).train()
+
     loss = step(data.lists)
+
     assert step.count["slots"] == step.count["tokens"] == sum(step.slots(data.lists))
-    assert loss.item() == pytest.approx(expected[0], abs=1e-9)
-    for name, got in gradients(encoder, loss).items():
-        assert torch.allclose(got, expected[1][name], atol=1e-6)
+    assert loss.item() == pytest.approx(padded_loss.item(), abs=1e-9)
+    for name, gradient in gradients(encoder, loss).items():
+        assert torch.allclose(gradient, expected[name], atol=1e-6)
+
+
+def test_varlen_needs_a_causal_model(open_encoder_of):
     with raises("unsupported-model"):
         open_encoder_of("bert").pack_texts()
 
 
-def test_a_rank_without_any_text_still_takes_part(open_encoder_of, monkeypatch):
-    encoder, data = open_encoder_of("bert"), training_set(1)
+def test_rank_without_text_has_zero_gradients(open_encoder_of, monkeypatch):
+    encoder = open_encoder_of("bert")
+    data = training_set(1)
     step = EncoderStep(encoder, InfoNCE(), data, StepSettings(120))
     monkeypatch.setattr(steps, "rank_and_world", lambda: (6, 8))
     monkeypatch.setattr(
         steps, "gather_rows", lambda rows, total: torch.cat([rows, rows.new_zeros(total, 32)])
     )
+
     loss = step(data.lists)
+
     assert loss.item() == 0
     assert all((gradient == 0).all() for gradient in gradients(encoder, loss).values())
     assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "bert_reranker", "qwen3_reranker"])
-def test_a_dev_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, open_reranker_of, name):
-    """No lookup of embeddings exceeds the budget there; in training there is one for everything."""
-    data, sizes = training_set(6), list[int]()
+def test_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, open_reranker_of, name):
+    """Evaluation looks up embeddings within the token budget, training in one call."""
+    data = training_set(6)
     if name.endswith("reranker"):
         step = RerankerStep(open_reranker_of(name), ListwiseCE(), data, StepSettings(320))
-        inputs = PairsToScore([step.make_pairs(one) for one in data.lists])
-        items = [pair for pairs in inputs.lists for pair in pairs]
+        inputs = PairsToScore([step.make_pairs(training_list) for training_list in data.lists])
+        items = list(itertools.chain.from_iterable(inputs.lists))
     else:
         step = EncoderStep(open_encoder_of(name), InfoNCE(), data, StepSettings(256))
-        inputs = TextsToEncode(items := 2 * [*step.query_ids.values(), *step.skill_ids.values()])
+        items = 2 * [*step.query_ids.values(), *step.skill_ids.values()]
+        inputs = TextsToEncode(items)
     with torch.no_grad():
         expected = torch.cat([step.model([item]) for item in items])
+    num_embedded = []
     table = step.model.network.get_input_embeddings()
-    table.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
+    table.register_forward_hook(lambda _, inputs, output: num_embedded.append(inputs[0].numel()))
+
     with torch.no_grad():
-        assert torch.allclose(step.eval()(inputs), expected, rtol=0, atol=1e-5)
-    assert len(sizes) > 3 and max(sizes) <= step.settings.token_budget < step.count["tokens"]
+        outputs = step.eval()(inputs)
+
+    assert torch.allclose(outputs, expected, rtol=0, atol=1e-5)
+    assert len(num_embedded) > 3
+    assert max(num_embedded) <= step.settings.token_budget < step.count["tokens"]
     for recompute in (False, True):
-        sizes.clear()
+        num_embedded.clear()
         if recompute:
             checkpoint_layers(step.model.network)
         step.train()(data.lists).backward()
-        assert len(sizes) == 1 and sizes[0] > step.settings.token_budget
+        (num_tokens,) = num_embedded
+        assert num_tokens > step.settings.token_budget

@@ -71,87 +71,123 @@ MISFIT = "row {}: a value does not fit column '{}' of table "
 def test_rows_that_do_not_fit_are_refused(rows, spec, message):
     with pytest.raises(SkilltrainError) as error:
         table_from_rows(rows, spec)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
 
 
-def test_keys_of_several_columns_may_repeat_in_part_and_dropped_rows_as_a_whole():
-    assert (
-        table_from_rows(
-            [RANKED, RANKED | {"stage": "y"}, RANKED | {"skill_id": "b"}], RANKINGS
-        ).num_rows
-        == 3
-    )
-    dropped = {"query_id": "q", "skill_id": "a", "filter": "f", "value": None, "reason": "r"}
-    assert table_from_rows([dropped, dropped], DROPPED).num_rows == 2
+def test_part_of_a_key_may_repeat():
+    rows = [RANKED, RANKED | {"stage": "y"}, RANKED | {"skill_id": "b"}]
+
+    assert table_from_rows(rows, RANKINGS).num_rows == 3
 
 
-def test_what_is_missing_cut_or_another_table_is_refused(tmp_path):
+def test_dropped_rows_may_repeat():
+    row = {"query_id": "q", "skill_id": "a", "filter": "f", "value": None, "reason": "r"}
+
+    assert table_from_rows([row, row], DROPPED).num_rows == 2
+
+
+def test_missing_table_is_refused(tmp_path):
     with raises("missing-table"):
         read_table(tmp_path, QUERIES)
+
+
+@pytest.mark.parametrize("end", [0, 10, -5])
+def test_cut_file_is_refused(tmp_path, end):
     file = write_table([QUERY], QUERIES, tmp_path)
+    file.write_bytes(file.read_bytes()[:end])
+
+    with raises("not-parquet"):
+        read_table(tmp_path, QUERIES)
+
+
+def test_table_with_other_columns_is_refused(tmp_path):
+    file = write_table([QUERY], QUERIES, tmp_path)
+    table = pq.read_table(file)
+    number = pa.field("text", pa.int64(), nullable=False)
+    wrong_tables = [
+        table.append_column("extra", pa.array(["x"])),
+        table.set_column(1, number, pa.array([5])),
+        table.select(["text", "query_id", "kind", "origin", "split"]),
+        pa.Table.from_pylist([QUERY]),  # its columns are nullable
+    ]
+
     with raises("wrong-columns"):
         read_table(file, SKILLS)
-    whole, table = file.read_bytes(), pq.read_table(file)
-    number = pa.field("text", pa.int64(), nullable=False)
-    for other, code in (
-        *((whole[:length], "not-parquet") for length in (0, 10, len(whole) - 5)),
-        (table.append_column("extra", pa.array(["x"])), "wrong-columns"),
-        (table.set_column(1, number, pa.array([5])), "wrong-columns"),
-        (table.select(["text", "query_id", "kind", "origin", "split"]), "wrong-columns"),
-        (pa.Table.from_pylist([QUERY]), "wrong-columns"),
-        (pa.concat_tables([table, table]), "repeated-id"),
-    ):
-        file.write_bytes(other) if isinstance(other, bytes) else pq.write_table(other, file)
-        with raises(code):
+    for wrong_table in wrong_tables:
+        pq.write_table(wrong_table, file)
+        with raises("wrong-columns"):
             read_table(tmp_path, QUERIES)
 
 
-def test_writing_an_arrow_table_checks_it_too(tmp_path):
-    checked = table_from_rows([QUERY], QUERIES)
-    assert read_table(write_table(checked, QUERIES, tmp_path), QUERIES).to_pylist() == [QUERY]
+def test_repeated_id_is_refused(tmp_path):
+    file = write_table([QUERY], QUERIES, tmp_path)
+    table = pq.read_table(file)
+    pq.write_table(pa.concat_tables([table, table]), file)
+
+    with raises("repeated-id"):
+        read_table(tmp_path, QUERIES)
+
+
+def test_arrow_table_is_written(tmp_path):
+    table = table_from_rows([QUERY], QUERIES)
+
+    file = write_table(table, QUERIES, tmp_path)
+
+    assert read_table(file, QUERIES).to_pylist() == [QUERY]
+
+
+def test_refused_write_leaves_old_table(tmp_path):
+    table = read_table(write_table([QUERY], QUERIES, tmp_path), QUERIES)
+    without_text = pa.Table.from_pylist([QUERY | {"text": None}], schema=QUERIES.schema)
+
     with raises("wrong-columns"):
         write_table(pa.Table.from_pylist([QUERY]), QUERIES, tmp_path)
     with raises("wrong-columns"):
-        write_table(read_table(tmp_path, QUERIES).drop_columns(["split"]), QUERIES, tmp_path)
+        write_table(table.drop_columns(["split"]), QUERIES, tmp_path)
     with raises("invalid-value"):
-        write_table(
-            pa.Table.from_pylist([QUERY | {"text": None}], schema=QUERIES.schema), QUERIES, tmp_path
-        )
-    assert read_table(tmp_path, QUERIES).to_pylist() == [
-        QUERY
-    ]  # a refused write leaves the old table
+        write_table(without_text, QUERIES, tmp_path)
+
+    assert read_table(tmp_path, QUERIES).to_pylist() == [QUERY]
     assert [path.name for path in tmp_path.iterdir()] == ["queries.parquet"]
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_written_lists_are_read_back(tmp_path):
     empty = {name: [] for name in ("skill_ids", "verdicts", "sources", "ranks")}
     lists = [
         LIST,
         LIST | {"query_id": "", "teacher_scores": [0.1, -2.0]},
-        {"query_id": "ü", **empty},
+        {"query_id": "ü", "teacher_scores": None, **empty},
     ]
-    assert read_table(write_table(lists, LISTS, tmp_path), LISTS).to_pylist() == [
-        *lists[:2],
-        lists[2] | {"teacher_scores": None},
-    ]
+
+    file = write_table(lists, LISTS, tmp_path)
+
+    assert read_table(file, LISTS).to_pylist() == lists
+
+
+def test_written_records_are_read_back(tmp_path):
     skills = [Skill("a", "n", "d", "b"), Skill("b", "n", "", "", "c", "en", "s", "MIT")]
     queries = [Query("q", "t", "multi", "test", "dev")]
+
     assert read_skills(write_table(skills, SKILLS, tmp_path)) == skills
     assert read_queries(write_table(queries, QUERIES, tmp_path)) == queries
 
 
 def test_verdicts_are_read_by_query():
-    judged = [
-        ("q1", "a", Verdict.REQUIRED),
-        ("q2", "a", "rejected"),
-        ("q1", "b", "useful"),
-        ("q3", "a", "good"),
-    ]
+    judged = [("q1", "a", Verdict.REQUIRED), ("q2", "a", "rejected"), ("q1", "b", "useful")]
     rows = [Judgement(*row, "test") for row in judged]
-    found = verdicts_by_query(table_from_rows(rows[:3], JUDGEMENTS))
-    assert found == {
+
+    verdicts = verdicts_by_query(table_from_rows(rows, JUDGEMENTS))
+
+    assert verdicts == {
         "q1": {"a": Verdict.REQUIRED, "b": Verdict.USEFUL},
         "q2": {"a": Verdict.REJECTED},
     }
+
+
+def test_unknown_verdict_is_refused():
+    table = table_from_rows([Judgement("q3", "a", "good", "test")], JUDGEMENTS)
+
     with raises("invalid-value"):
-        verdicts_by_query(table_from_rows(rows, JUDGEMENTS))
+        verdicts_by_query(table)

@@ -1,4 +1,4 @@
-"""Teacher scores in lists: every member scored, everything else as it was, and what cannot be scored refused."""
+"""A teacher scores every member of the training lists and changes nothing else."""
 
 import math
 from statistics import fmean, pstdev
@@ -28,123 +28,144 @@ LEXICAL = {"kind": "lexical", "keep": 1}
 
 
 def rows(members=MEMBERS):
-    return [
-        {
+    """Make lists whose first member is the gold skill."""
+    lists = []
+    for query_id, skill_ids in members.items():
+        num_negatives = len(skill_ids) - 1
+        row = {
             "query_id": query_id,
-            "skill_ids": ids,
-            "verdicts": ["required", *["irrelevant"] * (len(ids) - 1)],
-            "sources": ["gold", *["semantic"] * (len(ids) - 1)],
-            "ranks": [*range(len(ids))],
+            "skill_ids": skill_ids,
+            "verdicts": ["required"] + ["irrelevant"] * num_negatives,
+            "sources": ["gold"] + ["semantic"] * num_negatives,
+            "ranks": list(range(len(skill_ids))),
             "teacher_scores": None,
         }
-        for query_id, ids in members.items()
-    ]
+        lists.append(row)
+    return lists
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with a pool and lists."""
     write_pool(tmp_path / "pool", SKILLS)
-    write_ours(
-        tmp_path / "lists",
-        [(query_id, text, "train") for query_id, text in TEXTS.items()],
-        {query_id: {ids[0]: "required"} for query_id, ids in MEMBERS.items()},
-    )
+    queries = [(query_id, text, "train") for query_id, text in TEXTS.items()]
+    verdicts = {query_id: {ids[0]: "required"} for query_id, ids in MEMBERS.items()}
+    write_ours(tmp_path / "lists", queries, verdicts)
     write_table(rows(), LISTS, tmp_path / "lists")
     (tmp_path / "out").mkdir()
     return tmp_path
 
 
 def run(folder, *rankers):
+    """Run the stage. Returns its summary."""
     values = {
         "stage": "teacher",
         "pool": folder / "pool",
         "lists": folder / "lists",
         "rankers": list(rankers),
+        "out": folder / "out",
     }
-    return validate(Teacher, values | {"out": folder / "out"}, "recipe").run(folder / "out")
+    return validate(Teacher, values, "recipe").run(folder / "out")
 
 
 def scores_in(folder):
-    return {
-        row["query_id"]: row["teacher_scores"]
-        for row in read_table(folder / "out", LISTS).to_pylist()
-    }
+    """Return the teacher scores by query id."""
+    lists = read_table(folder / "out", LISTS).to_pylist()
+    return {row["query_id"]: row["teacher_scores"] for row in lists}
 
 
-def test_every_member_gets_its_score_and_all_else_stays(folder):
+def test_every_member_gets_its_score(folder):
     summary = run(folder, LEXICAL)
+
     index = LexicalConfig().index(SKILLS)
-    for query_id, scores in scores_in(folder).items():
-        places = [int(skill_id[1:]) for skill_id in MEMBERS[query_id]]
-        assert scores == pytest.approx(index.scores(TEXTS[query_id])[places].tolist())
-    before, after = (
-        read_table(folder / name, LISTS).drop(["teacher_scores"]) for name in ("lists", "out")
-    )
-    assert after.equals(before)
-    for spec in (QUERIES, JUDGEMENTS):
-        assert read_table(folder / "out", spec).equals(read_table(folder / "lists", spec))
-    every = [score for scores in scores_in(folder).values() for score in scores]
+    scores_by_query = scores_in(folder)
+    for query_id, scores in scores_by_query.items():
+        positions = [int(skill_id[1:]) for skill_id in MEMBERS[query_id]]
+        expected = index.scores(TEXTS[query_id])[positions]
+        assert scores == pytest.approx(expected.tolist())
     assert (summary["num_lists"], summary["num_pairs"]) == (2, 6)
-    assert summary["score"] == pytest.approx(
-        {"min": min(every), "mean": sum(every) / 6, "max": max(every)}, abs=1e-4
-    )
+    scores = scores_by_query["q1"] + scores_by_query["q2"]
+    expected = {"min": min(scores), "mean": sum(scores) / 6, "max": max(scores)}
+    assert summary["score"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_teacher_changes_only_scores(folder):
+    run(folder, LEXICAL)
+
+    for spec, columns in ((LISTS, ["teacher_scores"]), (QUERIES, []), (JUDGEMENTS, [])):
+        old_table = read_table(folder / "lists", spec).drop(columns)
+        new_table = read_table(folder / "out", spec).drop(columns)
+        assert new_table.equals(old_table)
+
+
+def test_training_reads_teacher_scores(folder):
+    run(folder, LEXICAL)
+
     data = load_training_set(ListsSource(pool=folder / "pool", lists=folder / "out"))
+
     check_teacher_scores(data, KL())
     assert data.lists[1].teacher_scores == tuple(scores_in(folder)["q2"])
 
 
-def test_a_reranker_scores_every_member_whatever_its_keep_says(
-    folder, model_folders, open_reranker_of
-):
-    source = {
-        "kind": "rerank",
-        "source": str(model_folders["bert_reranker"]),
-        "precision": "float32",
-        "keep": 1,
-    }
-    run(folder, source)
-    alone = scores_in(folder)
-    reranker, skills = (
-        open_reranker_of("bert_reranker"),
-        {skill.skill_id: skill for skill in SKILLS},
-    )
-    for query_id, ids in MEMBERS.items():
-        ours = reranker(reranker.tokenize(TEXTS[query_id], [skills[skill_id] for skill_id in ids]))
-        assert alone[query_id] == pytest.approx(ours.tolist(), abs=1e-4)
-    run(folder, LEXICAL, source)
-    assert scores_in(folder) == {
-        query_id: pytest.approx(row, abs=1e-5) for query_id, row in alone.items()
-    }
-    fused = {"kind": "fuse", "of": [LEXICAL, source], "weights": [0, 1]}
-    run(folder, fused)
-    for query_id, row in alone.items():
-        normalised = [(score - fmean(row)) / pstdev(row) for score in row]
+@pytest.fixture
+def reranker_config(model_folders):
+    """A reranker with keep 1. As a teacher it scores every member."""
+    source = str(model_folders["bert_reranker"])
+    return {"kind": "rerank", "source": source, "precision": "float32", "keep": 1}
+
+
+@pytest.fixture
+def reranker_scores(open_reranker_of):
+    """The scores of all members by query id."""
+    reranker = open_reranker_of("bert_reranker")
+    skills = {skill.skill_id: skill for skill in SKILLS}
+    scores = {}
+    for query_id, skill_ids in MEMBERS.items():
+        members = [skills[skill_id] for skill_id in skill_ids]
+        scores[query_id] = reranker(reranker.tokenize(TEXTS[query_id], members)).tolist()
+    return scores
+
+
+@pytest.mark.parametrize("first_rankers", [[], [LEXICAL]], ids=["alone", "after BM25"])
+def test_reranker_scores_every_member(folder, reranker_config, reranker_scores, first_rankers):
+    run(folder, *first_rankers, reranker_config)
+
+    for query_id, scores in scores_in(folder).items():
+        assert scores == pytest.approx(reranker_scores[query_id], abs=1e-4)
+
+
+def test_fused_teacher_normalises_scores(folder, reranker_config, reranker_scores):
+    run(folder, {"kind": "fuse", "of": [LEXICAL, reranker_config], "weights": [0, 1]})
+
+    for query_id, scores in reranker_scores.items():
+        normalised = [(score - fmean(scores)) / pstdev(scores) for score in scores]
         assert scores_in(folder)[query_id] == pytest.approx(normalised, abs=1e-3)
 
 
-def test_a_member_that_saved_rankings_lack_is_named(folder):
-    ranked = {"q1": [("s3", 0.5), ("s0", 0.5), ("s11", 0.5)], "q2": [("s4", 0.5), ("s2", 0.5)]}
-    write_rankings(folder / "saved", {"x": ranked})
+def test_member_outside_saved_rankings_is_refused(folder):
+    rankings = {"q1": [("s3", 0.5), ("s0", 0.5), ("s11", 0.5)], "q2": [("s4", 0.5), ("s2", 0.5)]}
+    write_rankings(folder / "saved", {"x": rankings})
+
     with raises("not-a-number"):
         run(folder, {"kind": "saved", "rankings": str(folder / "saved")})
+
     assert not any((folder / "out").iterdir())
 
 
-def test_a_score_that_is_no_number_is_refused(monkeypatch):
-    class Broken:
+@pytest.mark.parametrize("bad_score", [math.nan, math.inf, -math.inf])
+def test_score_that_is_no_number_is_refused(monkeypatch, bad_score):
+    class BrokenRanker:
         def rank(self, queries, candidates, keep):
-            return {
-                query_id: [(skill_id, bad) for skill_id, _ in row]
-                for query_id, row in candidates.items()
-            }
+            return {"q1": [("s3", bad_score)]}
 
-    monkeypatch.setattr(LexicalConfig, "ranker", lambda *_: Broken())
-    queries = [Query(query_id, text, "single", "test", "train") for query_id, text in TEXTS.items()]
-    for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(
-            SkilltrainError, match=rf"q1: gave skill 's3' {bad}, and a teacher must give a number"
-        ):
-            candidates.member_scores([LexicalConfig()], queries, MEMBERS, SKILLS)
+    monkeypatch.setattr(LexicalConfig, "ranker", lambda *_: BrokenRanker())
+    queries = [Query("q1", TEXTS["q1"], "single", "test", "train")]
+
+    with raises("not-a-number") as error:
+        candidates.member_scores([LexicalConfig()], queries, {"q1": ["s3"]}, SKILLS)
+
+    message = f"q1: gave skill 's3' {bad_score}, and a teacher must give a number"
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +176,15 @@ def test_a_score_that_is_no_number_is_refused(monkeypatch):
         ({"q1": ["s0", "gone"]}, "unknown-skill"),
     ],
 )
-def test_lists_that_cannot_be_scored_are_refused(folder, members, code):
-    with pytest.raises(
-        SkilltrainError, match="recipe: rankers: select chooses skills and gives no scores"
-    ):
-        run(folder, {"kind": "select", "llm": {"kind": "openai"}})
+def test_unscorable_lists_are_refused(folder, members, code):
     write_table(rows(members), LISTS, folder / "lists")
+
     with raises(code):
         run(folder, LEXICAL)
+
+
+def test_ranker_without_scores_is_refused(folder):
+    with pytest.raises(SkilltrainError) as error:
+        run(folder, {"kind": "select", "llm": {"kind": "openai"}})
+
+    assert "recipe: rankers: select chooses skills and gives no scores" in str(error.value)

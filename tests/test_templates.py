@@ -2,8 +2,8 @@
 
 import pytest
 
+from faults import raises
 from skilltrain.config import validate
-from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.reranker import RerankerConfig
 from skilltrain.records import Skill
@@ -24,11 +24,11 @@ UNTRIMMED_SKILL = Skill("s", "n ", "", "b" * 9000)
         (SkillTemplate(fields="body", body_chars=7), "# Steps"),
     ],
 )
-def test_skill_text_has_chosen_fields(template: SkillTemplate, text: str) -> None:
+def test_skill_text_has_chosen_fields(template: SkillTemplate, text: str):
     assert template.render(SKILL) == text
 
 
-def test_skill_text_is_cut_by_default() -> None:
+def test_skill_text_is_cut_by_default():
     assert SkillTemplate().render(LONG_SKILL) == "n | " + "说" * 300 + " | " + "明" * 2500
 
 
@@ -40,11 +40,11 @@ def test_skill_text_is_cut_by_default() -> None:
         (SkillTemplate(), Skill("s", "", "", ""), ""),
     ],
 )
-def test_empty_fields_are_left_out(template: SkillTemplate, skill: Skill, text: str) -> None:
+def test_empty_fields_are_left_out(template: SkillTemplate, skill: Skill, text: str):
     assert template.render(skill) == text
 
 
-# Encoder --------------------------------------------------------------------------------------
+# Encoder ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,20 @@ def test_empty_fields_are_left_out(template: SkillTemplate, skill: Skill, text: 
         ),
     ],
 )
-def test_query_text_begins_with_prompt(template: EncoderTemplate, text: str) -> None:
+def test_query_text_begins_with_prompt(template: EncoderTemplate, text: str):
     assert template.render_query("deploy pods") == text
 
 
-def test_two_query_prompts_are_refused() -> None:
+def test_two_query_prompts_are_refused():
     values = {"source": "x", "template": {"instruction": "find", "query_prompt": "find "}}
 
-    with pytest.raises(SkilltrainError, match="give 'instruction' or 'query_prompt', not both"):
+    with raises("invalid-setting") as error:
         validate(EncoderConfig, values, "test")
 
+    assert "give 'instruction' or 'query_prompt', not both" in str(error.value)
 
-def test_released_encoder_template() -> None:
+
+def test_released_encoder_template():
     values = {"source": "x", "template": "skillrouter_released"}
 
     template = validate(EncoderConfig, values, "test").template
@@ -82,18 +84,21 @@ def test_released_encoder_template() -> None:
     assert query_text.endswith("task\nQuery:" + "q" * 2000)
 
 
-def test_unknown_template_name_is_refused() -> None:
+def test_unknown_template_name_is_refused():
     values = {"source": "x", "template": "skillrouter"}
-    message = r"template: must be a section of keys \(.*found 'skillrouter'"
 
-    with pytest.raises(SkilltrainError, match=message):
+    with raises("invalid-setting") as error:
         validate(EncoderConfig, values, "test")
 
+    message = str(error.value)
+    assert "template: must be a section of keys (" in message
+    assert "found 'skillrouter'" in message
 
-# Reranker -------------------------------------------------------------------------------------
+
+# Reranker ---------------------------------------------------------------------
 
 
-def test_released_reranker_template() -> None:
+def test_released_reranker_template():
     values = {"source": "x", "template": "skillrouter_released"}
 
     template = validate(RerankerConfig, values, "test").template
@@ -105,7 +110,7 @@ def test_released_reranker_template() -> None:
     assert template.query_prompt().startswith(instruction_start)
 
 
-def test_yes_no_form_frames_query_and_skill() -> None:
+def test_yes_no_form_frames_its_texts():
     template = RerankerTemplate(form="yes_no", instruction="Judge it", separator="\n")
 
     assert template.query_prompt() == "<Instruct>: Judge it\n<Query>: "
@@ -113,7 +118,7 @@ def test_yes_no_form_frames_query_and_skill() -> None:
     assert template.skill_prompt() == "<Document>: "
 
 
-def test_pair_form_adds_nothing() -> None:
+def test_pair_form_adds_nothing():
     template = RerankerTemplate()
 
     assert template.query_prompt() == ""
@@ -121,7 +126,7 @@ def test_pair_form_adds_nothing() -> None:
     assert template.skill_prompt() == ""
 
 
-def test_reranker_skill_text_is_cut() -> None:
+def test_reranker_skill_text_is_cut():
     skill = Skill("s", "n", "d" * 600, "b" * 3000)
 
     assert RerankerTemplate().render_skill(skill) == f"n | {'d' * 500} | {'b' * 2000}"

@@ -1,4 +1,4 @@
-"""Two processes equal one: with the whole model on each (DDP), and with shards of it (FSDP2, DeepSpeed ZeRO)."""
+"""Training on two processes (DDP, FSDP2, DeepSpeed ZeRO) equals training on one."""
 
 import json
 import shutil
@@ -24,94 +24,136 @@ def test_one_process_gathers_nothing():
 
 
 def weights_in(out):
+    """Return the weights of the newest checkpoint."""
     return load_file(last_checkpoint(out) / "model.safetensors")
 
 
-def furthest(one, other):
-    assert one.keys() == other.keys()
-    # A key's bias shifts all scores of a softmax alike: its gradient is rounding noise, which AdamW blows up.
-    names = [name for name in one if not name.endswith("key.bias")]
-    return max((one[name] - other[name]).abs().max().item() for name in names)
+def largest_difference(first, second):
+    """Return the largest difference of a weight.
+
+    Biases of keys are left out. They shift all scores of a softmax, so their gradient is rounding
+    noise, which AdamW amplifies.
+    """
+    assert first.keys() == second.keys()
+    names = [name for name in first if not name.endswith("key.bias")]
+    return max((first[name] - second[name]).abs().max().item() for name in names)
 
 
-def figures(folder):
-    rows = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+def log_rows(folder):
+    """Return step, loss, learning rate and gradient norm of each row of the log."""
+    rows = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
     return [[row["step"], row["loss"], row["learning_rate"], row["grad_norm"]] for row in rows]
 
 
-def check_case(kind, folder, root, alone):
-    """Two ranks come to what one comes to, and a resumed training to the same bits."""
-    case, resumed = CASES[kind], root / "resumed"
+def check_case(kind, folder, root, single):
+    """Check that two ranks equal one process, and that a resumed run equals a whole one.
+
+    Args:
+        root: Output folder of two ranks.
+        single: Output folder of one process, which is trained here.
+    """
+    case = CASES[kind]
     step = two_ranks.step_of(kind, folder)
-    before = {name: value.to(torch.float32) for name, value in two_ranks.weights_of(step).items()}
+    initial = {name: value.float() for name, value in two_ranks.weights_of(step).items()}
     forget_ranks()
-    two_ranks.training(step, alone, precision=two_ranks.precision_of(kind))
-    together, found, expected = weights_in(root), figures(root), figures(alone)
+    two_ranks.run_training(step, single, precision=two_ranks.precision_of(kind))
+
+    # Two ranks equal one process.
+    weights = weights_in(root)
+    rows = log_rows(root)
+    single_rows = log_rows(single)
+    assert len(rows) == case.num_steps
     if kind.endswith("bfloat16"):
-        assert [row[1] for row in found] == pytest.approx(
-            [row[1] for row in expected], rel=case.tolerance
-        )
+        single_losses = [loss for _, loss, _, _ in single_rows]
+        assert [loss for _, loss, _, _ in rows] == pytest.approx(single_losses, rel=case.tolerance)
     else:
-        assert furthest(weights_in(alone), together) < case.tolerance
-        # AdamW hides a wrong factor on the gradient; its norm does not.
-        assert found == [pytest.approx(row, abs=2e-4) for row in expected]
-    assert (
-        len(found) == case.num_steps
-        and max((before[n] - together[n]).abs().max() for n in together) > 1e-3
-    )
-    assert furthest(weights_in(resumed), together) == 0 and figures(resumed) == found[2:]
+        assert largest_difference(weights_in(single), weights) < case.tolerance
+        # AdamW hides a wrong factor of the gradient, its norm does not.
+        assert rows == [pytest.approx(row, abs=2e-4) for row in single_rows]
+    assert max((initial[name] - weights[name]).abs().max() for name in weights) > 1e-3
+
+    # The resumed run has the same bits.
+    assert largest_difference(weights_in(root / "resumed"), weights) == 0
+    assert log_rows(root / "resumed") == rows[2:]
+
+    # With DDP, every rank has the weights.
     if kind.startswith("ddp"):
         for rank in (0, 1):
-            assert (
-                furthest(
-                    torch.load(root / f"rank{rank}.pt", weights_only=True),
-                    two_ranks.weights_of(step),
-                )
-                < 1e-9
-            )
+            rank_weights = torch.load(root / f"rank{rank}.pt", weights_only=True)
+            assert largest_difference(rank_weights, two_ranks.weights_of(step)) < 1e-9
 
 
-def test_two_ranks_equal_one_process_and_resume(model_folders, tmp_path, subtests):
-    """One launch, for it takes long; the ranks have unequal texts and chunk counts."""
-    folders = {
-        name: model_folders[name] for name in ("bert", "bert_reranker", "qwen3", "qwen3_reranker")
-    }
-    multiprocessing.spawn(two_ranks.on_rank, args=(tmp_path, folders), nprocs=2)
-    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    for kind in filter(two_ranks.can_run, CASES):
-        with subtests.test(kind):
-            check_case(
-                kind, folders[CASES[kind].folder], tmp_path / kind, tmp_path / "alone" / kind
-            )
-    with subtests.test("one process goes on from a checkpoint of two ranks"):
-        resumed = tmp_path / "alone" / "resumed"
-        shutil.copytree(
-            tmp_path / "ddp encoder" / "checkpoints" / "step-2", resumed / "checkpoints" / "step-2"
-        )
-        forget_ranks()
-        two_ranks.training(two_ranks.step_of("ddp encoder", folders["bert"]), resumed, resume=True)
-        assert furthest(weights_in(resumed), weights_in(tmp_path / "ddp encoder")) < 1e-9
-    with subtests.test("the first rank works for all, and all agree on the figures"):
-        assert [result["made"] for result in results] == ["by rank 0"] * 2
-        assert [result["figure"] for result in results] == [1.0, 1.0]
-    with subtests.test("a signal to one rank stops both with one checkpoint"):
-        said = ["interrupted after step 2 of 5; a checkpoint is saved"] * 2
-        assert [result["interrupted"] for result in results] == said
-        (checkpoint,) = checkpoints(tmp_path / "interrupted" / "checkpoints")
-        assert checkpoint.name == "step-2"
-        assert {path.name for path in checkpoint.glob("random_*")} == {
-            f"random_{rank}.safetensors" for rank in (0, 1)
-        }
-    with subtests.test("an out that the machines do not share is refused on every rank"):
-        problem = "process 1 does not see what process 0 writes here (out must be a folder that all machines share)"
-        for rank, result in enumerate(results):
-            assert result["unshared"] == [f"{tmp_path}/unshared/{rank}/checkpoints: {problem}"] * 2
-        assert [
-            *(tmp_path / "unshared").rglob(".*")
-        ] == []  # what they look for is taken away again
-    if not HAS_DEEPSPEED:
+@pytest.fixture(scope="module")
+def launch(model_folders, tmp_path_factory):
+    """The results of two ranks, and the folder of their outputs. The launch is slow, so it is one.
+
+    The ranks have different numbers of texts and of chunks.
+    """
+    root = tmp_path_factory.mktemp("two_ranks")
+    multiprocessing.spawn(two_ranks.on_rank, args=(root, model_folders), nprocs=2)
+    results = [torch.load(root / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return results, root
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_two_ranks_equal_one_process(launch, model_folders, tmp_path, kind):
+    if not two_ranks.can_run(kind):
         pytest.skip("deepspeed is not installed")
-    assert [result["malicious"] for result in results] == [
-        "the checkpoint is damaged, or holds code"
-    ] * 2
-    assert not (tmp_path / "zero2 encoder" / "resumed" / "executed").exists()
+    _, root = launch
+
+    check_case(kind, model_folders[CASES[kind].folder], root / kind, tmp_path)
+
+
+def test_one_process_resumes_two_ranks(launch, model_folders, tmp_path):
+    _, root = launch
+    checkpoint = "checkpoints/step-2"
+    shutil.copytree(root / "ddp encoder" / checkpoint, tmp_path / checkpoint)
+    forget_ranks()
+
+    step = two_ranks.step_of("ddp encoder", model_folders["bert"])
+    two_ranks.run_training(step, tmp_path, resume=True)
+
+    assert largest_difference(weights_in(tmp_path), weights_in(root / "ddp encoder")) < 1e-9
+
+
+def test_first_rank_works_for_all(launch):
+    results, _ = launch
+
+    assert [result["first_rank_value"] for result in results] == ["by rank 0"] * 2
+
+
+def test_ranks_agree_on_dev_metric(launch):
+    results, _ = launch
+
+    assert [result["dev_metric"] for result in results] == [1.0, 1.0]
+
+
+def test_signal_to_one_rank_stops_both(launch):
+    results, root = launch
+
+    message = "interrupted after step 2 of 5; a checkpoint is saved"
+    assert [result["interruption"] for result in results] == [message] * 2
+    (checkpoint,) = checkpoints(root / "interrupted" / "checkpoints")
+    assert checkpoint.name == "step-2"
+    random_states = sorted(path.name for path in checkpoint.glob("random_*"))
+    assert random_states == ["random_0.safetensors", "random_1.safetensors"]
+
+
+def test_unshared_folder_is_refused_on_every_rank(launch):
+    results, root = launch
+
+    problem = "process 1 does not see what process 0 writes here"
+    fix = "out must be a folder that all machines share"
+    for rank, result in enumerate(results):
+        message = f"{root}/unshared/{rank}/checkpoints: {problem} ({fix})"
+        assert result["unshared_folder"] == [message] * 2
+    assert [*(root / "unshared").rglob(".*")] == [], "the probe files are deleted"
+
+
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
+def test_code_in_checkpoint_is_not_run(launch):
+    results, root = launch
+
+    message = "the checkpoint is damaged, or holds code"
+    assert [result["malicious_checkpoint"] for result in results] == [message] * 2
+    assert not (root / "zero2 encoder" / "resumed" / "executed").exists()

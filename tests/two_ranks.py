@@ -1,4 +1,4 @@
-"""What runs on each of two gloo processes, and alone: whole trainings, with shards of the model too."""
+"""Training runs for two gloo processes and for one, with whole and with sharded models."""
 
 import importlib.util
 import os
@@ -52,9 +52,13 @@ LISTS_A_STEP = CONFIG.batch_size * CONFIG.accumulation
 
 @dataclass(frozen=True)
 class Case:
-    """A way to share a model, with one of the tiny models, and how near two ranks come to one.
+    """A training run that is distributed in one way.
 
-    Each step but the last has two batches; that has a single list, so that one of the ranks idles.
+    Each step but the last has two batches. The last has a single list, so one rank idles.
+
+    Attributes:
+        folder: Name of the tiny model.
+        tolerance: Largest difference of a weight between two ranks and one process.
     """
 
     folder: str
@@ -70,7 +74,7 @@ CASES = {
     "fsdp2 reranker": Case("qwen3_reranker", 1e-7),  # Qwen3's norms compute in float32
     "zero2 encoder": Case("qwen3", 1e-4),  # DeepSpeed computes in float32
     "zero3 reranker": Case("qwen3_reranker", 1e-4),
-    # Tolerance of the losses, not of the weights. The rounding of bfloat16 depends on the processor:
+    # Tolerance of the losses, not of the weights. The rounding of bfloat16 depends on the CPU:
     # without AVX the third loss differs by .022.
     "fsdp2 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
     "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
@@ -89,54 +93,60 @@ Weights = dict[str, torch.Tensor]
 
 
 def step_of(kind: str, folder: Path) -> Step:
-    """The step of a case, in float64 where it can be; the encoder with late interaction."""
+    """Make the training step of a case. It computes in float64 where the case allows."""
     case = CASES[kind]
     data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
+    is_bert = "bert" in folder.name
     if "encoder" in kind:
         encoder = load_encoder(EncoderConfig(source=str(folder)), CPU)
         settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
         step: Step = EncoderStep(encoder, InfoNCE(), data, settings)
     else:
-        config = RerankerConfig(
-            source=str(folder), max_tokens=100 if "bert" in folder.name else 300
-        )
-        budget = replace(settings, token_budget=150 if "bert" in folder.name else 500)
-        step = RerankerStep(load_reranker(config, CPU), ListwiseCE(), data, budget)
-    return step.float() if "zero" in kind or precision_of(kind) == "bfloat16" else step.double()
+        config = RerankerConfig(source=str(folder), max_tokens=100 if is_bert else 300)
+        settings = replace(settings, token_budget=150 if is_bert else 500)
+        step = RerankerStep(load_reranker(config, CPU), ListwiseCE(), data, settings)
+    is_float64 = "zero" not in kind and precision_of(kind) == "float32"
+    return step.double() if is_float64 else step.float()
 
 
 def weights_of(step: Step) -> Weights:
-    """A copy of all parameters."""
+    """Return a copy of all parameters."""
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 
-def training(step: Step, out: Path, resume: bool = False, precision: Precision = "float32") -> None:
-    """The loop, launched as the environment says."""
+def run_training(
+    step: Step, out: Path, resume: bool = False, precision: Precision = "float32"
+) -> None:
+    """Run the training loop as the environment configures it."""
     config = CONFIG.model_copy(update={"precision": precision})
     train(new_accelerator(config, quantized=False), step, config, Run(out, resume, {}))
 
 
-def failure(step: Step, out: Path, resume: bool = False) -> SkilltrainError:
-    """What the loop ends with."""
+def training_error(step: Step, out: Path, resume: bool = False) -> SkilltrainError:
+    """Run the training loop and return its error."""
     with pytest.raises(SkilltrainError) as error:
-        training(step, out, resume)
+        run_training(step, out, resume)
     return error.value
 
 
 def precision_of(kind: str) -> Precision:
-    """The number format that a case computes in."""
+    """Return the number format of a case."""
     return "bfloat16" if kind.endswith("bfloat16") else "float32"
 
 
 def can_run(kind: str) -> bool:
-    """Whether what a case is launched by is installed."""
+    """Return whether the packages of a case are installed."""
     return HAS_DEEPSPEED or not kind.startswith("zero")
 
 
 def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
-    """Everything as rank `rank` of two, which leaves its results in `root`."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, hundreds of them
+    """Run everything as one of two ranks and save the results in `root`.
+
+    Args:
+        folders: Folder of each tiny model by its name.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch gives hundreds of them
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -153,73 +163,83 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
         timeout=timedelta(seconds=120),
     )
     results = {
-        "figure": dev_figure(folders["bert"], root, rank),
-        "made": made_by_first_rank(lambda: f"by rank {rank}"),
-        "interrupted": interrupted(folders["bert"], root / "interrupted", rank),
-        "unshared": [
-            unshared(folders["bert"], root / "unshared", rank, resume) for resume in (False, True)
+        "dev_metric": dev_metric(folders["bert"], root, rank),
+        "first_rank_value": made_by_first_rank(lambda: f"by rank {rank}"),
+        "interruption": interrupt(folders["bert"], root / "interrupted", rank),
+        "unshared_folder": [
+            train_unshared(folders["bert"], root / "unshared", rank, resume)
+            for resume in (False, True)
         ],
     }
     for kind in filter(can_run, CASES):
-        both_trainings(kind, folders[CASES[kind].folder], root / kind, rank)
+        train_and_resume(kind, folders[CASES[kind].folder], root / kind, rank)
     if HAS_DEEPSPEED:
-        results["malicious"] = malicious(folders["qwen3"], root / "zero2 encoder" / "resumed", rank)
+        out = root / "zero2 encoder" / "resumed"
+        results["malicious_checkpoint"] = resume_malicious(folders["qwen3"], out, rank)
     torch.save(results, root / f"rank{rank}.pt")
 
 
-def dev_figure(bert: Path, root: Path, rank: int) -> float:
-    """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
+def dev_metric(bert: Path, root: Path, rank: int) -> float:
+    """Return MRR of a dev evaluation whose skill vectors differ between the ranks.
+
+    The second rank orders the skills differently.
+    """
     queries = [Query("q", "find", "single", "test", "dev")]
     skills = {name: Skill(name, name, "", "") for name in "ab"}
     encoder = load_encoder(EncoderConfig(source=str(bert)), CPU)
-    open_own = encoder_opener(encoder, queries, skills)
+    opener = encoder_opener(encoder, queries, skills)
     relevances = {"q": Relevance(frozenset("a"), {"a": 1.0})}
-    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20), open_own)
-    return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))[
-        "MRR@10"
-    ].mean
+    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20), opener)
+    # One query and two skills, shape (3, 2).
+    vectors = torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]])
+    return dev.evaluate(lambda _: vectors)["MRR@10"].mean
 
 
-def both_trainings(kind: str, folder: Path, out: Path, rank: int) -> None:
-    """A whole training, and in `out`/resumed the same one from its second step on; with DDP, each rank's weights."""
-    for at, resume in ((out, False), (out / "resumed", True)):
-        if resume and rank == 0:
-            shutil.copytree(out / "checkpoints" / "step-2", at / "checkpoints" / "step-2")
-        dist.barrier()
-        launch(kind)
-        torch.manual_seed(rank)
-        step = step_of(kind, folder)
-        training(step, at, resume, precision_of(kind))
-        if kind.startswith("ddp"):
-            torch.save(weights_of(step), at / f"rank{rank}.pt")
+def train_and_resume(kind: str, folder: Path, out: Path, rank: int) -> None:
+    """Train in `out`, and in `out`/resumed from the checkpoint of its second step."""
+    resumed = out / "resumed"
+    train_once(kind, folder, out, rank, resume=False)
+    if rank == 0:
+        shutil.copytree(out / "checkpoints" / "step-2", resumed / "checkpoints" / "step-2")
+    train_once(kind, folder, resumed, rank, resume=True)
 
 
-def malicious(folder: Path, out: Path, rank: int) -> str:
-    """What the loop says when DeepSpeed's files in the newest checkpoint of `out` hold code, which must not run."""
+def train_once(kind: str, folder: Path, out: Path, rank: int, resume: bool) -> None:
+    """Run one training. With DDP, save the weights of each rank."""
+    dist.barrier()
+    launch(kind)
+    torch.manual_seed(rank)
+    step = step_of(kind, folder)
+    run_training(step, out, resume, precision_of(kind))
+    if kind.startswith("ddp"):
+        torch.save(weights_of(step), out / f"rank{rank}.pt")
+
+
+def resume_malicious(folder: Path, out: Path, rank: int) -> str:
+    """Resume from a DeepSpeed checkpoint whose files hold code. Returns the error."""
     if rank == 0:
         for file in last_checkpoint(out).glob("deepspeed/*.pt"):
             file.write_bytes(malicious_pickle(out / "executed"))
     dist.barrier()
     launch("zero2 encoder")
-    return failure(step_of("zero2 encoder", folder), out, resume=True).problem
+    return training_error(step_of("zero2 encoder", folder), out, resume=True).problem
 
 
 def launch(kind: str) -> None:
-    """What the launcher would set for a case."""
+    """Set the environment as the launcher does for a case."""
     PartialState._reset_state()
     AcceleratorState._reset_state()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     if kind.startswith("fsdp2"):
         os.environ |= _FSDP
-        PartialState(cpu=True)  # on a CPU accelerate would quietly run DDP
+        PartialState(cpu=True)  # on a CPU, accelerate would run DDP without a warning
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     elif kind.startswith("zero"):
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # shared memory, which it would compile first
-        )
+        # Shared memory would be compiled first.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         os.environ |= {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[len("zero")],
@@ -227,21 +247,24 @@ def launch(kind: str) -> None:
 
 
 def last_checkpoint(out: Path) -> Path:
-    """The newest checkpoint of a run."""
+    """Return the newest checkpoint of a run."""
     return checkpoints(out / "checkpoints")[-1]
 
 
-def interrupted(bert: Path, out: Path, rank: int) -> str:
-    """What the loop says when only one rank gets Ctrl-C, in the second step."""
+def interrupt(bert: Path, out: Path, rank: int) -> str:
+    """Send Ctrl-C to one rank in the second step. Returns the error."""
     step = step_of("ddp encoder", bert)
     if rank == 1:
         signal_in(step, 2, signal.SIGINT)
-    return failure(step, out).problem
+    return training_error(step, out).problem
 
 
-def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
-    """What the loop says when each rank has a folder `out` of its own, and only rank 0 a checkpoint to go on from."""
+def train_unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
+    """Train with an output folder for each rank. Returns the error.
+
+    To resume, only the first rank has a checkpoint.
+    """
     if resume and rank == 0:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
     with patch.object(engine, "_VISIBILITY_TIMEOUT", 0.0):
-        return str(failure(step_of("ddp encoder", bert), root / str(rank), resume))
+        return str(training_error(step_of("ddp encoder", bert), root / str(rank), resume))
