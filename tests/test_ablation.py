@@ -119,7 +119,7 @@ def runs_of(cells: list[Cell]) -> dict[Path, str]:
     return {run.out: step for cell in cells for step, run in cell.runs.items()}
 
 
-# What a grid means ---------------------------------------------------------------------------------------------------
+# What a grid means --------------------------------------------------------------------------------
 
 
 def test_cells_share_equal_runs(tmp_path):
@@ -127,8 +127,11 @@ def test_cells_share_equal_runs(tmp_path):
 
     counts = Counter(runs_of(cells).values())
     shared = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
+
     assert counts == {**shared, "lists": 2, "train": 4, "evaluate": 4}
+
     names = ["clean, seed 1", "raw, seed 1", "clean, seed 2", "raw, seed 2"]
+
     assert [str(cell) for cell in cells] == names
 
 
@@ -137,6 +140,7 @@ def test_a_run_follows_those_that_it_reads(tmp_path):
 
     clean, raw, *_ = cells
     after_mining = ["lists", "train", "evaluate"]
+
     assert [*clean.runs] == ["pool", "queries", "mine", "filter", *after_mining]
     assert [*raw.runs] == ["pool", "queries", "mine", *after_mining]
     assert raw.runs["train"].training.seed == 1
@@ -151,6 +155,7 @@ def test_a_dry_run_lists_the_runs(tmp_path, capsys):
     answer = dry_run_ablation(file, [])
 
     said = capsys.readouterr().err
+
     assert answer == {"num_cells": 4, "num_runs_missing": 14}
     assert re.search(r"raw, seed 2: pool-\w{12} \(to run\) → .* → evaluate-\w{12} \(to run\)", said)
     assert contents(tmp_path) == before
@@ -180,6 +185,7 @@ def test_a_variant_changes_settings_by_key(tmp_path):
     _, cells = read(tmp_path, "seeds=[5]", variants={"clean": None, "sharper": sharper})
 
     runs = cells[1].runs
+
     assert [layer.above for layer in runs["filter"].layers[1:]] == [0.4]
     assert runs["lists"].quotas == {"random": 1}
     assert runs["lists"].out != cells[0].runs["lists"].out
@@ -202,7 +208,7 @@ def test_doubled_braces_are_plain(tmp_path):
     assert cells[1].runs["evaluate"].systems[0].rankers[0].source == "a/{seed}-1"
 
 
-# Faults --------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 NO_RECIPE = "must be a recipe with the key stage and without the key out (steps: pool, queries, mi"
 FAULTS = {
@@ -249,7 +255,7 @@ def test_a_fault_is_named_before_any_work(override, tmp_path):
     assert contents(tmp_path) == before
 
 
-# A chain that grids share --------------------------------------------------------------------------------------------
+# A chain that grids share -------------------------------------------------------------------------
 
 
 def with_chain(folder: Path, **steps: Any) -> Path:
@@ -267,6 +273,7 @@ def test_steps_are_laid_over_a_chain(tmp_path):
 
     runs = cells[0].runs
     training = runs["train"].training
+
     assert (training.batch_size, training.seed, runs["train"].model.source) == (4, 1, "some/model")
     assert runs["lists"].quotas == {"random": 3}  # an override is the whole value
 
@@ -289,7 +296,9 @@ def test_grids_that_ship_can_be_planned(monkeypatch):
         assert config.runs == Path("runs/ablations/steps")
         assert config.out == Path("runs/ablations") / name
         assert {cell.variant for cell in cells} == {*config.variants}
+
         encoders[name] = {cell.runs["encoder"].out for cell in cells if "encoder" in cell.runs}
+
     assert [*encoders] == [
         "candidates_k",
         *["filter", "inputs", "listwise_pointwise"],
@@ -311,7 +320,7 @@ def test_grids_of_benchmarks_can_be_planned(file: Path, tmp_path, monkeypatch):
     assert [cell.variant for cell in cells] == [*config.variants]
 
 
-# Tables of values that are written where evaluations would stand -----------------------------------------------------
+# Tables of values that are written where evaluations would stand ----------------------------------
 
 VARIANTS = {"clean": {}, "raw *new*": {"lists.rankings": "{mine}"}}
 QUERIES = "abcdefgh"
@@ -351,6 +360,7 @@ def test_queries_are_averaged_over_seeds(tmp_path):
     (table,) = results["tables"]
     clean, _ = table["variants"]
     hit, mrr = clean["metrics"]["Hit@1"], clean["metrics"]["MRR@10"]
+
     assert (table["evaluation"], table["num_queries"], clean["num_runs"]) == ("evaluate", 8, 2)
     assert (hit.mean, hit.n) == (3 / 8, 8)
     assert (mrr.mean, mrr.n) == (pytest.approx(3 / 7 / 2), 7)
@@ -360,6 +370,7 @@ def test_seeds_have_a_deviation(tmp_path):
     results = make_results(*two_seeds(tmp_path), {})
 
     clean, raw = results["tables"][0]["variants"]
+
     assert clean["seed_sd"]["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # of 2/8 and 4/8
     assert raw["seed_sd"]["Hit@1"] == 0
 
@@ -368,6 +379,7 @@ def test_variants_are_compared_with_the_baseline(tmp_path):
     results = make_results(*two_seeds(tmp_path), {})
 
     hit, mrr = results["tables"][0]["differences"]
+
     assert (hit.system, hit.baseline, hit.measure) == (RAW, "clean", "Hit@1")
     assert (hit.difference.mean, hit.difference.n) == (5 / 8, 8)
     assert (hit.num_better, hit.num_worse, hit.p) == (6, 0, pytest.approx(2 / 2**6))
@@ -396,6 +408,7 @@ def test_holm_corrects_over_all_tables(tmp_path):
     tables = make_results(config, cells, {})["tables"]
 
     found = [c for table in tables for c in table["differences"]]
+
     assert [table["evaluation"] for table in tables] == ["evaluate", "tasks"]
     assert [c.p_holm for c in found] == holm([c.p for c in found])
     assert len(found) == 4
@@ -408,6 +421,7 @@ def test_a_failed_cell_is_left_out(tmp_path):
 
     raw = results["tables"][0]["variants"][1]
     errors = [cell["error"] for cell in results["cells"]]
+
     assert raw["num_runs"] == 1
     assert errors == [None, None, None, "step train: out of memory"]
 
@@ -422,6 +436,7 @@ def test_without_a_baseline_nothing_is_compared(
     results = make_results(config, cells, errors)
 
     tables = results["tables"]
+
     assert [row["variant"] for table in tables for row in table["variants"]] == variants
     assert not any(table["differences"] for table in tables)
     assert "broken" in markdown("ablation", **results)
@@ -432,9 +447,11 @@ def test_markdown_names_variants_and_verdicts(tmp_path):
 
     text = markdown("ablation", **make_results(config, cells, {"clean, seed 2": "no memory"}))
 
-    assert "Claim: Filtering helps." in text and "(n = 8)" in text
+    assert "Claim: Filtering helps." in text
+    assert "(n = 8)" in text
     assert "| raw \\*new\\* | 2 | 1.000 [1.00, 1.00] ± .000 |" in text
-    assert "| raw \\*new\\* | Hit@1 | +.750 [" in text and text.count("▲ above") == 1
+    assert "| raw \\*new\\* | Hit@1 | +.750 [" in text
+    assert text.count("▲ above") == 1
     assert "over all 1 comparison" in text
     for cell in cells:
         assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
@@ -447,10 +464,11 @@ def test_the_page_escapes_texts(tmp_path):
 
     assert page.count('<td class="word above">above</td>') == 1
     assert "<b>1.000</b><small>[1.00, 1.00] ± .000</small>" in page
-    assert "&lt;b&gt;no memory" in page and "src=" not in page
+    assert "&lt;b&gt;no memory" in page
+    assert "src=" not in page
 
 
-# As it runs ----------------------------------------------------------------------------------------------------------
+# As it runs ---------------------------------------------------------------------------------------
 
 
 def lexical_grid(folder: Path, library: Path) -> dict[str, Any]:
@@ -503,6 +521,7 @@ def test_shared_steps_run_once(done):
     file, out, answer = done
 
     once = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
+
     assert folders_of(out) == {**once, "lists": 2, "train": 4, "evaluate": 4}
     assert answer["num_cells"] == 4
     assert dry_run_ablation(file, [])["num_runs_missing"] == 0
@@ -519,13 +538,15 @@ def test_results_are_written(done):
 
     found = read_json(out / "ablation.json")
     (table,) = found["tables"]
+
     assert [row["variant"] for row in table["variants"]] == ["clean", "raw"]
     assert [(row["measure"], row["reading"]) for row in table["differences"]] == [
         ("Hit@1", "not told apart"),
         ("MRR@10", "not told apart"),
     ]
     for cell in found["cells"]:
-        assert cell["error"] is None and list(cell["recipes"])[-1] == "evaluate"
+        assert cell["error"] is None
+        assert list(cell["recipes"])[-1] == "evaluate"
         assert all(Path(recipe).is_file() for recipe in cell["recipes"].values())
     assert "## evaluate" in (out / "ablation.md").read_text()
     assert "<h2>evaluate</h2>" in (out / "ablation.html").read_text()
@@ -541,10 +562,14 @@ def test_a_cell_is_reproduced_by_its_recipes(done, tmp_path):
     succeeds("evaluate", recipes["evaluate"], f"out={tmp_path}/evaluate")
 
     assert "already holds this run" in again.err
+
     first = load_file(recipes["train"].parent / "model.safetensors")
     second = load_file(tmp_path / "train" / "model.safetensors")
+
     assert all(first[name].equal(second[name]) for name in first)
+
     values = (recipes["evaluate"].parent / "per_query.jsonl").read_bytes()
+
     assert (tmp_path / "evaluate" / "per_query.jsonl").read_bytes() == values
 
 
@@ -588,19 +613,24 @@ def test_a_training_that_is_interrupted_goes_on(done, tmp_path, library, model_f
 
     watching = threading.Thread(target=interrupt, daemon=True)
     watching.start()
+
     with raises("interrupted"):
         run_ablation(file, settings)
+
     watching.join()
     (trained,) = {*finished.glob("steps/train-*")} - before
-    assert (
-        not read_json(trained / "run.json")["finished"]
-        and not (tmp_path / "out" / "ablation.json").exists()
-    )
+
+    assert not read_json(trained / "run.json")["finished"]
+    assert not (tmp_path / "out" / "ablation.json").exists()
+
     run_ablation(file, settings)
+
     assert read_json(trained / "run.json")["finished"]
+
     logged = [
         json.loads(line)["step"] for line in (trained / "train_log.jsonl").read_text().splitlines()
     ]
+
     assert logged == list(range(1, 13)), "no step was lost or done from the start again"
     assert folders_of(finished)["train"] == len(before) + 1
 
@@ -620,10 +650,15 @@ def test_a_failed_cell_is_noted_and_the_others_go_on(tmp_path, library):
         assert f"{file}: 1 of 3 cells failed, first gone, seed 1: step evaluate: " in str(
             raised.value
         )
-        assert "no_model" in str(raised.value) and "\n" not in str(raised.value)
+        assert "no_model" in str(raised.value)
+        assert "\n" not in str(raised.value)
+
         found = read_json(tmp_path / "out" / "ablation.json")
+
         assert [row["variant"] for row in found["tables"][0]["variants"]] == ["full", "nd"]
-        assert "no_model" in found["cells"][1]["error"] and found["cells"][0]["error"] is None
+        assert "no_model" in found["cells"][1]["error"]
+        assert found["cells"][0]["error"] is None
+
     assert folders_of(tmp_path / "out") == {"pool": 1, "queries": 1, "evaluate": 2}
 
 
@@ -637,18 +672,23 @@ def test_a_fault_of_ours_shows_its_traceback_and_is_tried_once(
         raise ValueError("no such axis\nsecond line")
 
     monkeypatch.setattr(ablate, "run_stage", broken)
+
     with pytest.raises(
         SkilltrainError,
         match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(the same",
     ):
         run_ablation(write_grid(tmp_path, lexical_grid(tmp_path, library)), [])
+
     said = capsys.readouterr().err
-    assert "second line" in said and "Traceback" in said
+
+    assert "second line" in said
+    assert "Traceback" in said
     assert len(tried) == 1, "what a cell failed at is not tried for the next"
 
 
 def test_ranks_are_refused(tmp_path, library, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+
     with raises("one-process"):
         run_ablation(write_grid(tmp_path, lexical_grid(tmp_path, library)), [])
     assert not (tmp_path / "out").exists()

@@ -130,6 +130,7 @@ def test_an_allowed_page_can_read_with_a_token(start, monkeypatch):
 def test_every_route_but_health_needs_the_token(start, monkeypatch):
     monkeypatch.setenv("ROUTER_TOKEN", "s3cret")
     client = start(token_variable="ROUTER_TOKEN")
+
     refused = dict.fromkeys(ROUTES, 401) | {"/health": 200}
 
     assert statuses(client, Authorization="Bearer s3cret") == ANSWERED

@@ -76,33 +76,44 @@ def test_trained_merged_saved_and_read_again(
     with torch.no_grad():
         plain_names, before = set(network.state_dict()), outputs(model)
     add_adapter(network, SMALL)
+
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32} and len(trained) > 4
+
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert len(trained) > 4
     # A head of two rows, tied to the embeddings, stays whole and frozen.
     assert {name for name in trained if ".lora_" not in name} == (
         BERT_HEAD if kind == "pair" else set()
     )
+
     frozen = {name: p.clone() for name, p in network.named_parameters() if not p.requires_grad}
     with torch.no_grad():
         assert not is_exact or torch.equal(outputs(model), before)  # B starts at zero
     train_a_little(model)
+
     assert all(
         torch.equal(p, frozen[name]) for name, p in network.named_parameters() if name in frozen
     )
+
     if kind == "bert":
         with raises("unmerged-adapter"):
             save_model(model, tmp_path, "base")
     with torch.no_grad():
         trained = outputs(model)
+
         assert (trained - before).abs().max() > 1e-3
         assert merge_adapter(network) is network
+
         tolerance = (
             2e-6 * max(1, float(trained.abs().max()))
             if is_exact
             else 0.2 + 0.05 * float(trained.abs().max())
         )
+
         assert (outputs(model) - trained).abs().max() <= tolerance
+
     assert set(network.state_dict()) == plain_names
+
     if is_exact:
         save_model(model, tmp_path, "base")
         source = str(tmp_path)
@@ -121,6 +132,7 @@ def test_only_the_targets_are_trained(open_encoder_of):
 
     sizes = {name: p.numel() for name, p in backbone.named_parameters() if p.requires_grad}
     layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in sizes}
+
     assert layers == {"query", "dense"}
     assert sum(sizes.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 64))
 
@@ -153,7 +165,7 @@ def test_missing_bitsandbytes_is_named(monkeypatch):
         quantizing_options(NF4)
 
 
-# QLoRA from the first step to the model folder ----------------------------------------------
+# QLoRA from the first step to the model folder ----------------------------------------------------
 
 
 NF4 = AdapterConfig(rank=4, alpha=8, dropout=0.1, quantize="nf4")
@@ -200,22 +212,25 @@ def whole(base, tmp_path_factory):
     }
     parameters = training_runs.run(step, config.out, resume=False)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert len(packed) == 14 and all(
-        torch.equal(parameters[name], value) for name, value in packed.items()
-    )
+    assert len(packed) == 14
+    assert all(torch.equal(parameters[name], value) for name, value in packed.items())
     return config, of_adapter(parameters), step
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_a_stopped_run_resumes_bit_identically(base, whole, tmp_path):
     config = config_of(base, tmp_path)
+
     with raises("interrupted"):
         training_runs.run(
             training_runs.signal_in(new_step(config), 5, signal.SIGINT), tmp_path, resume=False
         )
+
     torch.manual_seed(99)
     resumed = of_adapter(training_runs.run(new_step(config), tmp_path, resume=True))
-    assert len(resumed) == 28 and resumed.keys() == whole[1].keys()
+
+    assert len(resumed) == 28
+    assert resumed.keys() == whole[1].keys()
     assert all(
         torch.equal(resumed[name], whole[1][name]) and resumed[name].any() for name in resumed
     )
@@ -224,10 +239,13 @@ def test_a_stopped_run_resumes_bit_identically(base, whole, tmp_path):
 def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole, tmp_path):
     config, parameters, step = whole
     file = config.out / "checkpoints" / "step-6" / "model.safetensors"
+
     saved = load_file(file)
+
     assert {value.dtype for value in saved.values()} == {torch.float32}
     assert not any(".base_layer." in name or "quant" in name for name in saved)
     assert all(torch.equal(saved[name], value) for name, value in parameters.items())
+
     write_run(config, finished=False)
     export_run(config.out, tmp_path / "out", None)
     encoder = copy.deepcopy(step).model.eval()
@@ -237,12 +255,15 @@ def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole,
     plain = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(
         TEXTS, convert_to_tensor=True
     )
+
     torch.testing.assert_close(plain, ours, atol=1e-5, rtol=0)
+
     lost = next(iter(parameters))
     save_file(
         {name: value for name, value in saved.items() if name != lost},
         tmp_path / "model.safetensors",
     )
+
     with raises("changed-model"):
         load_weights(load_model(config, CPU), "model", tmp_path)
 
@@ -261,6 +282,7 @@ def test_merging_makes_all_layers_plain(open_quantized):
     merge_adapter(network)
 
     class_names = {type(module).__name__ for module in network.modules()}
+
     assert {name for name in class_names if "Linear" in name} == {"Linear"}
 
 

@@ -52,6 +52,7 @@ def test_what_a_file_knows_of_skills_becomes_a_mean_over_trials() -> None:
         Trial(**row(trial=2)),
     ]
     values = task_values(trials, 1, GOLD["t1"])
+
     # a2 stands for a, one of two gold skills; the second trial got none
     assert values == pytest.approx(
         {
@@ -75,25 +76,30 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
     rows += trials_of("top-1", {task: "11" if task < "t4" else "00" for task in tasks}, used=True)
     file = tmp_path / "trials.jsonl"
     file.write_text(jsonl(*rows))
+
     found = agent_results(read_trials(file), {}, "gold")
+
     assert {name: means["Pass@1"].mean for name, means in found.means.items()} == {
         "none": 0,
         "gold": 1,
         "top-1": 0.5,
     }
-    assert (
-        "used a skill" not in found.means["none"] and found.means["top-1"]["used a skill"].mean == 1
-    )
+    assert "used a skill" not in found.means["none"]
+    assert found.means["top-1"]["used a skill"].mean == 1
     assert found.of_ceiling == {"none": 0, "gold": 1, "top-1": 0.5}
+
     gold, top = found.comparisons
+
     assert (gold.system, gold.baseline, gold.difference.mean, gold.difference.n) == (
         "gold",
         "none",
         1.0,
         8,
     )
-    assert gold.p == pytest.approx(2 / 2**8) and gold.p_holm == pytest.approx(2 * gold.p)
+    assert gold.p == pytest.approx(2 / 2**8)
+    assert gold.p_holm == pytest.approx(2 * gold.p)
     assert (top.difference.mean, top.p) == (0.5, pytest.approx(2 / 2**4))
+
     # On the command line, with a benchmark that knows what the tasks ask for.
     wanted = {task: {"a": "required"} for task in tasks}
     bench = write_ours(tmp_path / "bench", [(task, "text", "test") for task in tasks], wanted)
@@ -101,10 +107,11 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
         jsonl(*(one | {"retrieved": ["a"]} if one["condition"] == "gold" else one for one in rows))
     )
     shown = succeeds("skillflow", "agents", file, "--benchmark", bench, "--ceiling", "gold")
-    assert "gold retrieved" in shown.err and "1.000 [1.00, 1.00]" in shown.err
-    assert (
-        "top-1 - none: Pass@1 +.500" in shown.out and "top-1: 50.0% of gold's Pass@1" in shown.out
-    )
+
+    assert "gold retrieved" in shown.err
+    assert "1.000 [1.00, 1.00]" in shown.err
+    assert "top-1 - none: Pass@1 +.500" in shown.out
+    assert "top-1: 50.0% of gold's Pass@1" in shown.out
     assert '"Pass^2"' in succeeds("skillflow", "agents", file, "--json").out
     with raises("unknown-choice"):
         agent_results(read_trials(file), {}, "oracle")
@@ -130,4 +137,5 @@ def test_rows_that_are_no_trials_are_refused(
 ) -> None:
     file = tmp_path / "trials.jsonl"
     file.write_text(jsonl(*rows))
+
     assert complaint in skilltrain("skillflow", "agents", file).only_line

@@ -30,7 +30,7 @@ from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.templates import EncoderTemplate, SkillTemplate
 
-# What rankers let through, and take ----------------------------------------------------------------------------------
+# What rankers let through, and take ---------------------------------------------------------------
 
 
 def stage(kind, num_passed=None, **rankings):
@@ -55,16 +55,20 @@ def test_recall_passes_from_ranker_to_ranker():
         "one": (stage("lexical", None, q1="a", q2="b"),),
         "none": (stage("dense", 50, q1="ab", q2="ab"), stage("admit", None, q1="", q2="")),
     }
+
     rows = stage_recalls(stages, Benchmark("b", tuple(tasks)))
+
     assert [(row["system"], row["stage"], row["num_passed"]) for row in rows] == [
         ("two", "1 dense", 2),
         ("two", "2 admit", 2),
         ("none", "1 dense", 2),
         ("none", "2 admit", 1),
     ]
+
     first, second, _, empty = (
         {name: mean.mean for name, mean in row["means"].items()} for row in rows
     )
+
     assert first == pytest.approx(
         {
             # q1 has a second; q2 has b first and c fourth
@@ -86,7 +90,8 @@ def test_recall_passes_from_ranker_to_ranker():
             "Hit@2": 0.5,
         }
     )
-    assert set(empty.values()) == {0.0} and rows[-1]["means"]["Hit@1"].n == 2
+    assert set(empty.values()) == {0.0}
+    assert rows[-1]["means"]["Hit@1"].n == 2
 
 
 def test_percentiles_rates_and_the_gpu_by_hand():
@@ -100,12 +105,16 @@ def test_percentiles_rates_and_the_gpu_by_hand():
         RankedStage(kind, kind, {}, 0.0, alone, {}, gpu_bytes=used)
         for kind, (alone, used) in timed.items()
     ]
+
     rows = latencies({"mine": stages, "not timed": [RankedStage("x", "x", {}, 0.0, (), {})]})
+
     assert [(row["system"], row["stage"], row["num"]) for row in rows] == [
         ("mine", name, 5) for name in ("1 lexical", "2 dense", "3 rerank", "total")
     ]
+
     # Sorted 1, 2, 3, 4, 10: the middle is 3; .95 of the way from the first to the last is .8 of the way from 4 to 10.
     found = [[row[key] for key in ("mean", "p50", "p95", "qps")] for row in rows]
+
     assert found[0] == pytest.approx([4, 3, 8.8, 5 / 20])
     assert found[3] == pytest.approx([4.6, 3.5, 4.5 + 0.8 * 6.5, 5 / 23])
     # 1,000 queries hold the card for 1,000 x .4 s in the encoder and 1,000 x .2 s in the reranker.
@@ -121,18 +130,24 @@ def test_a_skill_is_whole_where_neither_characters_nor_tokens_cut_it(model_folde
     # name | description | body: 4 tokens and the words of the body; a pair takes 3 of 32, a text 2.
     skills = [skill(25), skill(26), skill(27), skill(1, description="pdf " * 200)]
     source = str(model_folders["bert_reranker"])
+
     pair = truncation(RerankConfig(source=source, max_tokens=32), skills)
+
     assert pair == {"model": source, "max_tokens": 29, "whole": 0.25, "num_skills": 4}
+
     text = truncation(DenseConfig(source=str(model_folders["bert"]), max_tokens=32), skills)
+
     assert (text["max_tokens"], text["whole"]) == (30, 0.5)
+
     described = EncoderTemplate(skill=SkillTemplate(fields="description", description_chars=2000))
     short = truncation(
         EncoderConfig(source=str(model_folders["bert"]), max_tokens=32, template=described), skills
     )
+
     assert short["whole"] == 0.75, "bodies do not count for a model that sees none"
 
 
-# Queries that changed ------------------------------------------------------------------------------------------------
+# Queries that changed -----------------------------------------------------------------------------
 
 
 def with_hits(name: str, hits: dict[str, float]) -> SystemResult:
@@ -151,11 +166,13 @@ def test_table_9_of_skillrouter():
         SystemResult("SR-Emb", before, {}),
         SystemResult("SR-Rank", dict(reversed(after.items())), {}),
     )
+
     names = {"baseline": "SR-Emb", "system": "SR-Rank", "measure": "Hit@1"}
+
     assert outcomes(*ranked, "Hit@1") == {**names, **ids, "p": pytest.approx(0.0146, abs=5e-5)}
 
 
-# What agents could gain ----------------------------------------------------------------------------------------------
+# What agents could gain ---------------------------------------------------------------------------
 
 PRINTED = 0.06  # percent: the paper prints tenths, and computed from coverages with more than three digits
 # SkillRouter, table 16: with FC@10, Hit@1 and Recall@10 of table 15's third row, in percent.
@@ -192,8 +209,11 @@ def test_tables_15_and_16_of_skillrouter():
     expected = averages | {
         (str((0.520, 0.740, 0.704)), agent): row for agent, row in TABLE_16.items()
     }
+
     rows = {(row["system"], row["agent"]): row for row in found}
+
     assert len(found) == len(rows) == 4 * 8
+
     for key, percent in expected.items():
         estimates = rows[key]["estimates"]
         assert [100 * estimates[name].mean for name in measures] == pytest.approx(
@@ -202,12 +222,13 @@ def test_tables_15_and_16_of_skillrouter():
     last = found[-1]
     gain = last["with_gold"] - last["without_skills"]
     low, high = (last["without_skills"] + end * gain for end in (0.440, 0.740))
+
     assert last["estimates"]["FC@10"] == Interval(
         pytest.approx((2 * low + high) / 3), pytest.approx(low), pytest.approx(high), 150
     )
 
 
-# Structure of skills -------------------------------------------------------------------------------------------------
+# Structure of skills ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,6 +275,7 @@ def test_tables_15_and_16_of_skillrouter():
 )
 def test_bodies_are_read_as_commonmark(body, expected):
     found = structure_features(body)
+
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert structure_features(body.replace("\n", "\r\n")) == found
 
@@ -277,7 +299,9 @@ def test_comparison_worked_by_hand():
     gold = ["```\na\n```\n# b c scripts/x.py", "a b", "a scripts/x.py"]
     others = ["a", "a b", "a b c d e", "scripts/x.py"]
     compared = {row["feature"]: row for row in compare_structure(gold, others)}
+
     words, script, links = (compared[name] for name in ("words", "mentions a script", "links"))
+
     assert (words["gold"], words["others"], words["num_gold"], words["num_others"]) == (
         4,
         2.5,
@@ -298,7 +322,9 @@ def test_p_is_scipys_adjusted_by_holm():
     gold, others = ["# a\n" * n for n in range(20, 40)], ["# a\n" * n for n in range(15, 30)]
     compared = compare_structure(gold, others)
     raw = mannwhitneyu([*range(20, 40)], [*range(15, 30)], alternative="two-sided").pvalue
+
     found = {row["feature"]: row["p"] for row in compared}
+
     # headings and words differ alike, and they alone: Holm multiplies the least p by the number of features
     assert found["headings"] == found["words"] == pytest.approx(len(compared) * raw)
     assert {p for name, p in found.items() if name not in ("headings", "words")} == {1}

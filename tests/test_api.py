@@ -50,16 +50,21 @@ def test_every_name_is_there_and_importing_it_does_not_import_torch():
     assert [name for name in skilltrain.__all__ if getattr(skilltrain, name) is None] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         skilltrain.nothing  # noqa: B018
+
     code = "import skilltrain, sys; sys.exit('torch' in sys.modules)"
+
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_pool_is_read_from_whatever_holds_skills(library, tmp_path):
     pandas = pytest.importorskip("pandas")
     from_rows = skilltrain.read_pool([SKILL])
+
     assert (from_rows[0].skill_id, from_rows[0].lang) == ("pdf-merge", "en")
     assert skilltrain.read_pool(pandas.DataFrame([SKILL | {"category": float("nan")}])) == from_rows
+
     (tmp_path / "skills.jsonl").write_text(json.dumps(SKILL))
+
     assert skilltrain.read_pool(tmp_path / "skills.jsonl")[0].body == SKILL["body"]
     assert len(skilltrain.read_pool(library / "skills")) == 20
     with raises("invalid-row"):
@@ -68,15 +73,20 @@ def test_a_pool_is_read_from_whatever_holds_skills(library, tmp_path):
 
 def test_the_stages_as_functions(library, tmp_path, model_folders):
     pool, model = tmp_path / "pool", str(model_folders["bert"])
+
     assert (
         skilltrain.run({"stage": "pool", "sources": library / "skills", "out": pool})["num_skills"]
         == 20
     )
+
     rows = [{"query": text, "skill_ids": list(skill_ids)} for _, text, skill_ids in QUERIES]
     lists = skilltrain.build_lists(
         pool, rows, tmp_path / "data", quotas={"semantic": 2, "random": 1}
     )
-    assert lists == tmp_path / "data" / "encoder_lists" and (lists / "lists.parquet").is_file()
+
+    assert lists == tmp_path / "data" / "encoder_lists"
+    assert (lists / "lists.parquet").is_file()
+
     recipe = {
         "stage": "train_encoder",
         "model": {"source": model, "max_tokens": 32},
@@ -95,8 +105,11 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
         },
         f"out={tmp_path}/report",
     )
+
     assert found["systems"][0]["metrics"]["Hit@1"]["n"] == len(rows)
+
     skilltrain.export_model(trained, tmp_path / "model")
+
     assert (tmp_path / "model" / "model.safetensors").is_file()
     with raises("wrong-stage"):
         skilltrain.train({"stage": "pool", "sources": "x"}, "out=y")
@@ -105,22 +118,33 @@ def test_the_stages_as_functions(library, tmp_path, model_folders):
 def test_one_request_and_many(library, router):
     skills = skilltrain.read_pool(library / "skills")
     best = skilltrain.route("merge these pdf files", skills, "[{kind: lexical}]", k=1).skills[0]
-    assert best.skill_id == "documents/pdf-merge" and best.path is None
+
+    assert best.skill_id == "documents/pdf-merge"
+    assert best.path is None
+
     found = skilltrain.route(
         "merge these pdf files", library / "skills", [{"kind": "lexical"}], k=1
     ).skills[0]
+
     assert found == replace(best, path=library / "skills" / "documents" / "pdf-merge" / "SKILL.md")
+
     opened = skilltrain.Router.load(router[0])
+
     assert len(opened.route("merge these pdf files", k=3).skills) == 3
 
 
-# fit -----------------------------------------------------------------------------------------------------------------
+# fit ----------------------------------------------------------------------------------------------
 
 
 def test_a_killed_fit_goes_on_to_a_router_and_the_recipes_of_it(router):
     out, found, (kept, still_there) = router
-    assert found["num_skills"] == 20 and found["num_lists"] > 0 and still_there == kept != {}
+
+    assert found["num_skills"] == 20
+    assert found["num_lists"] > 0
+    assert still_there == kept != {}
+
     recipes = sorted((out / "recipes").iterdir())
+
     assert [file.stem for file in recipes] == [
         "1_pool",
         "2_queries",
@@ -130,11 +154,17 @@ def test_a_killed_fit_goes_on_to_a_router_and_the_recipes_of_it(router):
         "6_encoder",
         "8_index",
     ]
+
     before = contents(out)
     answered = succeeds("train", out / "recipes" / "6_encoder.yaml").err
-    assert "already holds this run" in answered and contents(out) == before
+
+    assert "already holds this run" in answered
+    assert contents(out) == before
+
     record = json.loads((out / "index-1" / "index.json").read_text())
-    assert record["pool"] == "./pool" and record["rankers"][0]["of"][1]["source"] == "./encoder"
+
+    assert record["pool"] == "./pool"
+    assert record["rankers"][0]["of"][1]["source"] == "./encoder"
     assert (
         succeeds("route", "merge these pdf files", "--router", out, "--top", 2).out.count("\n") == 6
     )
@@ -154,6 +184,7 @@ def test_fit_removes_leftovers_of_a_killed_run(tmp_path):
 def test_fit_without_queries_makes_its_own_and_its_dry_run_writes_nothing(library, tmp_path):
     command = ("fit", library / "skills", "--out", tmp_path / "router", "max_tokens=32")
     plan = json.loads(succeeds(*command, "--dry-run").out)["steps"]
+
     assert [*plan] == [
         "pool",
         "queries",
@@ -164,13 +195,18 @@ def test_fit_without_queries_makes_its_own_and_its_dry_run_writes_nothing(librar
         "report",
         "index",
     ]
-    assert {step["state"] for step in plan.values()} == {"to run"} and not (
-        tmp_path / "router"
-    ).exists()
+    assert {step["state"] for step in plan.values()} == {"to run"}
+    assert not (tmp_path / "router").exists()
+
     made = succeeds(*command, "--json")
+
     assert "passages of the skills' own texts: they favour BM25" in " ".join(made.err.split())
+
     found = json.loads(made.out)
+
     assert {"bm25", "base encoder", "trained encoder", "router"} == found["Hit@1"].keys()
     assert (tmp_path / "router" / "report" / "report.html").is_file()
+
     missing = skilltrain_command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run")
+
     assert "no such file or folder" in missing.error_line

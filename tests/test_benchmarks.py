@@ -110,7 +110,7 @@ def router(task_ids: str, relevance: Any) -> Files:
     return skillrouter([(task_id, f"do {task_id}") for task_id in task_ids], relevance)
 
 
-# Each form -----------------------------------------------------------------------------------------------------------
+# Each form ----------------------------------------------------------------------------------------
 
 
 def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
@@ -120,33 +120,41 @@ def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
         "q2": {"a": "required", "b": "required"},
     }
     folder = write_ours(tmp_path / "ours", queries, judged)
+
     (only,) = load_benchmark(
         folder, split="test"
     ).tasks  # q3 awaits its judgements, but is not asked for
+
     assert (only.relevance, only.query.text) == (
         Relevance(frozenset("a"), {"a": 1.0, "b": 0.5}),
         "do q1",
     )
+
     (dev,) = load_benchmark(folder, split="dev").tasks
+
     assert dev.labels["kind"] == "multi"
 
 
 def test_beir_scores_are_gains_and_the_corpus_is_the_pool(tmp_path: Path):
     folder = write(tmp_path / "bench", BEIR)
     benchmark = load_benchmark(folder)
+
     first, second = benchmark.tasks
-    assert (
-        first.query == Query("q1", "one", "multi", "bench", "test")
-        and second.labels["kind"] == "single"
-    )
+
+    assert first.query == Query("q1", "one", "multi", "bench", "test")
+    assert second.labels["kind"] == "single"
     assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
-    assert benchmark.pool == benchmark.gold_skills and benchmark.unscored == {"q3"}
+    assert benchmark.pool == benchmark.gold_skills
+    assert benchmark.unscored == {"q3"}
     assert benchmark.pool[0] == Skill("d1", name="T1", description="", body="body 1")
     assert check_pool(benchmark, ["d1", "d2", "d3"]) == benchmark
+
     # Windows' line ends, a byte order mark, a blank line, and a score below 0
     text = b"\xef\xbb\xbfquery-id\tcorpus-id\tscore\r\nq1\td1\t1\r\nq1\td2\t-2\r\n\r\nq2\td3\t1\r\n"
     (folder / "qrels" / "test.tsv").write_bytes(text)
+
     assert [task.relevance for task in load_benchmark(folder).tasks] == [gold("d1"), gold("d3")]
+
     # What a row says of a query never replaces what we say.
     row = {"_id": "q1", "text": "first", "metadata": {"kind": "odd", "style": "terse", "votes": 3}}
     write(
@@ -160,16 +168,20 @@ def test_beir_scores_are_gains_and_the_corpus_is_the_pool(tmp_path: Path):
         },
     )
     every = {"kind": "single", "origin": "bench", "split": "test"}
+
     assert [task.labels for task in load_benchmark(folder).tasks] == [
         every | {"style": "terse"},
         every,
     ]
+
     # Splits are files; without a corpus it is about a pool that is given.
     write(folder, {"qrels/train.tsv": f"{QRELS}q3\td1\t1\n"})
-    assert ids(load_benchmark(folder)) == ["q1", "q2", "q3"] and ids(
-        load_benchmark(folder, "train")
-    ) == ["q3"]
+
+    assert ids(load_benchmark(folder)) == ["q1", "q2", "q3"]
+    assert ids(load_benchmark(folder, "train")) == ["q3"]
+
     (folder / "corpus.jsonl").unlink()
+
     assert load_benchmark(folder).pool == ()
     with raises("missing-gold-skill"):
         check_pool(load_benchmark(folder), ["d1", "d2"])
@@ -178,10 +190,13 @@ def test_beir_scores_are_gains_and_the_corpus_is_the_pool(tmp_path: Path):
 def test_skillret_has_a_pool_for_each_split(tmp_path: Path):
     folder = write(tmp_path / "bench" / "data", SKILLRET)
     benchmark, both = load_benchmark(folder, "test"), load_benchmark(folder)
+
     assert benchmark.name == "bench"  # the folder is called data
     assert benchmark.tasks[0].query == Query("q-test", "do", "single", "skillret", "test")
     assert (benchmark.unscored, benchmark.tasks[0].relevance) == ({"q-train"}, gold("s-test"))
+
     body = "---\nname: N\n---\nB"
+
     assert benchmark.pool == (Skill("s-test", "N", "D", body, category="Software", source="a/b"),)
     assert (ids(both), [skill.skill_id for skill in both.pool]) == (
         ["q-test", "q-train"],
@@ -192,10 +207,9 @@ def test_skillret_has_a_pool_for_each_split(tmp_path: Path):
 def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(tmp_path: Path):
     benchmark = load_benchmark(write(tmp_path, R3))
     one, two = benchmark.tasks
-    assert (
-        two.query == Query("test-2", "读 PDF", "multi", "r3", "test")
-        and two.labels["direction"] == "zh2en"
-    )
+
+    assert two.query == Query("test-2", "读 PDF", "multi", "r3", "test")
+    assert two.labels["direction"] == "zh2en"
     assert (two.relevance, one.labels) == (
         gold("skill-0", "skill-1"),
         {"kind": "single", "origin": "r3", "split": "test"},
@@ -211,7 +225,9 @@ def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
     found = load_benchmark(
         write(tmp_path, live(both, mcp_task("t2", "fetch"), mcp_task("t3", "gone")))
     )
+
     first, second = found.tasks
+
     assert (ids(found), first.labels["kind"], second.labels["kind"]) == (
         ["t1", "t2"],
         "multi",
@@ -234,8 +250,10 @@ def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
         "2 of 5 needed tools (2 tasks) have no candidate and are no gold",
         "1 of 3 tasks have no gold and are not scored: t3",
     )
+
     # A pool with one of the candidates is enough.
     (checked, _) = check_pool(found, ["cloud/write", "web/fetch"]).tasks
+
     assert resolve_alternatives(["cloud/write"], checked.relevance).gold == {
         "cloud/write",
         "web/fetch",
@@ -278,6 +296,7 @@ def test_livemcpbench_as_published_finds_tools_by_name(
     tmp_path: Path, steps: str, texts: list[str]
 ):
     benchmark = load_benchmark(write(tmp_path, clone("1. write\n2. fetch \n3. lost", steps)))
+
     assert benchmark.tasks[0].relevance == gold(
         "disk/write", "cloud/fetch", **{"cloud/write": "disk/write"}
     )
@@ -306,15 +325,19 @@ def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
         "c": entry("g/generic", core_gt_ids=[], task_type="generic_only"),
     }
     skill = {"skill_id": "g/a", "name": "A", "description": "does a", "body": "# A", "stars": 3}
+
     benchmark = load_benchmark(
         write(tmp_path / "bench", router("abc", relevance) | {"gold_skills.jsonl": [skill]})
     )
+
     assert benchmark.name == "bench"
     assert benchmark.notes == (
         "1 of 3 tasks want generic skills alone and are not scored",
     )  # 12 of the published 87
     assert benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
+
     first, second = benchmark.tasks
+
     assert first.query == Query("a", "do a", "single", "skillsbench", "test")
     assert first.relevance == Relevance(frozenset({"g/a"}), {"g/a": 3.0, "g/aux": 1.0, "copy": 1.0})
     assert (second.query.query_id, second.query.kind, second.relevance.gold) == (
@@ -350,21 +373,27 @@ def test_a_tier_is_a_pool_of_the_tasks_beside_it(tiers: Path):
     alone, gains = load_benchmark(tiers), {}
     for tier in ("easy", "hard"):
         benchmark = load_benchmark(tiers / tier)
+
         assert (benchmark.name, benchmark.tasks, benchmark.unscored) == (tier, alone.tasks, {"u"})
+
         gains[tier] = (
             check_pool(benchmark, [skill.skill_id for skill in benchmark.pool])
             .tasks[0]
             .relevance.gains
         )
+
     assert gains == {"easy": {"gt/a": 3.0}, "hard": {"gt/a": 3.0, "deg/a": 1.0}}
     assert load_benchmark([tiers / "easy"]) == load_benchmark(tiers / "easy")
+
     (tiers / "none").mkdir()
+
     with raises("no-skill-file"):
         load_benchmark(tiers / "none")
 
 
 def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
     benchmark = load_benchmark([tiers / "easy", tiers / "hard"])
+
     assert (benchmark.name, benchmark.pool, benchmark.unscored) == (
         "easy + hard",
         (),
@@ -375,15 +404,17 @@ def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
         (["t@hard"], 3),
     ]
     assert benchmark.clusters == {"t@easy": "t", "t@hard": "t"}
+
     checked = join_tiers(
         [check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers]
     )
+
     assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]
     with raises("repeated-name"):
         load_benchmark([tiers / "easy", tiers / "easy"])
 
 
-# Faults --------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 
 def qrels(rows: str) -> Files:
@@ -476,5 +507,6 @@ def test_pipes_and_devices_in_place_of_files_are_refused(tiers: Path, tmp_path: 
     folder = tmp_path if name.endswith("parquet") else tiers
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/dev/zero")
+
     with raises("special-file"):
         load_benchmark(folder)

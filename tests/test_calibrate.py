@@ -37,6 +37,7 @@ def traced(scores, **tops):
 
 def test_features_are_score_lead_and_tops():
     rows = traced([3.0, 2.5, 1.0], lexical=9.0, dense=0.5).features(["dense", "lexical"])
+
     assert rows.tolist() == [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]]
     assert traced([3.0], lexical=9.0).features(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
     assert traced([], lexical=0.0).features(["lexical"]).shape == (0, 3)
@@ -55,12 +56,15 @@ def test_a_calibrator_follows_its_formula():
         miss=0.5,
     )
     task = traced([2.0, 1.0], a=1.0)  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
+
     assert calibrator.probabilities(task) == pytest.approx(
         [1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))]
     )
-    assert calibrator.fits(task) and calibrator.num_likely(task) == 1
+    assert calibrator.fits(task)
+    assert calibrator.num_likely(task) == 1
     assert not calibrator.fits(traced([9.0, 1.0], a=0.4))
-    assert not calibrator.fits(traced([0.0, 0.0], a=1.0)) and not calibrator.fits(traced([], a=0.0))
+    assert not calibrator.fits(traced([0.0, 0.0], a=1.0))
+    assert not calibrator.fits(traced([], a=0.0))
     assert calibrator.probabilities(traced([2e3, 1e3, -2e3], a=1.0)).tolist() == [
         1,
         0,
@@ -72,31 +76,44 @@ def test_a_fit_gives_the_frequencies_and_no_feature_a_weight_below_zero():
     rows = np.array([[0.0, 1.0]] * 40 + [[1.0, 0.0]] * 40)
     labels = np.array([True] * 10 + [False] * 30 + [True] * 30 + [False] * 10)
     weights, intercept = fit_logistic(rows, labels)
+
     logits = rows @ weights + intercept
-    assert weights[1] == 0 and weights[0] > 0
+
+    assert weights[1] == 0
+    assert weights[0] > 0
     assert 1 / (1 + np.exp(-logits[[0, -1]])) == pytest.approx([0.25, 0.75], abs=0.03)
 
 
 def test_a_bound_is_the_conformal_quantile_and_is_reached_as_often_as_was_asked():
     cases = {(9, 0.9): 0.1, (19, 0.9): 0.2, (20, 0.9): 0.2, (8, 0.9): 0.0, (9, 0.5): 0.5}
     found = {(num, level): bound(np.arange(num, 0, -1) / 10, level) for num, level in cases}
+
     assert found == pytest.approx(cases)
+
     draw = np.random.default_rng(0)
     reached = [draw.random() >= bound(draw.random(50), 0.8) for _ in range(4000)]
+
     assert np.mean(reached) == pytest.approx(0.8, abs=0.02)  # three standard errors
 
 
 def test_calibration_error_risk_and_shares_by_hand():
     sure = np.array([0.9] * 5 + [0.3] * 5)
     right = np.array([True, True, True, False, False] + [True] * 5)
+
     bins = [(0.3, 1.0)] * 5 + [(0.9, 1.0)] * 3 + [(0.9, 0.0)] * 2  # ten bins of one answer
+
     assert calibration_error(sure, right) == pytest.approx(np.mean([abs(p - ok) for p, ok in bins]))
+
     points = dict(risk_coverage(sure, right))
-    assert points[0.1] == 0 and points[0.5] == 0.4 and points[1.0] == 0.2
+
+    assert points[0.1] == 0
+    assert points[0.5] == 0.4
+    assert points[1.0] == 0.2
+
     none = share([False] * 30)
-    assert (none.mean, none.low, none.n) == (0, 0, 30) and none.high == pytest.approx(
-        0.1135, abs=1e-3
-    )
+
+    assert (none.mean, none.low, none.n) == (0, 0, 30)
+    assert none.high == pytest.approx(0.1135, abs=1e-3)
     with raises("nothing-to-score"):
         share([])
 
@@ -130,35 +147,51 @@ def calibrate(folder, out, *settings):
 def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
     out = tmp_path / "calibration"
     line = calibrate(folders, out, f"unserved={folders}/unserved.jsonl", "answered=0.6")
+
     found = json.loads(succeeds(*line, "--json").out)
-    assert (
-        found["num_queries"] == len(QUERIES)
-        and found["right"]["n"] == found["falsely_answered"]["n"] == 16
-    )
-    assert found["unserved"]["n"] == 2 and found["right"]["mean"] > 0.5
+
+    assert found["num_queries"] == len(QUERIES)
+    assert found["right"]["n"] == found["falsely_answered"]["n"] == 16
+    assert found["unserved"]["n"] == 2
+    assert found["right"]["mean"] > 0.5
     assert found["falsely_answered"]["mean"] < found["answered"]["mean"]
-    assert 0 <= found["calibration_error"] <= 1 and found["risk_coverage"][-1][0] == 1
+    assert 0 <= found["calibration_error"] <= 1
+    assert found["risk_coverage"][-1][0] == 1
+
     shutil.copytree(folders / "router", tmp_path / "router")
     succeeds("index", f"calibration={out}", f"out={tmp_path}/router")
     router = Router.load(tmp_path / "router")
     whole = router.trace("merge pdf files").ranking
     left = router.trace("merge pdf files", {whole[0][0]})
-    assert (
-        left.ranking[0][0] == left.rankings_by_ranker["lexical"][0][0] == whole[1][0]
-        and len(left.ranking) == len(whole) - 1
-    )
+
+    assert left.ranking[0][0] == left.rankings_by_ranker["lexical"][0][0] == whole[1][0]
+    assert len(left.ranking) == len(whole) - 1
+
     good, bad = (
         router.route("merge pdf files into one document"),
         router.route("walk my dog at noon"),
     )
-    assert good.fits and not bad.fits and good.num_likely is not None and good.num_likely >= 1
+
+    assert good.fits
+    assert not bad.fits
+    assert good.num_likely is not None
+    assert good.num_likely >= 1
+
     sure = [routed.probability for routed in good.skills]
-    assert sure == sorted(sure, reverse=True) and sure[0] > bad.skills[0].probability
+
+    assert sure == sorted(sure, reverse=True)
+    assert sure[0] > bad.skills[0].probability
+
     one, nine = (router.route("merge pdf files", k).skills[0].probability for k in (1, 9))
+
     assert one == nine
+
     router.update([skill for skill in router.skills.values() if "contract" not in skill.skill_id])
+
     assert router.route("walk my dog at noon").fits is False, "a calibration outlives its pool"
+
     shown = succeeds("route", "walk my dog at noon", "--router", tmp_path / "router").out
+
     assert shown.startswith("No skill fits")
 
 
@@ -166,13 +199,19 @@ def test_a_calibration_of_other_rankers_is_refused_or_dropped(folders, tmp_path)
     out, router = tmp_path / "calibration", tmp_path / "router"
     succeeds(*calibrate(folders, out))
     line = ("index", f"pool={folders}/pool", f"out={router}")
+
     other = skilltrain(
         *line, "rankers=[{kind: lexical, fields: name}]", f"calibration={out}"
     ).error_line
+
     assert "of other rankers or models (run skilltrain calibrate on this router)" in other
+
     succeeds(*line, f"rankers={RANKERS}", f"calibration={out}")
+
     assert Router.load(router).route("merge pdf files").num_likely is not None
+
     succeeds(*line, "rankers=[{kind: lexical, fields: name}]")
+
     assert Router.load(router).route("merge pdf files").num_likely is None
 
 
@@ -189,10 +228,11 @@ def test_a_calibration_of_other_rankers_is_refused_or_dropped(folders, tmp_path)
 def test_what_cannot_be_calibrated_is_refused(folders, tmp_path, settings, complaint):
     (tmp_path / "text.jsonl").write_text('{"text": "x"}')
     given = [text.replace("{tmp}", str(tmp_path)) for text in settings]
+
     assert complaint in skilltrain(*calibrate(folders, tmp_path / "out", *given)).error_line
 
 
-# Folds ----------------------------------------------------------------------------------------------------------------
+# Folds --------------------------------------------------------------------------------------------
 
 
 def tasks_of(golds):

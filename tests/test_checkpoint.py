@@ -202,6 +202,7 @@ def test_another_launch_is_refused(run, tmp_path):
     message = refusal(run, tmp_path)
 
     ending = "8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)"
+
     assert message.endswith(ending)
 
 
@@ -217,6 +218,7 @@ def write_malicious_pickle(path, sign):
 def test_a_pickle_under_our_names_is_refused(run, tmp_path, file):
     save(run, tmp_path / "run", 3)
     sign = tmp_path / "executed"
+
     write_malicious_pickle(tmp_path / "run" / "step-3" / file, sign)
 
     assert "step-3" in refusal(run, tmp_path / "run")
@@ -230,6 +232,7 @@ def test_a_pickle_under_our_names_is_refused(run, tmp_path, file):
 def test_a_pickle_of_other_programs_is_never_opened(run, tmp_path, file):
     save(run, tmp_path / "run", 3)
     sign = tmp_path / "executed"
+
     write_malicious_pickle(tmp_path / "run" / "step-3" / file, sign)
 
     assert load_checkpoint(*run, tmp_path / "run") is not None
@@ -255,6 +258,7 @@ def test_a_late_file_is_waited_for(tmp_path, late_markers):
     engine.check_shared(Accelerator(cpu=True), tmp_path)
 
     (marker,) = late_markers
+
     assert not marker.exists()
 
 
@@ -263,6 +267,7 @@ def test_each_check_has_its_own_marker(tmp_path, late_markers):
         engine.check_shared(Accelerator(cpu=True), tmp_path)
 
     first, second = late_markers
+
     assert first != second
 
 

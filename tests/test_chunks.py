@@ -48,20 +48,23 @@ SHORT = Skill("short", "audio", "find the audio", "deploy data")
 )
 def test_windows_by_hand(chunks, starts):
     windows = TEN.windows(SKILL, Chunks(**chunks))
+
     assert [TEN.render(window) for window in windows] == [
         f"n | d | {SKILL.body.rstrip()[s : s + 10]}" for s in starts
     ]
-    assert windows[0] == SKILL and {window.skill_id for window in windows} == {"s"}
+    assert windows[0] == SKILL
+    assert {window.skill_id for window in windows} == {"s"}
 
 
 def test_one_window_is_all_where_the_body_is_short_or_not_seen():
     many = Chunks(windows=5)
+
     assert SkillTemplate(body_chars=24).windows(SKILL, many) == [SKILL]
     assert TEN.model_copy(update={"fields": "nd"}).windows(SKILL, many) == [SKILL]
     assert SkillTemplate(body_chars=0).windows(SKILL, Chunks()) == [SKILL]
 
 
-# The encoder ---------------------------------------------------------------------------------------------------------
+# The encoder --------------------------------------------------------------------------------------
 
 FIFTY = {"template": EncoderTemplate(skill=SkillTemplate(description_chars=20, body_chars=50))}
 
@@ -77,17 +80,25 @@ def test_one_window_is_a_skills_vector_and_more_take_it_from_the_cache(
 ):
     encoder = open_encoder(source(model_folders, cache=tmp_path))
     chunks = encoder.encode_chunks([LONG, SHORT])
+
     np.testing.assert_array_equal(chunks.vectors, encoder.encode_skills([LONG, SHORT]))
-    assert chunks.is_one_each and chunks.starts.tolist() == [0, 1, 2]
+    assert chunks.is_one_each
+    assert chunks.starts.tolist() == [0, 1, 2]
+
     encoder = open_encoder(
         source(model_folders, cache=tmp_path, chunks={"windows": 3, "overlap": 10, "pool": "top2"})
     )
     seen = counted(encoder, monkeypatch)
     chunks = encoder.encode_chunks([LONG, SHORT])
-    assert len(seen) == 2 and chunks.starts.tolist() == [0, 3, 4] and chunks.pool == "top2"
+
+    assert len(seen) == 2
+    assert chunks.starts.tolist() == [0, 3, 4]
+    assert chunks.pool == "top2"
+
     alone = [
         Skill("x", "clip", "find the clip", LONG.body[start : start + 50]) for start in (0, 40, 80)
     ]
+
     np.testing.assert_allclose(chunks.vectors[:3], encoder.encode_skills(alone), atol=1e-6)
 
 
@@ -99,7 +110,9 @@ def test_a_system_ranks_by_the_best_windows(model_folders, pool):
     query = Query("q", "deploy pods", "", "", "")
     cosines = np.sort((ranker.index.encode([query.text]) @ ranker.index.chunks.vectors.T)[0, :3])
     long = cosines[-1] if pool == "max" else cosines[-2:].mean()
+
     found = ranker.rank([query], None, 2)["q"]
+
     assert dict(found)["long"] == pytest.approx(long, abs=1e-6)
     assert ranker.rank([query], {"q": [("short", 0.0), ("long", 0.0)]}, 2)["q"] == found
 
@@ -128,15 +141,22 @@ def test_a_saved_model_keeps_its_windows_and_its_card_tells_them(model_folders, 
     )
     encoder = load_encoder(given, torch.device("cpu"))
     save_model(encoder, tmp_path, base="owner/base")
+
     again = load_encoder(EncoderConfig(source=str(tmp_path)), torch.device("cpu"))
-    assert again.settings == encoder.settings and again.settings.chunks.windows == 3
+
+    assert again.settings == encoder.settings
+    assert again.settings.chunks.windows == 3
+
     card = model_card(RunRecord(encoder.settings, {"model": {"source": "owner/base"}}, {}))
+
     assert "the first 50 characters of a body. skilltrain reads up to 3 such windows" in card
+
     plain = encoder.settings.model_copy(update={"chunks": Chunks()})
+
     assert "windows" not in model_card(RunRecord(plain, {"model": {"source": "owner/base"}}, {}))
 
 
-# Training ------------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 SETTINGS = EncoderSettings(
     template=EncoderTemplate(skill=SkillTemplate(body_chars=12)), chunks=Chunks(windows=3)
@@ -159,6 +179,7 @@ DATA = TrainingSet(
 def test_lists_name_the_window_that_bm25_likes_best():
     data = on_best_windows(DATA, SETTINGS)
     shown = [[data.skills[key].body[:12] for key in one.skill_ids] for one in data.lists]
+
     assert shown == [
         ["deploy pods.", "audio video"],
         ["audio video", "translate it"],
@@ -176,8 +197,11 @@ def test_lists_name_the_window_that_bm25_likes_best():
 def test_another_window_of_a_query_s_skill_is_no_negative():
     data = on_best_windows(DATA, SETTINGS)
     keys = sorted({key for one in data.lists for key in one.skill_ids})
+
     assert [data.skills[key].skill_id for key in keys] == ["a", "a", "a", "b", "c", "c"]
+
     negative = in_batch_negatives(data.lists, keys, ScoreContext.of(data, InfoNCE(), in_batch=True))
+
     # q1 wants a, q3 and q4 want c: the two are one cluster. q2 wants b; its own candidate (a's last) is told elsewhere.
     assert negative.tolist() == [
         [False, False, False, False, False, False],
@@ -196,11 +220,13 @@ def test_the_model_in_training_ranks_by_the_best_windows(open_encoder_of):
     vectors = torch.tensor([[1.0, 0], [0.5, 0], [0, 1], [1, 0], [0.625, 0]])
     by_id = {skill.skill_id: skill for skill in skills}
     open_own = encoder_opener(encoder, [Query("q", "find", "", "", "")], by_id)
+
     own = open_own(lambda inputs: vectors)
+
     assert own.rank([Query("q", "find", "", "", "")], None, 2) == {"q": [("a", 0.75), ("b", 0.625)]}
 
 
-# The stages ----------------------------------------------------------------------------------------------------------
+# The stages ---------------------------------------------------------------------------------------
 
 TWO_WINDOWS = ChunkVectors(
     np.array([[0, 1], [1, 0], [0.6, 0.8], [0.8, 0.6]], np.float32), starts_of([2, 1, 1])
@@ -224,7 +250,9 @@ def test_a_ceiling_is_by_the_best_window(monkeypatch):
         Skill(skill_id, "", "", "") for skill_id in "abcd"
     ]  # c is in no list, and has no vector
     pairs = np.array([(row, 0, row, 3, 1) for row in (0, 1)], dtype=PAIR)
+
     pool = FilterPool(skills, pairs, [], ["q"], EncoderSource(source="x"), None, WorkersConfig())
+
     np.testing.assert_allclose(
         CeilingLayer(relative_margin=0.0).check(pool, pairs), [1, np.nan], atol=1e-6
     )
@@ -237,5 +265,7 @@ def test_the_stage_encode_encodes_all_windows(model_folders, tmp_path):
     recipe["encoder"] = encoder.model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     summary = json.loads(succeeds("encode", tmp_path / "recipe.yaml", "--json").out)
+
     num_chunks = -(-len(LONG.body) // 50) + 1
+
     assert summary["num_chunks_encoded"] == summary["num_chunks"] == num_chunks

@@ -158,9 +158,12 @@ FAULTS = {
 def test_a_fault_is_one_line_and_changes_nothing(command, places, runs, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     before = contents(places["tmp"], runs)
+
     outcome = skilltrain(*arguments(command, places))
+
     assert fill(FAULTS[command], places) in outcome.error_line
     assert contents(places["tmp"], runs) == before
+
     if not command.startswith(
         ("train", "evaluate")
     ):  # which say what they read before they meet a fault
@@ -176,7 +179,9 @@ def test_debug_shows_where_it_happened(places):
 def test_without_a_home_the_line_says_what_to_set(runs, model_folders, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", str)  # as without HOME and an entry of the user
+
     command = ("route", "words", "--pool", runs / "pool", "--encoder", model_folders["bert"])
+
     assert (
         skilltrain(*command).only_line
         == "error: there is no home folder, which ~ stands for (set HOME)"
@@ -202,6 +207,7 @@ def test_ctrl_c_and_sigterm_are_one_line_and_an_exit_code_of_their_own(
 
     monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", interrupted)
     outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
+
     assert (outcome.code, outcome.err) == (code, f"error: {line}\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -217,6 +223,7 @@ def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path):
             main(["route", "merge pdf", "--pool", str(tmp_path), option])
             stream.flush()
         shown.append(stream.detach().getvalue().decode("latin-1"))
+
     assert "\\u65e5\\u672c" in shown[0]
     assert json.loads(shown[1])["skills"][0]["name"] == "größe-“x”"
 
@@ -224,28 +231,30 @@ def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path):
 def test_what_data_say_steers_no_terminal(tmp_path, runs):
     evil = "\x9b31m\u202eevil" + "x" * 5000
     (tmp_path / "r.yaml").write_text(f"stage: {json.dumps(evil)}\nout: a\n")
+
     line = skilltrain("pool", tmp_path / "r.yaml").only_line
-    assert (
-        "is a recipe of stage [U+009B]31m[U+202E]evilx" in line
-        and len(line) < 2100
-        and line.endswith("…")
-    )
+
+    assert "is a recipe of stage [U+009B]31m[U+202E]evilx" in line
+    assert len(line) < 2100
+    assert line.endswith("…")
+
     row = {"query_id": "a", "query": "merge", "skill_ids": ["\u202edata/none"], "split": "train"}
     (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+
     assert (
         "'[U+202E]data/none'"
         in skilltrain(
             "queries", f"files={tmp_path}/q.jsonl", f"pool={runs}/pool", f"out={tmp_path}/q"
         ).only_line
     )
+
     (folder := tmp_path / "\u202elib").mkdir()
     (folder / "SKILL.md").write_text("Merges PDF files.")
     shown = succeeds("pool", f"sources={folder}", f"out={tmp_path}/pool", "--json").out
-    assert (
-        "\\u202elib" in shown
-        and "\u202e" not in shown
-        and str(folder) in json.loads(shown)["num_found"]
-    )
+
+    assert "\\u202elib" in shown
+    assert "\u202e" not in shown
+    assert str(folder) in json.loads(shown)["num_found"]
 
 
 def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equals_sign(
@@ -259,7 +268,9 @@ def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equal
         f"--out={tmp_path}/out",
         "--dry-run",
     )
+
     assert json.loads(succeeds(*train).out)["dry_run"]["num_steps"] == 3
+
     inputs = (
         "--pool",
         runs / "pool",
@@ -269,9 +280,12 @@ def test_settings_may_be_written_as_options_and_a_recipes_path_may_hold_an_equal
         runs / "candidates_filtered",
     )
     lists = ("lists", *inputs, "--list-size", 4, "--out", tmp_path / "lists", "--json")
+
     assert json.loads(succeeds(*lists).out)["list_length"]["max"] == 4
+
     (file := tmp_path / "seed=7" / "pool.yaml").parent.mkdir()
     file.write_text(f"stage: pool\nsources: {runs}/pool\nout: {tmp_path}/pool\n")
+
     assert "num_skills" in json.loads(succeeds("pool", file, "--json").out)
 
 
@@ -280,8 +294,10 @@ def test_help_lists_commands_settings_and_an_example():
     for name in STAGES:
         command = command_of(name)
         shown = succeeds(*command.split(), "--help").out
+
         assert f" {command.split()[0]} " in commands
         assert shown.startswith(f"Example:\n  skilltrain {command} ")
+
         if command != "train":  # it names no stage, so it lists no settings
             settings = load_stage(name).model_fields.keys() - {"stage"}
             assert [key for key in settings if f"  {key}: " not in shown] == []
@@ -289,16 +305,19 @@ def test_help_lists_commands_settings_and_an_example():
 
 def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert "llm.model" not in succeeds("synthesize", "--help").out
+
     shown = succeeds("synthesize", "--help-all").out
-    assert (
-        "  llm with kind=openai:\n  llm.model: " in shown and "  llm.budget.max_dollars: " in shown
-    )
+
+    assert "  llm with kind=openai:\n  llm.model: " in shown
+    assert "  llm.budget.max_dollars: " in shown
     assert "  llm.temperature: null: the server's own (default 1.0)" in shown
     assert "Undefined" not in succeeds("pool", "--help-all").out
     assert "{query_id: [skill_id, …]}" in " ".join(
         succeeds("evaluate", "--help").out.replace("│", "").split()
     )
+
     shown = succeeds("evaluate", "--help-all").out
+
     assert (
         '  systems[].rankers[].template.skill.separator: what stands between the parts (default " | ")'
         in shown
@@ -306,7 +325,8 @@ def test_help_tells_the_settings_inside_sections_and_those_of_each_choice():
     assert (
         "  systems[].rankers[].template.skill.…: as systems[].rankers[].template.skill.…" in shown
     )
-    assert "evaluate" in succeeds().out and succeeds("--version").out.strip() == __version__
+    assert "evaluate" in succeeds().out
+    assert succeeds("--version").out.strip() == __version__
 
 
 def test_recipes_are_listed_by_what_they_train_and_their_schema_is_json(tmp_path):
@@ -321,23 +341,27 @@ def test_recipes_are_listed_by_what_they_train_and_their_schema_is_json(tmp_path
     (tmp_path / "below").mkdir()
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
+
     listed = succeeds("recipes", "--dir", tmp_path).out.splitlines()
+
     assert [line.rstrip() for line in listed] == [
         f"{tmp_path}/pool.yaml  pool",
         "",
         f"{tmp_path}/below/encoder.yaml  train_encoder  owner/name  infonce",
         "    An encoder.",
     ]
+
     schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
-    assert (
-        schema["properties"]["stage"]["const"] == "train_reranker"
-        and "ListwiseCE" in schema["$defs"]
-    )
+
+    assert schema["properties"]["stage"]["const"] == "train_reranker"
+    assert "ListwiseCE" in schema["$defs"]
+
     any_stage = json.loads(succeeds("recipes", "--schema").out)
+
     assert [one["properties"]["stage"]["const"] for one in any_stage["oneOf"]] == [*STAGES]
 
 
-# Real processes ------------------------------------------------------------------------------------------------------
+# Real processes -----------------------------------------------------------------------------------
 
 
 def program(command: str, *more: object, cwd: Path | None = None) -> subprocess.Popen:
@@ -395,21 +419,28 @@ from skilltrain.training.log import TrainingLog
 {inspect.getsource(signal_at)}
 signal_at(5, {int(signal.SIGKILL)})
 runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
+
     assert finished(program("python -c", code, recipe, f"out={out}"))[0] == -signal.SIGKILL
-    assert (out / "checkpoints" / "step-4").is_dir() and not (out / "config.json").exists()
+    assert (out / "checkpoints" / "step-4").is_dir()
+    assert not (out / "config.json").exists()
 
     refused = skilltrain("train", recipe, f"out={out}")
+
     assert (
         refused.only_line
         == f"error: {out}: holds an unfinished run (add --resume, or delete the folder) [unfinished-run]"
     )
+
     changed = skilltrain("train", recipe, f"out={out}", "training.seed=1", "--resume")
+
     assert "holds another run: training.seed differs" in changed.only_line
 
     undone = signal_at(9, signal.SIGINT)
     stopped = skilltrain("train", recipe, f"out={out}", "--resume")
     undone()
-    assert stopped.code == 130 and not stopped.out
+
+    assert stopped.code == 130
+    assert not stopped.out
     assert [line for line in stopped.err.splitlines() if not line.startswith("warning: ")] == [
         f"error: {out}: interrupted after step 9 of 12; a checkpoint is saved (run the same command with --resume to "
         "go on) [interrupted]"
@@ -417,13 +448,16 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
     assert (out / "checkpoints" / "step-9").is_dir()
 
     succeeds("train", recipe, f"out={out}", "--resume")
+
     for name in ("model.safetensors", "skilltrain.json", "config.json"):
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     assert (out / "checkpoints" / "step-12").is_dir()  # any of them can be exported
+
     log, whole_log = (
         [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
         for folder in (out, tmp_path / "undisturbed")
     )
+
     assert [(row["step"], row["loss"]) for row in log] == [
         (row["step"], row["loss"]) for row in whole_log
     ]
@@ -450,6 +484,7 @@ def test_a_launcher_and_the_command_give_the_same_model(runs, model_folders, tmp
     assert torch.get_num_threads() == int(
         os.environ["OMP_NUM_THREADS"]
     )  # comparisons of bytes rest on it
+
     dev = f"dev={{benchmark: {runs}/queries, split: test}}"
     settings = [*small_training(runs, model_folders["qwen3"]), dev]
     succeeds("train", TINY, *settings, f"out={tmp_path}/here")
@@ -463,13 +498,19 @@ def test_a_launcher_and_the_command_give_the_same_model(runs, model_folders, tmp
         cwd=tmp_path / "elsewhere",
     )
     code, out, err = finished(launch)
+
     assert code == 0, err
+
     summary = json.loads(out)
-    assert summary["num_steps"] == 2 and summary["dev"]["MRR@10"]["n"] == 4
+
+    assert summary["num_steps"] == 2
+    assert summary["dev"]["MRR@10"]["n"] == 4
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
     here, launched = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("here", "launched")
     )
+
     assert here == launched
 
 
@@ -480,19 +521,26 @@ def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
     code, out, err = finished(
         program(launch, runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out", "--json")
     )
+
     assert code == 0, err
+
     one, two = (
         load_file(folder / "model.safetensors") for folder in (runs / "encoder", tmp_path / "out")
     )
+
     assert one.keys() == two.keys()
+
     # A key's bias shifts all attention scores of a token alike: its gradient is rounding noise, and it changes nothing.
     compared = [name for name in one if not name.endswith("key.bias")]
+
     assert max(float((one[name] - two[name]).abs().max()) for name in compared) < 1e-5
+
     texts = [" ".join(WORDS[start : start + 9]) for start in range(0, len(WORDS), 3)]
     vectors = [
         SentenceTransformer(str(f), device="cpu").encode(texts)
         for f in (runs / "encoder", tmp_path / "out")
     ]
+
     assert abs(vectors[0] - vectors[1]).max() < 1e-5
     assert json.loads(out)["num_steps"] == 6  # one rank speaks
     assert len((tmp_path / "out" / "train_log.jsonl").read_text().splitlines()) == 6
@@ -501,7 +549,9 @@ def test_two_ranks_train_to_the_parameters_of_one(runs, tmp_path):
 def test_show_prints_the_rows_of_a_table_that_fit(runs):
     skills = runs / "pool" / "skills.parquet"
     [skill_id, *_] = read_table(skills.parent, SKILLS).column("skill_id").to_pylist()
+
     outcome = succeeds("show", skills, f"skill_id={skill_id}", "--json")
+
     assert [json.loads(line)["skill_id"] for line in outcome.out.splitlines()] == [skill_id]
     assert succeeds("show", skills, "--rows", 1).out.count("skill_id") == 1
     assert (

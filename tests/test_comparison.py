@@ -96,6 +96,7 @@ def test_clusters_of_equal_size_are_drawn_whole():
     clustered = intervals(values, clusters)
 
     cluster_means = intervals((values[:10] + values[10:]) / 2)
+
     for result, expected in zip(clustered, cluster_means, strict=True):
         assert (result.low, result.high) == pytest.approx((expected.low, expected.high))
         assert (result.mean, result.n) == (pytest.approx(expected.mean), 20)
@@ -168,12 +169,13 @@ def test_separation_is_mann_whitneys_statistic():
     result = separation(above, below)
 
     statistic = scipy.stats.mannwhitneyu(above, below).statistic
+
     assert result.mean == pytest.approx(statistic / 3000)
     assert 0.05 < result.mean - result.low < 0.15
     assert 0.03 < result.high - result.mean < 0.15
 
 
-# Two systems ---------------------------------------------------------------------------------
+# Two systems --------------------------------------------------------------------------------------
 
 SIGNS = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=60)
 
@@ -186,6 +188,7 @@ def test_the_sign_test_is_mcnemars(signs: list[float]):
 
     num_differing = num_better + num_worse
     expected = scipy.stats.binomtest(num_better, num_differing).pvalue if num_differing else 1.0
+
     assert p == pytest.approx(expected)
 
 
@@ -256,6 +259,7 @@ def test_each_pair_is_compared_by_each_measure():
     comparisons = compare(SYSTEMS, PAIRS, MEASURES)
 
     names = [(c.baseline, c.system, c.measure) for c in comparisons]
+
     assert names == [(*pair, measure) for pair in PAIRS for measure in MEASURES]
 
 
@@ -264,6 +268,7 @@ def test_a_difference_is_the_bootstraps():
 
     differences = np.subtract(column(TRAINED, "MRR@10"), column(BM25, "MRR@10"))
     ((interval, p),) = paired_differences(differences[:, None])
+
     assert comparison.difference == interval
     assert comparison.num_better + comparison.num_worse > MAX_EXACT
     assert (comparison.p, comparison.p_holm) == (p, p)

@@ -141,6 +141,7 @@ def test_a_refused_recipe_names_the_key_and_the_choices_in_one_line(values, mess
 )
 def test_overrides(override, changed):
     before = {"section": {"inner": {"label": "x"}}, "a": 1}
+
     assert apply_overrides(before, [override]) == before | changed
     assert before == {"section": {"inner": {"label": "x"}}, "a": 1}
 
@@ -209,6 +210,7 @@ def test_what_is_no_map_of_values_is_refused_in_one_line(tmp_path, text, fault):
 def test_a_missing_or_binary_recipe_or_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+
     for name, fault in (
         ("pipe", "is not a regular file"),
         ("none", "cannot read"),
@@ -221,6 +223,7 @@ def test_a_missing_or_binary_recipe_or_a_pipe_is_refused(tmp_path):
 def test_a_recipe_that_runs_itself_is_python_and_yaml_and_loses_its_key(tmp_path):
     text = "out: here  # a comment\nx: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\n"
     path = write(tmp_path, f'recipe: r"""\n{text}# """; ran = __name__\n')
+
     assert load_recipe(path, ["out=there"]) == {
         "out": "there",
         "x": {"a": 1, "b": 2},
@@ -259,11 +262,13 @@ wholes = st.builds(
 def test_what_to_yaml_writes_reads_back_as_the_same_settings(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
+
     assert validate(Whole, load_recipe(path), path) == config
 
 
 def test_input_paths_finds_marked_fields_at_any_depth():
     config = Whole(section=Section(source=Path("s")), parts=[Path("x"), Path("y")])
+
     assert input_paths(config) == {
         "section.source": Path("s"),
         "parts.0": Path("x"),
@@ -272,7 +277,7 @@ def test_input_paths_finds_marked_fields_at_any_depth():
     assert input_paths(Whole()) == {}
 
 
-# Recipes that are based on another ------------------------------------------------------------------------------------
+# Recipes that are based on another ----------------------------------------------------------------
 
 
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
@@ -282,12 +287,14 @@ def test_a_recipe_says_what_differs_from_its_base(tmp_path):
     )
     over = tmp_path / "paper" / "over.yaml"
     over.write_text("based_on: ../base.yaml\nmodel: {template: {cap: null, new: 2}}\nlayers: [3]\n")
+
     values = {
         "stage": "x",
         "model": {"source": "a", "template": {"cap": None, "new": 2}},
         "layers": [3],
         "out": "o",
     }
+
     assert load_recipe(over) == values
     assert load_recipe(over, ["model.source=b"])["model"]["source"] == "b"
 

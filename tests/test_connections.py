@@ -132,6 +132,7 @@ def test_it_survives_a_thousand_idle_connections(router, tmp_path, many_files):
             status_when_full = server.health()
 
         server.wait_for_health()
+
         assert status_when_full == 503
         assert server.stop() == (0, "512 connections are open: more get 503\n")
 
@@ -151,6 +152,7 @@ def test_it_survives_a_lack_of_descriptors(router, tmp_path):
 
         server.wait_for_health()
         code, errors = server.stop()
+
         assert code == 0
         assert "Traceback" not in errors
 
@@ -201,7 +203,9 @@ def test_a_final_log_fault_is_one_line(router, tmp_path):
     with running(router, tmp_path, "--log", str(log)) as server:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         client.request("POST", "/route", json.dumps({"query": "merge pdf"}))
+
         assert client.getresponse().status == 200
+
         log.rmdir()
         log.write_text("")
 
@@ -229,6 +233,7 @@ def test_an_error_is_logged_on_one_line(logger, capsys):
         logger.exception("Exception in ASGI application\n")
 
     (line,) = capsys.readouterr().err.splitlines()
+
     assert line.startswith("Exception in ASGI application : KeyError: 'missing' (")
     assert f"{Path(__file__).name}:" in line
 

@@ -105,7 +105,7 @@ def mine(library: Path, model: Path) -> None:
     succeeds("mine", *paths, *arguments)
 
 
-# Style ----------------------------------------------------------------------------------------------------------------
+# Style --------------------------------------------------------------------------------------------
 
 
 def test_every_kind_has_an_example():
@@ -126,16 +126,18 @@ def test_examples_pass_ruff(clone):
     for command in (("check", "--no-cache"), ("format", "--check", "--no-cache")):
         ruff = [sys.executable, "-m", "ruff", *command, "src/acme"]
         outcome = subprocess.run(ruff, cwd=clone, capture_output=True, text=True)
+
         assert outcome.returncode == 0, outcome.stdout
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------------------
 
 
 def test_loss_passes_its_check(acme):
     hinge = plugin("loss")
 
     checks.check_loss(hinge())
+
     assert isinstance(TypeAdapter(EncoderLoss).validate_python({"name": "hinge"}), hinge)
 
 
@@ -182,7 +184,7 @@ def test_stage_passes_its_check(acme, library, tmp_path):
     checks.check_stage(config.run, tmp_path / "twice")
 
 
-# Use by name ----------------------------------------------------------------------------------------------------------
+# Use by name --------------------------------------------------------------------------------------
 
 
 def test_evaluation_uses_reader_measure_and_analysis(acme, library):
@@ -193,6 +195,7 @@ def test_evaluation_uses_reader_measure_and_analysis(acme, library):
     succeeds("evaluate", *arguments, f"out={library / 'report'}")
 
     report = json.loads((library / "report" / "metrics.json").read_text())
+
     assert report["systems"][0]["metrics"]["Half@3"]["mean"] == 1
     assert report["analysis"]["misses"] == [{"system": "mine", "misses": 0}]
     assert "| system | misses |" in (library / "report" / "report.md").read_text()
@@ -213,6 +216,7 @@ def test_lists_use_source_and_layer(acme, library, model_folders):
     dropped = read_table(library / "kept", DROPPED).to_pylist()
     (row,) = read_table(library / "lists", LISTS).to_pylist()
     longest = [row["skill_id"] for row in mined if row["stage"] == "longest"]
+
     assert longest == ["copy", "near", "far"]
     assert {(row["skill_id"], row["filter"]) for row in dropped} == {("copy", "contains")}
     assert sorted(row["sources"]) == ["gold", "longest", "longest"]
@@ -254,6 +258,7 @@ def test_help_and_schema_show_the_names(clone, library):
     )
 
     parts = outcome.stdout.split("\0")
+
     for (command, word), part in zip(shown.items(), parts, strict=False):
         assert word in part, f"{command}: {part}{outcome.stderr}"
 

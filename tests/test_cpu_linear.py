@@ -214,7 +214,9 @@ def test_a_training_step_equals_the_plain_one(open_model, name):
     assert any(type(module) is OneDnnLinear for module in model.modules())
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     assert fast_gradients.keys() == plain_gradients.keys()
+
     tolerance = 1e-5 * max(map(largest, plain_gradients.values()))
+
     for key, gradient in fast_gradients.items():
         assert largest(gradient - plain_gradients[key]) <= tolerance
 

@@ -98,7 +98,7 @@ def test_a_query_of_a_benchmark_is_always_found(letters):
     assert overlaps([text], text, query_overlap=1) or not letters
 
 
-# Skills -------------------------------------------------------------------------------------------------------------
+# Skills -------------------------------------------------------------------------------------------
 
 
 def skill(skill_id, name="", body=""):
@@ -136,6 +136,7 @@ COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its 
 def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
     golds = (*GOLDS, skill("gt/void", "--", ""))
     index = BenchmarkIndex([HeldOutBenchmark("bench", (), golds)], ContaminationLimits(**limits))
+
     assert [
         (match.filter, match.value, match.other_id) for match in index.skill_matches(one)
     ] == matches
@@ -149,7 +150,9 @@ def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
     )
     found = {match.other_id: match.value for match in index.skill_matches(skill("x", body=body))}
     own = word_trigrams(body)
+
     values = {f"g{at}": jaccard(word_trigrams(text), own) for at, text in enumerate(bodies)}
+
     assert found == {skill_id: value for skill_id, value in values.items() if value >= 0.6}
 
 
@@ -180,7 +183,9 @@ def test_of_each_benchmark_and_ground_the_strongest_stands(bench, tmp_path):
         skill("p2", "other", words("abcdefgh")),
     ]
     of_skills = [match for one in positives for match in index.skill_matches(one)]
+
     found = index.contaminations("q", "Do the task number 2 now!", of_skills)
+
     assert [(one.skill_id, one.filter, one.source, one.value) for one in found] == [
         ("", "query_overlap", "one", 1.0),
         ("", "query_overlap", "two", 1.0),
@@ -200,6 +205,7 @@ def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_
         bench(name="c"),
     ]
     found = open_benchmarks(paths, tmp_path / "pool", need_golds=True)
+
     assert [one.name for one in found] == [
         str(tmp_path / "a/queries"),
         str(tmp_path / "b/queries"),
@@ -209,7 +215,7 @@ def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_
     assert [gold.skill_id for gold in found[0].golds] == ["gt/log", "gt/pdf"]
 
 
-# The stage ----------------------------------------------------------------------------------------------------------
+# The stage ----------------------------------------------------------------------------------------
 
 PDF = "open the file read each page in order and write the text of all pages to a new file"
 POOL = [
@@ -298,7 +304,9 @@ ROWS = [
 
 def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
     summary, kept, rows = run(folder)
-    assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS) and rows == ROWS
+
+    assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS)
+    assert rows == ROWS
     assert summary == {
         "num_queries": 5,
         "num_kept": 2,
@@ -307,7 +315,9 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
         "dropped_by_ground": {"query_overlap": 1, "name": 1, "jaccard": 1},
     }
     assert not (folder / "out" / "lists.parquet").exists()
+
     _, kept, rows = run(folder, split=None)
+
     assert kept == ["q1", "q2"]
     assert rows[-1] == (
         "q6",
@@ -318,17 +328,24 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
         "bench",
         None,
     )
+
     summary, kept, rows = run(folder, queries=folder / "lists", out=folder / "lists_out")
-    assert kept == ids(folder / "lists_out", LISTS) == ["q1", "q2"] and rows == ROWS
+
+    assert kept == ids(folder / "lists_out", LISTS) == ["q1", "q2"]
+    assert rows == ROWS
     assert (summary["num_lists_kept"], summary["num_lists_dropped"]) == (2, 3)
 
 
 def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
     write_pool(folder / "pool", POOL[2:])
+
     with raises("missing-gold-skill"):
         run(folder)
+
     _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
-    assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
+
+    assert kept == ["q1", "q2", "q3", "q4", "q6"]
+    assert [row[0] for row in rows] == ["q5"]
     assert "1 of 4 positives are not in" in " ".join(capsys.readouterr().err.split())
 
 
@@ -349,6 +366,7 @@ def test_what_makes_no_sense_is_refused(folder, settings, code):
     write_queries(folder / "none", {})
     write_queries(folder / "all", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
     write_pool(folder / "other", POOL[:1])
+
     with raises(code):
         run(
             folder,
@@ -362,7 +380,7 @@ def test_removed_setting_says_its_replacement(folder, setting):
         run(folder, **{setting: "x"})
 
 
-# Training -----------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
 def training(folder, model="none", dev=None, lists="lists", **data):
@@ -393,12 +411,15 @@ def test_training_refuses_contaminated_lists_in_one_line_and_takes_what_decontam
         f"queries={folder}/lists 'benchmarks=[{folder}/bench]' out=…` and train on what it writes, "
         "or set data.contamination=allow)"
     )
+
     run(folder, queries=folder / "lists")
+
     assert checked(folder, held_out=folder / "bench", lists="out") == {"num_contaminated_lists": 0}
 
 
 def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
     dev = {"benchmark": folder / "queries", "split": "dev"}
+
     with pytest.raises(SkilltrainError) as error:
         checked(folder, dev=dev)
     assert (
@@ -413,20 +434,27 @@ def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
         in str(error.value)
     )
     assert checked(folder, dev=dev, contamination="allow") == {"num_lists_of_dev_queries": 1}
+
     write_queries(
         folder / "queries",
         QUERY_TEXTS | {"q6": ("dev", "another question about sound", "own/audio")},
     )
+
     assert checked(folder, dev=dev) == {"num_lists_of_dev_queries": 0}
 
 
 def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders):
     file = folder / "train.yaml"
     file.write_text(json.dumps(training(folder, model_folders["bert"]).model_dump(mode="json")))
+
     refused = skilltrain("train", file, f"data.held_out=[{folder}/bench]")
-    assert "3 list(s) are contaminated" in refused.error_line and not (folder / "model").exists()
+
+    assert "3 list(s) are contaminated" in refused.error_line
+    assert not (folder / "model").exists()
+
     done = skilltrain(
         "train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json"
     )
+
     assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
     assert "| contaminated lists | 3 |" in (folder / "model" / "README.md").read_text()

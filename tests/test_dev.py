@@ -102,6 +102,7 @@ def test_an_encoders_figures_by_hand(folder, open_encoder_of):
     )  # q1 finds s4 before s0; q2 finds s1, s3, s2; q3 finds s5 at once
     figures = dev.evaluate(run)
     best = 1 + 1 / math.log2(3) + 0.5 / 2
+
     expected = {
         "Hit@1": 2 / 3,
         "MRR@10": (0.5 + 1 + 1) / 3,
@@ -110,6 +111,7 @@ def test_an_encoders_figures_by_hand(folder, open_encoder_of):
         "Recall@20": 1.0,
         "FC@2": 2 / 3,
     }
+
     assert {name: figure.mean for name, figure in figures.items()} == pytest.approx(expected)
     assert all(
         figure.n == 3 and figure.low <= figure.mean <= figure.high for figure in figures.values()
@@ -123,11 +125,15 @@ def test_an_encoders_figures_by_hand(folder, open_encoder_of):
 def test_a_rerankers_figures_by_hand(folder, open_reranker_of, capsys):
     write_candidates(folder, {"q1": ["s4", "s3", "s0"], "q2": ["s2", "s5", "s4"], "other": ["s1"]})
     dev = reranker_dev(folder, open_reranker_of("bert_reranker"), keep=2)
+
     said = "2 of 4 gold skills (2 queries) are not among the candidates of the rankers before the model and count as"
+
     assert said in capsys.readouterr().err
+
     # q1: s0 stays behind the two; q2: s2 falls behind s5, and s1 is no candidate; q3 has none.
     model = giving(torch.tensor([3.0, 3, 0, 2]))
     figures = dev.evaluate(model)
+
     assert [len(pairs) for pairs in model.asked[0].lists] == [2, 2]
     assert figures["MRR@10"].mean == pytest.approx((1 / 3 + 1 / 2 + 0) / 3)
     assert figures["Recall@10"].mean == pytest.approx((1 + 1 / 2 + 0) / 3)
@@ -141,7 +147,9 @@ def test_rankers_before_the_model_rank_once(folder, open_reranker_of):
         {"kind": "rerank", "source": "self", "keep": 2, "first_weight": 1e6},
     ]
     dev = encoder_dev(folder, open_reranker_of("bert_reranker"), rankers=rankers)
+
     write_benchmark(folder / "bench", {"q": {"s0": "required"}})
+
     assert dev.evaluate(giving(torch.arange(6.0))) == dev.evaluate(giving(torch.arange(6.0)))
 
 
@@ -150,6 +158,7 @@ def test_the_encoder_can_be_one_of_several_rankers(folder, open_encoder_of):
     dev = encoder_dev(
         folder, open_encoder_of("bert"), rankers=[{"kind": "fuse", "of": legs, "weights": [0, 1]}]
     )
+
     assert dev.evaluate(pointing([0], [1, 2], [5]))["Hit@1"].mean == 1.0
     assert dev.evaluate(pointing([3], [4], [3]))["Hit@1"].mean == 0.0
 
@@ -161,6 +170,7 @@ def skills_of(dev):
 def test_a_sample_of_the_pool_holds_what_is_judged(folder, open_encoder_of):
     encoder = open_encoder_of("bert")
     write_benchmark(folder / "bench", {"q1": {"s0": "required", "s3": "useful", "lost": "useful"}})
+
     assert skills_of(encoder_dev(folder, encoder, max_skills=3)) == ["s0", "s3", "s5"]
     assert skills_of(encoder_dev(folder, encoder, max_skills=1)) == [
         "s0",
@@ -172,7 +182,9 @@ def test_skillrouters_own_gold_skills_join_the_pool(folder, open_encoder_of):
     entry = {"gt_skill_ids": ["g"], "relevance": {"g": 3}, "task_type": "single"}
     gold = [{"skill_id": i, "name": i, "description": "d", "body": "b"} for i in ("g", "s0")]
     bench = write(folder / "skillrouter", skillrouter([("t", "find it")], {"t": entry}, gold))
+
     dev = open_dev(DevConfig(benchmark=bench), open_encoder_of("bert"), folder / "pool")
+
     assert skills_of(dev) == [*(f"s{i}" for i in range(6)), "g"]
     assert dev.evaluate(giving(torch.eye(8)[[7, *range(1, 8)]]))["Hit@1"].mean == 1.0
 
@@ -186,14 +198,19 @@ def test_a_pool_or_candidates_of_something_else_are_refused(
     folder, open_encoder_of, open_reranker_of
 ):
     write_benchmark(folder / "bench", {"q1": {"gone": "required"}})
+
     with raises("missing-gold-skill"):
         encoder_dev(folder, open_encoder_of("bert"))
+
     reranker = open_reranker_of("bert_reranker")
     write_benchmark(folder / "bench", {"q1": {"s0": "required"}})
     write_candidates(folder, {"other": ["s0"]})
+
     with raises("missing-gold-skill"):
         reranker_dev(folder, reranker)
+
     write_candidates(folder, {"q1": ["s0", "unknown"]})
+
     with raises("unknown-skill"):
         reranker_dev(folder, reranker)
 
@@ -244,15 +261,17 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
 )
 def test_settings_that_cannot_work_are_refused(stage, changes, message):
     name = "train_encoder" if stage is TrainEncoder else "train_reranker"
+
     with pytest.raises(SkilltrainError, match=message):
         validate(
             stage, {"stage": name, **COMMON, "dev": {"benchmark": "b", **changes}}, "recipe.yaml"
         )
+
     well = {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}
     validate(TrainReranker, {"stage": "train_reranker", **COMMON, "dev": well}, "recipe.yaml")
 
 
-# Equal skills ---------------------------------------------------------------------------------------------------------
+# Equal skills -------------------------------------------------------------------------------------
 
 TWINS = {f"t{i}": Skill(f"t{i}", "same", "same text", "same body") for i in range(3)}
 QUERY = Query("q", "find text", "single", "test", "dev")

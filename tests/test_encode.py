@@ -81,6 +81,7 @@ def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(
         "num_skills_distinct": NUM_DISTINCT,
         "num_skills_encoded": NUM_DISTINCT,
     }
+
     counts = skills | {
         "num_queries": 5,
         "num_queries_distinct": 4,
@@ -88,18 +89,24 @@ def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(
         "num_ranks": 1,
         "dim": 32,
     }
-    assert counts.items() <= summary.items() and 0 <= summary["padding"] < 0.1
+
+    assert counts.items() <= summary.items()
+    assert 0 <= summary["padding"] < 0.1
     assert sorted(path.name for path in (place / "encoded").iterdir()) == [
         "recipe.yaml",
         "run.json",
     ]
     assert Path(summary["vectors"]).parent == place / "vectors"
+
     check_cache(place, model_folders["bert"], monkeypatch)
     again = encode(place)
+
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (0, 0)
+
     for file in Path(again["vectors"]).glob("*.npz"):
         file.write_bytes(file.read_bytes()[:-4])  # then the file is not there
     again = encode(place)
+
     assert (again["num_skills_encoded"], again["num_queries_encoded"]) == (NUM_DISTINCT, 4)
     for number, change in enumerate(
         [f"encoder.source={model_folders['qwen3']}", "encoder.max_tokens=16"]
@@ -109,18 +116,23 @@ def test_what_is_encoded_is_found_and_what_has_gone_encoded_again(
             == NUM_DISTINCT
         )
     assert len([path for path in (place / "vectors").iterdir() if path.is_dir()]) == 3
+
     write_table([], SKILLS, place / "pool")
     summary = encode(place, "queries=null", f"out={place}/empty")
+
     assert summary["num_skills"] == summary["num_skills_encoded"] == summary["num_tokens"] == 0
     assert "num_queries" not in summary
 
 
 def test_bad_input_is_one_line(place):
     recipe = place / "recipe.yaml"
+
     assert (
         "encoder.cache is missing" in skilltrain("encode", recipe, "encoder.cache=null").only_line
     )
+
     (place / "file").write_text("x")
+
     assert (
         "cannot make the vector cache: "
         in skilltrain("encode", recipe, f"encoder.cache={place}/file").error_line
@@ -142,11 +154,14 @@ def test_vectors_that_are_no_numbers_are_never_kept(place, model_folders, monkey
 
     monkeypatch.setattr(dense, "load_encoder", broken)
     line = skilltrain("encode", place / "recipe.yaml").error_line
-    assert "vectors that are no numbers" in line and str(model_folders["bert"]) in line
-    assert not list((place / "vectors").rglob("*.npz")) and not (place / "encoded").exists()
+
+    assert "vectors that are no numbers" in line
+    assert str(model_folders["bert"]) in line
+    assert not list((place / "vectors").rglob("*.npz"))
+    assert not (place / "encoded").exists()
 
 
-# Several processes ---------------------------------------------------------------------------------------------------
+# Several processes --------------------------------------------------------------------------------
 
 on_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="ranks on the CPU, where there is no GPU"
@@ -174,9 +189,11 @@ def encode_unlike(recipe: Path) -> None:
 
 def test_kill_9_loses_a_block_at_most(place, model_folders, monkeypatch):
     (killed,) = run_apart(partial(encode_and_die, 0, 3, place / "recipe.yaml"))
+
     assert killed.code == -signal.SIGKILL, killed
     assert not (place / "encoded").exists()
     assert encode(place)["num_skills_encoded"] == NUM_DISTINCT - 3 * 8
+
     check_cache(place, model_folders["bert"], monkeypatch)
 
 
@@ -185,30 +202,43 @@ def test_a_recipe_is_launched_as_a_program(place):
     code, out, err = finished(
         program(f"accelerate launch --config_file {ROOT}/launch/cpu.yaml", place / "recipe.yaml")
     )
+
     assert code == 0, err
-    assert out.startswith(f"{place}/encoded: vectors of ") and "already" not in err
+    assert out.startswith(f"{place}/encoded: vectors of ")
+    assert "already" not in err
     assert encode(place)["num_skills_encoded"] == 0
 
 
 @on_cpu
 def test_a_rank_that_dies_ends_the_run_and_three_others_go_on(place, model_folders, monkeypatch):
     first, dead = run_ranks(2, partial(encode_and_die, 1, 2, place / "recipe.yaml"))
+
     assert dead.code == -signal.SIGKILL and first.code != 0 and not first.out, (first, dead)
     assert not (place / "encoded").exists()
+
     done = run_ranks(3, partial(main, ["encode", str(place / "recipe.yaml"), "--json"]))
+
     assert [rank.code for rank in done] == [0, 0, 0] and not done[1].out, done
+
     summary = json.loads(done[0].out)
+
     assert (
         0 < summary["num_skills_encoded"] <= NUM_DISTINCT - 16
     )  # but for two files of the one, and the other's
     assert summary["num_ranks"] == 3
+
     check_cache(place, model_folders["bert"], monkeypatch)
 
 
 @on_cpu
 def test_ranks_with_unlike_models_are_refused(place):
     first, second = run_ranks(2, partial(encode_unlike, place / "recipe.yaml"))
-    assert first.code != 0 and second.code != 0 and not first.out + second.out
+
+    assert first.code != 0
+    assert second.code != 0
+    assert not first.out + second.out
+
     problem = "rank 1 has other weights, another number format or other skills than the first"
+
     assert problem in " ".join(second.err.split())
     assert not list((place / "vectors").rglob("*.npz"))

@@ -70,16 +70,16 @@ def test_every_stage_leaves_its_tables_and_says_where_and_what_is_next(done, mod
         "reranker_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
         "report_encoder": [RANKINGS],
     }
+
     rows = {
         (name, spec.name): read_table(runs / name, spec).num_rows
         for name in tables
         for spec in tables[name]
     }
-    assert (
-        rows["pool", "skills"] == 20
-        and rows["queries", "queries"] == 16
-        and rows["queries", "judgements"] == 18
-    )
+
+    assert rows["pool", "skills"] == 20
+    assert rows["queries", "queries"] == 16
+    assert rows["queries", "judgements"] == 18
     assert (
         rows["encoder_lists", "lists"] == rows["reranker_lists", "lists"] == 12
     )  # the train split
@@ -90,14 +90,17 @@ def test_every_stage_leaves_its_tables_and_says_where_and_what_is_next(done, mod
     assert (
         rows["report_encoder", "rankings"] == 5 * 4 * 20
     )  # four systems, and what stands before the reranker
+
     for (command, *_), outcome in zip(stages, outcomes, strict=True):
         found, *then = outcome.out.splitlines()
         folder = Path(found.partition(": ")[0])
+
         assert folder.is_dir() and folder.parent == runs and "?" not in outcome.out, command
         assert [line.split()[:2] for line in then] == (
             [] if command == "evaluate" else [["next:", "skilltrain"]]
         )
     pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])
+
     assert pool[0] == f"{runs}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
     assert queries[0] == f"{runs}/queries: 16 queries (test 4, train 12); left out: none"
     assert mined[1] == (
@@ -113,6 +116,7 @@ def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_f
         load_file(folder / "model.safetensors")
         for folder in (model_folders["bert"], runs / "encoder")
     )
+
     assert after.keys() == {name for name in before if not name.startswith("pooler.")}
     # The gradient never reaches the rows of unused positions and tokens, but it reaches every matrix.
     assert [
@@ -120,7 +124,9 @@ def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_f
     ] == []
     assert len((runs / "encoder" / "train_log.jsonl").read_text().splitlines()) == 6
     assert len((runs / "reranker" / "train_log.jsonl").read_text().splitlines()) == 3
+
     lists = read_table(runs / "reranker_lists", LISTS).to_pylist()
+
     assert {source for row in lists for source in row["sources"]} <= {"trained", "gold"}
     assert all(len(row["skill_ids"]) == 8 and "required" in row["verdicts"] for row in lists)
 
@@ -128,6 +134,7 @@ def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_f
 def test_metrics_are_those_of_all_systems(done):
     runs, _, _ = done
     metrics = metrics_of(runs / "report_encoder")
+
     assert list(metrics) == SYSTEMS
     for of_system in metrics.values():
         assert set(of_system) == {
@@ -152,12 +159,18 @@ def test_route_answers_in_json(done):
         "cut the laughter out of the audio",
         ("--encoder", runs / "encoder", "--reranker", runs / "reranker"),
     )
+
     found = json.loads(
         succeeds("route", task, "--pool", runs / "pool", *models, "--top", 3, "--json").out
     )
-    assert found["task"] == task and [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
+
+    assert found["task"] == task
+    assert [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
+
     scores = [skill["score"] for skill in found["skills"]]
+
     assert scores == sorted(scores, reverse=True)
+
     pool = {skill["skill_id"]: skill for skill in read_table(runs / "pool", SKILLS).to_pylist()}
     for skill in found["skills"]:
         shown = pool[skill["skill_id"]]
@@ -170,16 +183,23 @@ def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(do
     one_of_each = {stage[0]: (stage, first) for stage, first in zip(stages, outcomes, strict=True)}
     for stage, first in one_of_each.values():
         assert f"out: {runs}/" in succeeds(*stage, "--dry-run").err
+
         again = succeeds(*stage)
+
         assert "already holds this run; nothing to do" in again.err, stage
         assert again.out == first.out
+
     plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)[
         "dry_run"
     ]
-    assert plan["num_steps"] == 6 and plan["num_lists"] == 12
+
+    assert plan["num_steps"] == 6
+    assert plan["num_lists"] == 12
+
     missing = skilltrain(
         "train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere"
     )
+
     assert missing.error_line.startswith("error: nowhere: no such file or folder")
     assert contents(runs) == before
 
@@ -199,9 +219,11 @@ def test_another_folder_gets_the_same_bytes(done, model_folders, tmp_path):
         for path in tmp_path.rglob("*")
         if path.suffix in (".parquet", ".safetensors") or path.name in texts
     ]
+
     names = [
         path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts
     ]  # a cache's have any name
+
     assert len(names) > 20
     assert [
         str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()
@@ -216,10 +238,13 @@ def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
         file = write_recipe(runs / "recipes" / f"{name}.yaml", recipe)
         succeeds("train", file, f"out={runs}/{name}")
         settings = json.loads((runs / name / "skilltrain.json").read_text())["settings"]
+
         assert settings.get("pooling") == ("last_token" if name == "qwen3_encoder" else None)
         assert settings["template"].get("form") == ("yes_no" if name == "qwen3_reranker" else None)
     succeeds(*evaluation(runs, model_folders["qwen3"], "qwen3_encoder", "qwen3_reranker"))
+
     metrics = metrics_of(runs / "report_qwen3_encoder")
+
     assert list(metrics) == SYSTEMS
     assert metrics["bm25"] == metrics_of(runs / "report_encoder")["bm25"]
 
@@ -244,7 +269,9 @@ def test_a_loss_of_another_package_trains_and_is_exported(done, tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     loss = "loss={name: our_losses:Hinge, margin: 0.5}"
     succeeds("train", runs / "recipes" / "encoder.yaml", loss, f"out={tmp_path}/encoder")
+
     succeeds("export", tmp_path / "encoder", "--out", tmp_path / "model")
+
     assert (
         "  name: our_losses:Hinge\n  margin: 0.5\n"
         in (tmp_path / "model" / "README.md").read_text()

@@ -154,6 +154,7 @@ def set_gpu_generation(monkeypatch):
 def test_auto_needs_native_bfloat16(set_gpu_generation, generation, expected):
     """T4 and V100 (7.x) only emulate bfloat16, although PyTorch calls it supported."""
     set_gpu_generation(generation)
+
     assert torch.cuda.is_bf16_supported()
 
     assert resolve_dtype("auto", torch.device("cuda")) == expected

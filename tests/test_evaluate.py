@@ -76,18 +76,24 @@ def means(folder: Path, section: str = "metrics") -> dict[str, dict[str, float]]
 def test_systems_and_predictions_side_by_side_with_their_rankings(folder):
     nd = {"name": "nd", "rankers": [{"kind": "lexical", "fields": "nd"}]}
     settings = {"pool": str(folder / "pool"), "systems": [BM25, nd]}
+
     evaluate(
         folder, predictions=predict(folder, {"q1": ["s1"]}), measures=["Hit@1"], depth=2, **settings
     )
+
     assert means(folder) == {"bm25": {"Hit@1": 1}, "nd": {"Hit@1": 1}, "mine": {"Hit@1": 0}}
+
     rankings = read_table(folder / "out", RANKINGS).to_pylist()
+
     assert {(row["stage"], row["query_id"]) for row in rankings} == {
         (s, q) for s in ("bm25", "nd") for q in ("q1", "q2", "q3")
     }
     assert sorted({row["rank"] for row in rankings}) == [1, 2]
+
     values = [
         json.loads(line) for line in (folder / "out" / "per_query.jsonl").read_text().splitlines()
     ]
+
     assert [(row["system"], row["query_id"], row["Hit@1"]) for row in values][-3:] == [
         ("mine", "q1", 0.0),
         ("mine", "q2", 0.0),
@@ -114,10 +120,11 @@ def test_saved_rankings_stand_beside_live_systems_and_predictions(folder):
         systems=[BM25, {"name": "old", "rankers": [saved]}, {"name": "both", "rankers": [both]}],
         **settings,
     )
+
     found = means(folder)
-    assert found["old"] == found["both"] == found["bm25"] == {"MRR@10": 1} and found["mine"] == {
-        "MRR@10": 0
-    }
+
+    assert found["old"] == found["both"] == found["bm25"] == {"MRR@10": 1}
+    assert found["mine"] == {"MRR@10": 0}
 
 
 def test_copies_count_beside_the_strict_measures_everywhere(folder):
@@ -132,18 +139,25 @@ def test_copies_count_beside_the_strict_measures_everywhere(folder):
         "measures": ["Hit@1", "FC@2"],
     }
     evaluate(folder, clusters=str(folder / "clusters"), **settings)
+
     expected = {"Hit@1": 0, "Hit@1 (copies)": 2 / 3, "FC@2": 2 / 3, "FC@2 (copies)": 2 / 3}
+
     assert means(folder)["first"] == pytest.approx(expected)
     assert means(folder, "multi")["first"] == dict.fromkeys(expected, 0)
+
     found = json.loads((folder / "out" / "metrics.json").read_text())
+
     assert {
         row["measure"]: row["difference"]["mean"] for row in found["differences"]
     } == pytest.approx({"Hit@1": 1, "Hit@1 (copies)": 1 / 3})
     assert found["notes"] == [
         "(copies): near-duplicates of a gold skill count as gold too; 2 of 3 queries have any."
     ]
+
     pages = [(folder / "out" / name).read_text() for name in ("report.html", "report.md")]
-    assert all("Hit@1 (copies)" in page for page in pages) and pages[0].count("copy of gold") == 2
+
+    assert all("Hit@1 (copies)" in page for page in pages)
+    assert pages[0].count("copy of gold") == 2
 
 
 def test_rankings_are_as_long_as_the_measures_look_and_nothing_is_analysed_unasked(folder):
@@ -155,9 +169,12 @@ def test_rankings_are_as_long_as_the_measures_look_and_nothing_is_analysed_unask
         depth=1,
     )
     rows = read_table(folder / "out", RANKINGS).to_pylist()
+
     assert max(row["rank"] for row in rows) == 3
     assert means(folder)["bm25"] == {"Recall@1": pytest.approx((1 + 0.5 + 1) / 3), "Recall@3": 1}
+
     found = json.loads((folder / "out" / "metrics.json").read_text())["analysis"]
+
     assert {name for name, rows in found.items() if rows} == set(), (
         "without Hit@1 there is no right and wrong"
     )
@@ -176,6 +193,7 @@ def test_a_chat_model_that_chose_nothing_is_named_in_the_report(folder):
         system = {"name": "selected", "rankers": [{"kind": "lexical"}, select]}
         evaluate(folder, pool=str(folder / "pool"), systems=[BM25, system], measures=["Hit@1"])
     (note,) = json.loads((folder / "out" / "metrics.json").read_text())["notes"]
+
     assert note.startswith(
         "selected: the chat model gave nothing of use for 3 of 3 queries (no_number 3)"
     )
@@ -192,7 +210,9 @@ def test_a_benchmarks_own_gold_skills_join_the_pool(tmp_path):
     write(tmp_path / "bench", skillrouter([("t1", "zebra")], {"t1": relevance}, gold))
     write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     (tmp_path / "out").mkdir()
+
     evaluate(tmp_path, pool=str(tmp_path / "pool"), systems=[BM25], measures=["Hit@1"])
+
     assert means(tmp_path)["bm25"] == {"Hit@1": 1}
     assert read_table(tmp_path / "out", RANKINGS).num_rows == 5
 
@@ -210,26 +230,34 @@ def test_tiers_are_ranked_over_their_own_pools_and_scored_together(folder):
         write(folder / tier, {"part.jsonl": rows})
     predicted = predict(folder, {"t@easy": ["s0"], "t@hard": ["s0"]})
     tiers = [str(folder / "easy"), str(folder / "hard")]
+
     summary = evaluate(
         folder, benchmark=tiers, systems=[BM25], predictions=predicted, measures=["Hit@1"]
     )
+
     assert (summary["num_queries"], summary["systems"]) == (
         2,
         {"bm25": {"Hit@1": 0.5}, "mine": {"Hit@1": 1.0}},
     )
+
     found = json.loads((folder / "out" / "metrics.json").read_text())
     by_tier = {
         part["value"]: part["systems"]["bm25"]["Hit@1"]["mean"]
         for part in found["slices"]
         if part["label"] == "tier"
     }
+
     assert (found["benchmark"], by_tier) == ("easy + hard", {"easy": 1.0, "hard": 0.0})
+
     whole = found["systems"][0]["metrics"]["Hit@1"]
+
     assert (whole["low"], whole["high"], whole["n"]) == (0.5, 0.5, 2), "one task, whatever is drawn"
     assert {row["system"] for row in found["analysis"]["pass_rates"]} == {"bm25", "mine"}, (
         "known for SkillsBench"
     )
+
     rows = read_table(folder / "out", RANKINGS).to_pylist()
+
     assert {row["query_id"]: row["skill_id"] for row in rows if row["rank"] == 1} == {
         "t@easy": "s0",
         "t@hard": "copy",
@@ -251,13 +279,16 @@ def test_a_benchmark_with_a_pool_of_its_own_needs_no_other(tmp_path):
             "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq1\ts3\t1\n",
         },
     )
+
     summary = evaluate(tmp_path, systems=[BM25], measures=["Hit@1"], analysis={"more": [STRUCTURE]})
-    assert summary["num_queries"] == 1 and summary["systems"] == {"bm25": {"Hit@1": 1.0}}
+
+    assert summary["num_queries"] == 1
+    assert summary["systems"] == {"bm25": {"Hit@1": 1.0}}
     with raises("unknown-skill"):
         evaluate(tmp_path, predictions=predict(tmp_path, {"q1": ["elsewhere"]}))
 
 
-# Analyses ------------------------------------------------------------------------------------------------------------
+# Analyses -----------------------------------------------------------------------------------------
 
 TOPICS = ["deploy", "pods", "kubernetes", "chart", "table", "pdf", "text", "audio", "video", "clip"]
 POOL = [
@@ -303,11 +334,13 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
     )
     saved = json.loads((topics / "out" / "metrics.json").read_text())
     found = saved["analysis"]
+
     both = [
         (name, stage)
         for name in ("reranked", "again")
         for stage in ("1 lexical", "2 rerank", "total")
     ]
+
     assert [(row["system"], row["stage"], row["num"]) for row in found["latencies"]] == [
         (*row, 3) for row in (("bm25", "1 lexical"), ("bm25", "total"), *both)
     ]
@@ -316,10 +349,14 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
         for name in ("reranked", "again")
         for stage in (("1 lexical", 3), ("2 rerank", 10))
     ]
+
     recalls = [row["means"]["Recall@10"]["mean"] for row in found["stages"]]
+
     assert recalls == [1.0] * 4, "the word of each query stands in its skill alone"
     assert [(row["model"], row["num_skills"]) for row in found["truncation"]] == [(source, 10)]
+
     (attention,) = found["attention"]
+
     assert (attention["model"], len(attention["layers"])) == (source, 2)
     assert [pair["query_id"] for pair in attention["pairs"]] == ["q0", "q1", "q2", "q3"]
     assert all(
@@ -327,13 +364,19 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
         for layer in [*attention["layers"], attention["tokens"]]
     )
     assert {(row["num_gold"], row["num_others"]) for row in found["structure"]} == {(8, 2)}
+
     pairs = [(row["baseline"], row["system"]) for row in found["outcomes"]]
+
     assert pairs == [("bm25", "reranked"), ("reranked", "again")]
+
     again = found["outcomes"][1]
+
     assert again["fixed"] == again["broken"] == [], "one reranker scores alike under two names"
+
     # Descriptions grow with the skill's number: two queries in each quartile.
     parts = [part for part in saved["slices"] if part["label"] == "description length"]
     lengths = [len(POOL[i].description.split()) for i in range(NUM_QUERIES)]
+
     assert [(part["value"], part["num_queries"]) for part in parts] == [
         (f"Q{n}, {lengths[i]}–{lengths[i + 1]} words", 2) for n, i in enumerate((0, 2, 4, 6), 1)
     ]
@@ -344,7 +387,9 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
     assert found["pass_rates"] == [], (
         "the agents' pass rates are known for SkillsBench's tasks alone"
     )
+
     markdown, page = ((topics / "out" / name).read_text() for name in ("report.md", "report.html"))
+
     for title in (
         "Fixed and broken\n",
         "Stage by stage\n",
@@ -355,7 +400,8 @@ def test_every_analysis_stands_in_json_markdown_and_on_the_page(topics, model_fo
     ):
         assert f"## {title}" in markdown
     assert "(n = 4 pairs)" in markdown
-    assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page and "with skilltrain 0" in page
+    assert "<dt>Pool</dt><dd>pool, 10 skills</dd>" in page
+    assert "with skilltrain 0" in page
     for part in ("flows", "stages", "truncation", "speed", "slices", "attention", "structure"):
         assert f'<section id="{part}">' in page
 
@@ -368,7 +414,9 @@ def test_an_alternative_stands_in_for_a_gold_skill_that_the_pool_lacks():
     task = task_of(Query("q", "text", "", "t", "test"), relevance, {})
     benchmark, skills = Benchmark("b", (task,), ()), {skill.skill_id: skill for skill in POOL}
     config = AnalysisConfig.model_validate({"more": [STRUCTURE]})
+
     rows = run_input_analyses(config, Inputs([], benchmark, skills))["structure"]
+
     assert {(row["num_gold"], row["num_others"]) for row in rows} == {(2, 8)}
 
 
@@ -384,15 +432,21 @@ def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score
         systems=[BM25],
         analysis={"unserved": str(topics / "none.jsonl")},
     )
+
     told = json.loads((topics / "out" / "metrics.json").read_text())["analysis"]["unserved"]["bm25"]
+
     # All eight find more than the first, and the second finds what one of the eight finds: (8 + .5 ± 7 ties or less).
-    assert (
-        0.5 < told["mean"] <= 1 and told["low"] <= told["mean"] <= told["high"] and told["n"] == 10
-    )
+    assert 0.5 < told["mean"] <= 1
+    assert told["low"] <= told["mean"] <= told["high"]
+    assert told["n"] == 10
     assert "(n = 8 and 2)" in (topics / "out" / "report.md").read_text()
+
     ranked = read_table(topics / "out", RANKINGS).column("query_id").to_pylist()
+
     assert set(ranked) == {f"q{i}" for i in range(NUM_QUERIES)}
+
     (topics / "none.jsonl").write_text("{}\n")
+
     with raises("invalid-row"):
         evaluate(
             topics,
@@ -402,7 +456,7 @@ def test_queries_that_no_skill_serves_are_told_from_the_others_by_the_best_score
         )
 
 
-# What judges and embeddings servers would take -----------------------------------------------------------------------
+# What judges and embeddings servers would take ----------------------------------------------------
 
 
 def api(server: LLMServer, folder: Path, name: str = "api", **changed: Any) -> dict[str, Any]:
@@ -440,24 +494,27 @@ def test_a_dry_run_says_what_is_asked_and_asks_and_writes_nothing(folder, capsys
             folder, pool=folder / "pool", measures=["Hit@1"], systems=[BM25, *systems]
         )
         plan = dry_run(config)
-        assert (
-            server.requests == []
-            and not (folder / "cache").exists()
-            and not [*(folder / "out").iterdir()]
-        )
+
+        assert server.requests == []
+        assert not (folder / "cache").exists()
+        assert not [*(folder / "out").iterdir()]
         assert "3 requests to scripted, about" in capsys.readouterr().err
+
         config.run(folder / "out")
-        assert (
-            "4 texts to vectors, about" in (said := capsys.readouterr().err)
-            and "2 texts to vectors, about" in said
-        )
+
+        assert "4 texts to vectors, about" in (said := capsys.readouterr().err)
+        assert "2 texts to vectors, about" in said
+
         chats = [request for request in server.requests if "messages" in request]
         texts = [request["input"] for request in server.requests if "input" in request]
         again = dry_run(config)["asked"]["api"]["api"]
+
     assert (plan["num_queries"], plan["num_skills"], plan["num_systems"]) == (3, 4, 4)
     assert plan["asked"].keys() == {"judged", "api"}  # the third asks what the second has asked
+
     judge, encoding = plan["asked"]["judged"]["select"], plan["asked"]["api"]["api"]
     read = sum(estimate_tokens(m["content"]) + 4 for request in chats for m in request["messages"])
+
     assert (judge["num_requests"], judge["num_prompt_tokens"], judge["num_completion_tokens"]) == (
         3,
         read,
@@ -498,19 +555,25 @@ def test_a_price_that_is_not_known_makes_the_sum_unknown_and_candidates_are_plan
         }
         found = dry_run(validate(Candidates, values, "test"))
         missing = {"system": {"name": "x", "rankers": [{"kind": "dense", "source": "./nothing"}]}}
+
         with raises("model-not-found"):
             dry_run(validate(Candidates, values | missing, "test"))
         assert server.requests == []
-    assert plan["dollars"] is None and plan["asked"]["api"]["api"]["budget"] == "500 tokens"
+
+    assert plan["dollars"] is None
+    assert plan["asked"]["api"]["api"]["budget"] == "500 tokens"
+
     counts = {"num_queries": 3, "num_skills": 4, "num_systems": 1}
+
     assert dry_run(config_of(folder, pool=folder / "pool", systems=[BM25])) == counts
+
     asked = found["asked"]["api"]["api"]
-    assert (found["num_systems"], asked["num_texts"]) == (1, 7) and found["dollars"] == asked[
-        "dollars"
-    ] > 0
+
+    assert (found["num_systems"], asked["num_texts"]) == (1, 7)
+    assert found["dollars"] == asked["dollars"] > 0
 
 
-# Refused before any query is ranked ----------------------------------------------------------------------------------
+# Refused before any query is ranked ---------------------------------------------------------------
 
 PREDICTIONS = {"pool": None, "systems": [], "predictions": "mine.json"}
 FAULTS = [  # which a dry run tells as well
@@ -561,9 +624,12 @@ def test_what_cannot_be_evaluated_is_refused(folder, monkeypatch, settings, code
             **settings,
             "systems": systems if settings.get("systems") != [] else [],
         }
+
         with raises(code):
             evaluate(folder, **values)
+
         if (settings, code) in FAULTS:
             with raises(code):
                 dry_run(config_of(folder, **values))
+
         assert server.requests == []

@@ -113,12 +113,18 @@ def test_plain_sentence_transformers_gives_our_vectors(saved_encoder, capfd):
 
     assert "pooler" not in "".join(capfd.readouterr())  # no warning of missing weights
     assert plain.similarity_fn_name == "cosine"
+
     skills = vectors_of(encoder, TEXTS)
+
     for encode in (plain.encode, plain.encode_document):
         assert torch.allclose(encode(TEXTS, convert_to_tensor=True), skills, atol=1e-5)
+
     queries = encode_queries(encoder)
+
     assert torch.allclose(queries.norm(dim=1), torch.ones(len(queries)))
+
     plain_queries = plain.encode_query(ENCODER_QUERIES, convert_to_tensor=True)
+
     assert torch.allclose(plain_queries, queries, atol=1e-5)
 
 
@@ -129,7 +135,9 @@ def test_our_reader_gives_the_same_vectors(saved_encoder):
 
     assert again.settings == encoder.settings
     assert again.tokenizer.chat_template == encoder.tokenizer.chat_template
+
     queries = [*ENCODER_QUERIES, "a" * 99]
+
     assert again.tokenize_queries(queries) == encoder.tokenize_queries(queries)
     assert torch.equal(vectors_of(again, TEXTS), vectors_of(encoder, TEXTS))
 
@@ -145,7 +153,9 @@ def test_we_read_what_plain_sentence_transformers_writes(saved_encoder, tmp_path
     assert foreign.settings.pooling == encoder.settings.pooling
     assert foreign.settings.max_tokens == 32
     assert torch.allclose(vectors_of(foreign, TEXTS), vectors_of(encoder, TEXTS), atol=1e-5)
+
     queries = encode_queries(encoder)
+
     assert torch.allclose(vectors_of(foreign, rendered, 24), queries, atol=1e-5)
 
 
@@ -212,6 +222,7 @@ def test_our_reader_gives_the_same_scores(saved_reranker):
 
     assert again.settings == reranker.settings
     assert again.tokenize(longest, skills) == reranker.tokenize(longest, skills)
+
     for query in (*QUERIES, longest):
         scores = scores_of(reranker, query, skills)
         assert torch.equal(scores_of(again, query, skills), scores)
@@ -223,6 +234,7 @@ def test_only_the_skill_of_a_pair_is_cut(saved_reranker):
     pair = reranker.tokenize(longest, SKILLS)[1]
 
     assert pair.num_cut > 0
+
     if reranker.settings.template.form == "pair":
         assert len(pair) == 64
 

@@ -153,7 +153,9 @@ def test_a_checkpoint_becomes_a_model(tmp_path, unfinished, checkpoint, step):
         "checkpoint": f"step-{step}",
     }
     assert_same_vectors(tmp_path / "out", models[step])
+
     card = read_card(tmp_path / "out")
+
     assert f"checkpoint `step-{step}`" in card
     assert "Not evaluated" in card
     assert not (tmp_path / "out" / "checkpoints").exists()
@@ -168,7 +170,9 @@ def test_a_finished_run_is_copied(tmp_path, finished):
 
     assert outcome["checkpoint"] == "step-4"
     assert_same_vectors(out, models[4])
+
     names = files_in(out)
+
     assert names.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"})
     assert "1_Pooling/config.json" in names
     for name in names:
@@ -184,6 +188,7 @@ def test_only_the_final_card_has_results(tmp_path, finished, checkpoint, is_fina
     export_run(config.out, tmp_path / "out", checkpoint)
 
     card = read_card(tmp_path / "out")
+
     assert ("| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |" in card) is is_final
     assert ("last loss" in card) is is_final
 
@@ -212,6 +217,7 @@ def test_an_adapter_is_merged(tmp_path, adapter_run):
 
     check_round_trip(tmp_path / "merged")
     merged = open_model(tmp_path / "merged")
+
     torch.testing.assert_close(outputs_of(merged), outputs_of(model), atol=1e-5, rtol=0)
 
 
@@ -226,6 +232,7 @@ def test_an_adapter_opens_in_peft(tmp_path, adapter_run):
     outcome = export_run(config.out, tmp_path / "adapter", adapter_only=True)
 
     assert outcome["checkpoint"] == "step-3"
+
     peft = PeftModel.from_pretrained(model_type.from_pretrained(base), str(tmp_path / "adapter"))
     ids = torch.tensor([[2, 9, 30, 12, 3]])
     with torch.inference_mode():
@@ -239,6 +246,7 @@ def test_an_adapter_folder_is_no_model(tmp_path, adapter_run):
     export_run(config.out, tmp_path / "adapter", adapter_only=True)
 
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+
     assert settings["target_modules"] == sorted(settings["target_modules"])
     with raises("not-a-model"):
         resolve_model(str(tmp_path / "adapter"))
@@ -268,13 +276,17 @@ def test_card_shows_licence_repository_and_reports(tmp_path, finished):
 
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
+
     assert front["license"] == "apache-2.0"
+
     values = {
         result["dataset"]["name"]: result["metrics"][0]["value"]
         for result in front["model-index"][0]["results"]
     }
+
     assert values == {"development queries": 0.5, "our requests": 0.5125}
-    assert f'SentenceTransformer("{REPO}")' in card and f'--encoder "{REPO}"\n' in card
+    assert f'SentenceTransformer("{REPO}")' in card
+    assert f'--encoder "{REPO}"\n' in card
     assert '"."' not in card
     assert "| our requests | bm25 | Hit@1 | 0.512 | 0.400 to 0.620 | 40 |" in card
     assert "| our requests | **hybrid \\| ours** | Hit@1 | 0.512 | 0.400 to 0.620 | 40 |" in card
@@ -367,7 +379,8 @@ def test_removed_names_say_their_replacement(tmp_path):
     ):
         outcome = skilltrain("export", tmp_path, "--out", tmp_path / "out", *arguments)
 
-        assert outcome.code == 2 and advice in outcome.error_line
+        assert outcome.code == 2
+        assert advice in outcome.error_line
 
 
 @pytest.mark.parametrize("name", ["out", "out/mine.txt"])
@@ -401,10 +414,13 @@ def test_a_push_uploads_the_whole_model(hub, finished):
     outcome = push_model(run, Published(REPO))
 
     repository = hub.repositories[REPO]
+
     assert repository.private
     assert repository.commits == 1
     assert outcome["url"].endswith(REPO)
+
     sizes = {name: len(content) for name, content in repository.files.items()}
+
     assert sizes == outcome["files"]
     for name in ("model.safetensors", "1_Pooling/config.json", "tokenizer.json"):
         assert repository.files[name] == (run / name).read_bytes()
@@ -414,6 +430,7 @@ def test_a_push_uploads_no_logs(hub, finished):
     push_model(finished[0].out, Published(REPO))
 
     names = hub.repositories[REPO].files.keys()
+
     assert names.isdisjoint({"run.json", "recipe.yaml"})
     assert not any("checkpoints" in name for name in names)
 
@@ -422,6 +439,7 @@ def test_a_pushed_card_names_the_repository(hub, finished):
     outcome = push_model(finished[0].out, Published(REPO, "apache-2.0"))
 
     card = hub.repositories[REPO].files["README.md"].decode()
+
     assert card == outcome["card"]
     assert f'SentenceTransformer("{REPO}")' in card
     assert "license: apache-2.0" in card
@@ -504,6 +522,7 @@ def test_a_flag_replaces_the_readme(hub, finished):
     outcome = push_model(finished[0].out, Published(REPO), into_existing=True)
 
     files = hub.repositories[REPO].files
+
     assert files["README.md"].decode() == outcome["card"]
     assert files[".gitattributes"] == b"*.bin"
     assert "model.safetensors" in files
@@ -523,7 +542,8 @@ def test_a_pushed_export_names_the_repository(hub, finished, tmp_path):
 
     card = push_model(tmp_path / "exported", Published(REPO))["card"]
 
-    assert f'SentenceTransformer("{REPO}")' in card and f'--encoder "{REPO}"' in card
+    assert f'SentenceTransformer("{REPO}")' in card
+    assert f'--encoder "{REPO}"' in card
     assert '"."' not in card
 
 
@@ -543,7 +563,8 @@ def test_an_echoed_token_is_masked(hub, finished, capfd, status):
 
     outcome = skilltrain("push", finished[0].out, "--repo", REPO)
 
-    assert outcome.code == 2 and "Bearer [key]" in outcome.error_line
+    assert outcome.code == 2
+    assert "Bearer [key]" in outcome.error_line
     assert TOKEN not in outcome.out + outcome.err + "".join(capfd.readouterr())
 
 
@@ -572,6 +593,7 @@ def test_a_dry_run_shows_files_and_card(hub, finished):
     printed = succeeds("push", run, "--repo", REPO, "--dry-run").out
 
     size = (run / "model.safetensors").stat().st_size
+
     assert f"{REPO}: would be pushed; nothing was sent" in printed
     assert f"model.safetensors: {size:,} bytes\n" in printed
     assert "## Limits" in printed

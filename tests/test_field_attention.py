@@ -76,10 +76,12 @@ def test_shares_are_those_of_the_eager_attention_matrices(opened):
     with torch.inference_mode():
         before = reranker([pair])
         found = field_attention(reranker, PAIRS, "tiny")
+
         assert torch.equal(reranker([pair]), before)
         with raises("nothing-to-analyse"):
             field_attention(reranker, [*PAIRS, (QUERY, Skill("empty", " ", "", "\n"))], "tiny")
         assert torch.equal(reranker([pair]), before)
+
     assert reranker.network.config._attn_implementation == implementation
     assert (found["model"], len(found["pairs"])) == ("tiny", 3)
     assert table(found["layers"]) == pytest.approx(np.mean(expected, 0), abs=1e-5)
@@ -103,8 +105,10 @@ def table(shares):
 def test_a_cut_body_counts_for_what_is_left_of_it(open_reranker_of):
     reranker = open_reranker_of("bert_reranker", max_tokens=32, query_max_tokens=8)
     skill = Skill("a", "deploy pods", "find the chart", "text " * 90)
+
     # [CLS] pods [SEP] … [SEP] leaves 28: two of the name, |, three of the description, |, and 21 of the body's 90
     found = field_attention(reranker, [(asked("pods"), skill)], "cut")
+
     assert table([found["tokens"]])[0] == pytest.approx([2 / 26, 3 / 26, 21 / 26])
     assert [pair["num_cut"] for pair in found["pairs"]] == [69]
 
@@ -123,6 +127,7 @@ def test_each_token_belongs_to_the_field_it_came_from(open_reranker_of):
     found = owners(
         open_reranker_of("bert_reranker"), Skill("a", " Deploy pods\n", "find | it", "the <m>")
     )
+
     assert found == [
         ("deploy", n),
         ("pods", n),
@@ -137,9 +142,11 @@ def test_each_token_belongs_to_the_field_it_came_from(open_reranker_of):
         ("m", b),
         (">", b),
     ]
+
     found = owners(
         open_reranker_of("qwen3_reranker"), Skill("a", "pods 运行", "é", "🚀 chart")
     )  # by bytes
+
     assert "".join(text for text, field in found if field == "-") == "<Document>:" + "Ġ|Ġ" + "Ġ|Ġ"
     assert [sum(owner == field for _, owner in found) for field in FIELDS] == [1 + 1 + 6, 2, 4 + 1]
     assert (
@@ -153,16 +160,21 @@ def test_a_skill_without_description_and_a_template_without_body(open_reranker_o
         Skill("a", "pods", "  ", "chart text"),
         Skill("a", "pods", "deploy chart text", "body"),
     )
+
     assert [field for _, field in owners(open_reranker_of("bert_reranker"), skill)] == [
         "name",
         "-",
         "body",
         "body",
     ]
+
     template = RerankerTemplate(skill=SkillTemplate(fields="nd"))
     nd = open_reranker_of("bert_reranker", template=template)
     found = field_attention(nd, [(asked("pods"), full)], "nd")["overall"]
-    assert found["body"] == 0 and found["name"] > 0 and found["description"] > 0
+
+    assert found["body"] == 0
+    assert found["name"] > 0
+    assert found["description"] > 0
     assert field_attention(nd, [(asked("pods"), skill)], "nd")["overall"] == {
         "name": 1,
         "description": 0,
@@ -193,11 +205,13 @@ def test_layers_are_grouped_in_a_quarter_a_half_and_a_quarter(tmp_path):
         saved(tmp_path, BertForSequenceClassification, BertConfig, 8), PAIRS[:1], "eight"
     )
     layers, groups = table(found["layers"]), found["groups"]
+
     expected = {
         "early": layers[:2].mean(0),
         "middle": layers[2:6].mean(0),
         "late": layers[6:].mean(0),
     }
+
     assert [*groups] == [*expected]
     assert table(groups.values()) == pytest.approx(np.array([*expected.values()]))
 
@@ -208,7 +222,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(open_reranker_of, tmp_path):
         spoiled.network.bert.encoder.layer[1].attention.self.key.weight, torch.nan
     )
     mean.network.config.classifier_pooling = "mean"
+
     mpnet = saved(tmp_path, MPNetForSequenceClassification, MPNetConfig, 3)
+
     for model, pairs, code in (
         (reranker, [], "nothing-to-analyse"),
         (spoiled, PAIRS, "nothing-to-analyse"),

@@ -16,7 +16,7 @@ from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path, fingerprint, read_json, read_jsonl, write_json, write_text
 
-# Writing --------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 def test_text_is_written_as_utf8_with_open_permissions(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_write_below_a_file_is_refused(tmp_path: Path, name: str) -> None:
     assert failure.value.where == file / name
 
 
-# JSON -----------------------------------------------------------------------------------------
+# JSON ---------------------------------------------------------------------------------------------
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_missing_file_is_named(tmp_path: Path, read: Callable[[Path], Any], name
     assert failure.value.where == tmp_path / name
 
 
-# JSON Lines -----------------------------------------------------------------------------------
+# JSON Lines ---------------------------------------------------------------------------------------
 
 GZIP_OR_PLAIN = pytest.mark.parametrize(
     ("suffix", "pack"), [(".jsonl", bytes), (".jsonl.gz", gzip.compress)]
@@ -191,7 +191,7 @@ def test_broken_gzip_is_refused(tmp_path: Path, suffix: str, content: bytes) -> 
         list(read_jsonl(path))
 
 
-# Fingerprints ---------------------------------------------------------------------------------
+# Fingerprints -------------------------------------------------------------------------------------
 
 
 def test_fingerprint_of_folder_by_hand(tmp_path: Path) -> None:
@@ -205,6 +205,7 @@ def test_fingerprint_of_folder_by_hand(tmp_path: Path) -> None:
         "x/ä.txt".encode(),
         sha256(b"1").digest(),
     ]
+
     assert fingerprint(tmp_path) == sha256(b"".join(names_and_digests)).hexdigest()
 
 

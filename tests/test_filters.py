@@ -216,7 +216,9 @@ def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(stage):
     template = "automate {} tasks via the hub after you have searched all its tools for the current schemas"
     siblings = [Skill(name, f"{name}-automation", "", template.format(name)) for name in "abcdef"]
     copy = Skill("a2", "a-automation", "", template.format("a") + " first")
+
     stage.write(rankings("a2", "b", "c"), verdicts=required("a"), skills=[*siblings, copy])
+
     assert stage.found(JACCARD | {"max_names": None}).keys() == {"a2", "b", "c"}
     assert stage.found(JACCARD).keys() == {"a2"}
 
@@ -232,9 +234,11 @@ def test_bodies_of_every_kind_are_compared(stage):
     ]
     skills = [Skill(str(n), "--", "", body) for n, body in enumerate(odd)]
     verdicts = {"q1": {"1": "required"}, "q2": {"4": "required"}}
+
     stage.write(
         rankings("2", "0"), rankings("5", "3", query_id="q2"), verdicts=verdicts, skills=skills
     )
+
     assert stage.found(JACCARD).keys() == {"2", "5"}
     assert stage.found(NAME) == {}, "no name is no common name"
 
@@ -246,7 +250,9 @@ def test_the_size_bound_never_changes_the_answer(tokens, above):
         skills=[Skill(str(n), "", "", body) for n, body in enumerate(bodies)], workers=ONE
     )
     (value,) = JaccardLayer(above=above).check(pool, np.array([(0, 0, 1, 0, 1)], dtype=PAIR))
+
     exact = jaccard(*map(word_trigrams, bodies))
+
     assert (value == exact) if exact > above else np.isnan(value)
 
 
@@ -254,6 +260,7 @@ def test_rows_by_query_keeps_row_order():
     table = pa.concat_tables(
         [rankings("a", query_id="z"), rankings("a", "b"), rankings("b", query_id="z")]
     )
+
     assert {k: v.tolist() for k, v in rows_by_query(table).items()} == {"q1": [1, 2], "z": [0, 3]}
     assert rows_by_query(table.slice(0, 0)) == {}
 
@@ -264,6 +271,7 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
         (row["stage"], row["skill_id"], row["rank"])
         for row in read_table(stage.out, RANKINGS).to_pylist()
     ]
+
     assert kept == [("semantic", "far", 4), ("random", "far", 2)]
     assert [
         (row["skill_id"], row["source"], row["other_id"], row["value"], row["reason"])
@@ -291,15 +299,21 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
         "kept_by_source": {"random": 1, "semantic": 1},
         "dropped_by_layer": {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1},
     }
+
     summary, _ = stage.run(judged_positives="keep")  # for the reranker
+
     assert "gold" in read_table(stage.out, RANKINGS).column("skill_id").to_pylist()
     assert summary["dropped_by_layer"]["judged"] == 0
+
     _, rows = stage.run(layers=[CLUSTER, ceiling(relative_margin=0.1)])
+
     assert [row["reason"] for row in rows][1:3] == [
         "in one near-duplicate cluster with a gold skill",
         "score 0.960 for the query too close to that of a gold skill",
     ]
+
     stage.write(rankings())
+
     assert stage.run()[0]["num_kept"] == 0
 
 
@@ -329,5 +343,6 @@ def test_settings_and_tables_that_cannot_work_are_refused(stage, changes, messag
     write_pool(other, SKILLS_HERE[:1])
     write_ours(other, [], {})
     write_table([{"skill_id": "gold", "cluster": 0}], CLUSTERS, other)
+
     with pytest.raises(SkilltrainError, match=message):
         stage.run(**{key: other if value == "other" else value for key, value in changes.items()})

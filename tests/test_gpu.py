@@ -70,6 +70,7 @@ def test_an_encoders_vectors(model_folders: dict[str, Path], name: str) -> None:
     ]
     with torch.inference_mode():
         on_cpu, there = (encoder(encoder.tokenize(TEXTS, 100)).cpu() for encoder in encoders)
+
     assert torch.allclose(there, on_cpu, atol=1e-5)
 
 
@@ -88,6 +89,7 @@ def test_a_steps_loss_and_gradients(
     (loss, expected), (there, got) = (
         loss_and_gradients(step_of(model_folders[name], device)) for device in DEVICES
     )
+
     assert there == pytest.approx(loss, rel=1e-5)
     assert expected.keys() == got.keys()
     for key, gradient in expected.items():
@@ -107,11 +109,14 @@ def test_a_step_in_bfloat16_is_close_to_float32(
         patch.object(flash, "varlen_attn", wraps=flash.varlen_attn) as kernel,
     ):
         there, got = loss_and_gradients(step_of(model_folders[name], DEVICES[1]))
+
     assert bool(kernel.called) == varlen
     assert there == pytest.approx(loss, rel=0.02)
+
     one, other = (
         torch.cat([values[key].flatten() for key in expected]) for values in (expected, got)
     )
+
     assert torch.cosine_similarity(one, other, dim=0) > 0.98
 
 
@@ -129,7 +134,9 @@ def test_recomputed_layers_draw_the_same_dropout(
         if isinstance(step, RerankerStep):
             add_adapter(step.model.network, AdapterConfig(rank=4, dropout=0.3))
         results.append(loss_and_gradients(step.train()))
+
     (loss, kept), (again, recomputed) = results
+
     assert again == pytest.approx(loss, rel=1e-6)
     for key, gradient in kept.items():
         assert torch.allclose(recomputed[key], gradient, atol=1e-5), key
@@ -153,8 +160,11 @@ def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> Non
     loss.backward()
     weights = sum(parameter.numel() * 4 for parameter in step.parameters())
     taken = torch.cuda.max_memory_allocated() - before - weights  # of them: gradients
+
     planned = activation_bytes(step, [step.data.lists], torch.bfloat16)
-    assert planned > 2 * weights and taken == pytest.approx(planned, rel=0.25)
+
+    assert planned > 2 * weights
+    assert taken == pytest.approx(planned, rel=0.25)
 
 
 def trained(folder: Path, out: Path, resume: bool = False, **settings: object) -> EncoderStep:
@@ -177,15 +187,19 @@ def test_a_training_by_default(model_folders: dict[str, Path], tmp_path: Path) -
     """bfloat16 over float32 weights, TF32, growing segments, no layers of the CPU's, the peak in the log."""
     before = encoder_step(model_folders["bert"], DEVICES[1])
     step = trained(model_folders["bert"], tmp_path)
-    assert (
-        AcceleratorState().mixed_precision == "bf16"
-        and torch.get_float32_matmul_precision() == "high"
-    )
+
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert torch.get_float32_matmul_precision() == "high"
     assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     assert not any(isinstance(module, OneDnnLinear) for module in step.modules())
+
     rows = rows_of(tmp_path)
-    assert len(rows) == 2 and all(0 < row["peak_gib"] < 1 for row in rows)
+
+    assert len(rows) == 2
+    assert all(0 < row["peak_gib"] < 1 for row in rows)
+
     weights = dict(step.named_parameters())
+
     for name, value in before.named_parameters():
         assert weights[name].dtype == torch.float32 and not torch.equal(weights[name], value), name
 
@@ -201,7 +215,9 @@ def test_a_resumed_training_draws_the_same_dropout(
     for number in (3, 4):
         (tmp_path / "checkpoints" / f"step-{number}").rename(tmp_path / f"step-{number}")
     torch.manual_seed(99)
+
     trained(model_folders["bert_dropout"], tmp_path, resume=True, **settings)
+
     assert [row["loss"] for row in rows_of(tmp_path)] == pytest.approx(whole, rel=1e-4)
 
 
@@ -211,5 +227,6 @@ def test_memory_that_runs_out_is_one_line(model_folders: dict[str, Path], tmp_pa
     accelerator = new_accelerator(config, quantized=False)
     step = encoder_step(model_folders["bert"], accelerator.device)
     step.forward = lambda batch: torch.empty(2**42, device=accelerator.device)
+
     with raises("out-of-memory"):
         train(accelerator, step, config, Run(tmp_path, False, {}))

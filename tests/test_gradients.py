@@ -19,6 +19,7 @@ def test_slopes_by_hand():
     """Softmax over three scores of 0: a third each, so the positive has -2/3 and the two negatives 1/3."""
     slopes = torch.tensor([[-2 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
     rows = rows_by_part(at_scores(slopes, [["required", "rejected", "in-batch", ""]]))
+
     assert rows["scores", "rejected"] == [pytest.approx((1 / 3, 1 / 4, 1, 1 / 9, 1 / 3))]
     assert rows["scores", "required"] == [pytest.approx((2 / 3, 1 / 2, 1, 4 / 9, -2 / 3))]
     assert len(rows) == 3
@@ -28,7 +29,9 @@ def test_parts_at_vectors_by_hand():
     """A unit vector along x: only y turns it. Rejections push by 3, an in-batch negative takes 2 of that back."""
     parts = {"rejected": torch.tensor([[9.0, 3.0]]), "in-batch": torch.tensor([[0.0, -2.0]])}
     whole, along_x = torch.tensor([[9.0, 1.0]]), torch.tensor([[1.0, 0.0]])
+
     rows = rows_by_part(at_vectors("queries", parts, whole, along_x))
+
     assert rows["queries", "rejected"] == [pytest.approx((3, 3 / 5, 1, 3, 0))]
     assert rows["queries", "in-batch"] == [pytest.approx((2, 2 / 5, -1, -2, 0))]
     assert len(rows) == 2, "the parts add up to the whole, and no other direction is left"
@@ -44,11 +47,9 @@ def test_survival_is_that_of_all_rows_together():
         "rejected",
         torch.tensor([[3.0, 0.6, 1.0, 3.0, 0.0], [0.1, 0.1, -1.0, -0.1, 0.0]]),
     )
-    assert (
-        part.survival == pytest.approx(2.9 / 9.01)
-        and part.norm == pytest.approx(1.55)
-        and part.num == 2
-    )
+    assert part.survival == pytest.approx(2.9 / 9.01)
+    assert part.norm == pytest.approx(1.55)
+    assert part.num == 2
 
 
 @pytest.fixture
@@ -87,18 +88,24 @@ def parts_of(folder: Path) -> dict[tuple[str, str], dict]:
 def test_the_command_measures_an_encoder(with_rejections: Path, runs: Path, model_folders):
     folder = with_rejections
     file = recipe(folder, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
+
     outcome = succeeds("r3", "gradients", file, "--batches", "2")
+
     assert outcome.out.startswith(
         f"{folder}/out/gradients.html: of the rejections' gradient survive 1.00 at the scores"
     )
+
     parts = parts_of(folder / "out")
     ends = {"required", "rejected", "irrelevant", "in-batch"}
+
     assert {part for at, part in parts if at == "scores"} >= ends
     assert {part for at, part in parts if at == "skills"} >= {*ends, "other directions"}
     assert parts["scores", "rejected"]["slope"] > 0 > parts["scores", "required"]["slope"]
+
     for at in ("scores", "queries"):
         own = [row for (place, _), row in parts.items() if place == at]
         total = sum(row["share"] * row["num"] for row in own)
+
         assert total == pytest.approx(max(row["num"] for row in own), rel=1e-6), (
             "a row's shares sum to 1"
         )
@@ -106,8 +113,11 @@ def test_the_command_measures_an_encoder(with_rejections: Path, runs: Path, mode
         (folder / "out" / "gradients.md").read_text(),
         (folder / "out" / "gradients.html").read_text(),
     )
-    assert "## At the queries" in markdown and "| rejected |" in markdown
-    assert "At the skills" in page and page.count("<rect") >= 10
+
+    assert "## At the queries" in markdown
+    assert "| rejected |" in markdown
+    assert "At the skills" in page
+    assert page.count("<rect") >= 10
     assert "exists already" in skilltrain("r3", "gradients", file).error_line
 
 
@@ -116,12 +126,17 @@ def test_the_command_measures_a_reranker(with_rejections: Path, runs: Path, mode
         with_rejections, "train_reranker", runs, model_folders["bert_reranker"], "{name: ranknet}"
     )
     succeeds("r3", "gradients", file, "--batches", "1")
+
     parts = parts_of(with_rejections / "out")
+
     assert {at for at, _ in parts} == {"scores"}
+
     slopes = {
         part: parts["scores", part]["slope"] for part in ("required", "irrelevant", "rejected")
     }
-    assert slopes["required"] < slopes["irrelevant"] < slopes["rejected"] and slopes["rejected"] > 0
+
+    assert slopes["required"] < slopes["irrelevant"] < slopes["rejected"]
+    assert slopes["rejected"] > 0
 
 
 def test_lists_without_rejections_and_other_losses_are_refused(
@@ -129,6 +144,7 @@ def test_lists_without_rejections_and_other_losses_are_refused(
 ):
     file = recipe(with_rejections, "train_encoder", runs, model_folders["bert"], SYMMETRIC)
     gains = "data.gains={required: 1, useful: 0.5, irrelevant: 0, rejected: 0}"
+
     for settings, said in (
         (
             [f"data.lists={runs}/encoder_lists"],

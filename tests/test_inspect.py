@@ -157,6 +157,7 @@ def test_drops_are_counted_by_filter(tmp_path: Path):
     values = values_of(write_runs(tmp_path))
 
     counts = {key: len(drops) for key, drops in values["drops"].items()}
+
     assert counts == {
         ("pool", "empty"): 1,
         ("filter", "name"): 1,
@@ -170,6 +171,7 @@ def test_a_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
     page = page_of(write_runs(tmp_path))
 
     shown = re.findall(r'<h4 dir="auto">(.*?)</h4>', page)
+
     assert shown == [
         *("k8s", "table-join"),
         *("Table Join", "table-join"),
@@ -260,6 +262,7 @@ def test_hostile_text_stays_text(tmp_path: Path):
 
     page = (tmp_path / "page.html").read_text()
     check_safe(page, num_scripts=1)
+
     assert not {"\u202e", "\u2028"} & set(page)
     assert "&lt;img src=x onerror=alert(2)&gt;[U+2028][U+202E]" in page
 
@@ -273,6 +276,7 @@ def test_missing_runs_are_named(tmp_path: Path):
     with_pool = inspect_lists(lists, None, tmp_path / "pool-moved", 10)["missing"]
 
     page = (tmp_path / "lists.html").read_text()
+
     assert [line.split(":")[0] for line in missing] == ["rankings of stage lists", "pool"]
     assert [line.split(":")[0] for line in with_pool] == ["rankings of stage lists"]
     assert 'class="missing"' in page
@@ -308,6 +312,7 @@ def test_the_sample_is_the_same_each_time(tmp_path: Path):
     first, second = page_of(folder, max_lists=5), page_of(folder, max_lists=5)
 
     shown = {row["query_id"] for row in values_of(folder, max_lists=5)["shown"]}
+
     assert first == second
     assert "6 of 300 lists" in first
     assert "q299" in shown  # not in the sample, but a check reports it

@@ -46,9 +46,13 @@ def unit_tokens(*lengths):
 def test_max_sim_and_its_gradient_are_those_of_amax():
     texts = [text.requires_grad_() for text in unit_tokens(3, 1, 7, 5, 2, 9, 1)]
     queries, skills, weights = texts[:3], texts[3:], torch.randn(3, 4, dtype=torch.float64)
+
     scores, plain = max_sim(queries, skills), plain_max_sim(queries, skills)
+
     torch.testing.assert_close(scores, plain, rtol=0, atol=1e-9)
+
     got, expected = (torch.autograd.grad((each * weights).sum(), texts) for each in (scores, plain))
+
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
     assert max_sim([], skills).shape == (0, 4)
 
@@ -56,10 +60,13 @@ def test_max_sim_and_its_gradient_are_those_of_amax():
 def test_tokens_stand_behind_their_texts_vector_whatever_is_beside_them(open_encoder_of):
     encoder = open_encoder_of("qwen3").double()
     short, long = encoder.tokenize(["deploy pods", "review the chart " * 9], 60)
+
     both = encoder.with_tokens([short, long], 70)
+
     torch.testing.assert_close(both[:, 0], encoder([short, long]))
     torch.testing.assert_close(both[:1, : 1 + len(short)], encoder.with_tokens([short], len(short)))
-    assert both.shape[1] == 71 and not both[0, 1 + len(short) :].any()
+    assert both.shape[1] == 71
+    assert not both[0, 1 + len(short) :].any()
     assert torch.allclose(both[1, : 1 + len(long)].norm(dim=1), torch.ones(1, dtype=torch.float64))
 
 
@@ -87,7 +94,9 @@ def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, tok
         recompute=token_budget == 120,
         late_interaction=LateInteraction(weight=0.3, temperature=0.1),
     )
+
     got = EncoderStep(encoder, loss, data, settings).train()(data.lists)
+
     assert got.item() == pytest.approx(expected.item(), abs=1e-9)
     assert got.item() != pytest.approx(loss(scored).item())
     torch.testing.assert_close(gradients(encoder, got), expected_gradients, rtol=0, atol=1e-9)
@@ -125,18 +134,25 @@ def test_late_orders_candidates_by_max_sim(
             for some in (ids, texts)
         ]
         expected = plain_max_sim(*tokens)[0].tolist()
+
         assert dict(found[query.query_id]) == pytest.approx(
             {skill.skill_id: score for skill, score in zip(skills, expected, strict=True)}, abs=1e-6
         )
+
         scores = [score for _, score in found[query.query_id]]
+
         assert scores == sorted(scores, reverse=True)
+
     encoded.clear()
+
     assert ranker.rank(QUERIES, given, 2) == {
         query_id: ranking[:2] for query_id, ranking in found.items()
     }
     assert len(encoded) == 2 + 5, "each distinct skill is encoded once"
+
     monkeypatch.setattr(late, "_MAX_QUERY_TOKENS", 1)
     monkeypatch.setattr(late, "_SKILLS_AT_ONCE", 2)
+
     for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
         assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
     assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
@@ -175,7 +191,9 @@ def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatc
     ranker.save_part(tmp_path / "new", [*TWINS.values(), SKILLS[0]], stored, [-1, 0, -1, -1])
 
     assert len(encoded) == 1 + 1
+
     vectors = TokenVectors.load(tmp_path / "new")
+
     assert (
         vectors.rows_of_skill(0).tobytes()
         == vectors.rows_of_skill(1).tobytes()
@@ -197,10 +215,15 @@ def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
         (tmp_path / name).mkdir()
         kept = TokenVectors.load(tmp_path / "old") if name == "new" else None
         ranker.save_part(tmp_path / name, skills, kept, at)
+
     assert len(encoded) == 10 + 3
+
     stored = ranker.over(ranker.skills, TokenVectors.load(tmp_path / "new"))
+
     assert stored.stored.num_skills == len(SKILLS)
+
     found = stored.rank(QUERIES, given, 9)
+
     assert len(encoded) == 10 + 3 + 2, "only the queries"
     for query_id, ranking in expected.items():
         assert dict(found[query_id]) == pytest.approx(dict(ranking), abs=3e-3)
@@ -219,6 +242,7 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
     ranking = run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS), runs.append)
 
     bm25, of_late = runs[1].by_leg
+
     for query_id in ("q1", "q2"):
         assert len(of_late[query_id]) == 8
         assert ranking[query_id] == fuse([bm25[query_id], of_late[query_id]], (0.4, 0.6), "z")[:5]
@@ -226,25 +250,32 @@ def test_a_leg_of_fuse(model_folders, tmp_path):
 
 def test_what_late_interaction_cannot_do_is_refused(model_folders):
     leg = {"kind": "late", **sourced(model_folders)}
+
     for first in (leg, {"kind": "fuse", "of": [LEXICAL, leg]}):
         with pytest.raises(
             ValidationError,
             match="the first ranker finds skills in the pool; late only orders those",
         ):
             SystemConfig.model_validate({"name": "late", "rankers": [first]})
+
     recipe = {
         "stage": "train_encoder",
         "model": {"source": leg["source"]},
         "data": {"pool": "p", "lists": "l"},
     }
+
     with pytest.raises(ValidationError, match="greater than 0"):
         LateInteraction(weight=0)
+
     recipe |= {"late_interaction": {}, "out": "o", "training": {"varlen": True}}
+
     with pytest.raises(
         ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"
     ):
         TrainEncoder.model_validate(recipe)
+
     rankers = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
+
     with pytest.raises(ValidationError, match="an encoder in training is"):
         TrainEncoder.model_validate(
             recipe | {"training": {}, "dev": {"benchmark": "b", "rankers": rankers}}

@@ -28,7 +28,9 @@ def test_scores_follow_the_formula_worked_by_hand():
     # Two texts of 2 and 1 terms, mean length 1.5; "cat" is in one of them.
     index = BM25Index(["cat dog", "dog"])
     idf = math.log(1 + (2 - 1 + 0.5) / (1 + 0.5))
+
     expected = idf * 1 / (1 + K1 * (1 - B + B * 2 / 1.5))
+
     np.testing.assert_allclose(index.scores("cats"), [expected, 0.0], rtol=1e-6)
 
 
@@ -37,14 +39,18 @@ def test_an_index_built_on_another_is_the_one_built_anew(tmp_path):
     (tmp_path / "old").mkdir()
     BM25Index(texts).save(tmp_path / "old")
     now = ["a new fig tree", "green pear", texts[3], texts[0], ""]
+
     built, anew = BM25Index(now, BM25Index.load(tmp_path / "old")), BM25Index(now)
+
     for query in ("red tree", "pear", "fig plum apple", "nothing"):
         np.testing.assert_array_equal(built.scores(query), anew.scores(query))
-    assert built.scores("plum")[2] > 0 and not built.scores("plum")[[0, 1, 3, 4]].any()
+    assert built.scores("plum")[2] > 0
+    assert not built.scores("plum")[[0, 1, 3, 4]].any()
 
 
 def test_matched_words_are_those_of_the_query_in_order_of_weight():
     index = BM25Index(["red apples on a tree", "tree", "trees"])
+
     assert index.matching_words("The Tree with APPLE, reds and pears; red", 0) == [
         "reds",
         "apple",
@@ -61,9 +67,13 @@ def test_search_ranks_and_breaks_ties_by_position():
         ["red apple", "", "red apple", "red red apple tree", "数据库备份脚本", "red apple"]
     )
     indices, scores = index.search(["apple red", "nothing shared", "", "帮我做数据库的备份"], 4)
-    assert indices.dtype == np.int64 and scores.dtype == np.float32
-    assert indices[0].tolist() == [0, 2, 5, 3] and scores[0][0] == scores[0][2]
-    assert indices[1:3].tolist() == [[0, 1, 2, 3]] * 2 and not scores[1:3].any()
+
+    assert indices.dtype == np.int64
+    assert scores.dtype == np.float32
+    assert indices[0].tolist() == [0, 2, 5, 3]
+    assert scores[0][0] == scores[0][2]
+    assert indices[1:3].tolist() == [[0, 1, 2, 3]] * 2
+    assert not scores[1:3].any()
     assert indices[3][0] == 4
 
 
@@ -83,6 +93,7 @@ def test_fields_are_searched_alone_and_a_skill_may_lack_them(fields, expected):
         .ranker(pool, {})
         .rank([Query("q", "cats", "", "", "")], None, 4)["q"]
     )
+
     assert "".join(skill_id for skill_id, _ in found) == expected
 
 

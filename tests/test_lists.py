@@ -58,7 +58,9 @@ def ranked(source, *skill_ids):
 def test_quotas_are_filled_and_sources_help_out_in_their_order(candidates, quotas, by_source):
     entries = [entry for source, found in candidates.items() for entry in ranked(source, *found)]
     chosen = sample_negatives(entries, quotas, "0/q1")
-    assert Counter(entry.source for entry in chosen) == by_source and set(chosen) <= set(entries)
+
+    assert Counter(entry.source for entry in chosen) == by_source
+    assert set(chosen) <= set(entries)
     assert len({entry.skill_id for entry in chosen}) == len(chosen)
     assert sample_negatives(entries[::-1], quotas, "0/q1") == chosen
 
@@ -74,11 +76,12 @@ def test_samples_are_uniform_but_of_best_of_the_best_are_taken():
         counts.update(semantic)
         # SkillRouter's lexical negatives: the first three by BM25 that are not semantic ones already.
         lexical = [entry.skill_id for entry in chosen if entry.source == "lexical"]
+
         assert lexical == [skill_id for skill_id in "hgfedcba" if skill_id not in semantic][:3]
+
     # Binomial(2000, .25): mean 500, standard deviation 19.
-    assert set(counts) == set("abcdefgh") and all(
-        abs(count - 500) < 100 for count in counts.values()
-    )
+    assert set(counts) == set("abcdefgh")
+    assert all(abs(count - 500) < 100 for count in counts.values())
 
 
 def skills_of(*positives, **judged):
@@ -95,15 +98,21 @@ def test_what_a_judge_turned_down_comes_before_what_was_mined_rejections_first()
     mined = ranked("semantic", "r1", *"abc")
     for quotas in ({"semantic": 2, "judged": 2}, {"judged": 2, "semantic": 2}):
         entries = build_list(judged_skills(), mined, settings(quotas=quotas))
+
         assert {e.skill_id for e in entries if e.source == "judged"} == {"r1", "r2"}
-        assert len(entries) == 5 and sum(e.source == "semantic" for e in entries) == 2
+        assert len(entries) == 5
+        assert sum(e.source == "semantic" for e in entries) == 2
+
     three = build_list(judged_skills(), mined, settings(quotas={"judged": 3}))
-    assert [e.skill_id for e in three][3] == "i1" and [e.rank for e in three] == [0, 1, 2, 3]
+
+    assert [e.skill_id for e in three][3] == "i1"
+    assert [e.rank for e in three] == [0, 1, 2, 3]
 
 
 def test_a_reranker_list_holds_judged_skills_at_the_rank_where_they_were_found():
     mined = ranked("encoder", "a", "r1", "b", "g", "c")
     *found, last = build_list(judged_skills(), mined, settings(list_size=4, quotas={"judged": 2}))
+
     assert found == [
         Candidate("a", "encoder", 1),
         Candidate("r1", "encoder", 2),
@@ -118,6 +127,7 @@ def test_a_known_positive_is_never_a_negative(verdict):
     entries = build_list(
         skills_of("g", other=verdict), candidates, settings(quotas={"semantic": 4})
     )
+
     assert entries == [Candidate("g", "gold", 0), Candidate("n", "semantic", 3)]
 
 
@@ -143,6 +153,7 @@ def test_positives_are_in_a_reranker_list_at_their_ranks_or_left_out(
     for absent_gold, expected in (("add", added), ("drop", dropped)):
         config = settings(list_size=list_size, absent_gold=absent_gold)
         entries = build_list(skills_of(*golds), ranked("encoder", *found), config)
+
         assert " ".join(f"{entry.skill_id}{entry.rank}" for entry in entries) == expected
         assert all((entry.source == "gold") == (entry.rank == 0) for entry in entries)
 
@@ -196,8 +207,11 @@ def test_together_gives_one_list_a_query_with_verdicts_from_judgements_and_reaso
     folder,
 ):
     summary, lists, rows = run(folder, quotas={"semantic": 4, "random": 1})
+
     assert list(lists) == ["q1", "q2"]
+
     q1 = dict(zip(lists["q1"]["skill_ids"], lists["q1"]["verdicts"], strict=True))
+
     assert q1 == {"a": "required", "e": "rejected"} | dict.fromkeys("fghz", "irrelevant")
     assert lists["q2"]["skill_ids"][:3] == ["b", "c", "d"]
     assert lists["q2"]["verdicts"][:3] == ["required", "required", "useful"]
@@ -224,7 +238,9 @@ def test_together_gives_one_list_a_query_with_verdicts_from_judgements_and_reaso
 def test_judged_skills_keep_source_and_verdict_in_the_table(folder):
     write_queries(folder, VERDICTS | {"q1": VERDICTS["q1"] | {"d": "rejected", "gone": "rejected"}})
     summary, lists, rows = run(folder, quotas={"judged": 2, "semantic": 1})
+
     row = lists["q1"]
+
     assert {*zip(row["skill_ids"], row["sources"], row["verdicts"], strict=True)} >= {
         ("d", "judged", "rejected"),
         ("e", "judged", "rejected"),
@@ -239,20 +255,28 @@ def test_judged_skills_keep_source_and_verdict_in_the_table(folder):
 def test_a_flagged_skill_is_no_positive_and_may_be_a_negative(folder):
     flags = {skill_id: [Flag("locked_archive", "body", 0, 4, "pass", "why")] for skill_id in "ace"}
     write_flags(flags, folder / "pool")
+
     summary, lists, rows = run(folder, quotas={"semantic": 4})
+
     assert list(lists) == ["q2"]  # all that q1 and q4 require is flagged
-    assert lists["q2"]["skill_ids"][:2] == ["b", "d"] and "c" not in lists["q2"]["skill_ids"]
+    assert lists["q2"]["skill_ids"][:2] == ["b", "d"]
+    assert "c" not in lists["q2"]["skill_ids"]
     assert "e" in lists["q2"]["skill_ids"]
+
     why = "a positive with the flag locked_archive"
     dropped = {
         (row["query_id"], row["skill_id"], row["reason"])
         for row in rows
         if row["filter"] == "flagged"
     }
+
     assert dropped == {("q1", "a", why), ("q2", "c", why), ("q4", "a", why)}
     assert summary["dropped"] == {"flagged": 3, "no_positive": 3, "not_in_pool": 1}
+
     summary, lists, _ = run(folder, quotas={"semantic": 4}, flagged="use")
-    assert lists["q1"]["skill_ids"][0] == "a" and "flagged" not in summary["dropped"]
+
+    assert lists["q1"]["skill_ids"][0] == "a"
+    assert "flagged" not in summary["dropped"]
 
 
 def test_a_list_without_required_gold_in_its_top_is_left_out_with_a_row(folder):
@@ -262,9 +286,13 @@ def test_a_list_without_required_gold_in_its_top_is_left_out_with_a_row(folder):
         folder,
         [(q, s, rank, "encoder") for q, found in tops.items() for rank, s in enumerate(found, 1)],
     )
+
     summary, lists, rows = run(folder, list_size=3, absent_gold="drop")
+
     assert {q: row["skill_ids"] for q, row in lists.items()} == {"q1": [*"efa"], "q2": [*"efc"]}
+
     dropped = [row for row in rows if row["filter"] == "outside_top"]
+
     assert [(row["query_id"], row["skill_id"]) for row in dropped] == [
         ("q2", "b"),
         ("q2", "d"),
@@ -309,6 +337,7 @@ def test_what_gives_no_lists_is_refused(folder, changes, message):
     places = {
         name: folder / changes.get(name, name) for name in ("pool", "queries", "rankings", "out")
     }
+
     with pytest.raises(SkilltrainError, match=message):
         settings(**changes | places).run(folder / "out")
 
@@ -319,4 +348,5 @@ def test_the_order_of_the_tables_does_not_matter(folder):
     )  # no taxonomy was mined
     for name, spec in (("rankings", RANKINGS), ("queries", QUERIES), ("pool", SKILLS)):
         write_table(read_table(folder / name, spec).to_pylist()[::-1], spec, folder / name)
+
     assert run(folder, quotas={"semantic": 2, "random": 1, "taxonomy": 1}, seed=3)[1] == first

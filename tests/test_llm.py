@@ -70,7 +70,7 @@ def config_of(**settings: Any) -> LLMConfig:
     return validate(LLMConfig, {"model": "m", **settings}, "recipe.yaml")
 
 
-# One request ----------------------------------------------------------------------------------
+# One request --------------------------------------------------------------------------------------
 
 
 def test_completion_has_text_reason_and_usage(server: LLMServer) -> None:
@@ -288,7 +288,7 @@ def test_removed_setting_names_its_replacement(settings: dict[str, Any], message
         validate(Rewrite, values, "recipe.yaml")
 
 
-# Many requests --------------------------------------------------------------------------------
+# Many requests ------------------------------------------------------------------------------------
 
 
 def test_threads_yield_every_result() -> None:
@@ -342,6 +342,7 @@ def test_many_failures_in_a_row_end_run(server: LLMServer) -> None:
 def test_answers_under_way_survive_end_of_run(server: LLMServer, tmp_path: Path) -> None:
     slow = Reply("0 is kept", delay=0.2, until=lambda: len(server.requests) == 21)
     server.otherwise = lambda request: slow if request["seed"] == 0 else Reply(status=500)
+
     with raises("server-failing"):
         ask_numbers(open_client(server, tmp_path, concurrency=2), 50)
 
@@ -351,7 +352,7 @@ def test_answers_under_way_survive_end_of_run(server: LLMServer, tmp_path: Path)
     assert len(server.requests) == 21
 
 
-# Tokens, dollars and the budget ---------------------------------------------------------------
+# Tokens, dollars and the budget -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,7 +444,7 @@ def test_cached_answers_count_towards_budget(server: LLMServer, tmp_path: Path) 
     assert len(server.requests) == num_requests
 
 
-# The cache ------------------------------------------------------------------------------------
+# The cache ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -524,7 +525,7 @@ def test_refusing_disk_ends_run(server: LLMServer, tmp_path: Path) -> None:
         ask_numbers(open_client(server, tmp_path / "cache"), 1)
 
 
-# Asking about many items ----------------------------------------------------------------------
+# Asking about many items --------------------------------------------------------------------------
 
 
 def test_estimate_sends_nothing_and_knows_cache(server: LLMServer, tmp_path: Path) -> None:
@@ -566,6 +567,7 @@ def test_unusable_answers_are_asked_again_with_reason(server: LLMServer) -> None
 
     prompts = [request["messages"][1]["content"] for request in server.requests]
     again = "Say hello.\nAn earlier answer was turned down: {}. Write another one."
+
     assert outcome.values == [(Number(0), "0 it is")]
     assert outcome.dropped == []
     assert prompts == [

@@ -102,6 +102,7 @@ def test_resuming_drops_later_and_torn_lines(torn_log):
         log.write(3, METRICS)
 
     is_dev_by_row = [(row["step"], "dev" in row) for row in kept]
+
     assert is_dev_by_row == [(1, False), (1, True), (2, False), (2, True)]
     assert [row["step"] for row in read_rows(torn_log)] == [1, 1, 2, 2, 3]
 
@@ -117,6 +118,7 @@ def test_a_new_run_empties_the_log(torn_log):
 def test_only_the_main_process_opens_trackers(tmp_path, monkeypatch):
     first = open_trackers(["tensorboard"], tmp_path / "first", RECIPE)
     monkeypatch.setenv("RANK", "1")
+
     second = open_trackers(["tensorboard"], tmp_path / "second", RECIPE)
 
     assert [tracker.name for tracker in first] == ["tensorboard"]
@@ -144,6 +146,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, spec, rank):
     monkeypatch.setenv("RANK", rank)
 
     message = r"^wandb is not installed \(.*skilltrain\[trackers\]'\)$"
+
     with pytest.raises(SkilltrainError, match=message):
         open_trackers(["wandb"], tmp_path, RECIPE)
 

@@ -55,11 +55,15 @@ def identical(one, other):
 def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
     lists = training_set(NUM_LISTS).lists
     steps = list(step_batches(lists, CONFIG))
+
     assert len(steps) == 6
     assert [[len(batch) for batch in batches] for batches in steps] == [[4, 4], [4, 4], [4]] * 2
+
     order = [one.query_id for batches in steps for batch in batches for one in batch]
+
     assert sorted(order[:20]) == sorted(order[20:]) == sorted(one.query_id for one in lists)
     assert order[:20] != order[20:]
+
     again = [
         one.query_id
         for batches in step_batches(lists, CONFIG)
@@ -67,6 +71,7 @@ def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
         for one in batch
     ]
     other = step_batches(lists, CONFIG.model_copy(update={"seed": 1}))
+
     assert (
         order == again != [one.query_id for batches in other for batch in batches for one in batch]
     )
@@ -78,26 +83,29 @@ def test_an_epoch_sees_a_list_as_often_as_its_weight_says():
         replace(one, weight=weight)
         for one, weight in zip(training_set(12).lists, weights, strict=True)
     ]
+
     steps = list(step_batches(lists, CONFIG))
+
     assert len(steps) == 4  # 2 x (4 + 2 + 9) queries, 8 a step
+
     epochs = [
         [one for batches in part for batch in batches for one in batch]
         for part in (steps[:2], steps[2:])
     ]
     for seen in epochs:
         counts = [seen.count(one) for one in lists]
-        assert (
-            counts[:4] == [1] * 4
-            and sorted(counts[4:8]) == [0, 0, 1, 1]
-            and sorted(counts[8:]) == [2, 2, 2, 3]
-        )
+        assert counts[:4] == [1] * 4
+        assert sorted(counts[4:8]) == [0, 0, 1, 1]
+        assert sorted(counts[8:]) == [2, 2, 2, 3]
     halves = [{one.query_id for one in seen if one.weight == 0.5} for seen in epochs]
+
     assert halves[0] != halves[1]
 
 
 def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
     groups = new_optimizer(model, 1e-3, 0.01).param_groups
+
     assert [(group["weight_decay"], [p.shape for p in group["params"]]) for group in groups] == [
         (0.01, [(3, 2)]),
         (0, [(3,)] * 3),
@@ -106,9 +114,12 @@ def test_only_matrices_decay():
 
 def test_the_log_holds_each_steps_figures(uninterrupted):
     rows = log_of(uninterrupted[0])
+
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
     # Two of six steps warm up, at 1/3 and 2/3 of the peak; then half a cosine over four.
     shares = [1 / 3, 2 / 3, *(0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4))]
+
     assert [row["learning_rate"] for row in rows] == pytest.approx(
         [1e-3 * share for share in shares]
     )
@@ -118,6 +129,7 @@ def test_the_log_holds_each_steps_figures(uninterrupted):
 
 def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folders, tmp_path):
     arguments = (6, model_folders["bert_dropout"], tmp_path)
+
     with pytest.raises(multiprocessing.ProcessExitedException, match="SIGKILL"):
         multiprocessing.spawn(training_runs.killed_in_step, args=arguments, nprocs=1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -125,14 +137,18 @@ def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folder
         "step-4",
     ]
     assert len(log_of(tmp_path)) == 5
+
     with (tmp_path / "train_log.jsonl").open("a") as log:
         log.write('{"step": 6, "lo')  # torn by the kill
     half = tmp_path / "checkpoints" / "step-6.partial"
     half.mkdir()
     (half / "model.safetensors").write_text("half")
+
     with raises("unfinished-run"):
         run(new_step(model_folders["bert_dropout"]), tmp_path, resume=False)
+
     torch.manual_seed(99)  # whatever the random state of the new process
+
     assert identical(
         run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1]
     )
@@ -159,8 +175,11 @@ def test_the_probe_runs_the_largest_batch_and_changes_nothing(
     step.forward = seeing
     monkeypatch.setattr(loop, "can_probe", lambda _: True)
     found = run(step, tmp_path, resume=False)
-    assert identical(found, uninterrupted[1]) and log_of(tmp_path) == log_of(uninterrupted[0])
-    assert seen[0] == batches[sizes.index(max(sizes))] and len(seen) == len(batches) + 1
+
+    assert identical(found, uninterrupted[1])
+    assert log_of(tmp_path) == log_of(uninterrupted[0])
+    assert seen[0] == batches[sizes.index(max(sizes))]
+    assert len(seen) == len(batches) + 1
     assert losses[0] != losses[1], "dropout is on"
 
 
@@ -170,7 +189,9 @@ def test_onednn_computes_unless_weights_are_sharded(model_folders, monkeypatch, 
     monkeypatch.setattr(loop, "shards_weights", lambda _: sharded)
     step = new_step(model_folders["bert"])
     loop.Training(training_runs.accelerator(), step, CONFIG, Run(tmp_path, False, {}))
+
     linear = {type(module) for module in step.modules() if isinstance(module, torch.nn.Linear)}
+
     assert linear == {torch.nn.Linear if sharded else cpu_linear.OneDnnLinear}
 
 
@@ -194,6 +215,7 @@ def test_a_bad_gradient_stops_before_the_step_and_names_its_queries(
     first = [
         one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch
     ]
+
     with pytest.raises(
         SkilltrainError,
         match=f"^{message} in a step with queries {', '.join(first)} .look at these",
@@ -221,6 +243,7 @@ def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_p
         out = Run(tmp_path / str(batch_size), False, {})
         train(new_accelerator(config, quantized=False), step, config, out)
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
+
     for other in results[1:]:
         assert (other - results[0]).abs().max() < 1e-9
 
@@ -233,9 +256,11 @@ def test_only_a_second_ctrl_c_stops_at_once():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # a batch system that signals launcher and worker both
         signal.raise_signal(signal.SIGINT)
+
         assert stop.signal_number
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -248,7 +273,7 @@ def test_two_trainings_on_one_out_are_kept_apart(runs, tmp_path):
     assert "another process is writing" in line
 
 
-# With a dev benchmark ------------------------------------------------------------------------------------------------
+# With a dev benchmark -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -266,7 +291,8 @@ class ScriptedRanker:
 
     def rank(self, queries, candidates, keep):
         vectors = self.model(TextsToEncode([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
-        assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
+        assert vectors.shape == (3, 32)
+        assert vectors.norm(dim=1).allclose(torch.ones(3))
         place = self.places[self.seen]
         self.seen += 1
         if self.seen == self.signal_in:
@@ -304,6 +330,7 @@ def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path
     result = run_with(
         dev, new_step(model_folders["bert"]), tmp_path / "out", keep_checkpoints=1, save_every=100
     )
+
     assert dev_rows(tmp_path / "out") == [
         (1, 0.2),
         (2, 0.5),
@@ -312,7 +339,9 @@ def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path
         (5, pytest.approx(1 / 3)),
         (6, 0.5),
     ]
+
     best = result[0].best
+
     assert (result[1].name, best.figures["MRR@10"].mean, result[0].step) == ("step-2", 0.5, 6)
     assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
         "step-2",
@@ -330,9 +359,12 @@ def test_patience_ends_a_run_also_one_that_is_resumed_and_a_finished_one_is_not_
         return run_with(dev, new_step(model_folders["bert"]), tmp_path / name, resume)
 
     whole = run_on("whole", places)
+
     with raises("interrupted"):
         run_on("out", places, signal_in=3)
+
     resumed, again = run_on("out", places[3:], resume=True), run_on("out", [], resume=True)
+
     for position, checkpoint in (whole, resumed, again):
         assert (position.step, position.best, checkpoint.name) == (5, whole[0].best, "step-2")
     assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
@@ -341,6 +373,7 @@ def test_patience_ends_a_run_also_one_that_is_resumed_and_a_finished_one_is_not_
 def test_evaluating_changes_nothing_of_the_training(uninterrupted, model_folders, tmp_path):
     step = new_step(model_folders["bert_dropout"])
     run_with(scripted_dev([1] * 6, tmp_path, every=4), step, tmp_path)
+
     assert [number for number, _ in dev_rows(tmp_path)] == [4, 6]  # the last step is evaluated too
     assert [row for row in log_of(tmp_path) if "dev" not in row] == log_of(uninterrupted[0])
     assert identical(dict(step.named_parameters()), uninterrupted[1])

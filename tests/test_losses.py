@@ -56,7 +56,7 @@ def random_batch(seed, queries=5, candidates=7):
     )
 
 
-# Each loss by hand ---------------------------------------------------------------------------------------------------
+# Each loss by hand --------------------------------------------------------------------------------
 
 
 L2, L1E, LE1 = math.log(2), math.log(1 + math.e), math.log(1 + math.exp(-1))
@@ -109,6 +109,7 @@ def test_worked_by_hand(loss, scores, gains, teacher, expected):
 def test_every_temperature_means_the_same(loss):
     one = random_batch(3)
     cooler = ScoredBatch(one.scores / 0.1, one.gains, one.valid, one.teacher_scores)
+
     assert loss(temperature=0.1)(one).item() == pytest.approx(
         loss(temperature=1)(cooler).item(), rel=1e-12
     )
@@ -117,16 +118,19 @@ def test_every_temperature_means_the_same(loss):
 def test_positives_are_named_by_verdict_and_not_by_gain():
     """A rejected skill is worth more than an irrelevant one here: it stays a negative, above the irrelevant one."""
     one = replace(batch([[0, 0, 0]], [[1, 0.2, 0]]), positive=torch.tensor([[True, False, False]]))
+
     assert ListwiseCE()(one).item() == pytest.approx(math.log(3))
     assert InfoNCE(directions=("query_to_skill",))(one).item() == pytest.approx(math.log(3))
     assert PointwiseBCE()(replace(one, scores=one.scores + 1)).item() == pytest.approx(
         (LE1 + 2 * L1E) / 3, abs=1e-6
     )
+
     (slopes,) = torch.autograd.grad(RankNet()(one), one.scores)
+
     assert slopes.tolist() == [[pytest.approx(-1 / 3), pytest.approx(0), pytest.approx(1 / 3)]]
 
 
-# What holds for every loss -------------------------------------------------------------------------------------------
+# What holds for every loss ------------------------------------------------------------------------
 
 
 @EVERY_LOSS
@@ -140,7 +144,9 @@ def test_masked_candidates_change_nothing_and_get_no_gradient(loss, filler):
     gains = torch.cat([plain.gains, torch.ones(5, 2, dtype=torch.float64)], 1)
     valid = torch.cat([plain.valid, torch.zeros(5, 2, dtype=torch.bool)], 1)
     got = loss(ScoredBatch(scores, gains, valid, torch.cat([plain.teacher_scores, extra], 1)))
+
     got.backward()
+
     assert got.item() == pytest.approx(expected.item(), rel=1e-12)
     assert (scores.grad[:, 7:] == 0).all()
     assert torch.allclose(scores.grad[:, :7], gradient, rtol=1e-12, atol=1e-15)
@@ -150,6 +156,7 @@ def test_masked_candidates_change_nothing_and_get_no_gradient(loss, filler):
 def test_gradients_equal_finite_differences(loss):
     one = random_batch(5, queries=3, candidates=6)
     valid = one.valid & (torch.arange(6) != 4)  # one negative of each list does not count
+
     assert torch.autograd.gradcheck(
         lambda scores: loss(replace(one, scores=scores, valid=valid)), (one.scores,)
     )
@@ -163,7 +170,9 @@ def test_no_queries_cost_nothing_but_keep_the_graph(loss):
             nothing, torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, 3)
         )
     )
+
     assert value.item() == 0
+
     value.backward()
 
 
@@ -173,7 +182,9 @@ def test_a_batch_is_the_sum_of_its_queries_in_any_order_of_candidates(loss):
     parts = (one.scores, one.gains, one.valid, one.teacher_scores)
     alone = [loss(ScoredBatch(*(part[i : i + 1] for part in parts))).item() for i in range(5)]
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+
     turned = ScoredBatch(*(part[:, order] for part in parts))
+
     assert loss(one).item() == pytest.approx(sum(alone), rel=1e-12)
     assert loss(turned).item() == pytest.approx(sum(alone), rel=1e-12)
 
@@ -182,17 +193,19 @@ def test_a_batch_is_the_sum_of_its_queries_in_any_order_of_candidates(loss):
 def test_extreme_scores_and_float32_are_no_trouble(loss):
     extreme = batch([[1e4, -1e4, 0.0]], [[0.0, 1.0, 0.0]], teacher=[[-1e4, 1e4, 0.0]])
     loss(extreme).backward()
+
     assert torch.isfinite(extreme.scores.grad).all()
+
     one = random_batch(7)
     small = ScoredBatch(
         one.scores.detach().float(), one.gains.float(), one.valid, one.teacher_scores.float()
     )
-    assert loss(small).dtype == torch.float32 and loss(small).item() == pytest.approx(
-        loss(one).item(), rel=1e-5
-    )
+
+    assert loss(small).dtype == torch.float32
+    assert loss(small).item() == pytest.approx(loss(one).item(), rel=1e-5)
 
 
-# Directions, widths, and names ---------------------------------------------------------------------------------------
+# Directions, widths, and names --------------------------------------------------------------------
 
 
 BOTH = ("query_to_skill", "skill_to_query")
@@ -253,15 +266,20 @@ def test_a_loss_is_chosen_by_name_or_by_its_import():
     for adapter in UNIONS:
         for default in (loss() for loss in PLAIN_LOSSES):
             assert adapter.validate_python({"name": default.name}) == default
+
         own = adapter.validate_python({"name": HINGE, "margin": 2})
-        assert isinstance(own, Hinge) and own(batch([[0.5, 3]], [[1, 0]])).item() == 1.5
+
+        assert isinstance(own, Hinge)
+        assert own(batch([[0.5, 3]], [[1, 0]])).item() == 1.5
         assert adapter.dump_python(own) == {"name": HINGE, "margin": 2.0}
         assert (
             adapter.validate_python(adapter.dump_python(own)) == adapter.validate_python(own) == own
         )
+
     assert UNIONS[0].validate_python(WIDTHS) == Matryoshka(loss=ListwiseCE(), dims=(32, 8))
     assert UNIONS[0].validate_python({**WIDTHS, "loss": {"name": HINGE}}).loss == Hinge(name=HINGE)
-    assert InfoNCE().temperature == 0.05 and ListwiseCE().temperature == 1
+    assert InfoNCE().temperature == 0.05
+    assert ListwiseCE().temperature == 1
 
 
 NO_TAG = "unknown 'name' matryoshka"
@@ -339,6 +357,7 @@ def test_reranker_refuses_loss_on_vectors():
 def test_schema_lists_losses_and_import_paths():
     schema = UNIONS[1].json_schema()
     *named, imported = schema["oneOf"]
+
     sections = [schema["$defs"][choice["$ref"].rpartition("/")[2]] for choice in named]
 
     assert {section["properties"]["name"]["const"] for section in sections} == {

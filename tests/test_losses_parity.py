@@ -81,7 +81,7 @@ def assert_same(loss, batch, expected, factor):
     )
 
 
-# Rerankers -----------------------------------------------------------------------------------------------------------
+# Rerankers ----------------------------------------------------------------------------------------
 
 
 GRADES = (1.0, 0.5, 0.5)
@@ -111,7 +111,9 @@ def test_pointwise_on_one_list():
     loss = reranker_losses.BinaryCrossEntropyLoss.__new__(reranker_losses.BinaryCrossEntropyLoss)
     torch.nn.Module.__init__(loss)  # its own constructor asks for a whole model
     loss.model, loss.activation_fn = Scores(batch.scores[0]), torch.nn.Identity()
+
     loss.bce_with_logits_loss = torch.nn.BCEWithLogitsLoss()
+
     assert_same(
         PointwiseBCE(), batch, with_gradient(loss([["q"] * 9, ["s"] * 9], batch.gains[0]), batch), 1
     )
@@ -136,11 +138,13 @@ def test_distillation(ours, reference, factor):
         torch.ones(len(batch.scores), 1),
         *(column.unsqueeze(1) for column in batch.scores.T),
     ]
+
     value = reference.compute_loss_from_embeddings(columns, batch.teacher_scores)
+
     assert_same(ours, batch, with_gradient(value, batch), factor)
 
 
-# Encoders: the same vectors through our scores and labels ------------------------------------------------------------
+# Encoders: the same vectors through our scores and labels -----------------------------------------
 
 
 def vectors(count, seed, dim=12):
@@ -195,13 +199,17 @@ def test_infonce_in_every_direction(directions, partition):
     expected = 4 * reference.compute_loss_from_embeddings(
         [queries, *skills.split(4)], torch.zeros(4)
     )
+
     ours = ours_on(
         InfoNCE(temperature=0.1, directions=directions, partition=partition), queries, skills
     )
+
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
+
     got, wanted = (
         torch.autograd.grad(loss, (queries, skills), retain_graph=True) for loss in (ours, expected)
     )
+
     for one, other, of in zip(got, wanted, (queries, skills), strict=True):
         # Theirs goes through a normalisation: only the part of ours across the vector is comparable.
         assert torch.allclose(
@@ -233,5 +241,7 @@ def test_matryoshka(inner):
     inner_loss = encoder_losses.MultipleNegativesRankingLoss(model, directions=names)
     reference = encoder_losses.MatryoshkaLoss(model, inner_loss, [12, 6, 3])
     expected = 4 * reference([{"column": torch.tensor(i)} for i in range(4)], torch.zeros(4))
+
     ours = ours_on(Matryoshka(loss=inner, dims=(3, 6, 12)), queries, skills)
+
     assert ours.item() == pytest.approx(expected.item(), rel=1e-9)

@@ -37,13 +37,16 @@ def test_memory_that_runs_out_is_one_line_with_what_to_lower(model_folders, tmp_
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB …")
 
     step.forward = full
+
     with pytest.raises(SkilltrainError) as error:
         run(step, tmp_path, resume=False)
     assert str(error.value) == (
         "the GPU's memory has run out (a training.token_budget below 150 or a model.max_tokens below 256 or a "
         "training.batch_size below 4 (with more accumulation) or an adapter (LoRA))"
     )
+
     step.settings = StepSettings(150, recompute=False)
+
     with (
         raises("out-of-memory"),
         out_of_memory_in_one_line(CONFIG, step),
@@ -80,6 +83,7 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
     monkeypatch.setenv(f"ACCELERATE_USE_{launch}", "true")
     check_fits(config)
     properties.total_memory -= 1
+
     with raises("out-of-memory"):
         check_fits(config)
 
@@ -87,7 +91,9 @@ def test_a_model_that_cannot_fit_the_card_is_refused_before_it_is_loaded(
 def test_what_a_recipe_leaves_out_follows_from_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+
     silent, says = TrainingConfig(), TrainingConfig(token_budget=512, precision="float32")
+
     for device, budget, dtype in (
         (CPU, 4096, torch.float32),
         (torch.device("cuda"), 16384, torch.bfloat16),
@@ -107,8 +113,11 @@ def test_whole_training_moves_the_weights_whatever_the_models_precision(model_fo
     config = TrainEncoder(
         stage="train_encoder", model=model, data=data, training=training, out=tmp_path
     )
+
     encoder, lists = load_model(config, CPU), training_set(20)
+
     assert isinstance(encoder, Encoder)
+
     step = EncoderStep(encoder, InfoNCE(), lists, StepSettings(150))
     before = {
         name: value.detach().clone()
@@ -117,8 +126,11 @@ def test_whole_training_moves_the_weights_whatever_the_models_precision(model_fo
     }
     loop.train(new_accelerator(training, False), step, training, loop.Run(tmp_path, False, {}))
     after = dict(step.named_parameters())
+
     assert {value.dtype for value in after.values()} == {torch.float32}
+
     moved = torch.cat([(after[name] != value).flatten() for name, value in before.items()])
+
     assert moved.float().mean() > 0.9
 
 
@@ -152,10 +164,15 @@ def test_the_bytes_of_a_layer_are_those_that_autograd_keeps(open_encoder_of, nam
     network = open_encoder_of(name).backbone
     if adapter:
         add_adapter(network, adapter)
+
     found = layer_bytes(network, dtype)
-    assert not network.training and layer_bytes(copy.deepcopy(network).to("meta"), dtype) == found
+
+    assert not network.training
+    assert layer_bytes(copy.deepcopy(network).to("meta"), dtype) == found
+
     network.train()
     expected = (kept_in_truth(network, 128, dtype) - kept_in_truth(network, 64, dtype)) / 64 / 2
+
     assert found == pytest.approx(expected, rel=0.02)
 
 
@@ -168,6 +185,7 @@ def test_the_largest_batch_by_hand(open_encoder_of):
         (True, 63 * 2 * 32 * 4 + 60 * of_layer),
     ):
         step = EncoderStep(encoder, InfoNCE(), data, StepSettings(64, recompute))
+
         assert step.slots(data.lists) == [60, 3]
         assert activation_bytes(step, [data.lists[:1], data.lists], torch.float32) == expected
 

@@ -85,6 +85,7 @@ def test_ndcg_names_its_gain():
     """Gains 3 (gold), 2 (gold) and 1 (a degraded copy), ranked worst first."""
     relevance = Relevance(frozenset("ab"), {"a": 3.0, "b": 2.0, "c": 1.0})
     second, third = 1 / math.log2(3), 1 / math.log2(4)
+
     assert value("nDCG@3", "cba", relevance) == pytest.approx(
         (1 + 2 * second + 3 * third) / (3 + 2 * second + third)
     )
@@ -169,9 +170,11 @@ def test_a_measure_has_no_value_where_it_is_not_defined():
     """Set-Compat asks whether skills go together; its mean runs over the queries that have a value, here one."""
     one = Relevance(frozenset("a"), {"a": 1.0})
     measures = parse_measures(["Set-Compat", "Hit@1"])
+
     values = per_query(
         {"single": ["a"], "multi": ["a", "b", "c"]}, {"single": one, "multi": BINARY}, measures
     )
+
     assert values == {"single": {"Hit@1": 1.0}, "multi": {"Set-Compat": 1.0, "Hit@1": 1.0}}
     assert per_query({}, {"multi": BINARY}, measures) == {
         "multi": {"Set-Compat": 0.0, "Hit@1": 0.0}
@@ -200,18 +203,24 @@ def test_alternatives_and_copies_change_nothing_but_the_name(ranking: list[str],
         for skill_id in ranking:
             gold = needs.get(skill_id, skill_id)
             renamed.append(f"copy of {gold} {skill_id}" if gold in renamed else gold)
+
         assert evaluate_query(ranking, relevance, measures) == evaluate_query(
             renamed, plain, measures
         )
+
     values = evaluate_query(ranking, relevance, strict + lenient)
+
     assert all(values[f"{measure} (copies)"] >= values[str(measure)] for measure in strict)
 
 
 def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
     relevance = Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}, copies={"c": "a", "d": "a"})
     measures = with_copies(parse_measures(["Hit@1", "Recall@3", "FC@3", "nDCG@3"]))
+
     assert [str(measure) for measure in measures][:3] == ["Hit@1", "Hit@1 (copies)", "Recall@3"]
+
     ideal = 1 + 1 / math.log2(3)
+
     assert evaluate_query(tuple("cdaxb"), relevance, measures) == pytest.approx(
         {
             "Hit@1": 0,

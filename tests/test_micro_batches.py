@@ -13,11 +13,14 @@ some_texts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_
 def test_every_text_once_within_the_budget_and_in_its_order(texts, budget):
     lengths, seen = [*map(len, texts)], []
     groups = micro_batches(lengths, budget)
+
     for group in groups:
         assert (
             len(group) == 1 or max(lengths[position] for position in group) * len(group) <= budget
         )
+
     order = [lengths[position] for group in groups for position in group]
+
     assert order == sorted(lengths, reverse=True)
 
     def total(batch):
@@ -55,7 +58,9 @@ def test_every_layer_is_computed_again_with_the_same_dropout(open_encoder_of):
         results.append(
             (loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()])
         )
+
     (loss, gradients), (again, repeated) = results
+
     assert calls.count(True) == 2 * calls.count(False) > 0
     assert loss == pytest.approx(again, abs=1e-12)
     assert max((a - b).abs().max().item() for a, b in zip(gradients, repeated, strict=True)) < 1e-9
