@@ -27,7 +27,7 @@ from skilltrain.training.scores import ScoreContext, in_batch_negatives
 from skilltrain.training.training_set import TrainingList, TrainingSet, on_best_windows
 from skilltrain.workers import WorkersConfig
 from small_library import succeeds
-from test_dense import counted
+from test_dense import record_encoded_texts
 
 TEN = SkillTemplate(body_chars=10)
 SKILL = Skill("s", "n", "d", "0123456789abcdefghijABCD\n ")  # 24 characters and white space
@@ -105,7 +105,7 @@ def test_one_window_gives_skill_vector(one_window):
 
 
 def test_first_window_comes_from_cache(three_windows, monkeypatch):
-    texts = counted(three_windows, monkeypatch)
+    texts = record_encoded_texts(three_windows, monkeypatch)
 
     chunks = three_windows.encode_chunks([LONG, SHORT])
 
