@@ -142,9 +142,9 @@ def test_attention_leaves_model_unchanged(opened, fails):
     assert reranker.network.config._attn_implementation == implementation
 
 
-def table(shares):
+def table(rows):
     """Return shares by field as an array: [row, field]."""
-    return np.array([[row[field] for field in FIELDS] for row in shares])
+    return np.array([list(map(row.get, FIELDS)) for row in rows])
 
 
 def test_cut_body_counts_its_remaining_tokens(open_reranker_of):
