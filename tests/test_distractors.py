@@ -97,7 +97,8 @@ def test_each_strategy_gives_one_distractor(first_run):
 
     skills = read_table(out, SKILLS).to_pylist()
 
-    audio, invoices = skills[:3], skills[3:]
+    audio = skills[:3]
+    invoices = skills[3:]
     prefix = "distractor/gt"
     assert [row["skill_id"] for row in audio] == [f"{prefix}/read-audio/{s}" for s in STRATEGIES]
     assert [row["skill_id"] for row in invoices] == [
