@@ -182,7 +182,8 @@ SIGNS = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=60)
 
 @given(SIGNS)
 def test_the_sign_test_is_mcnemars(signs: list[float]):
-    num_better, num_worse = signs.count(1.0), signs.count(-1.0)
+    num_better = signs.count(1.0)
+    num_worse = signs.count(-1.0)
 
     p = sign_test(np.array(signs))
 
@@ -241,16 +242,17 @@ def scored(name: str, seed: int, share: float) -> SystemResult:
 
 
 def one_measure(name: str, values: list[float]) -> SystemResult:
-    return SystemResult(
-        name=name, per_query={f"q{i}": {"m": value} for i, value in enumerate(values)}, rankings={}
-    )
+    per_query = {f"q{number}": {"m": value} for number, value in enumerate(values)}
+    return SystemResult(name=name, per_query=per_query, rankings={})
 
 
 def column(system: SystemResult, measure: str) -> list[float]:
     return [system.per_query[query_id][measure] for query_id in IDS]
 
 
-BM25, BASE, TRAINED = scored("bm25", 0, 0.3), scored("base", 1, 0.5), scored("trained", 2, 0.8)
+BM25 = scored("bm25", 0, 0.3)
+BASE = scored("base", 1, 0.5)
+TRAINED = scored("trained", 2, 0.8)
 SYSTEMS = (BM25, BASE, TRAINED)
 PAIRS = (("bm25", "trained"), ("base", "trained"))
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's own examples, as a package beside a copy of the source: they are clean, and do what it says."""
+"""The examples of CONTRIBUTING, as a package beside a copy of the project."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_every_kind_has_an_example():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_is_short_and_keeps_the_rules(name: str):
+def test_example_keeps_the_rules(name: str):
     lines = [line for line in EXAMPLES[name].splitlines()[1:] if line.strip()]
 
     assert len(lines) <= MAX_LINES
@@ -187,7 +187,7 @@ def test_stage_passes_its_check(acme, library, tmp_path):
 # Use by name --------------------------------------------------------------------------------------
 
 
-def test_evaluation_uses_reader_measure_and_analysis(acme, library):
+def test_evaluation_uses_examples(acme, library):
     arguments = [f"benchmark={library / 'bench'}", f"pool={library / 'pool'}"]
     arguments += ["measures=[Hit@1, Half@3]", "analysis.more=[{kind: misses}]"]
     arguments += ["systems=[{name: mine, rankers: [{kind: headline}]}]"]
@@ -203,7 +203,7 @@ def test_evaluation_uses_reader_measure_and_analysis(acme, library):
     assert "1 if at least half" in (library / "report" / "report.md").read_text()
 
 
-def test_lists_use_source_and_layer(acme, library, model_folders):
+def test_mining_uses_examples(acme, library, model_folders):
     mine(library, model_folders["bert"])
     paths = [f"{name}={library / name}" for name in ("pool", "queries")]
     rankings = f"rankings={library / 'mined'}"
@@ -223,7 +223,7 @@ def test_lists_use_source_and_layer(acme, library, model_folders):
 
 
 @pytest.mark.parametrize("prompt", ["hurried", "acme.prompts:HURRIED", "hurried.yaml"])
-def test_queries_are_written_with_a_prompt(acme, library, monkeypatch, prompt: str):
+def test_synthesis_uses_prompt_of_example(acme, library, monkeypatch, prompt: str):
     monkeypatch.chdir(library)
     Path("hurried.yaml").write_text(json.dumps(load_plugin("prompt", "hurried")))
     settings = ["llm.kind=openai", "llm.model=made-up", "llm.prices={prompt: 1, completion: 1}"]
@@ -235,8 +235,8 @@ def test_queries_are_written_with_a_prompt(acme, library, monkeypatch, prompt: s
     assert f'"num_asked": {len(SKILLS)}' in outcome.out
 
 
-def test_help_and_schema_show_the_names(clone, library):
-    shown = {
+def test_help_names_examples(clone, library):
+    word_by_command = {
         "filter --help-all": "name=contains",
         "mine --help-all": "longest",
         "evaluate --help-all": "kind=misses",
@@ -246,21 +246,20 @@ def test_help_and_schema_show_the_names(clone, library):
         f"count_words pool={library / 'pool'} out={library / 'counted'}": "counted",
         f"longest {library / 'pool'}": "reader",
     }
-    program = "import sys, typer, skilltrain.cli as c\n" + "".join(
-        f"typer.main.get_command(c.app).main({command.split()!r}, standalone_mode=False)\n"
-        "print('\\0')\n"
-        for command in shown
-    )
+    # One process runs all commands; a zero byte ends the output of each.
+    program = "import sys, typer, skilltrain.cli as c\n"
+    for command in word_by_command:
+        arguments = f"{command.split()!r}, standalone_mode=False"
+        program += f"typer.main.get_command(c.app).main({arguments})\nprint('\\0')\n"
     environment = os.environ | {"PYTHONPATH": str(clone / "src")}
 
     outcome = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
 
-    parts = outcome.stdout.split("\0")
-
-    for (command, word), part in zip(shown.items(), parts, strict=False):
-        assert word in part, f"{command}: {part}{outcome.stderr}"
+    outputs = outcome.stdout.split("\0")
+    for (command, word), output in zip(word_by_command.items(), outputs, strict=False):
+        assert word in output, f"{command}: {output}{outcome.stderr}"
 
 
 def test_unknown_measure_names_the_nearest(acme, library):

@@ -74,7 +74,7 @@ def assert_equal(results, expected):
 
 
 @pytest.mark.parametrize(("shape", "outer", "bias"), SHAPES)
-def test_outputs_and_gradients_equal_a_plain_layers(shape, outer, bias):
+def test_results_equal_plain_layer(shape, outer, bias):
     plain, fast = plain_and_fast(shape[-1], outer, bias)
     values = torch.randn(shape)
 
@@ -204,7 +204,7 @@ def loss_and_gradients(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_equals_the_plain_one(open_model, name):
+def test_training_step_equals_plain_one(open_model, name):
     model = open_model(name)
     plain_loss, plain_gradients = loss_and_gradients(model)
 

@@ -100,7 +100,7 @@ def test_cached_texts_are_not_encoded(model_folders, tmp_path, monkeypatch):
         ("bert_dropout", {"template": EncoderTemplate(query_chars=3)}),
     ],
 )
-def test_cache_separates_models_and_settings(model_folders, tmp_path, monkeypatch, model, settings):
+def test_cache_separates_models(model_folders, tmp_path, monkeypatch, model, settings):
     open_encoder(source(model_folders, cache=tmp_path)).encode_skills(SKILLS)
     encoder = open_encoder(source(model_folders, model, cache=tmp_path, **settings))
     texts = record_encoded_texts(encoder, monkeypatch)
@@ -150,7 +150,7 @@ def test_fields_nd_ignores_bodies(model_folders):
 # Micro-batches ------------------------------------------------------------------------------------
 
 
-def test_cache_keys_depend_on_text_and_limit():
+def test_cache_keys_depend_on_limit():
     texts = ["pods", "", "pods ", "日本", "pods"]
 
     keys = text_keys(texts, 32).tolist()

@@ -25,7 +25,7 @@ def error_calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
 
 
 def assigned_texts(function: ast.AST, name: str, tables: dict[str, list[str]]) -> list[str]:
-    """Return the texts that a function assigns to a variable, directly or by `TABLE.get(key, text)`."""
+    """Return the texts assigned to a variable of a function, also by `TABLE.get(key, text)`."""
     texts: list[str] = []
     for node in ast.walk(function):
         if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != name:

@@ -102,7 +102,7 @@ def two_systems(folder):
     return folder
 
 
-def test_metrics_are_of_systems_and_predictions(two_systems):
+def test_metrics_include_predictions(two_systems):
     assert means(two_systems) == {"bm25": {"Hit@1": 1}, "nd": {"Hit@1": 1}, "mine": {"Hit@1": 0}}
 
 
@@ -470,7 +470,7 @@ def test_descriptions_are_sliced_by_quartile(analysed):
     ]
 
 
-def test_gaps_are_of_each_pair_and_slice(analysed):
+def test_gaps_are_of_each_slice(analysed):
     gaps = analysed.metrics["gaps"]
     quartiles = ["Q1", "Q2", "Q3", "Q4"]
 
@@ -622,7 +622,7 @@ def test_dry_run_sends_nothing(priced, folder, capsys):
     assert plan["asked"].keys() == {"judged", "api"}  # the third asks for what the second has
 
 
-def test_dry_run_counts_requests_and_dollars(priced, folder, capsys):
+def test_dry_run_counts_requests(priced, folder, capsys):
     server, config = priced
     plan = dry_run(config)
 

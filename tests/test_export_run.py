@@ -268,7 +268,7 @@ def write_report(folder, source):
     return folder
 
 
-def test_card_shows_licence_repository_and_reports(tmp_path, finished):
+def test_card_shows_publication(tmp_path, finished):
     run = finished[0].out
     published = Published(REPO, "apache-2.0", [write_report(tmp_path / "report", run)])
 
@@ -587,7 +587,7 @@ def test_a_dry_run_checks_the_name(hub, finished):
     assert "owner/x..y: is no name of a model on the Hub" in outcome.error_line
 
 
-def test_a_dry_run_shows_files_and_card(hub, finished):
+def test_dry_run_of_push_shows_files(hub, finished):
     run = finished[0].out
 
     printed = succeeds("push", run, "--repo", REPO, "--dry-run").out
@@ -600,7 +600,7 @@ def test_a_dry_run_shows_files_and_card(hub, finished):
     assert hub.log == []
 
 
-def test_a_dry_run_prints_json(hub, finished):
+def test_dry_run_of_push_prints_json(hub, finished):
     printed = skilltrain("push", finished[0].out, "--repo", REPO, "--dry-run", "--json").out
 
     assert set(json.loads(printed)) == {"url", "files", "card"}

@@ -111,7 +111,7 @@ def test_shares_sum_to_1(attention):
         assert sum(shares.values()) == pytest.approx(1)
 
 
-def test_attention_names_model_and_pairs(attention):
+def test_attention_names_pairs(attention):
     pairs = [(pair["query_id"], pair["skill_id"]) for pair in attention["pairs"]]
 
     assert attention["model"] == "tiny"

@@ -87,7 +87,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a.json") == value
 
 
-def test_nan_is_refused_and_old_json_kept(tmp_path: Path) -> None:
+def test_refused_nan_keeps_old_json(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     write_json(file, 1)
 

@@ -73,7 +73,7 @@ def config_of(**settings: Any) -> LLMConfig:
 # One request --------------------------------------------------------------------------------------
 
 
-def test_completion_has_text_reason_and_usage(server: LLMServer) -> None:
+def test_completion_has_text_with_usage(server: LLMServer) -> None:
     server.script = [Reply("Hello.", finish_reason="length")]
 
     answer = complete(open_client(server), system="Be brief.")
@@ -303,12 +303,12 @@ def test_one_thread_keeps_the_order() -> None:
     assert list(results) == [str(number) for number in range(20)]
 
 
-def test_error_stops_threads_after_requests_under_way() -> None:
-    begun: list[int] = []
+def test_error_stops_threads() -> None:
+    started: list[int] = []
     finished: list[int] = []
 
     def work(item: int) -> int:
-        begun.append(item)
+        started.append(item)
         if item == 5:
             raise ValueError("five")
         time.sleep(0.001)
@@ -317,8 +317,8 @@ def test_error_stops_threads_after_requests_under_way() -> None:
     with pytest.raises(ValueError, match="five"):
         finished.extend(in_threads(work, range(1000), 3))
 
-    assert len(begun) < 100
-    assert sorted([*finished, 5]) == sorted(begun)
+    assert len(started) < 100
+    assert sorted([*finished, 5]) == sorted(started)
 
 
 def test_requests_keep_to_concurrency(server: LLMServer) -> None:
@@ -487,7 +487,7 @@ def test_other_server_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "is_cached"), [(Reply(status=500), False), (Reply(raw="{torn"), True)]
 )
-def test_malformed_replies_are_cached_and_failures_not(
+def test_only_answers_are_cached(
     server: LLMServer, tmp_path: Path, reply: Reply, is_cached: bool
 ) -> None:
     server.script = [reply]
@@ -528,7 +528,7 @@ def test_refusing_disk_ends_run(server: LLMServer, tmp_path: Path) -> None:
 # Asking about many items --------------------------------------------------------------------------
 
 
-def test_estimate_sends_nothing_and_knows_cache(server: LLMServer, tmp_path: Path) -> None:
+def test_estimate_counts_cached_answers(server: LLMServer, tmp_path: Path) -> None:
     llm = open_client(server, tmp_path)
     ask_numbers(llm, 2)
 
@@ -547,9 +547,7 @@ def test_estimate_sends_nothing_and_knows_cache(server: LLMServer, tmp_path: Pat
     assert len(server.requests) == 2
 
 
-def test_estimate_needs_no_key_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimate_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     llm = LLM(LLMConfig(cache=tmp_path / "none", prices=Prices(prompt=1, completion=2)))
 

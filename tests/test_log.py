@@ -54,7 +54,7 @@ class Recorder(GeneralTracker):
         self.is_closed = True
 
 
-def test_each_step_and_evaluation_is_a_line(tmp_path):
+def test_each_record_is_a_line(tmp_path):
     path = tmp_path / "out" / "train_log.jsonl"
 
     with TrainingLog(path, 0, []) as log:
@@ -96,13 +96,12 @@ def torn_log(tmp_path):
     return path
 
 
-def test_resuming_drops_later_and_torn_lines(torn_log):
+def test_resuming_drops_later_lines(torn_log):
     with TrainingLog(torn_log, 2, []) as log:
-        kept = read_rows(torn_log)
+        rows = read_rows(torn_log)
         log.write(3, METRICS)
 
-    is_dev_by_row = [(row["step"], "dev" in row) for row in kept]
-
+    is_dev_by_row = [(row["step"], "dev" in row) for row in rows]
     assert is_dev_by_row == [(1, False), (1, True), (2, False), (2, True)]
     assert [row["step"] for row in read_rows(torn_log)] == [1, 1, 2, 2, 3]
 

@@ -91,7 +91,7 @@ def test_epoch_has_every_list_once():
     assert sorted(order[:20]) == sorted(order[20:]) == sorted(query_ids([lists]))
 
 
-def test_order_depends_on_seed_and_epoch():
+def test_each_epoch_has_its_order():
     lists = training_set(NUM_LISTS).lists
 
     order = epoch_order(lists, CONFIG)

@@ -407,7 +407,7 @@ def test_reranker_refuses_loss_on_vectors():
         TrainReranker.model_validate(recipe)
 
 
-def test_schema_lists_losses_and_import_paths():
+def test_schema_lists_losses():
     schema = UNIONS[1].json_schema()
     *named, imported = schema["oneOf"]
 
