@@ -1,4 +1,4 @@
-"""The chat-model client against a loopback server: retries, budget, cache, errors without the key."""
+"""The chat-model client against a loopback server: retries, budget, cache and many requests."""
 
 import json
 import sqlite3

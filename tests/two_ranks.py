@@ -1,4 +1,4 @@
-"""What runs on each of two gloo processes, and alone: whole trainings, with shards of the model too."""
+"""Training runs on two gloo processes and on one, with sharded models too."""
 
 import importlib.util
 import os
@@ -52,9 +52,9 @@ LISTS_A_STEP = CONFIG.batch_size * CONFIG.accumulation
 
 @dataclass(frozen=True)
 class Case:
-    """A way to share a model, with one of the tiny models, and how near two ranks come to one.
+    """A way to share a model, one of the tiny models, and the tolerance between two ranks and one.
 
-    Each step but the last has two batches; that has a single list, so that one of the ranks idles.
+    Each step but the last has two batches. The last has a single list, so one of the ranks idles.
     """
 
     folder: str
@@ -89,7 +89,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def step_of(kind: str, folder: Path) -> Step:
-    """The step of a case, in float64 where it can be; the encoder with late interaction."""
+    """Return the step of a case, in float64 if it can be; an encoder has late interaction."""
     case = CASES[kind]
     data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
@@ -98,44 +98,44 @@ def step_of(kind: str, folder: Path) -> Step:
         settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
         step: Step = EncoderStep(encoder, InfoNCE(), data, settings)
     else:
-        config = RerankerConfig(
-            source=str(folder), max_tokens=100 if "bert" in folder.name else 300
-        )
-        budget = replace(settings, token_budget=150 if "bert" in folder.name else 500)
-        step = RerankerStep(load_reranker(config, CPU), ListwiseCE(), data, budget)
-    return step.float() if "zero" in kind or precision_of(kind) == "bfloat16" else step.double()
+        is_bert = "bert" in folder.name
+        config = RerankerConfig(source=str(folder), max_tokens=100 if is_bert else 300)
+        settings = replace(settings, token_budget=150 if is_bert else 500)
+        step = RerankerStep(load_reranker(config, CPU), ListwiseCE(), data, settings)
+    is_float32 = "zero" in kind or precision_of(kind) == "bfloat16"
+    return step.float() if is_float32 else step.double()
 
 
 def weights_of(step: Step) -> Weights:
-    """A copy of all parameters."""
+    """Return a copy of all parameters."""
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 
 def training(step: Step, out: Path, resume: bool = False, precision: Precision = "float32") -> None:
-    """The loop, launched as the environment says."""
+    """Train with the launcher that the environment names."""
     config = CONFIG.model_copy(update={"precision": precision})
     train(new_accelerator(config, quantized=False), step, config, Run(out, resume, {}))
 
 
 def failure(step: Step, out: Path, resume: bool = False) -> SkilltrainError:
-    """What the loop ends with."""
+    """Train and return the error that ends the loop."""
     with pytest.raises(SkilltrainError) as error:
         training(step, out, resume)
     return error.value
 
 
 def precision_of(kind: str) -> Precision:
-    """The number format that a case computes in."""
+    """Return the number format that a case computes in."""
     return "bfloat16" if kind.endswith("bfloat16") else "float32"
 
 
 def can_run(kind: str) -> bool:
-    """Whether what a case is launched by is installed."""
+    """Return whether the launcher of a case is installed."""
     return HAS_DEEPSPEED or not kind.startswith("zero")
 
 
 def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
-    """Everything as rank `rank` of two, which leaves its results in `root`."""
+    """Run everything as rank `rank` of two and save the results in `root`."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, hundreds of them
     torch.set_num_threads(1)
     os.environ |= {
@@ -168,20 +168,22 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
 
 
 def dev_figure(bert: Path, root: Path, rank: int) -> float:
-    """MRR of a dev evaluation in which a last bit orders the skills differently on the second rank."""
+    """Return the MRR of a dev evaluation in which the second rank orders the skills differently."""
     queries = [Query("q", "find", "single", "test", "dev")]
     skills = {name: Skill(name, name, "", "") for name in "ab"}
     encoder = load_encoder(EncoderConfig(source=str(bert)), CPU)
-    open_own = encoder_opener(encoder, queries, skills)
+    over_model = encoder_opener(encoder, queries, skills)
     relevances = {"q": Relevance(frozenset("a"), {"a": 1.0})}
-    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20), open_own)
-    return dev.evaluate(lambda _: torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]]))[
-        "MRR@10"
-    ].mean
+    dev = Dev(DevConfig(benchmark=root), relevances, Cascade(queries, [], 20), over_model)
+    vectors = torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]])
+    return dev.evaluate(lambda _: vectors)["MRR@10"].mean
 
 
 def both_trainings(kind: str, folder: Path, out: Path, rank: int) -> None:
-    """A whole training, and in `out`/resumed the same one from its second step on; with DDP, each rank's weights."""
+    """Train in `out`, and again from the second step in `out`/resumed.
+
+    With DDP each rank saves its weights.
+    """
     for at, resume in ((out, False), (out / "resumed", True)):
         if resume and rank == 0:
             shutil.copytree(out / "checkpoints" / "step-2", at / "checkpoints" / "step-2")
@@ -195,7 +197,7 @@ def both_trainings(kind: str, folder: Path, out: Path, rank: int) -> None:
 
 
 def malicious(folder: Path, out: Path, rank: int) -> str:
-    """What the loop says when DeepSpeed's files in the newest checkpoint of `out` hold code, which must not run."""
+    """Return the error for a checkpoint whose DeepSpeed files hold code, which must not run."""
     if rank == 0:
         for file in last_checkpoint(out).glob("deepspeed/*.pt"):
             file.write_bytes(malicious_pickle(out / "executed"))
@@ -205,7 +207,7 @@ def malicious(folder: Path, out: Path, rank: int) -> str:
 
 
 def launch(kind: str) -> None:
-    """What the launcher would set for a case."""
+    """Set the environment as the launcher of a case would."""
     PartialState._reset_state()
     AcceleratorState._reset_state()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
@@ -217,9 +219,8 @@ def launch(kind: str) -> None:
     elif kind.startswith("zero"):
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # shared memory, which it would compile first
-        )
+        # DeepSpeed would have to compile its shared memory first.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         os.environ |= {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": kind[len("zero")],
@@ -227,12 +228,12 @@ def launch(kind: str) -> None:
 
 
 def last_checkpoint(out: Path) -> Path:
-    """The newest checkpoint of a run."""
+    """Return the newest checkpoint of a run."""
     return checkpoints(out / "checkpoints")[-1]
 
 
 def interrupted(bert: Path, out: Path, rank: int) -> str:
-    """What the loop says when only one rank gets Ctrl-C, in the second step."""
+    """Return the error when only one rank gets Ctrl-C, in the second step."""
     step = step_of("ddp encoder", bert)
     if rank == 1:
         signal_in(step, 2, signal.SIGINT)
@@ -240,7 +241,7 @@ def interrupted(bert: Path, out: Path, rank: int) -> str:
 
 
 def unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
-    """What the loop says when each rank has a folder `out` of its own, and only rank 0 a checkpoint to go on from."""
+    """Return the error when each rank has its own folder and only rank 0 has a checkpoint."""
     if resume and rank == 0:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
     with patch.object(engine, "_VISIBILITY_TIMEOUT", 0.0):
