@@ -57,7 +57,7 @@ def test_api_has_every_name():
     assert [name for name in skilltrain.__all__ if getattr(skilltrain, name) is None] == []
 
 
-def test_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         skilltrain.nothing  # noqa: B018
 
@@ -223,7 +223,7 @@ def test_command_routes_with_fitted_router(router):
     assert outcome.out.count("\n") == 6
 
 
-def test_fit_removes_leftovers_of_a_killed_run(tmp_path):
+def test_fit_removes_leftovers_of_killed_run(tmp_path):
     leftover = tmp_path / "router" / "recipes" / ".4_filtered.yaml.x.partial"
     leftover.parent.mkdir(parents=True)
     leftover.write_text("half a recipe")

@@ -392,7 +392,7 @@ def test_skillrouter_ignores_generic_only_tasks(skillrouter_benchmark: Benchmark
     assert skillrouter_benchmark.notes == notes
 
 
-def test_skillrouter_gold_skills_are_a_file(skillrouter_benchmark: Benchmark):
+def test_skillrouter_gold_skills_are_file(skillrouter_benchmark: Benchmark):
     assert skillrouter_benchmark.name == "bench"
     assert skillrouter_benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
     with raises("missing-gold-skill"):

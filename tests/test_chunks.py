@@ -289,7 +289,7 @@ TWO_WINDOWS = ChunkVectors(
 QUERY = np.array([[1, 0]], np.float32)
 
 
-def test_mining_ranks_by_the_best_window():
+def test_mining_ranks_by_best_window():
     positions, scores = TWO_WINDOWS.nearest(QUERY, 3)
 
     assert positions.tolist() == [[0, 2, 1]]

@@ -38,7 +38,7 @@ def paired_difference(a: list[float], b: list[float]) -> tuple[Interval, float]:
     return paired_differences(np.subtract(a, b)[:, None])[0]
 
 
-def test_the_interval_agrees_with_the_binomial():
+def test_interval_agrees_with_binomial():
     """Of 100 queries 60 hit: resampled means are Binomial(100, .6) / 100."""
     expected = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.6) / 100
 
@@ -52,7 +52,7 @@ VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 @settings(max_examples=25)
 @given(VALUES)
-def test_the_interval_lies_within_the_values(values: list[float]):
+def test_interval_lies_within_values(values: list[float]):
     result = interval(values)
 
     assert min(values) <= result.low <= result.high <= max(values)
@@ -148,7 +148,7 @@ def test_an_interval_is_printed_compactly():
     assert str(Interval(0.573, 0.45, 0.694, 75)) == ".573 [.45, .69]"
 
 
-def test_separation_is_the_share_of_ordered_pairs():
+def test_separation_is_share_of_ordered_pairs():
     result = separation([3.0, 2.0], [2.0, 1.0, -np.inf])  # one pair of six is equal
 
     assert (result.mean, result.n) == (pytest.approx(5.5 / 6), 5)
@@ -193,7 +193,7 @@ def test_the_sign_test_is_mcnemars(signs: list[float]):
     assert p == pytest.approx(expected)
 
 
-def test_the_sign_test_follows_the_mean():
+def test_sign_test_follows_mean():
     """Four of five queries are a little better, and the fifth so much worse that the mean falls."""
     differences = np.array([0.1, 0.1, 0.1, 0.1, -0.9])
 
@@ -201,14 +201,14 @@ def test_the_sign_test_follows_the_mean():
     assert sign_test(np.abs(differences)) == pytest.approx(2 / 2**5)
 
 
-def test_a_rounding_error_is_no_direction():
+def test_rounding_error_is_no_direction():
     differences = np.array([0.1, 0.2, -0.3])  # their sum is 2.8e-17
 
     assert sign_test(differences) == 1.0
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
-def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]):
+def test_holm_is_closed_test_of_bonferroni(p_values: list[float]):
     """Its adjusted p is the largest Bonferroni p of all families that contain the test."""
     positions = range(len(p_values))
     expected = [0.0 for _ in positions]
@@ -334,7 +334,7 @@ def test_a_cluster_counts_once():
     assert separate.num_better == 2 * clustered.num_better
 
 
-def test_queries_without_a_value_are_left_out():
+def test_queries_without_value_are_left_out():
     baseline = SystemResult("a", {"q0": {"m": 0.0}, "q1": {}, "q2": {"m": 0.5}}, {})
     system = SystemResult("b", {"q0": {"m": 1.0}, "q1": {}, "q2": {"m": 0.5}}, {})
 

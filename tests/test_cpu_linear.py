@@ -131,14 +131,14 @@ def tied_network():
     return network
 
 
-def test_a_replaced_layer_keeps_tied_weights(tied_network):
+def test_replaced_layer_keeps_tied_weights(tied_network):
     train_with_onednn(tied_network)
 
     assert type(tied_network["head"]) is OneDnnLinear
     assert tied_network["head"].weight is tied_network["table"].weight
 
 
-def test_a_replaced_layer_keeps_its_hooks(tied_network):
+def test_replaced_layer_keeps_its_hooks(tied_network):
     values = torch.randn(3, 4)
     expected = tied_network["head"](values)
 

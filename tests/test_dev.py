@@ -163,7 +163,7 @@ def test_other_scores_change_measures(two_candidates):
     assert figures["Hit@1"].mean == pytest.approx(1 / 3)
 
 
-def test_rankers_before_the_model_rank_once(folder, open_reranker_of):
+def test_rankers_before_model_rank_once(folder, open_reranker_of):
     rankers = [
         {"kind": "lexical", "keep": 3},
         {"kind": "rerank", "source": "self", "keep": 2, "first_weight": 1e6},

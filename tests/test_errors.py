@@ -88,7 +88,7 @@ def test_codes_are_words_with_hyphens():
     assert [code for code in codes if not CODE.fullmatch(code)] == []
 
 
-def test_the_message_leaves_the_code_out():
+def test_message_leaves_code_out():
     error = SkilltrainError("not-found", "no such file", where="runs/pool", fix="name another")
 
     assert str(error) == "runs/pool: no such file (name another)"

@@ -70,7 +70,7 @@ def test_transformers_gives_a_classifiers_scores(classifier, reranker, side):
     assert torch.allclose(logits[:, 0], scores_of(reranker, QUERY, skills), atol=1e-5)
 
 
-def test_cross_encoder_gives_a_classifiers_scores(classifier, reranker):
+def test_cross_encoder_gives_classifiers_scores(classifier, reranker):
     long_skill = Skill("5", "cut", "table", "review the commit and merge " * 60)
     skills = [*SKILLS, long_skill]
     pairs = [(QUERY, reranker.settings.template.render_skill(skill)) for skill in skills]
@@ -80,7 +80,7 @@ def test_cross_encoder_gives_a_classifiers_scores(classifier, reranker):
     assert torch.allclose(scores, scores_of(reranker, QUERY, skills), atol=1e-5)
 
 
-def test_our_reader_gives_a_classifiers_scores(classifier, reranker):
+def test_our_reader_gives_classifiers_scores(classifier, reranker):
     again = load_reranker(RerankerConfig(source=str(classifier)), CPU)
 
     assert again.is_packed
@@ -115,7 +115,7 @@ def test_servers_can_read_a_classifier(classifier, reranker):
     assert "{%- set INSTRUCTION" in template
 
 
-def test_a_classifier_has_one_output_row(classifier):
+def test_classifier_has_one_output_row(classifier):
     weights = load_file(classifier / "model.safetensors")
 
     assert weights["score.weight"].shape == (1, 32)  # vLLM: a head named score, without bias
@@ -123,7 +123,7 @@ def test_a_classifier_has_one_output_row(classifier):
     assert "lm_head.weight" not in weights
 
 
-def test_the_record_lists_a_classifiers_files(classifier):
+def test_record_lists_classifiers_files(classifier):
     record = read(classifier, "skilltrain.json")
 
     paths = [path for path in classifier.rglob("*") if path.is_file()]
@@ -212,7 +212,7 @@ def test_multi_vector_encoder_gives_our_scores(tmp_path, multi_vector):
     assert not (tmp_path / "1_Pooling").exists()
 
 
-def test_a_multi_vector_card_gives_our_scores(tmp_path, multi_vector, monkeypatch):
+def test_multi_vector_card_gives_our_scores(tmp_path, multi_vector, monkeypatch):
     recipe = {"model": {"source": "owner/base"}}
     card = model_card(RunRecord(multi_vector.settings, recipe, {}, form="multi_vector"))
 
@@ -237,7 +237,7 @@ def arrays(tokenizer, *texts):
 
 
 @pytest.mark.slow
-def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
+def test_onnx_computes_encoders_token_vectors(tmp_path, open_encoder_of):
     """TEI and sentence-transformers know inputs and output by these names."""
     pytest.importorskip("onnxscript")
     encoder = open_encoder_of("bert", max_tokens=32)
@@ -264,7 +264,7 @@ def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
 
 
 @pytest.mark.slow
-def test_onnx_computes_the_scores_of_a_chat_reranker(tmp_path, reranker):
+def test_onnx_computes_scores_of_chat_reranker(tmp_path, reranker):
     """TEI takes the folder for a reranker by its architecture and its one label."""
     pytest.importorskip("onnxscript")
     folder = tmp_path / "model"
@@ -298,9 +298,7 @@ def test_onnx_computes_the_scores_of_a_chat_reranker(tmp_path, reranker):
         ("pair", "multi_vector"),
     ],
 )
-def test_a_model_without_the_form_is_refused(
-    tmp_path, open_reranker_of, open_encoder_of, name, form
-):
+def test_model_without_form_is_refused(tmp_path, open_reranker_of, open_encoder_of, name, form):
     is_encoder = name == "encoder"
     model = open_encoder_of("bert") if is_encoder else open_reranker_of("bert_reranker")
     save_model(model, tmp_path, base="b")

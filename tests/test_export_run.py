@@ -182,7 +182,7 @@ def test_a_finished_run_is_copied(tmp_path, finished):
 @pytest.mark.parametrize(
     ("checkpoint", "is_final"), [(None, True), ("step-4", True), ("step-2", False)]
 )
-def test_only_the_final_card_has_results(tmp_path, finished, checkpoint, is_final):
+def test_only_final_card_has_results(tmp_path, finished, checkpoint, is_final):
     config, _ = finished
 
     export_run(config.out, tmp_path / "out", checkpoint)
@@ -240,7 +240,7 @@ def test_an_adapter_opens_in_peft(tmp_path, adapter_run):
         torch.testing.assert_close(output, network(input_ids=ids)[0], atol=1e-5, rtol=0)
 
 
-def test_an_adapter_folder_is_no_model(tmp_path, adapter_run):
+def test_adapter_folder_is_no_model(tmp_path, adapter_run):
     _, config, _ = adapter_run
 
     export_run(config.out, tmp_path / "adapter", adapter_only=True)
@@ -330,7 +330,7 @@ def test_other_folders_are_no_runs(tmp_path, model_folders):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_checkpoint_is_refused(tmp_path, model_folders):
+def test_run_without_checkpoint_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
 
@@ -340,7 +340,7 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, model_folders):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_an_adapter_is_refused(tmp_path, model_folders):
+def test_run_without_adapter_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
 
@@ -350,7 +350,7 @@ def test_a_run_without_an_adapter_is_refused(tmp_path, model_folders):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_of_another_stage_is_refused(tmp_path, model_folders):
+def test_run_of_another_stage_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
     (config.out / "recipe.yaml").write_text("stage: mine\n")
@@ -408,7 +408,7 @@ def hub(monkeypatch):
         yield running
 
 
-def test_a_push_uploads_the_whole_model(hub, finished):
+def test_push_uploads_whole_model(hub, finished):
     run = finished[0].out
 
     outcome = push_model(run, Published(REPO))
@@ -435,7 +435,7 @@ def test_a_push_uploads_no_logs(hub, finished):
     assert not any("checkpoints" in name for name in names)
 
 
-def test_a_pushed_card_names_the_repository(hub, finished):
+def test_pushed_card_names_repository(hub, finished):
     outcome = push_model(finished[0].out, Published(REPO, "apache-2.0"))
 
     card = hub.repositories[REPO].files["README.md"].decode()
@@ -457,7 +457,7 @@ def test_a_push_deletes_older_files(hub, finished, tmp_path):
     assert "MultiVectorEncoder(" in outcome["card"]
 
 
-def test_an_export_has_its_form_already(hub, finished, tmp_path):
+def test_export_has_its_form_already(hub, finished, tmp_path):
     export_run(finished[0].out, tmp_path / "exported")
 
     with raises("conflicting-settings"):
@@ -480,7 +480,7 @@ def test_a_refused_commit_changes_nothing(hub, tmp_path):
     assert sum("/commit/" in line for line in hub.log) == 1
 
 
-def test_a_public_repository_needs_a_flag(hub, finished):
+def test_public_repository_needs_flag(hub, finished):
     hub.repositories[REPO] = Repository(private=False)
 
     with raises("repository-visibility"):
@@ -489,13 +489,13 @@ def test_a_public_repository_needs_a_flag(hub, finished):
     assert hub.repositories[REPO].commits == 0
 
 
-def test_a_flag_creates_a_public_repository(hub, finished):
+def test_flag_creates_public_repository(hub, finished):
     push_model(finished[0].out, Published(REPO), public=True)
 
     assert not hub.repositories[REPO].private
 
 
-def test_a_private_repository_is_not_published(hub, finished):
+def test_private_repository_is_not_published(hub, finished):
     hub.repositories[REPO] = Repository(private=True)
 
     with raises("repository-visibility"):
@@ -507,7 +507,7 @@ def test_a_private_repository_is_not_published(hub, finished):
 README_ONLY = {"README.md": b"mine", ".gitattributes": b"*.bin"}
 
 
-def test_a_repository_with_a_readme_is_kept(hub, finished):
+def test_repository_with_readme_is_kept(hub, finished):
     hub.repositories[REPO] = Repository(files=dict(README_ONLY))
 
     with raises("repository-taken"):
@@ -528,7 +528,7 @@ def test_a_flag_replaces_the_readme(hub, finished):
     assert "model.safetensors" in files
 
 
-def test_an_empty_repository_needs_no_flag(hub, finished):
+def test_empty_repository_needs_no_flag(hub, finished):
     # A push whose commit failed leaves one behind.
     hub.repositories[REPO] = Repository(files={".gitattributes": b""})
 
@@ -537,7 +537,7 @@ def test_an_empty_repository_needs_no_flag(hub, finished):
     assert hub.repositories[REPO].commits == 1
 
 
-def test_a_pushed_export_names_the_repository(hub, finished, tmp_path):
+def test_pushed_export_names_repository(hub, finished, tmp_path):
     export_run(finished[0].out, tmp_path / "exported")
 
     card = push_model(tmp_path / "exported", Published(REPO))["card"]
@@ -548,7 +548,7 @@ def test_a_pushed_export_names_the_repository(hub, finished, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/api/models/", "/api/repos/create", "/preupload/", "/commit/"])
-def test_a_silent_hub_ends_the_push(hub, finished, monkeypatch, path):
+def test_silent_hub_ends_push(hub, finished, monkeypatch, path):
     monkeypatch.setattr("skilltrain.export.push._HUB_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.path_without_answer = path
@@ -568,7 +568,7 @@ def test_an_echoed_token_is_masked(hub, finished, capfd, status):
     assert TOKEN not in outcome.out + outcome.err + "".join(capfd.readouterr())
 
 
-def test_an_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
+def test_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN")
@@ -580,7 +580,7 @@ def test_an_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
     assert TOKEN not in "".join(traceback.format_exception(caught.value))  # as --debug shows it
 
 
-def test_a_dry_run_checks_the_name(hub, finished):
+def test_dry_run_checks_name(hub, finished):
     outcome = skilltrain("push", finished[0].out, "--repo", "owner/x..y", "--dry-run")
 
     assert outcome.code == 2
@@ -648,7 +648,7 @@ def remove_a_weight(run):
         ),
     ],
 )
-def test_a_broken_model_is_not_sent(hub, finished, damage, message):
+def test_broken_model_is_not_sent(hub, finished, damage, message):
     damage(finished[0].out)
 
     refuses(message, push_model, finished[0].out, Published(REPO))
@@ -687,7 +687,7 @@ def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_
         ({"offline": True}, r"cannot upload: .*offline"),
     ],
 )
-def test_a_fault_of_the_hub_is_named(hub, finished, monkeypatch, change, message):
+def test_fault_of_hub_is_named(hub, finished, monkeypatch, change, message):
     monkeypatch.setenv("HF_TOKEN", change.get("token", TOKEN))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", change.get("offline", False))
     hub.status_of_create = change.get("create", 200)

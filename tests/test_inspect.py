@@ -167,7 +167,7 @@ def test_drops_are_counted_by_filter(tmp_path: Path):
     }
 
 
-def test_a_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
+def test_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
     page = page_of(write_runs(tmp_path))
 
     headings = re.findall(r'<h4 dir="auto">(.*?)</h4>', page)
@@ -187,7 +187,7 @@ def test_a_positive_may_follow_negatives(tmp_path: Path):
     assert values["positives"] == {"q3": "z/tu"}
 
 
-def test_a_pair_of_two_sources_is_shown_once(tmp_path: Path):
+def test_pair_of_two_sources_is_shown_once(tmp_path: Path):
     twice = [DROPS[1], replace(DROPS[1], source="semantic")]
 
     drops = values_of(write_runs(tmp_path, drops=twice))["shown_drops"]
@@ -195,7 +195,7 @@ def test_a_pair_of_two_sources_is_shown_once(tmp_path: Path):
     assert [drop.skill_id for drop in drops] == ["t/join"]
 
 
-def test_a_source_that_gave_nothing_is_named(tmp_path: Path):
+def test_source_that_gave_nothing_is_named(tmp_path: Path):
     page = page_of(write_runs(tmp_path))
 
     assert "<h3>No negative came from taxonomy</h3>" in page
@@ -233,7 +233,7 @@ def test_near_duplicates_of_positives_are_found(tmp_path: Path):
     assert findings["cluster"] == {"q1": {"s/chart"}, "q3": {"s/join"}}
 
 
-def test_a_positive_in_another_language_is_found(tmp_path: Path):
+def test_positive_in_another_language_is_found(tmp_path: Path):
     lists = ROWS | {"q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:]]}
     texts = TEXTS | {"q2": "please restart the pods for me"}
 
@@ -283,7 +283,7 @@ def test_missing_runs_are_named(tmp_path: Path):
     assert "<b>?</b>" in page
 
 
-def test_lists_without_a_record_are_shown(tmp_path: Path):
+def test_lists_without_record_are_shown(tmp_path: Path):
     lists = write_runs(tmp_path)
     (lists / "run.json").unlink()
 
@@ -293,7 +293,7 @@ def test_lists_without_a_record_are_shown(tmp_path: Path):
     assert values["num_lists_shown"] == 3
 
 
-def test_runs_are_found_after_a_move(tmp_path: Path):
+def test_runs_are_found_after_move(tmp_path: Path):
     write_runs(tmp_path / "here", drops=[])
     moved = (tmp_path / "here").rename(tmp_path / "there")
 
@@ -302,7 +302,7 @@ def test_runs_are_found_after_a_move(tmp_path: Path):
     assert (values["missing"], values["num_drops_shown"]) == ([], 0)
 
 
-def test_the_sample_is_the_same_each_time(tmp_path: Path):
+def test_sample_is_same_each_time(tmp_path: Path):
     positive = ("s/join", "required", "gold", 0)
     lists = {f"q{n}": [positive, ("s/chart", "irrelevant", "semantic", 1)] for n in range(300)}
     lists["q299"].append(("t/join", "irrelevant", "semantic", 2))

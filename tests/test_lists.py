@@ -315,7 +315,7 @@ def test_flagged_skill_is_no_positive(flagged_folder):
     }
 
 
-def test_flagged_skill_may_be_a_negative(flagged_folder):
+def test_flagged_skill_may_be_negative(flagged_folder):
     result = run(flagged_folder, quotas={"semantic": 4})
 
     assert "e" in result.lists["q2"]["skill_ids"]

@@ -106,7 +106,7 @@ def test_resuming_drops_later_lines(torn_log):
     assert [row["step"] for row in read_rows(torn_log)] == [1, 1, 2, 2, 3]
 
 
-def test_a_new_run_empties_the_log(torn_log):
+def test_new_run_empties_log(torn_log):
     with TrainingLog(torn_log, 0, []):
         assert read_rows(torn_log) == []
 
@@ -114,7 +114,7 @@ def test_a_new_run_empties_the_log(torn_log):
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
-def test_only_the_main_process_opens_trackers(tmp_path, monkeypatch):
+def test_only_main_process_opens_trackers(tmp_path, monkeypatch):
     first = open_trackers(["tensorboard"], tmp_path / "first", RECIPE)
     monkeypatch.setenv("RANK", "1")
 

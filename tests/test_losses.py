@@ -125,7 +125,7 @@ def gained_negative():
     return replace(batch([[0, 0, 0]], [[1, 0.2, 0]]), positive=positive)
 
 
-def test_gain_does_not_make_a_positive(gained_negative):
+def test_gain_does_not_make_positive(gained_negative):
     infonce = InfoNCE(directions=("query_to_skill",))
     higher = replace(gained_negative, scores=gained_negative.scores + 1)
 
