@@ -1,4 +1,4 @@
-"""Benchmarks and pools, written small."""
+"""Write small benchmarks and pools for tests."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,44 +10,51 @@ from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
 
 Files = dict[str, Any]
-"""Name → text, rows of JSON Lines, or a JSON value; None leaves a file out."""
+"""Content by file name: text, rows of JSON Lines or a JSON value; None omits the file."""
 
 
 def jsonl(*rows: Any) -> str:
+    """Return rows as JSON Lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write(folder: Path, files: Files) -> Path:
-    """`folder` with these files."""
+    """Write files to a folder and return it."""
     for name, content in files.items():
+        if content is None:
+            continue
+        if isinstance(content, list) and name.endswith(".jsonl"):
+            content = jsonl(*content)
+        elif not isinstance(content, str):
+            content = json.dumps(content)
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, list) and name.endswith(".jsonl"):
-            file.write_text(jsonl(*content), encoding="utf-8")
-        elif content is not None:
-            file.write_text(
-                content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
-            )
+        file.write_text(content, encoding="utf-8")
     return folder
 
 
 def write_ours(
     folder: Path, queries: Iterable[tuple[str, str, str]], verdicts: Mapping[str, Mapping[str, str]]
 ) -> Path:
-    """Our tables from (query_id, text, split) and query_id → skill_id → verdict."""
-    asked = [Query(query_id, text, "single", "test", split) for query_id, text, split in queries]
-    write_table(asked, QUERIES, folder)
-    judged = [
-        Judgement(query_id, *pair, "test")
-        for query_id, row in verdicts.items()
-        for pair in row.items()
-    ]
-    write_table(judged, JUDGEMENTS, folder)
+    """Write a benchmark in our tables.
+
+    Args:
+        folder: Folder of the benchmark, which is returned.
+        queries: Id, text and split of each query.
+        verdicts: Verdict of each judged skill, by query id.
+    """
+    rows = [Query(query_id, text, "single", "test", split) for query_id, text, split in queries]
+    write_table(rows, QUERIES, folder)
+    judgements = []
+    for query_id, verdict_by_skill in verdicts.items():
+        for skill_id, verdict in verdict_by_skill.items():
+            judgements.append(Judgement(query_id, skill_id, verdict, "test"))
+    write_table(judgements, JUDGEMENTS, folder)
     return folder
 
 
 def write_rankings(folder: Path, by_stage: Mapping[str, Rankings]) -> Path:
-    """A RANKINGS table of stage → query_id → (skill_id, score), best first; its rows stand in no order."""
+    """Write the rankings of each stage in one table, with its rows in no order."""
     write_table(rankings_table(by_stage).to_pylist()[::-1], RANKINGS, folder)
     return folder
 
@@ -60,9 +67,15 @@ def write_pool(folder: Path, skills: Iterable[Skill]) -> Path:
 def skillrouter(
     tasks: Iterable[tuple[str, str]], relevance: Any, gold: Iterable[Any] | None = None
 ) -> Files:
-    """SkillRouter's files from (task_id, text), the map of relevance.json and, if there are any, gold skills' rows."""
+    """Return a benchmark in SkillRouter's form.
+
+    Args:
+        tasks: Id and text of each task.
+        relevance: Content of relevance.json.
+        gold: Rows of the gold skills; None omits their file.
+    """
     rows = [
-        {"task_id": i, "instruction_text": text, "difficulty": "hard", "excluded": True}
-        for i, text in tasks
+        {"task_id": task_id, "instruction_text": text, "difficulty": "hard", "excluded": True}
+        for task_id, text in tasks
     ]
     return {"tasks.jsonl": rows, "relevance.json": relevance, "gold_skills.jsonl": gold and [*gold]}

@@ -1,4 +1,4 @@
-"""Shapes are checked in tests, and tiny models with random weights are there for all of them."""
+"""Fixtures of all tests; shapes are checked, and there are tiny models with random weights."""
 
 import errno
 import gc
@@ -10,32 +10,31 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
-    prefix="skilltrain-tests-"
-)  # the user's own cache stays untouched
+# The user's own cache stays untouched.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="skilltrain-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.fsync = lambda fd: None  # no test cuts the power
 
-# A busy machine is no fault: no test is timed.
+# No test is timed: the machine may be busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Before the first import of these packages: every annotated shape in them is checked at every call.
+# Check the annotated shapes of these packages at every call; this precedes their first import.
 install_import_hook(
     ["skilltrain.losses", "skilltrain.models", "skilltrain.training"], "beartype.beartype"
 )
 
 
 def pytest_collection_finish():
-    """Leave what the imports of all test files have made out of garbage collection: a full one takes 0.3 s with it."""
+    """Exclude all imported objects from garbage collection, which takes .3 s with them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory):
-    """Name → folder of a saved model: bert, bert_reranker, qwen3, qwen3_base_tokenizer, qwen3_reranker."""
+    """The folders of saved tiny models, by name."""
     from tiny_models import save_bert, save_qwen3
 
     root = tmp_path_factory.mktemp("models")
@@ -52,16 +51,19 @@ def model_folders(tmp_path_factory):
 
 
 def opener(folders, config_class, load):
-    """name, settings → what `load` makes of that model's folder on the CPU, anew each time."""
+    """Return a function that loads the model of a name on the CPU, anew each time."""
     import torch
 
-    return lambda name, **settings: load(
-        config_class(source=str(folders[name]), **settings), torch.device("cpu")
-    )
+    def open_model(name, **settings):
+        config = config_class(source=str(folders[name]), **settings)
+        return load(config, torch.device("cpu"))
+
+    return open_model
 
 
 @pytest.fixture
 def open_encoder_of(model_folders):
+    """Return a function that opens an encoder by name, with settings of `EncoderConfig`."""
     from skilltrain.models.encoder import EncoderConfig, load_encoder
 
     return opener(model_folders, EncoderConfig, load_encoder)
@@ -69,6 +71,7 @@ def open_encoder_of(model_folders):
 
 @pytest.fixture
 def open_reranker_of(model_folders):
+    """Return a function that opens a reranker by name, with settings of `RerankerConfig`."""
     from skilltrain.models.reranker import RerankerConfig, load_reranker
 
     return opener(model_folders, RerankerConfig, load_reranker)
@@ -76,20 +79,23 @@ def open_reranker_of(model_folders):
 
 @pytest.fixture
 def locked_folders(monkeypatch):
-    """What lies in a folder called "locked" cannot be looked at; the tests may run as root, whom no mode stops."""
-    whole_stat = Path.stat
+    """Make the contents of folders called "locked" unreadable.
 
-    def stat(path, **options):
+    The tests may run as root, whom file modes do not stop.
+    """
+    stat = Path.stat
+
+    def refuse_locked(path, **options):
         if path.parent.name == "locked":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return whole_stat(path, **options)
+        return stat(path, **options)
 
-    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(Path, "stat", refuse_locked)
 
 
 @pytest.fixture
 def fresh_accelerate():
-    """accelerate as a new process finds it, before and after a test; and float32 products without TF32."""
+    """Reset accelerate as in a new process, before and after a test, and float32 without TF32."""
     import torch
     from accelerate.state import AcceleratorState
 
@@ -109,7 +115,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, model_folders):
-    """The folder of a small library's stages and of the trainings of both models."""
+    """The folder of all runs of a small library: from the pool to both trained models."""
     from small_library import trained
 
     return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])[0]
@@ -117,7 +123,7 @@ def runs(tmp_path_factory, model_folders):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A chat server on loopback whose answers name the seed of their request; the environment holds a key."""
+    """A chat server whose answers name the seed of their request; the environment holds a key."""
     from llm_server import KEY, llm_server
 
     monkeypatch.setenv("OPENAI_API_KEY", KEY)

@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its own pipe (DevTools protocol), so that no driver package is needed."""
+"""A headless Chromium driven over its own pipe (DevTools protocol), without a driver package."""
 
 import json
 import os
@@ -11,15 +11,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
-    None,
-)
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 # The browser reads commands from file descriptor 3 and answers on 4.
-_START = (
-    "import fcntl, os, sys; read, write = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3]); "
-    "os.dup2(read, 3); os.dup2(write, 4); os.execvp(sys.argv[3], sys.argv[3:])"
-)
+_START = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 _OPTIONS = (
     "--headless=new",
     "--no-sandbox",
@@ -35,10 +36,13 @@ _OPTIONS = (
 
 
 class Page:
-    """One tab: what it logged, what it asked the network for, and the values of scripts run in it."""
+    """One tab: its errors, its network requests, and the values of scripts run in it."""
 
-    def __init__(self, to: BinaryIO, back: BinaryIO) -> None:
-        self._to, self._back, self._number, self._session = to, back, 0, ""
+    def __init__(self, commands: BinaryIO, answers: BinaryIO) -> None:
+        self._commands = commands
+        self._answers = answers
+        self._number = 0
+        self._session = ""
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.dialogs: list[str] = []
@@ -50,8 +54,8 @@ class Page:
             self._call(f"{domain}.enable")
 
     def check_quiet(self) -> None:
-        """Nothing was logged and no dialog opened."""
-        self.run("0")  # lets what is waiting arrive
+        """Check that nothing was logged and no dialog opened."""
+        self.run("0")  # waiting events arrive before the answer
         assert self.errors == []
         assert self.dialogs == []
 
@@ -75,7 +79,7 @@ class Page:
             pass
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page. A fault in it is an AssertionError."""
+        """Return the value of an expression in the page; an error in it is an AssertionError."""
         answer = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -83,14 +87,14 @@ class Page:
         return answer["result"].get("value")
 
     def check_fits(self, width: int, dark: bool) -> None:
-        """Nothing runs out of the page at this width, its ground is of the scheme, and every control has a name."""
+        """Check that the page fits the width, follows the scheme and names all its controls."""
         self.open(Path(self.run("decodeURIComponent(location.pathname)")), width, dark)
         self.run("document.querySelectorAll('details').forEach(node => node.open = true)")
         assert self.run("document.documentElement.scrollWidth") <= width
-        ground = self.run(
+        background = self.run(
             "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
         )
-        assert (sum(ground) < 200) == dark
+        assert (sum(background) < 200) == dark
         controls = (
             "[...document.querySelectorAll('input, select, button, svg[role=img], [role=region]')]"
         )
@@ -107,23 +111,27 @@ class Page:
         message: dict[str, Any] = {"id": self._number, "method": method, "params": values}
         if self._session:
             message["sessionId"] = self._session
-        self._to.write(json.dumps(message).encode() + b"\0")
-        self._to.flush()
-        while (answer := self._read()).get("id") != self._number:
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        answer = self._read()
+        while answer.get("id") != self._number:
             self._note(answer)
+            answer = self._read()
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
     def _read(self) -> dict[str, Any]:
-        parts = bytearray()
-        while (letter := self._back.read(1)) != b"\0":
-            assert letter, "the browser has gone"
-            parts += letter
-        return json.loads(parts)
+        message = bytearray()
+        while not message.endswith(b"\0"):
+            byte = self._answers.read(1)
+            assert byte, "the browser has ended"
+            message += byte
+        return json.loads(message[:-1])
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Keep what the tests ask about."""
-        method, values = event.get("method"), event.get("params", {})
+        """Keep the errors, requests and dialogs."""
+        method = event.get("method")
+        values = event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.errors.append(str(values["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled":
@@ -138,10 +146,11 @@ class Page:
 
 @contextmanager
 def browser(file: Path) -> Iterator[Page]:
-    """A browser that shows `file` in its one tab, with its profile beside; it ends with the block."""
+    """Yield a browser with `file` in its one tab; its profile is beside the file."""
     assert CHROMIUM is not None
-    commands, answers = os.pipe(), os.pipe()
-    ends = (commands[0], answers[1])
+    command_reader, command_writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+    ends = (command_reader, answer_writer)
     command = [CHROMIUM, f"--user-data-dir={file.parent / 'profile'}", *_OPTIONS]
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, ends), *command],
@@ -150,11 +159,11 @@ def browser(file: Path) -> Iterator[Page]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.close(commands[0])
-    os.close(answers[1])
+    os.close(command_reader)
+    os.close(answer_writer)
     try:
-        with os.fdopen(commands[1], "wb") as to, os.fdopen(answers[0], "rb") as back:
-            page = Page(to, back)
+        with os.fdopen(command_writer, "wb") as commands, os.fdopen(answer_reader, "rb") as answers:
+            page = Page(commands, answers)
             page.open(file)
             yield page
             page.close()

@@ -1,4 +1,4 @@
-"""A Hub on loopback: huggingface_hub's own client makes repositories there, asks before it uploads, and commits."""
+"""A Hub on loopback, where huggingface_hub's own client creates repositories and commits."""
 
 import base64
 import json
@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from loopback import Quiet, serving
 
 TOKEN = "token-of-the-test"
+SHA = "0" * 40
 
 
 @dataclass
 class Repository:
-    """What the Hub has under a name."""
+    """A repository of the Hub."""
 
     private: bool = True
     files: dict[str, bytes] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Hub:
 
 @contextmanager
 def hub_server() -> Iterator[Hub]:
-    """A Hub that listens until the block ends."""
+    """Yield a Hub that listens until the block ends."""
     hub = Hub()
     is_closing = threading.Event()
 
@@ -69,15 +70,13 @@ def hub_server() -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             hub.log.append(f"GET {self.path}")
-            name, found = self.repository()
-            if found is None:
+            name, repository = self.repository()
+            if repository is None:
                 self.answer(404, "Repository not found")
-            else:
-                siblings = [{"rfilename": file} for file in found.files]
-                self.answer(
-                    200,
-                    {"id": name, "private": found.private, "sha": "0" * 40, "siblings": siblings},
-                )
+                return
+            siblings = [{"rfilename": file} for file in repository.files]
+            info = {"id": name, "private": repository.private, "sha": SHA, "siblings": siblings}
+            self.answer(200, info)
 
         def do_POST(self) -> None:
             hub.log.append(f"POST {self.path}")
@@ -97,40 +96,34 @@ def hub_server() -> Iterator[Hub]:
             else:
                 self.commit([json.loads(line) for line in body.splitlines()])
 
-        def create(self, asked: dict[str, str]) -> None:
-            name = f"{asked['organization']}/{asked['name']}"
+        def create(self, request: dict[str, str]) -> None:
+            name = f"{request['organization']}/{request['name']}"
+            url = f"{hub.url}/{name}"
             if hub.status_of_create != 200:
-                self.answer(
-                    hub.status_of_create,
-                    "You don't have the rights to create a model under this namespace",
-                )
+                message = "You don't have the rights to create a model under this namespace"
+                self.answer(hub.status_of_create, message)
             elif name in hub.repositories:
-                self.answer(
-                    409,
-                    {"error": "You already created this model repo", "url": f"{hub.url}/{name}"},
-                )
+                self.answer(409, {"error": "You already created this model repo", "url": url})
             else:
-                hub.repositories[name] = Repository(
-                    asked.get("visibility") == "private" or bool(asked.get("private"))
-                )
-                self.answer(200, {"url": f"{hub.url}/{name}"})
+                is_private = request.get("visibility") == "private" or bool(request.get("private"))
+                hub.repositories[name] = Repository(is_private)
+                self.answer(200, {"url": url})
 
         def commit(self, operations: list[dict]) -> None:
-            name, found = self.repository()
-            assert found is not None
+            name, repository = self.repository()
+            assert repository is not None
             if hub.status_of_commit != 200:
                 self.answer(hub.status_of_commit, "The commit is refused")
                 return
             for operation in operations:
                 value = operation["value"]
                 if operation["key"] == "file":
-                    found.files[value["path"]] = base64.b64decode(value["content"])
+                    repository.files[value["path"]] = base64.b64decode(value["content"])
                 elif operation["key"] == "deletedFile":
-                    del found.files[value["path"]]
-            found.commits += 1
-            self.answer(
-                200, {"commitUrl": f"{hub.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40}
-            )
+                    del repository.files[value["path"]]
+            repository.commits += 1
+            url = f"{hub.url}/{name}/commit/{SHA}"
+            self.answer(200, {"commitUrl": url, "commitOid": SHA})
 
     with serving(Handler) as hub.url:
         try:

@@ -1,4 +1,4 @@
-"""A report with every section, of invented systems on invented queries; seeded, so that tests can count on it."""
+"""A report with every section, of invented systems on invented queries, from a fixed seed."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from skilltrain.papers.skillrouter.field_attention import FIELDS
 from skilltrain.records import Query, Skill
 
 HOSTILE = "</script><img src=http://x.invalid onerror='alert(1)'>\"&|`*\u202eevil\u2066\u200b"
-# name, how well it ranks, p50 in ms of its stages
+# Name, quality of the ranking from 0 to 1, and p50 of each stage in ms.
 SYSTEMS = (
     ("BM25, name and description", 0.35, {"search": 4.1}),
     ("BM25, full text", 0.5, {"search": 9.6}),
@@ -48,33 +48,41 @@ MEASURES = (*parse_measures(DEFAULT_MEASURES), Measure("Set-Compat", 0))
 
 
 def invented(num_queries: int) -> Report:
-    """The report; every name and text holds HTML, Markdown and bidirectional orders."""
-    draw = random.Random(5)
-    gold = {
-        f"task-{n:03}": frozenset(f"gold/{n}-{k}" for k in range(1 if n % 4 else 2 + n % 3))
-        for n in range(num_queries)
+    """Return the report; every name and text has HTML, Markdown and bidirectional controls."""
+    rng = random.Random(5)
+    gold_by_query = {}
+    for number in range(num_queries):
+        num_gold = 1 if number % 4 else 2 + number % 3
+        gold = frozenset(f"gold/{number}-{k}" for k in range(num_gold))
+        gold_by_query[f"task-{number:03}"] = gold
+    relevances = {
+        query_id: Relevance(gold, dict.fromkeys(gold, 1.0))
+        for query_id, gold in gold_by_query.items()
     }
-    relevances = {q: Relevance(ids, dict.fromkeys(ids, 1.0)) for q, ids in gold.items()}
+
     results = []
-    for name, skill, _ in SYSTEMS:
-        ranked = {q: _ranking(draw, ids, skill) for q, ids in gold.items()}
-        scores = per_query(ranked, relevances, MEASURES)
-        results.append(SystemResult(name + HOSTILE, scores, ranked))
-    found = [ranking for result in results for ranking in result.rankings.values()]
-    ids = sorted(set().union(*found, *gold.values()))
-    names_of = {i: f"{WORDS[hash_of(i) % len(WORDS)].replace(' ', '-')}{HOSTILE}" for i in ids}
-    skills = {
-        i: Skill(i, name, "word " * (3 + hash_of(i) % 90), "") for i, name in names_of.items()
-    }
-    tasks = tuple(
-        task_of(
-            Query(q, f"{_request(draw, n)} {HOSTILE}", "", "invented", "test"),
-            relevance,
-            {"difficulty": ("easy", "medium", "hard")[n % 3] + HOSTILE},
-        )
-        for n, (q, relevance) in enumerate(relevances.items())
-    )
-    benchmark = Benchmark(f"SkillRouter easy{HOSTILE}", tasks)
+    skill_ids = set().union(*gold_by_query.values())
+    for name, quality, _ in SYSTEMS:
+        rankings = {
+            query_id: _ranking(rng, gold, quality) for query_id, gold in gold_by_query.items()
+        }
+        scores = per_query(rankings, relevances, MEASURES)
+        results.append(SystemResult(name + HOSTILE, scores, rankings))
+        skill_ids.update(*rankings.values())
+
+    skills = {}
+    for skill_id in sorted(skill_ids):
+        number = hash_of(skill_id)
+        name = f"{WORDS[number % len(WORDS)].replace(' ', '-')}{HOSTILE}"
+        skills[skill_id] = Skill(skill_id, name, "word " * (3 + number % 90), "")
+
+    tasks = []
+    for number, (query_id, relevance) in enumerate(relevances.items()):
+        query = Query(query_id, f"{_request(rng, number)} {HOSTILE}", "", "invented", "test")
+        difficulty = ("easy", "medium", "hard")[number % 3] + HOSTILE
+        tasks.append(task_of(query, relevance, {"difficulty": difficulty}))
+
+    benchmark = Benchmark(f"SkillRouter easy{HOSTILE}", tuple(tasks))
     provenance = {
         "Benchmark": f"SkillRouter easy{HOSTILE}, split test",
         "Pool": "pool, 4,000 skills",
@@ -84,33 +92,32 @@ def invented(num_queries: int) -> Report:
 
 
 def hash_of(text: str) -> int:
-    """A number that is the same in every process."""
-    return sum(ord(letter) * (place + 1) for place, letter in enumerate(text))
+    """Return a number that is the same in every process."""
+    return sum(ord(letter) * position for position, letter in enumerate(text, 1))
 
 
-def _request(draw: random.Random, number: int) -> str:
-    parts = [draw.choice(WORDS) for _ in range(draw.randint(8, 60))]
-    return f"I need to {WORDS[number % len(WORDS)]}, then " + ", ".join(parts) + "."
+def _request(rng: random.Random, number: int) -> str:
+    phrases = [rng.choice(WORDS) for _ in range(rng.randint(8, 60))]
+    return f"I need to {WORDS[number % len(WORDS)]}, then " + ", ".join(phrases) + "."
 
 
-def _ranking(draw: random.Random, gold: frozenset[str], skill: float) -> list[str]:
-    """Fifty places; the better the system, the sooner a gold skill is put down, if at all."""
-    ranking = [f"other/{draw.randrange(4_000)}-{n}" for n in range(50)]
+def _ranking(rng: random.Random, gold: frozenset[str], quality: float) -> list[str]:
+    """Rank 50 skills; the better the system, the earlier a gold skill comes, if at all."""
+    ranking = [f"other/{rng.randrange(4_000)}-{position}" for position in range(50)]
     for skill_id in sorted(gold):
-        place = next((place for place in range(50) if draw.random() < skill / (1 + place / 4)), 50)
-        ranking.insert(place, skill_id)
+        position = 0
+        while position < 50 and rng.random() >= quality / (1 + position / 4):
+            position += 1
+        ranking.insert(position, skill_id)
     return ranking[:50]
 
 
 def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:
-    emb, rank = results[2], results[3]
-    values = {
-        result.name: np.array([[v[m] for m in COVERAGES] for v in result.per_query.values()])
-        for result in results
-    }
-    coverage = {
-        name: dict(zip(COVERAGES, intervals(rows), strict=True)) for name, rows in values.items()
-    }
+    bm25, encoder, reranked = results[1:4]
+    coverage = {}
+    for result in results:
+        rows = [list(map(values.get, COVERAGES)) for values in result.per_query.values()]
+        coverage[result.name] = dict(zip(COVERAGES, intervals(np.array(rows)), strict=True))
     names = ("feature", "gold", "others", "effect", "p")
     features = [
         ("code share of the body", 0.21, 0.09, 0.68, 0.00004),
@@ -121,34 +128,35 @@ def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:
         ("characters", 5_400, 4_980.5, 0.53, 0.41),
     ]
     return {
-        "outcomes": [outcomes(emb, rank, "Hit@1"), outcomes(results[1], rank, "FC@10")],
+        "outcomes": [outcomes(encoder, reranked, "Hit@1"), outcomes(bm25, reranked, "FC@10")],
         "pass_rates": pass_rates(coverage),
         "latencies": _latencies(results),
         "structure": [
             dict(zip(names, row, strict=True), num_gold=180, num_others=26_261) for row in features
         ],
-        "attention": [
-            _attention(name, count) for name, count in (("SR-Rank MiniLM", 6), ("SR-Rank 0.6B", 28))
-        ],
+        "attention": [_attention("SR-Rank MiniLM", 6), _attention("SR-Rank 0.6B", 28)],
     }
 
 
 def _latencies(results: Sequence[SystemResult]) -> list[dict[str, Any]]:
-    return [
-        {
-            "system": result.name,
-            "stage": stage,
-            "mean": ms / 900,
-            "p50": ms / 1000,
-            "p95": ms * 1.6 / 1000,
-            "qps": 900 / ms,
-            "gpu_gib": 3.5 if ms > 400 else None,
-            "gpu_seconds": ms if ms > 400 else None,
-            "num": 75,
-        }
-        for result, (_, _, stages) in zip(results, SYSTEMS, strict=True)
-        for stage, ms in {**stages, "total": sum(stages.values())}.items()
-    ]
+    rows = []
+    for result, (_, _, milliseconds) in zip(results, SYSTEMS, strict=True):
+        for stage, ms in {**milliseconds, "total": sum(milliseconds.values())}.items():
+            uses_gpu = ms > 400
+            rows.append(
+                {
+                    "system": result.name,
+                    "stage": stage,
+                    "mean": ms / 900,
+                    "p50": ms / 1000,
+                    "p95": ms * 1.6 / 1000,
+                    "qps": 900 / ms,
+                    "gpu_gib": 3.5 if uses_gpu else None,
+                    "gpu_seconds": ms if uses_gpu else None,
+                    "num": 75,
+                }
+            )
+    return rows
 
 
 def _attention(model: str, num_layers: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A loopback HTTP server with OpenAI's chat completions and embeddings that fails as scripted."""
+"""A loopback server with OpenAI's chat completions and embeddings that fails as scripted."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ KEY = "sk-secret-0123456789"
 
 
 def honest_usage(request: dict[str, Any], text: str) -> dict[str, int]:
-    """Three bytes a token: more than the client estimates, so that its figures are the server's."""
+    """Count three bytes a token, which is more than the client estimates."""
     prompt = sum(
         math.ceil(len(message["content"].encode()) / 3) + 8 for message in request["messages"]
     )
@@ -78,33 +78,29 @@ class Reply:
 
 
 def vector_of(text: str, num_dimensions: int) -> list[float]:
-    """Numbers that only the text decides; exact in float32, not of length 1."""
+    """Return a vector that depends only on the text; exact in float32, not of length 1."""
     return [byte - 127.5 for byte in hashlib.sha256(text.encode()).digest()[:num_dimensions]]
 
 
 def vectors_body(
     vectors: Sequence[Sequence[float] | str], num_tokens: int, is_base64: bool = True
 ) -> str:
-    """An answer of the embeddings API; the last vector comes first, for no order is promised."""
-    data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-            if is_base64 and not isinstance(vector, str)
-            else vector,
-        }
-        for index, vector in enumerate(vectors)
-    ]
+    """Return a reply of the embeddings API; its order is reversed, because none is promised."""
+    data = []
+    for index, vector in enumerate(vectors):
+        embedding: Any = vector
+        if is_base64 and not isinstance(vector, str):
+            embedding = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return json.dumps({"object": "list", "data": data[::-1], "model": "scripted", "usage": usage})
 
 
 def embeddings(request: dict[str, Any]) -> Reply:
-    """What an honest server replies to an embeddings request: three bytes a token."""
-    texts, num_dimensions = request["input"], request.get("dimensions", 4)
+    """Return the reply of an honest server to an embeddings request: three bytes a token."""
+    texts = request["input"]
     num_tokens = sum(math.ceil(len(text.encode()) / 3) for text in texts)
-    vectors = [vector_of(text, num_dimensions) for text in texts]
+    vectors = [vector_of(text, request.get("dimensions", 4)) for text in texts]
     return Reply(raw=vectors_body(vectors, num_tokens, request["encoding_format"] == "base64"))
 
 
@@ -129,12 +125,12 @@ class LLMServer:
     most_busy: int = 0
 
     def reply_to(self, request: dict[str, Any]) -> Reply:
-        """The next reply of the script, or what `otherwise` makes of a request."""
+        """Return the next reply of the script, or the one that `otherwise` gives."""
         return self.script.pop(0) if self.script else self.otherwise(request)
 
 
 def chat(server: LLMServer, cache: Path | None = None, **changed: Any) -> dict[str, Any]:
-    """The `llm:` section of a recipe that sends one request at a time and tries nothing again."""
+    """Return the section `llm` of a recipe: one request at a time, without retries."""
     return {
         "kind": "openai",
         "model": "scripted",
@@ -147,22 +143,22 @@ def chat(server: LLMServer, cache: Path | None = None, **changed: Any) -> dict[s
 
 
 def open_client(server: LLMServer, cache: Path | None = None, **changed: Any) -> LLM:
-    """A client of the server that tries nothing again."""
+    """Return a client of the server that never retries."""
     values = chat(server, cache, **{"model": "m", "concurrency": 8, "timeout": 5.0, **changed})
     return LLM(validate(LLMConfig, values, "test"))
 
 
 def assert_no_key(folder: Path) -> None:
-    """No file holds the key."""
-    assert all(
-        KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file()
-    )
+    """Check that no file holds the key."""
+    for file in folder.rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
 @contextmanager
 def llm_server() -> Iterator[LLMServer]:
     """Yield a server that replies with `script` in order, then with what `otherwise` returns."""
-    state, lock = LLMServer(), threading.RLock()
+    state = LLMServer()
+    lock = threading.RLock()
 
     class Handler(Quiet):
         def do_POST(self) -> None:
@@ -178,10 +174,10 @@ def llm_server() -> Iterator[LLMServer]:
             while not reply.until():
                 time.sleep(0.01)
             time.sleep(reply.delay)
-            went_out = self.send(reply, reply.body(request))
+            is_sent = self.send(reply, reply.body(request))
             with lock:
                 state.num_busy -= 1
-                if went_out and reply.status == 200:
+                if is_sent and reply.status == 200:
                     state.answered.append(request)
 
         def send(self, reply: Reply, body: bytes) -> bool:
@@ -196,7 +192,7 @@ def llm_server() -> Iterator[LLMServer]:
                 self.end_headers()
                 self.wfile.write(body[: len(body) // 2] if reply.cut else body)
             except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # the client gave up, as a slow reply means it to
+                self.close_connection = True  # the client gave up on a slow reply
                 return False
             return not reply.cut
 

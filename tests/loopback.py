@@ -1,4 +1,4 @@
-"""HTTP servers on a free port of this machine, for the tests that need one to talk to."""
+"""HTTP servers on a free port of this machine."""
 
 import threading
 from collections.abc import Iterator
@@ -8,12 +8,10 @@ from typing import Any
 
 
 class Quiet(BaseHTTPRequestHandler):
-    """Logs nothing, and keeps connections open."""
+    """A handler that logs nothing and keeps connections open."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # or headers and body, written one after the other, come 40 ms apart
-    )
+    disable_nagle_algorithm = True  # otherwise the body comes 40 ms after the headers
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Functions in processes of their own, forked from a clean one that has loaded torch: each starts within a second."""
+"""Run functions in processes of their own, forked from one that has loaded torch."""
 
 import os
 import socket
@@ -19,11 +19,11 @@ _CONTEXT.set_forkserver_preload(
         "skilltrain.data.encode",
     ]
 )
-_PATIENCE = 120.0
+_TIMEOUT = 120.0  # seconds
 
 
 class Ended(NamedTuple):
-    """How a process ended (minus a signal's number), and what it wrote."""
+    """The exit code of a process (minus the number of a signal) and its output."""
 
     code: int | None
     out: str
@@ -33,7 +33,7 @@ class Ended(NamedTuple):
 def run_apart(
     *calls: Callable[[], Any], environments: Sequence[Mapping[str, str]] = ()
 ) -> list[Ended]:
-    """Run calls side by side to their end, each in a process and with variables of its own."""
+    """Run calls at the same time, each in a process and with environment variables of its own."""
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / str(number) for number in range(len(calls))]
         processes: list[Any] = []
@@ -41,19 +41,23 @@ def run_apart(
             folders, calls, environments or [{}] * len(calls), strict=True
         ):
             folder.mkdir()
-            processes.append(_CONTEXT.Process(target=_enter, args=(folder, dict(variables), call)))
-            processes[-1].start()
-        for process in processes:
-            process.join(_PATIENCE)
+            process = _CONTEXT.Process(target=_enter, args=(folder, dict(variables), call))
+            process.start()
+            processes.append(process)
+
+        results = []
+        for process, folder in zip(processes, folders, strict=True):
+            process.join(_TIMEOUT)
             process.kill()
             process.join()
-        texts = [[(folder / stream).read_text() for stream in ("out", "err")] for folder in folders]
-        return [
-            Ended(process.exitcode, *pair) for process, pair in zip(processes, texts, strict=True)
-        ]
+            out = (folder / "out").read_text()
+            err = (folder / "err").read_text()
+            results.append(Ended(process.exitcode, out, err))
+        return results
 
 
 def _enter(folder: Path, variables: dict[str, str], call: Callable[[], Any]) -> None:
+    """Run a call whose stdout and stderr are files."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     os.environ |= variables
@@ -61,15 +65,15 @@ def _enter(folder: Path, variables: dict[str, str], call: Callable[[], Any]) -> 
 
 
 def run_ranks(num: int, call: Callable[[], Any]) -> list[Ended]:
-    """The same call on `num` ranks of one launch on the CPU."""
+    """Run a call on `num` ranks of one launch on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    every = {
+    variables = {
         "WORLD_SIZE": str(num),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
     }
-    environments = [every | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num)]
+    environments = [variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num)]
     return run_apart(*[call] * num, environments=environments)

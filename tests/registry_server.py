@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that lists and hands out skills as a registry does."""
+"""An HTTP server on loopback that lists skills and sends them as a registry does."""
 
 import io
 import json
@@ -40,10 +40,10 @@ class Registry:
 
     def reply(self, path: str) -> Reply:
         """Return the usual reply: a page of the listing, or a skill."""
-        parts = urlsplit(path)
-        if parts.path == "/api/skills":
-            return self._page(int(parse_qs(parts.query)["page"][0]))
-        content = self.skills.get(parts.path.removeprefix("/api/get/"))
+        url = urlsplit(path)
+        if url.path == "/api/skills":
+            return self._page(int(parse_qs(url.query)["page"][0]))
+        content = self.skills.get(url.path.removeprefix("/api/get/"))
         return Reply(b"no such skill", 404) if content is None else Reply(content)
 
     def _page(self, number: int) -> Reply:

@@ -1,4 +1,4 @@
-"""Twenty skills as SKILL.md files, sixteen queries, recipes for tiny models, and the command line run in-process."""
+"""A small library of twenty skills and sixteen queries, with commands for tiny models."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from skilltrain.cli import main
 
-# family → name: (what it does, first step, second step)
+# What each skill does, its first step and its second step, by family and name.
 SKILLS = {
     "documents": {
         "pdf-text-extract": (
@@ -156,14 +156,14 @@ QUERIES = [
         ["media/podcast-notes", "media/translate-text"],
     ),
 ]
-# An untrained encoder finds all texts alike.
+# An untrained encoder gives all texts similar vectors.
 LAYERS = "layers=[{name: name}, {name: jaccard}, {name: cosine, above: 0.998}]"
 RECIPE = 'recipe: r"""\n{}\n# """; from skilltrain.recipe import run; run(__name__, __file__)\n'
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left on the terminal."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -171,24 +171,28 @@ class Outcome:
 
     @property
     def error_line(self) -> str:
-        """The line that a failed command ends with; there is one such line, no traceback, and the exit code is 2."""
+        """The last line, which is the only error; the command failed without a traceback."""
         lines = self.err.splitlines()
-        assert self.code == 2 and "Traceback" not in self.err, self
-        assert [line.startswith("error: ") for line in lines].count(True) == 1, self
-        assert lines[-1].startswith("error: "), self
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert self.code == 2, self
+        assert "Traceback" not in self.err, self
+        assert errors == lines[-1:], self
         return lines[-1]
 
     @property
     def only_line(self) -> str:
-        """The same, where the command wrote nothing else but warnings."""
+        """The error of a command that wrote nothing else but warnings."""
         lines = [line for line in self.err.splitlines() if not line.startswith("warning: ")]
-        assert len(lines) == 1 and not self.out, self
+        assert len(lines) == 1, self
+        assert not self.out, self
         return self.error_line
 
 
 def skilltrain(*arguments: object) -> Outcome:
-    """The command line in this process, without a terminal."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+    """Run a command in this process, without a terminal."""
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([str(argument) for argument in arguments])
@@ -206,29 +210,40 @@ def forget_ranks() -> None:
 
 
 def succeeds(*arguments: object) -> Outcome:
-    """The same, for a command that must succeed."""
+    """Run a command that must succeed."""
     outcome = skilltrain(*arguments)
     assert outcome.code == 0, outcome
     return outcome
 
 
+def skill_text(name: str, family: str, steps: tuple[str, str, str]) -> str:
+    """Return a SKILL.md; one skill has no category."""
+    problem, first, second = steps
+    category = "" if name == "backup-plan" else f"category: {family}\n"
+    title = name.replace("-", " ")
+    return f"""---
+name: {name}
+description: How to {problem}.
+{category}---
+# {title.capitalize()}
+
+## When to use
+- The user wants to {problem} today
+- Somebody needs help to {first} without asking a colleague
+
+## Steps
+1. {first.capitalize()} before anything else is changed.
+2. {second.capitalize()}, then show the user what was done and why.
+"""
+
+
 def write_library(folder: Path) -> Path:
-    """`folder` with skills/FAMILY/NAME/SKILL.md and queries/all.jsonl; one skill states no category."""
+    """Write skills/FAMILY/NAME/SKILL.md and queries/all.jsonl to a folder and return it."""
     for family, members in SKILLS.items():
-        for name, (problem, first, second) in members.items():
-            category = "" if name == "backup-plan" else f"category: {family}\n"
-            title = name.replace("-", " ")
-            body = (
-                f"# {title.capitalize()}\n\n## When to use\n- The user wants to {problem} today\n"
-                f"- Somebody needs help to {first} without asking a colleague\n\n"
-                f"## Steps\n1. {first.capitalize()} before anything else is changed.\n"
-                f"2. {second.capitalize()}, then show the user what was done and why.\n"
-            )
+        for name, steps in members.items():
             file = folder / "skills" / family / name / "SKILL.md"
             file.parent.mkdir(parents=True)
-            file.write_text(
-                f"---\nname: {name}\ndescription: How to {problem}.\n{category}---\n{body}"
-            )
+            file.write_text(skill_text(name, family, steps))
     rows = [
         {
             "query_id": f"q{number:02}",
@@ -245,14 +260,14 @@ def write_library(folder: Path) -> Path:
 
 
 def write_recipe(file: Path, text: str) -> Path:
-    """A recipe that runs itself."""
+    """Write a recipe that runs itself and return its file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(RECIPE.format(text.strip()))
     return file
 
 
 def encoder_recipe(runs: Path, model: Path, lists: str = "encoder_lists") -> str:
-    """Two epochs over the encoder's lists: six steps of four queries."""
+    """Return the recipe of an encoder: two epochs, six steps of four queries."""
     return f"""
 stage: train_encoder
 model: {{source: {model}, max_tokens: 48, query_max_tokens: 48}}
@@ -264,7 +279,7 @@ out: {runs}/encoder
 
 
 def reranker_recipe(runs: Path, model: Path, max_tokens: int = 96) -> str:
-    """One epoch over the reranker's lists: three steps of two times two queries."""
+    """Return the recipe of a reranker: one epoch, three steps of two times two queries."""
     return f"""
 stage: train_reranker
 model: {{source: {model}, max_tokens: {max_tokens}, query_max_tokens: 24}}
@@ -275,48 +290,27 @@ out: {runs}/reranker
 
 
 def list_stages(runs: Path, library: Path, model: Path) -> list[tuple[str, ...]]:
-    """The commands from pool to lists: what an encoder is trained on."""
-    pool, queries, vectors = (
-        f"pool={runs}/pool",
-        f"queries={runs}/queries",
-        f"encoder.cache={runs}/vectors",
-    )
-    encoder = f"encoder.source={model}"
+    """Return the commands from the pool to the lists of an encoder."""
+    pool = f"pool={runs}/pool"
+    queries = f"queries={runs}/queries"
+    encoder = (f"encoder.source={model}", f"encoder.cache={runs}/vectors")
+    quotas = "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}"
+    sources = (f"sources={library}/skills", "categories=from_pool")
+    mined = f"rankings={runs}/mined"
+    filtered = f"rankings={runs}/filtered"
     return [
-        (
-            "pool",
-            f"sources={library}/skills",
-            "categories=from_pool",
-            encoder,
-            vectors,
-            f"out={runs}/pool",
-        ),
+        ("pool", *sources, *encoder, f"out={runs}/pool"),
         ("queries", f"files={library}/queries/*.jsonl", pool, f"out={runs}/queries"),
-        ("mine", pool, queries, encoder, vectors, "depth=8", f"out={runs}/mined"),
-        (
-            "filter",
-            pool,
-            queries,
-            f"rankings={runs}/mined",
-            encoder,
-            vectors,
-            LAYERS,
-            f"out={runs}/filtered",
-        ),
-        (
-            "lists",
-            pool,
-            queries,
-            f"rankings={runs}/filtered",
-            "quotas={semantic: 3, lexical: 2, taxonomy: 2, random: 1}",
-            f"out={runs}/encoder_lists",
-        ),
+        ("mine", pool, queries, *encoder, "depth=8", f"out={runs}/mined"),
+        ("filter", pool, queries, mined, *encoder, LAYERS, f"out={runs}/filtered"),
+        ("lists", pool, queries, filtered, quotas, f"out={runs}/encoder_lists"),
     ]
 
 
 def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
-    """The commands that train both models on these lists, with what lies between."""
-    pool, queries = f"pool={runs}/pool", f"queries={runs}/queries"
+    """Return the commands that train an encoder on these lists, and a reranker behind it."""
+    pool = f"pool={runs}/pool"
+    queries = f"queries={runs}/queries"
     encoder = write_recipe(runs / "recipes" / "encoder.yaml", encoder_recipe(runs, model))
     reranker = write_recipe(runs / "recipes" / "reranker.yaml", reranker_recipe(runs, model))
     return [
@@ -354,13 +348,17 @@ def training_stages(runs: Path, model: Path) -> list[tuple[str, ...]]:
 
 @functools.cache
 def trained(root: Path, model: Path) -> tuple[Path, list[tuple[str, ...]], list[Outcome]]:
-    """A folder `runs` in `root` in which all of these commands have run, the commands, and what they said."""
+    """Run all commands below `root`; return the folder of the runs, the commands and outcomes."""
     library = write_library(root / "library")
     stages = [*list_stages(root / "runs", library, model), *training_stages(root / "runs", model)]
     return root / "runs", stages, [succeeds(*stage) for stage in stages]
 
 
 def contents(*folders: Path) -> dict[Path, tuple[int, int]]:
-    """Path → (time of change, size) of everything below `folders`."""
-    paths = (path for folder in folders for path in folder.rglob("*"))
-    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+    """Return the time of change and the size of every path below these folders."""
+    states = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            state = path.stat()
+            states[path] = (state.st_mtime_ns, state.st_size)
+    return states

@@ -1,4 +1,4 @@
-"""An ablation: what its file plans and refuses, the tables of written values, and a grid that runs, stops and fails."""
+"""Ablations: what a grid plans and refuses, its tables, and runs that stop and fail."""
 
 import json
 import os
@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 
+from benchmark_folders import jsonl
 from faults import raises
 from skilltrain.config import apply_overrides
 from skilltrain.errors import SkilltrainError
@@ -43,9 +44,12 @@ BENCHMARKS = sorted((ROOT / "benchmarks").glob("*/[0-9]_*.yaml"))
 
 
 def grid(folder: Path, library: Path | None = None) -> dict[str, Any]:
-    """Mining, a filter that one variant goes without, training by seed, and an evaluation; nothing of it has run."""
-    if library is None and not (library := folder / "library").exists():
+    """Return a grid of mining, a filter that one variant omits, training by seed and evaluation."""
+    library = library or folder / "library"
+    if not library.exists():
         write_library(library)
+    encoder = {"source": "some/model"}
+    data = {"pool": "{pool}", "queries": "{queries}"}
     return {
         "ablation": "filter",
         "claim": "Filtering helps.",
@@ -57,30 +61,23 @@ def grid(folder: Path, library: Path | None = None) -> dict[str, Any]:
                 "files": str(library / "queries" / "*.jsonl"),
                 "pool": "{pool}",
             },
-            "mine": {
-                "stage": "mine",
-                "pool": "{pool}",
-                "queries": "{queries}",
-                "encoder": {"source": "some/model"},
-            },
+            "mine": {"stage": "mine", **data, "encoder": encoder.copy()},
             "filter": {
                 "stage": "filter",
-                "pool": "{pool}",
-                "queries": "{queries}",
+                **data,
                 "rankings": "{mine}",
-                "encoder": {"source": "some/model"},
+                "encoder": encoder.copy(),
                 "layers": [{"name": "name"}, {"name": "jaccard"}],
             },
             "lists": {
                 "stage": "lists",
-                "pool": "{pool}",
-                "queries": "{queries}",
+                **data,
                 "rankings": "{filter}",
                 "quotas": {"semantic": 2, "lexical": 1},
             },
             "train": {
                 "stage": "train_encoder",
-                "model": {"source": "some/model"},
+                "model": encoder.copy(),
                 "data": {"pool": "{pool}", "lists": "{lists}"},
                 "training": {"seed": "{seed}"},
             },
@@ -104,7 +101,7 @@ Grid = tuple[AblationConfig, list[Cell]]
 
 
 def read(folder: Path, *overrides: str, **changes: Any) -> Grid:
-    """The grid with `changes`, and its cells."""
+    """Read the grid with these changes; return its settings and its cells."""
     return read_grid(write_grid(folder, grid(folder) | changes), overrides)
 
 
@@ -115,24 +112,28 @@ def write_grid(folder: Path, values: dict[str, Any]) -> Path:
 
 
 def runs_of(cells: list[Cell]) -> dict[Path, str]:
-    """Folder → step of all runs."""
-    return {run.out: step for cell in cells for step, run in cell.runs.items()}
+    """Return the step of each run by its folder."""
+    steps = {}
+    for cell in cells:
+        for step, run in cell.runs.items():
+            steps[run.out] = step
+    return steps
 
 
-# What a grid means ---------------------------------------------------------------------------------------------------
+# What a grid means --------------------------------------------------------------------------------
 
 
 def test_cells_share_equal_runs(tmp_path):
     _, cells = read(tmp_path)
 
-    counts = Counter(runs_of(cells).values())
-    shared = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
-    assert counts == {**shared, "lists": 2, "train": 4, "evaluate": 4}
     names = ["clean, seed 1", "raw, seed 1", "clean, seed 2", "raw, seed 2"]
     assert [str(cell) for cell in cells] == names
+    shared = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
+    counts = Counter(runs_of(cells).values())
+    assert counts == {**shared, "lists": 2, "train": 4, "evaluate": 4}
 
 
-def test_a_run_follows_those_that_it_reads(tmp_path):
+def test_run_follows_its_inputs(tmp_path):
     _, cells = read(tmp_path)
 
     clean, raw, *_ = cells
@@ -144,16 +145,16 @@ def test_a_run_follows_those_that_it_reads(tmp_path):
     assert raw.runs["lists"].rankings == raw.runs["mine"].out
 
 
-def test_a_dry_run_lists_the_runs(tmp_path, capsys):
+def test_dry_run_lists_runs(tmp_path, capsys):
     file = write_grid(tmp_path, grid(tmp_path))
-    before = contents(tmp_path)
+    files = contents(tmp_path)
 
-    answer = dry_run_ablation(file, [])
+    plan = dry_run_ablation(file, [])
 
-    said = capsys.readouterr().err
-    assert answer == {"num_cells": 4, "num_runs_missing": 14}
-    assert re.search(r"raw, seed 2: pool-\w{12} \(to run\) → .* → evaluate-\w{12} \(to run\)", said)
-    assert contents(tmp_path) == before
+    assert plan == {"num_cells": 4, "num_runs_missing": 14}
+    pattern = r"raw, seed 2: pool-\w{12} \(to run\) → .* → evaluate-\w{12} \(to run\)"
+    assert re.search(pattern, capsys.readouterr().err)
+    assert contents(tmp_path) == files
 
 
 @pytest.mark.parametrize(
@@ -167,28 +168,29 @@ def test_a_dry_run_lists_the_runs(tmp_path, capsys):
     ],
 )
 def test_changed_settings_make_other_runs(override: str, changed: set[str], tmp_path):
-    before = runs_of(read(tmp_path)[1])
+    runs = runs_of(read(tmp_path)[1])
 
-    after = runs_of(read(tmp_path, override)[1])
+    changed_runs = runs_of(read(tmp_path, override)[1])
 
-    assert {after[folder] for folder in after.keys() - before.keys()} == changed
+    new_folders = changed_runs.keys() - runs.keys()
+    assert {changed_runs[folder] for folder in new_folders} == changed
 
 
-def test_a_variant_changes_settings_by_key(tmp_path):
+def test_variant_changes_settings_by_key(tmp_path):
     sharper = {"filter.layers.1.above": 0.4, "lists.quotas": {"random": 1}}
 
     _, cells = read(tmp_path, "seeds=[5]", variants={"clean": None, "sharper": sharper})
 
-    runs = cells[1].runs
-    assert [layer.above for layer in runs["filter"].layers[1:]] == [0.4]
-    assert runs["lists"].quotas == {"random": 1}
-    assert runs["lists"].out != cells[0].runs["lists"].out
+    clean, sharper = (cell.runs for cell in cells)
+    assert sharper["filter"].layers[1].above == 0.4
+    assert sharper["lists"].quotas == {"random": 1}
+    assert sharper["lists"].out != clean["lists"].out
 
 
 UNTRAINED = {"evaluate.systems.0.rankers.0.source": "some/model"}  # does not use the seed
 
 
-def test_a_variant_without_the_seed_has_one_cell(tmp_path):
+def test_variant_without_seed_has_one_cell(tmp_path):
     _, cells = read(tmp_path, variants={"clean": {}, "untrained": UNTRAINED})
 
     assert [str(cell) for cell in cells] == ["clean, seed 1", "untrained, seed 1", "clean, seed 2"]
@@ -202,105 +204,131 @@ def test_doubled_braces_are_plain(tmp_path):
     assert cells[1].runs["evaluate"].systems[0].rankers[0].source == "a/{seed}-1"
 
 
-# Faults --------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 NO_RECIPE = "must be a recipe with the key stage and without the key out (steps: pool, queries, mi"
-FAULTS = {
-    "baseline=cleen": "baseline: no variant 'cleen'; variants: clean, raw",
-    "compare=[Hit@3]": "step 'evaluate' of variant 'clean': measures: Hit@3, which `compare` names, is missing",
-    "steps.lists.rankings='{fliter}'": "variant 'clean': '{fliter}' is no step (steps: pool, queries, mine, filter",
-    "steps.lists.rankings={filter: }": "step 'lists' of variant 'clean': rankings: must be a path, found {'fil",
-    "steps.pool.sources='{train}'": "step 'pool' of variant 'clean': needs a step that needs this one",
-    "steps.a/b={stage: pool}": "steps.a/b: string should match pattern '^[A-Za-z][A-Za-z0-9_-]*$', found 'a/b'",
-    "steps.spare={sources: x}": f"step 'spare' of variant 'clean': {NO_RECIPE}",
-    "steps.lists.out=x": f"step 'lists' of variant 'clean': {NO_RECIPE}",
-    "steps.evaluate.stage=lists": "variant 'clean': has no step of stage evaluate",
-    "steps.pool.sources=nowhere": "nowhere: no such file or folder",
-    "variants.raw={'fliter.layers': []}": f"step 'fliter' of variant 'raw': {NO_RECIPE}",
-    "variants.raw={'filter.layers.2.name': x}": "'2' is no item of a list of 2, counted from 0",
-    "variants.raw={'mine.pool.x': 1}": "variant 'raw', mine.pool.x: 'pool' is a value, not a section",
-    "variants.raw={'lists.seeed': 1}": "step 'lists' of variant 'raw': unknown key 'seeed', did you mean 'seed'?",
-    "variants.raw={'evaluate.split': train}": "step 'evaluate' of variant 'raw': scores other queries or measures than "
-    "variant 'clean' (make a step of its own for each set of queries)",
-    "variants.raw={'evaluate.systems': []}": "an evaluation of an ablation has one system, found 0",
-    "chain=chain.yaml": "unknown key 'chain' (removed: ",
-}
+FAULTS = [  # setting, part of the error
+    ("baseline=cleen", "baseline: no variant 'cleen'; variants: clean, raw"),
+    (
+        "compare=[Hit@3]",
+        "step 'evaluate' of variant 'clean': measures: Hit@3, which `compare` names, is missing",
+    ),
+    (
+        "steps.lists.rankings='{fliter}'",
+        "variant 'clean': '{fliter}' is no step (steps: pool, queries, mine, filter",
+    ),
+    (
+        "steps.lists.rankings={filter: }",
+        "step 'lists' of variant 'clean': rankings: must be a path, found {'fil",
+    ),
+    (
+        "steps.pool.sources='{train}'",
+        "step 'pool' of variant 'clean': needs a step that needs this one",
+    ),
+    (
+        "steps.a/b={stage: pool}",
+        "steps.a/b: string should match pattern '^[A-Za-z][A-Za-z0-9_-]*$', found 'a/b'",
+    ),
+    ("steps.spare={sources: x}", f"step 'spare' of variant 'clean': {NO_RECIPE}"),
+    ("steps.lists.out=x", f"step 'lists' of variant 'clean': {NO_RECIPE}"),
+    ("steps.evaluate.stage=lists", "variant 'clean': has no step of stage evaluate"),
+    ("steps.pool.sources=nowhere", "nowhere: no such file or folder"),
+    ("variants.raw={'fliter.layers': []}", f"step 'fliter' of variant 'raw': {NO_RECIPE}"),
+    ("variants.raw={'filter.layers.2.name': x}", "'2' is no item of a list of 2, counted from 0"),
+    (
+        "variants.raw={'mine.pool.x': 1}",
+        "variant 'raw', mine.pool.x: 'pool' is a value, not a section",
+    ),
+    (
+        "variants.raw={'lists.seeed': 1}",
+        "step 'lists' of variant 'raw': unknown key 'seeed', did you mean 'seed'?",
+    ),
+    (
+        "variants.raw={'evaluate.split': train}",
+        "step 'evaluate' of variant 'raw': scores other queries or measures than variant 'clean' "
+        "(make a step of its own for each set of queries)",
+    ),
+    (
+        "variants.raw={'evaluate.systems': []}",
+        "an evaluation of an ablation has one system, found 0",
+    ),
+    ("chain=chain.yaml", "unknown key 'chain' (removed: "),
+]
 
 
-@pytest.mark.parametrize("override", FAULTS)
-def test_a_fault_is_named_before_any_work(override, tmp_path):
+@pytest.mark.parametrize(("override", "message"), FAULTS)
+def test_invalid_grid_is_refused(override, message, tmp_path):
+    values = grid(tmp_path)
     key, _, text = override.partition("=")
-    if key.startswith(
-        ("variants.", "steps.a/b")
-    ):  # keys that hold dots are beyond the command line
-        values = grid(tmp_path)
+    # The command line cannot write keys that hold dots.
+    if key.startswith(("variants.", "steps.a/b")):
         section, name = key.split(".", 1)
         values[section][name] = yaml.safe_load(text)
-        file = write_grid(tmp_path, values)
     else:
-        file = write_grid(tmp_path, apply_overrides(grid(tmp_path), [override]))
-    before = contents(tmp_path)
+        values = apply_overrides(values, [override])
+    file = write_grid(tmp_path, values)
+    files = contents(tmp_path)
 
     with pytest.raises(SkilltrainError) as raised:
         read_grid(file, [])
 
-    assert FAULTS[override] in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == files
 
 
-# A chain that grids share --------------------------------------------------------------------------------------------
+# A chain that grids share -------------------------------------------------------------------------
 
 
 def with_chain(folder: Path, **steps: Any) -> Path:
-    """The grid with its steps in a chain beside it, and `steps` of its own."""
+    """Write the grid with its steps in a chain beside it; `steps` change the chain's."""
     values = grid(folder)
     chain = {"steps": values.pop("steps") | {"spare": {"stage": "pool"}}}
     (folder / "chain.yaml").write_text(yaml.safe_dump(chain, sort_keys=False))
     return write_grid(folder, values | {"based_on": "chain.yaml", "steps": steps})
 
 
-def test_steps_are_laid_over_a_chain(tmp_path):
+def test_steps_change_chain(tmp_path):
     file = with_chain(tmp_path, train={"training": {"batch_size": 4}})
 
     _, cells = read_grid(file, ["steps.lists.quotas={random: 3}"])
 
-    runs = cells[0].runs
-    training = runs["train"].training
-    assert (training.batch_size, training.seed, runs["train"].model.source) == (4, 1, "some/model")
-    assert runs["lists"].quotas == {"random": 3}  # an override is the whole value
+    train = cells[0].runs["train"]
+    assert train.training.batch_size == 4
+    assert train.training.seed == 1
+    assert train.model.source == "some/model"
+    assert cells[0].runs["lists"].quotas == {"random": 3}  # an override is the whole value
 
 
-def test_a_chain_gives_the_same_runs(tmp_path):
+def test_chain_gives_same_runs(tmp_path):
     _, cells = read(tmp_path)
 
-    _, of_chain = read_grid(with_chain(tmp_path), [])
+    _, chain_cells = read_grid(with_chain(tmp_path), [])
 
-    assert runs_of(of_chain) == runs_of(cells)
+    assert runs_of(chain_cells) == runs_of(cells)
 
 
-def test_grids_that_ship_can_be_planned(monkeypatch):
+def test_shipped_grids_can_be_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-
-    grids = {file.stem: read_grid(file, []) for file in GRIDS}
-
     encoders: dict[str, set[Path]] = {}
-    for name, (config, cells) in grids.items():
+
+    for file in GRIDS:
+        config, cells = read_grid(file, [])
+
         assert config.runs == Path("runs/ablations/steps")
-        assert config.out == Path("runs/ablations") / name
+        assert config.out == Path("runs/ablations") / file.stem
         assert {cell.variant for cell in cells} == {*config.variants}
-        encoders[name] = {cell.runs["encoder"].out for cell in cells if "encoder" in cell.runs}
-    assert [*encoders] == [
-        "candidates_k",
-        *["filter", "inputs", "listwise_pointwise"],
-        "random_negatives",
-    ]
+        encoders[file.stem] = {cell.runs["encoder"].out for cell in cells if "encoder" in cell.runs}
+
+    # Grids share the training runs of encoders.
+    names = ["candidates_k", "filter", "inputs", "listwise_pointwise", "random_negatives"]
+    assert [*encoders] == names
     assert encoders["filter"] & encoders["random_negatives"] & encoders["inputs"]
     assert encoders["candidates_k"] == encoders["listwise_pointwise"] <= encoders["filter"]
 
 
 @pytest.mark.parametrize("file", BENCHMARKS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_grids_of_benchmarks_can_be_planned(file: Path, tmp_path, monkeypatch):
+def test_benchmark_grids_can_be_planned(file: Path, tmp_path, monkeypatch):
     for name in ("pool", "queries", "mined", "tasks", "without"):
         (tmp_path / "runs" / "claims" / name).mkdir(parents=True)
         (tmp_path / "runs" / "r3_ablation" / name).mkdir(parents=True)
@@ -311,7 +339,7 @@ def test_grids_of_benchmarks_can_be_planned(file: Path, tmp_path, monkeypatch):
     assert [cell.variant for cell in cells] == [*config.variants]
 
 
-# Tables of values that are written where evaluations would stand -----------------------------------------------------
+# Tables of scores that are written in place of evaluations ----------------------------------------
 
 VARIANTS = {"clean": {}, "raw *new*": {"lists.rankings": "{mine}"}}
 QUERIES = "abcdefgh"
@@ -320,7 +348,10 @@ QUERIES = "abcdefgh"
 def write_values(
     cells: list[Cell], hits: Mapping[tuple[str, int], str], name: str = "evaluate"
 ) -> None:
-    """Write Hit@1 as digits, one a query; MRR@10 is half of it, and not defined for the last query."""
+    """Write scores of each query by variant and seed.
+
+    A string has Hit@1 as a digit for each query. MRR@10 is half of it, and the last query has none.
+    """
     for cell in cells:
         values = hits.get((cell.variant, cell.seed))
         if values is None:
@@ -331,7 +362,7 @@ def write_values(
             rows.append(row if query_id == QUERIES[-1] else row | {"MRR@10": int(value) / 2})
         folder = cell.evaluations[name]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "per_query.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "per_query.jsonl").write_text(jsonl(*rows))
 
 
 RAW = "raw *new*"
@@ -339,42 +370,46 @@ ALL_RIGHT = dict.fromkeys([(RAW, 1), (RAW, 2)], "11111111")
 
 
 def two_seeds(folder: Path, **changes: Any) -> Grid:
-    """Clean scores 2 and 4 of 8, the other variant all."""
+    """Read a grid in which the baseline scores 2 and 4 of 8, and the other variant all."""
     config, cells = read(folder, variants=VARIANTS, **changes)
     write_values(cells, {("clean", 1): "11000000", ("clean", 2): "11110000"} | ALL_RIGHT)
     return config, cells
 
 
 def test_queries_are_averaged_over_seeds(tmp_path):
-    results = make_results(*two_seeds(tmp_path), {})
+    (table,) = make_results(*two_seeds(tmp_path), {})["tables"]
 
-    (table,) = results["tables"]
-    clean, _ = table["variants"]
-    hit, mrr = clean["metrics"]["Hit@1"], clean["metrics"]["MRR@10"]
-    assert (table["evaluation"], table["num_queries"], clean["num_runs"]) == ("evaluate", 8, 2)
+    assert table["evaluation"] == "evaluate"
+    assert table["num_queries"] == 8
+    clean = table["variants"][0]
+    assert clean["num_runs"] == 2
+    hit = clean["metrics"]["Hit@1"]
     assert (hit.mean, hit.n) == (3 / 8, 8)
+    mrr = clean["metrics"]["MRR@10"]
     assert (mrr.mean, mrr.n) == (pytest.approx(3 / 7 / 2), 7)
 
 
-def test_seeds_have_a_deviation(tmp_path):
+def test_seeds_have_standard_deviation(tmp_path):
     results = make_results(*two_seeds(tmp_path), {})
 
     clean, raw = results["tables"][0]["variants"]
+
     assert clean["seed_sd"]["Hit@1"] == pytest.approx(0.25 / sqrt(2))  # of 2/8 and 4/8
     assert raw["seed_sd"]["Hit@1"] == 0
 
 
-def test_variants_are_compared_with_the_baseline(tmp_path):
+def test_variants_are_compared_with_baseline(tmp_path):
     results = make_results(*two_seeds(tmp_path), {})
 
     hit, mrr = results["tables"][0]["differences"]
+
     assert (hit.system, hit.baseline, hit.measure) == (RAW, "clean", "Hit@1")
     assert (hit.difference.mean, hit.difference.n) == (5 / 8, 8)
     assert (hit.num_better, hit.num_worse, hit.p) == (6, 0, pytest.approx(2 / 2**6))
     assert (mrr.difference.mean, mrr.difference.n) == (pytest.approx((1 - 3 / 7) / 2), 7)
 
 
-def test_a_variant_without_the_seed_has_no_deviation(tmp_path):
+def test_variant_without_seed_has_no_deviation(tmp_path):
     config, cells = read(tmp_path, variants={"clean": {}, "untrained": UNTRAINED})
     hits = {("clean", 1): "11000000", ("clean", 2): "11110000", ("untrained", 1): "11100000"}
     write_values(cells, hits)
@@ -393,68 +428,76 @@ def test_holm_corrects_over_all_tables(tmp_path):
     hits = {("clean", 1): "10101010", ("clean", 2): "01010101"}
     write_values(cells, hits | dict.fromkeys(ALL_RIGHT, "11110000"), "tasks")
 
-    tables = make_results(config, cells, {})["tables"]
+    first, second = make_results(config, cells, {})["tables"]
 
-    found = [c for table in tables for c in table["differences"]]
-    assert [table["evaluation"] for table in tables] == ["evaluate", "tasks"]
-    assert [c.p_holm for c in found] == holm([c.p for c in found])
-    assert len(found) == 4
+    assert (first["evaluation"], second["evaluation"]) == ("evaluate", "tasks")
+    comparisons = [*first["differences"], *second["differences"]]
+    assert len(comparisons) == 4
+    assert [row.p_holm for row in comparisons] == holm([row.p for row in comparisons])
 
 
-def test_a_failed_cell_is_left_out(tmp_path):
+def test_failed_cell_is_excluded(tmp_path):
     config, cells = two_seeds(tmp_path)
+    error = "step train: out of memory"
 
-    results = make_results(config, cells, {f"{RAW}, seed 2": "step train: out of memory"})
+    results = make_results(config, cells, {f"{RAW}, seed 2": error})
 
-    raw = results["tables"][0]["variants"][1]
-    errors = [cell["error"] for cell in results["cells"]]
-    assert raw["num_runs"] == 1
-    assert errors == [None, None, None, "step train: out of memory"]
+    assert results["tables"][0]["variants"][1]["num_runs"] == 1
+    assert [cell["error"] for cell in results["cells"]] == [None, None, None, error]
 
 
-@pytest.mark.parametrize(("failed", "variants"), [(["clean"], [RAW]), (["clean", RAW], [])])
-def test_without_a_baseline_nothing_is_compared(
-    failed: list[str], variants: list[str], tmp_path: Path
-):
+def test_failed_baseline_is_not_compared(tmp_path):
     config, cells = two_seeds(tmp_path)
-    errors = {str(cell): "broken" for cell in cells if cell.variant in failed}
+    errors = {str(cell): "broken" for cell in cells if cell.variant == "clean"}
 
     results = make_results(config, cells, errors)
 
-    tables = results["tables"]
-    assert [row["variant"] for table in tables for row in table["variants"]] == variants
-    assert not any(table["differences"] for table in tables)
+    (table,) = results["tables"]
+    assert [row["variant"] for row in table["variants"]] == [RAW]
+    assert not table["differences"]
     assert "broken" in markdown("ablation", **results)
 
 
-def test_markdown_names_variants_and_verdicts(tmp_path):
+def test_failed_variants_have_no_table(tmp_path):
+    config, cells = two_seeds(tmp_path)
+
+    results = make_results(config, cells, {str(cell): "broken" for cell in cells})
+
+    assert results["tables"] == []
+    assert "broken" in markdown("ablation", **results)
+
+
+def test_markdown_names_variants_with_verdicts(tmp_path):
     config, cells = two_seeds(tmp_path, compare=["Hit@1"])
 
     text = markdown("ablation", **make_results(config, cells, {"clean, seed 2": "no memory"}))
 
-    assert "Claim: Filtering helps." in text and "(n = 8)" in text
+    assert "Claim: Filtering helps." in text
+    assert "(n = 8)" in text
     assert "| raw \\*new\\* | 2 | 1.000 [1.00, 1.00] ± .000 |" in text
-    assert "| raw \\*new\\* | Hit@1 | +.750 [" in text and text.count("▲ above") == 1
+    assert "| raw \\*new\\* | Hit@1 | +.750 [" in text
+    assert text.count("▲ above") == 1
     assert "over all 1 comparison" in text
     for cell in cells:
         assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
 
 
-def test_the_page_escapes_texts(tmp_path):
+def test_page_escapes_texts(tmp_path):
     config, cells = two_seeds(tmp_path, compare=["Hit@1"])
 
     page = results_page(make_results(config, cells, {"clean, seed 2": "<b>no memory</b>"}))
 
     assert page.count('<td class="word above">above</td>') == 1
     assert "<b>1.000</b><small>[1.00, 1.00] ± .000</small>" in page
-    assert "&lt;b&gt;no memory" in page and "src=" not in page
+    assert "&lt;b&gt;no memory" in page
+    assert "src=" not in page
 
 
-# As it runs ----------------------------------------------------------------------------------------------------------
+# As it runs ---------------------------------------------------------------------------------------
 
 
 def lexical_grid(folder: Path, library: Path) -> dict[str, Any]:
-    """BM25 with and without the body: three runs that are shared or not, no model."""
+    """Return a grid of BM25 with and without the body, which needs no model."""
     values = grid(folder, library)
     bm25 = {"name": "bm25", "rankers": [{"kind": "lexical", "fields": "full"}]}
     steps = {name: values["steps"][name] for name in ("pool", "queries", "evaluate")}
@@ -469,7 +512,7 @@ def lexical_grid(folder: Path, library: Path) -> dict[str, Any]:
 
 
 def trained_grid(folder: Path, library: Path, model: Path, **changes: Any) -> Path:
-    """The grid above with a tiny encoder: a training has three steps."""
+    """Write the grid with a tiny encoder, which trains for three steps."""
     values = grid(folder, library) | changes
     steps = values["steps"]
     for step in ("mine", "filter"):
@@ -487,149 +530,161 @@ def trained_grid(folder: Path, library: Path, model: Path, **changes: Any) -> Pa
 
 
 def folders_of(out: Path) -> Counter[str]:
-    """Step → how many folders of it stand in an ablation's steps."""
+    """Count the folders of each step of an ablation."""
     return Counter(path.name.rpartition("-")[0] for path in (out / "steps").iterdir())
+
+
+class Done(NamedTuple):
+    """A grid that has run: its file, its folder and the answer of the command."""
+
+    file: Path
+    out: Path
+    answer: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def done(library, tmp_path_factory, model_folders):
-    """(grid file, out folder, what the command answered)."""
     folder = tmp_path_factory.mktemp("ablation")
     file = trained_grid(folder, library, model_folders["bert"])
-    return file, folder / "out", run_ablation(file, [])
+    return Done(file, folder / "out", run_ablation(file, []))
 
 
 def test_shared_steps_run_once(done):
-    file, out, answer = done
+    shared = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
 
-    once = dict.fromkeys(("pool", "queries", "mine", "filter"), 1)
-    assert folders_of(out) == {**once, "lists": 2, "train": 4, "evaluate": 4}
-    assert answer["num_cells"] == 4
-    assert dry_run_ablation(file, [])["num_runs_missing"] == 0
+    assert folders_of(done.out) == {**shared, "lists": 2, "train": 4, "evaluate": 4}
+    assert done.answer["num_cells"] == 4
+    assert dry_run_ablation(done.file, [])["num_runs_missing"] == 0
 
 
 def test_checkpoints_are_removed(done):
-    _, out, _ = done
-
-    assert not list(out.glob("steps/train-*/checkpoints"))
+    assert not list(done.out.glob("steps/train-*/checkpoints"))
 
 
 def test_results_are_written(done):
-    _, out, _ = done
+    results = read_json(done.out / "ablation.json")
 
-    found = read_json(out / "ablation.json")
-    (table,) = found["tables"]
+    (table,) = results["tables"]
     assert [row["variant"] for row in table["variants"]] == ["clean", "raw"]
     assert [(row["measure"], row["reading"]) for row in table["differences"]] == [
         ("Hit@1", "not told apart"),
         ("MRR@10", "not told apart"),
     ]
-    for cell in found["cells"]:
-        assert cell["error"] is None and list(cell["recipes"])[-1] == "evaluate"
+    for cell in results["cells"]:
+        assert cell["error"] is None
+        assert list(cell["recipes"])[-1] == "evaluate"
         assert all(Path(recipe).is_file() for recipe in cell["recipes"].values())
-    assert "## evaluate" in (out / "ablation.md").read_text()
-    assert "<h2>evaluate</h2>" in (out / "ablation.html").read_text()
 
 
-def test_a_cell_is_reproduced_by_its_recipes(done, tmp_path):
-    _, out, _ = done
-    files = read_json(out / "ablation.json")["cells"][-1]["recipes"]
-    recipes = {step: Path(file) for step, file in files.items()}
-
-    again = succeeds("train", recipes["train"])
-    succeeds("train", recipes["train"], f"out={tmp_path}/train")
-    succeeds("evaluate", recipes["evaluate"], f"out={tmp_path}/evaluate")
-
-    assert "already holds this run" in again.err
-    first = load_file(recipes["train"].parent / "model.safetensors")
-    second = load_file(tmp_path / "train" / "model.safetensors")
-    assert all(first[name].equal(second[name]) for name in first)
-    values = (recipes["evaluate"].parent / "per_query.jsonl").read_bytes()
-    assert (tmp_path / "evaluate" / "per_query.jsonl").read_bytes() == values
+def test_reports_are_written(done):
+    assert "## evaluate" in (done.out / "ablation.md").read_text()
+    assert "<h2>evaluate</h2>" in (done.out / "ablation.html").read_text()
 
 
-def test_lost_runs_are_made_again(done):
-    file, out, answer = done
-    table = (out / "ablation.json").read_bytes()
-    _, (clean, raw, *_) = read_grid(file, [])
-    trained = raw.runs["train"].out
-    lost = [clean.runs["lists"].out, clean.runs["evaluate"].out, raw.runs["evaluate"].out]
-    before = {path: contents(path) for path in (out / "steps").iterdir()}
-    for folder in lost:
+@pytest.fixture
+def recipes(done):
+    """The recipe of each step of the last cell."""
+    files = read_json(done.out / "ablation.json")["cells"][-1]["recipes"]
+    return {step: Path(file) for step, file in files.items()}
+
+
+def test_recipe_reproduces_training(recipes, tmp_path):
+    recipe = recipes["train"]
+    assert "already holds this run" in succeeds("train", recipe).err
+
+    succeeds("train", recipe, f"out={tmp_path}/train")
+
+    weights = load_file(tmp_path / "train" / "model.safetensors")
+    expected = load_file(recipe.parent / "model.safetensors")
+    assert all(weights[name].equal(expected[name]) for name in expected)
+
+
+def test_recipe_reproduces_evaluation(recipes, tmp_path):
+    recipe = recipes["evaluate"]
+
+    succeeds("evaluate", recipe, f"out={tmp_path}/evaluate")
+
+    scores = (tmp_path / "evaluate" / "per_query.jsonl").read_bytes()
+    assert scores == (recipe.parent / "per_query.jsonl").read_bytes()
+
+
+def test_lost_runs_are_repeated(done):
+    table = (done.out / "ablation.json").read_bytes()
+    _, (clean, raw, *_) = read_grid(done.file, [])
+    files = {path: contents(path) for path in (done.out / "steps").iterdir()}
+    deleted = [clean.runs["lists"].out, clean.runs["evaluate"].out, raw.runs["evaluate"].out]
+    for folder in deleted:
         shutil.rmtree(folder)
-    record = read_json(trained / "run.json")
-    write_json(trained / "run.json", record | {"finished": False})  # as kill -9 leaves it
-    (trained / "model.safetensors").unlink()
+    # As kill -9 leaves a training run.
+    killed = raw.runs["train"].out
+    record = read_json(killed / "run.json")
+    write_json(killed / "run.json", record | {"finished": False})
+    (killed / "model.safetensors").unlink()
+    assert dry_run_ablation(done.file, [])["num_runs_missing"] == 4
 
-    num_missing = dry_run_ablation(file, [])["num_runs_missing"]
-    again = run_ablation(file, [])
+    answer = run_ablation(done.file, [])
 
-    assert num_missing == 4
-    assert again == answer
-    assert (out / "ablation.json").read_bytes() == table
-    for path in before.keys() - {trained, *lost}:
-        assert contents(path) == before[path]
+    assert answer == done.answer
+    assert (done.out / "ablation.json").read_bytes() == table
+    for path in files.keys() - {killed, *deleted}:
+        assert contents(path) == files[path]
 
 
-def test_a_training_that_is_interrupted_goes_on(done, tmp_path, library, model_folders):
-    _, finished, _ = done
-    base = {"evaluate.systems.0.rankers.0.source": str(model_folders["bert"])}
-    file = trained_grid(
-        tmp_path, library, model_folders["bert"], variants={"clean": {}, "base": base}, seeds=[1]
-    )
+def test_interrupted_training_continues(done, tmp_path, library, model_folders):
+    model = model_folders["bert"]
+    base = {"evaluate.systems.0.rankers.0.source": str(model)}
+    file = trained_grid(tmp_path, library, model, variants={"clean": {}, "base": base}, seeds=[1])
     training = "steps.train.training"  # 12 steps, a checkpoint after each
-    settings = [f"runs={finished}/steps", f"{training}.epochs=4", f"{training}.save_every=1"]
-    before = {*finished.glob("steps/train-*")}
+    settings = [f"runs={done.out}/steps", f"{training}.epochs=4", f"{training}.save_every=1"]
+    finished = {*done.out.glob("steps/train-*")}
 
     def interrupt() -> None:
-        while not list(finished.glob("steps/train-*/checkpoints/step-2")):
+        while not list(done.out.glob("steps/train-*/checkpoints/step-2")):
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGINT)
 
-    watching = threading.Thread(target=interrupt, daemon=True)
-    watching.start()
+    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher.start()
     with raises("interrupted"):
         run_ablation(file, settings)
-    watching.join()
-    (trained,) = {*finished.glob("steps/train-*")} - before
-    assert (
-        not read_json(trained / "run.json")["finished"]
-        and not (tmp_path / "out" / "ablation.json").exists()
-    )
+    watcher.join()
+    (folder,) = {*done.out.glob("steps/train-*")} - finished
+    assert not read_json(folder / "run.json")["finished"]
+    assert not (tmp_path / "out" / "ablation.json").exists()
+
     run_ablation(file, settings)
-    assert read_json(trained / "run.json")["finished"]
-    logged = [
-        json.loads(line)["step"] for line in (trained / "train_log.jsonl").read_text().splitlines()
-    ]
-    assert logged == list(range(1, 13)), "no step was lost or done from the start again"
-    assert folders_of(finished)["train"] == len(before) + 1
+
+    assert read_json(folder / "run.json")["finished"]
+    lines = (folder / "train_log.jsonl").read_text().splitlines()
+    # No step is lost or repeated.
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    assert folders_of(done.out)["train"] == len(finished) + 1
 
 
-def test_a_failed_cell_is_noted_and_the_others_go_on(tmp_path, library):
+def test_failed_cell_does_not_stop_others(tmp_path, library):
     values = lexical_grid(tmp_path, library)
-    missing = {
-        "evaluate.systems.0.rankers.0": {"kind": "dense", "source": str(tmp_path / "no_model")}
-    }
-    file = write_grid(
-        tmp_path,
-        values | {"variants": {"full": {}, "gone": missing, "nd": values["variants"]["nd"]}},
-    )
+    ranker = {"kind": "dense", "source": str(tmp_path / "no_model")}
+    missing = {"evaluate.systems.0.rankers.0": ranker}
+    variants = {"full": {}, "gone": missing, "nd": values["variants"]["nd"]}
+    file = write_grid(tmp_path, values | {"variants": variants})
+
     for _ in range(2):  # the same command tries it again
         with pytest.raises(SkilltrainError) as raised:
             run_ablation(file, [])
-        assert f"{file}: 1 of 3 cells failed, first gone, seed 1: step evaluate: " in str(
-            raised.value
-        )
-        assert "no_model" in str(raised.value) and "\n" not in str(raised.value)
-        found = read_json(tmp_path / "out" / "ablation.json")
-        assert [row["variant"] for row in found["tables"][0]["variants"]] == ["full", "nd"]
-        assert "no_model" in found["cells"][1]["error"] and found["cells"][0]["error"] is None
+
+        message = str(raised.value)
+        assert f"{file}: 1 of 3 cells failed, first gone, seed 1: step evaluate: " in message
+        assert "no_model" in message
+        assert "\n" not in message
+        results = read_json(tmp_path / "out" / "ablation.json")
+        assert [row["variant"] for row in results["tables"][0]["variants"]] == ["full", "nd"]
+        assert "no_model" in results["cells"][1]["error"]
+        assert results["cells"][0]["error"] is None
+
     assert folders_of(tmp_path / "out") == {"pool": 1, "queries": 1, "evaluate": 2}
 
 
-def test_a_fault_of_ours_shows_its_traceback_and_is_tried_once(
-    tmp_path, library, monkeypatch, capsys
-):
+def test_internal_error_shows_traceback(tmp_path, library, monkeypatch, capsys):
     tried = []
 
     def broken(config: Any, resume: bool) -> None:
@@ -637,18 +692,20 @@ def test_a_fault_of_ours_shows_its_traceback_and_is_tried_once(
         raise ValueError("no such axis\nsecond line")
 
     monkeypatch.setattr(ablate, "run_stage", broken)
-    with pytest.raises(
-        SkilltrainError,
-        match=r"2 of 2 cells failed.*step pool: ValueError: no such axis \(the same",
-    ):
+    message = r"2 of 2 cells failed.*step pool: ValueError: no such axis \(the same"
+
+    with pytest.raises(SkilltrainError, match=message):
         run_ablation(write_grid(tmp_path, lexical_grid(tmp_path, library)), [])
-    said = capsys.readouterr().err
-    assert "second line" in said and "Traceback" in said
-    assert len(tried) == 1, "what a cell failed at is not tried for the next"
+
+    errors = capsys.readouterr().err
+    assert "second line" in errors
+    assert "Traceback" in errors
+    assert len(tried) == 1, "a run that failed for a cell is not tried for the next"
 
 
 def test_ranks_are_refused(tmp_path, library, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+
     with raises("one-process"):
         run_ablation(write_grid(tmp_path, lexical_grid(tmp_path, library)), [])
     assert not (tmp_path / "out").exists()

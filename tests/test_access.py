@@ -111,7 +111,7 @@ def test_an_allowed_page_can_ask(start):
     assert statuses(client, Origin=f"{PAGE}.evil.test") == dict.fromkeys(ROUTES, 403)
 
 
-def test_an_allowed_page_can_read_with_a_token(start, monkeypatch):
+def test_allowed_page_can_read_with_token(start, monkeypatch):
     monkeypatch.setenv("ROUTER_TOKEN", "s3cret")
     client = start(origins=[PAGE], token_variable="ROUTER_TOKEN")
     preflight = {
@@ -127,9 +127,10 @@ def test_an_allowed_page_can_read_with_a_token(start, monkeypatch):
     assert answer.headers["Access-Control-Allow-Origin"] == PAGE
 
 
-def test_every_route_but_health_needs_the_token(start, monkeypatch):
+def test_every_route_but_health_needs_token(start, monkeypatch):
     monkeypatch.setenv("ROUTER_TOKEN", "s3cret")
     client = start(token_variable="ROUTER_TOKEN")
+
     refused = dict.fromkeys(ROUTES, 401) | {"/health": 200}
 
     assert statuses(client, Authorization="Bearer s3cret") == ANSWERED

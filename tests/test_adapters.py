@@ -1,8 +1,9 @@
-"""Adapters and QLoRA: only they train, and merging changes no score of a saved model."""
+"""Adapters and QLoRA: only they train, and merging keeps all scores of a saved model."""
 
 import copy
 import importlib.util
 import signal
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,19 +40,22 @@ TEXTS = [
 SKILLS = [Skill(f"s{i}", f"chart {i}", text, text * i) for i, text in enumerate(TEXTS)]
 RERANKERS = {"pair": "bert_reranker", "yes_no": "qwen3_reranker"}
 BERT_HEAD = {
-    f"{part}.{kind}" for part in ("classifier", "bert.pooler.dense") for kind in ("weight", "bias")
+    "classifier.weight",
+    "classifier.bias",
+    "bert.pooler.dense.weight",
+    "bert.pooler.dense.bias",
 }
 
 
 def outputs(model):
-    """Vectors of the queries TEXTS, or scores of SKILLS for one query."""
+    """Return vectors of the queries TEXTS, or scores of SKILLS for one query."""
     if isinstance(model, Encoder):
         return model(model.tokenize_queries(TEXTS))
     return model(model.tokenize("review a commit", SKILLS))
 
 
 def train_a_little(model):
-    """Three optimiser steps towards some target, on what can be trained."""
+    """Train what can be trained for three steps towards a random target."""
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     target = torch.randn_like(outputs(model))
@@ -61,58 +65,105 @@ def train_a_little(model):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["bert", "qwen3", *RERANKERS])
-def test_trained_merged_saved_and_read_again(
-    open_encoder_of, open_reranker_of, kind, precision, tmp_path
-):
-    """Only the adapter changes, in float32, and merged the model computes the same."""
-    if kind in RERANKERS:
-        template = RerankerTemplate(form=kind)
-        model = open_reranker_of(RERANKERS[kind], template=template, precision=precision)
-    else:
-        model = open_encoder_of(kind, precision=precision)
-    network, is_exact = model.network, precision == "float32"
-    with torch.no_grad():
-        plain_names, before = set(network.state_dict()), outputs(model)
-    add_adapter(network, SMALL)
-    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32} and len(trained) > 4
-    # A head of two rows, tied to the embeddings, stays whole and frozen.
-    assert {name for name in trained if ".lora_" not in name} == (
-        BERT_HEAD if kind == "pair" else set()
-    )
-    frozen = {name: p.clone() for name, p in network.named_parameters() if not p.requires_grad}
-    with torch.no_grad():
-        assert not is_exact or torch.equal(outputs(model), before)  # B starts at zero
-    train_a_little(model)
-    assert all(
-        torch.equal(p, frozen[name]) for name, p in network.named_parameters() if name in frozen
-    )
-    if kind == "bert":
-        with raises("unmerged-adapter"):
-            save_model(model, tmp_path, "base")
-    with torch.no_grad():
-        trained = outputs(model)
-        assert (trained - before).abs().max() > 1e-3
-        assert merge_adapter(network) is network
-        tolerance = (
-            2e-6 * max(1, float(trained.abs().max()))
-            if is_exact
-            else 0.2 + 0.05 * float(trained.abs().max())
-        )
-        assert (outputs(model) - trained).abs().max() <= tolerance
-    assert set(network.state_dict()) == plain_names
-    if is_exact:
-        save_model(model, tmp_path, "base")
-        source = str(tmp_path)
-        again = load_reranker(RerankerConfig(source=source), CPU) if kind in RERANKERS else None
+EVERY_KIND = pytest.mark.parametrize("kind", ["bert", "qwen3", *RERANKERS])
+EVERY_PRECISION = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+
+
+@pytest.fixture
+def open_adapted(open_encoder_of, open_reranker_of):
+    """Return a function that opens a model and adds an adapter.
+
+    The function returns the model, its outputs before, and the names of its weights before.
+    """
+
+    def open_model(kind, precision):
+        if kind in RERANKERS:
+            template = RerankerTemplate(form=kind)
+            model = open_reranker_of(RERANKERS[kind], template=template, precision=precision)
+        else:
+            model = open_encoder_of(kind, precision=precision)
         with torch.no_grad():
-            found = outputs(again or load_encoder(EncoderConfig(source=source), CPU))
-            torch.testing.assert_close(found, trained, atol=1e-5, rtol=1e-5)
+            plain_outputs = outputs(model)
+        plain_names = set(model.network.state_dict())
+        add_adapter(model.network, SMALL)
+        return model, plain_outputs, plain_names
+
+    return open_model
 
 
-def test_only_the_targets_are_trained(open_encoder_of):
+@EVERY_PRECISION
+@EVERY_KIND
+def test_only_adapter_trains(open_adapted, kind, precision):
+    model, plain_outputs, _ = open_adapted(kind, precision)
+    parameters = dict(model.network.named_parameters())
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    frozen = {name: p.clone() for name, p in parameters.items() if not p.requires_grad}
+
+    train_a_little(model)
+
+    assert len(trainable) > 4
+    assert {p.dtype for p in trainable.values()} == {torch.float32}
+    # A head of two rows, tied to the embeddings, stays whole and frozen.
+    head = BERT_HEAD if kind == "pair" else set()
+    assert {name for name in trainable if ".lora_" not in name} == head
+    assert all(torch.equal(parameters[name], value) for name, value in frozen.items())
+    with torch.no_grad():
+        assert (outputs(model) - plain_outputs).abs().max() > 1e-3
+
+
+@EVERY_KIND
+def test_new_adapter_changes_nothing(open_adapted, kind):
+    model, plain_outputs, _ = open_adapted(kind, "float32")
+
+    with torch.no_grad():
+        assert torch.equal(outputs(model), plain_outputs)  # B starts at zero
+
+
+@EVERY_PRECISION
+@EVERY_KIND
+def test_merging_keeps_outputs(open_adapted, kind, precision):
+    model, _, plain_names = open_adapted(kind, precision)
+    train_a_little(model)
+    with torch.no_grad():
+        trained_outputs = outputs(model)
+
+    merged = merge_adapter(model.network)
+
+    assert merged is model.network
+    assert set(merged.state_dict()) == plain_names
+    scale = float(trained_outputs.abs().max())
+    tolerance = 2e-6 * max(1, scale) if precision == "float32" else 0.2 + 0.05 * scale
+    with torch.no_grad():
+        assert (outputs(model) - trained_outputs).abs().max() <= tolerance
+
+
+@EVERY_KIND
+def test_merged_model_is_saved(open_adapted, kind, tmp_path):
+    model, _, _ = open_adapted(kind, "float32")
+    train_a_little(model)
+    with torch.no_grad():
+        trained_outputs = outputs(model)
+    merge_adapter(model.network)
+
+    save_model(model, tmp_path, "base")
+
+    source = str(tmp_path)
+    if kind in RERANKERS:
+        loaded = load_reranker(RerankerConfig(source=source), CPU)
+    else:
+        loaded = load_encoder(EncoderConfig(source=source), CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs(loaded), trained_outputs, atol=1e-5, rtol=1e-5)
+
+
+def test_unmerged_model_is_not_saved(open_adapted, tmp_path):
+    model, _, _ = open_adapted("bert", "float32")
+
+    with raises("unmerged-adapter"):
+        save_model(model, tmp_path, "base")
+
+
+def test_only_targets_are_trained(open_encoder_of):
     """Per layer: query is 32 to 32, intermediate 32 to 64; each has rank * (in + out) weights."""
     backbone = open_encoder_of("bert").backbone
     targets = ("attention.self.query", "intermediate.dense")
@@ -134,7 +185,7 @@ def test_only_the_targets_are_trained(open_encoder_of):
         ({"rank": 99}, "exceeds-model"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(open_encoder_of, settings, code):
+def test_adapter_that_does_not_fit_is_refused(open_encoder_of, settings, code):
     backbone = open_encoder_of("qwen3").backbone
 
     with raises(code):
@@ -153,7 +204,7 @@ def test_missing_bitsandbytes_is_named(monkeypatch):
         quantizing_options(NF4)
 
 
-# QLoRA from the first step to the model folder ----------------------------------------------
+# QLoRA from the first step to the model folder ----------------------------------------------------
 
 
 NF4 = AdapterConfig(rank=4, alpha=8, dropout=0.1, quantize="nf4")
@@ -161,7 +212,7 @@ NF4 = AdapterConfig(rank=4, alpha=8, dropout=0.1, quantize="nf4")
 
 @pytest.fixture(scope="module")
 def save_wide(tmp_path_factory):
-    """width → the folder of a Qwen3; bitsandbytes needs blocks of 64 on a CPU."""
+    """Return a function that saves a Qwen3 of a width; bitsandbytes needs blocks of 64 on a CPU."""
     pytest.importorskip("bitsandbytes")
     return lambda width: save_qwen3(tmp_path_factory.mktemp("base"), reranker=False, width=width)
 
@@ -172,27 +223,36 @@ def base(save_wide):
 
 
 def config_of(base, out):
-    """The settings of a run."""
-    model, data = (
-        EncoderConfig(source=str(base), max_tokens=64),
-        ListsSource(pool=out / "pool", lists=out / "lists"),
+    return TrainEncoder(
+        stage="train_encoder",
+        model=EncoderConfig(source=str(base), max_tokens=64),
+        adapter=NF4,
+        data=ListsSource(pool=out / "pool", lists=out / "lists"),
+        out=out,
     )
-    return TrainEncoder(stage="train_encoder", model=model, adapter=NF4, data=data, out=out)
 
 
 def new_step(config):
-    """As the stage makes it."""
+    """Return a step as the stage makes it."""
     data = training_set(training_runs.NUM_LISTS)
     return EncoderStep(load_model(config, CPU), InfoNCE(), data, StepSettings(512))
 
 
-def of_adapter(parameters):
+def adapter_weights(parameters):
     return {name: value for name, value in parameters.items() if ".lora_" in name}
+
+
+class TrainedRun(NamedTuple):
+    """The settings of a run, its trained adapter and its step."""
+
+    config: TrainEncoder
+    parameters: dict[str, torch.Tensor]
+    step: EncoderStep
 
 
 @pytest.fixture(scope="module")
 def whole(base, tmp_path_factory):
-    """Return settings, trained parameters and step of a run. Its 4-bit weights stay equal."""
+    """A training run of an adapter whose 4-bit weights stay as they are."""
     config = config_of(base, tmp_path_factory.mktemp("whole"))
     step = new_step(config)
     packed = {
@@ -200,51 +260,62 @@ def whole(base, tmp_path_factory):
     }
     parameters = training_runs.run(step, config.out, resume=False)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert len(packed) == 14 and all(
-        torch.equal(parameters[name], value) for name, value in packed.items()
-    )
-    return config, of_adapter(parameters), step
+    assert len(packed) == 14
+    assert all(torch.equal(parameters[name], value) for name, value in packed.items())
+    return TrainedRun(config, adapter_weights(parameters), step)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_stopped_run_resumes_bit_identically(base, whole, tmp_path):
+def test_stopped_run_resumes_bit_identically(base, whole, tmp_path):
     config = config_of(base, tmp_path)
+    interrupted = training_runs.signal_in(new_step(config), 5, signal.SIGINT)
     with raises("interrupted"):
-        training_runs.run(
-            training_runs.signal_in(new_step(config), 5, signal.SIGINT), tmp_path, resume=False
-        )
+        training_runs.run(interrupted, tmp_path, resume=False)
     torch.manual_seed(99)
-    resumed = of_adapter(training_runs.run(new_step(config), tmp_path, resume=True))
-    assert len(resumed) == 28 and resumed.keys() == whole[1].keys()
-    assert all(
-        torch.equal(resumed[name], whole[1][name]) and resumed[name].any() for name in resumed
-    )
+
+    resumed = adapter_weights(training_runs.run(new_step(config), tmp_path, resume=True))
+
+    assert len(resumed) == 28
+    assert resumed.keys() == whole.parameters.keys()
+    for name, value in resumed.items():
+        assert value.any(), name
+        assert torch.equal(value, whole.parameters[name]), name
 
 
-def test_checkpoints_hold_no_4_bit_weights_and_export_as_what_was_trained(whole, tmp_path):
-    config, parameters, step = whole
-    file = config.out / "checkpoints" / "step-6" / "model.safetensors"
-    saved = load_file(file)
-    assert {value.dtype for value in saved.values()} == {torch.float32}
-    assert not any(".base_layer." in name or "quant" in name for name in saved)
-    assert all(torch.equal(saved[name], value) for name, value in parameters.items())
-    write_run(config, finished=False)
-    export_run(config.out, tmp_path / "out", None)
-    encoder = copy.deepcopy(step).model.eval()
+@pytest.fixture(scope="module")
+def saved_weights(whole):
+    """The weights of the last checkpoint."""
+    return load_file(whole.config.out / "checkpoints" / "step-6" / "model.safetensors")
+
+
+def test_checkpoint_has_no_4_bit_weights(whole, saved_weights):
+    assert {value.dtype for value in saved_weights.values()} == {torch.float32}
+    assert not any(".base_layer." in name or "quant" in name for name in saved_weights)
+    for name, value in whole.parameters.items():
+        assert torch.equal(saved_weights[name], value), name
+
+
+def test_export_keeps_trained_vectors(whole, tmp_path):
+    encoder = copy.deepcopy(whole.step).model.eval()
     merge_adapter(encoder.backbone)
     with torch.inference_mode():
-        ours = encoder(encoder.tokenize(TEXTS, 64))
-    plain = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(
-        TEXTS, convert_to_tensor=True
-    )
-    torch.testing.assert_close(plain, ours, atol=1e-5, rtol=0)
-    lost = next(iter(parameters))
-    save_file(
-        {name: value for name, value in saved.items() if name != lost},
-        tmp_path / "model.safetensors",
-    )
+        expected = encoder(encoder.tokenize(TEXTS, 64))
+    write_run(whole.config, finished=False)
+
+    export_run(whole.config.out, tmp_path / "out", None)
+
+    exported = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    vectors = exported.encode(TEXTS, convert_to_tensor=True)
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=0)
+
+
+def test_checkpoint_without_weight_is_refused(whole, saved_weights, tmp_path):
+    name = next(iter(whole.parameters))
+    weights = {key: value for key, value in saved_weights.items() if key != name}
+    save_file(weights, tmp_path / "model.safetensors")
+
     with raises("changed-model"):
-        load_weights(load_model(config, CPU), "model", tmp_path)
+        load_weights(load_model(whole.config, CPU), "model", tmp_path)
 
 
 @pytest.fixture
@@ -261,9 +332,10 @@ def test_merging_makes_all_layers_plain(open_quantized):
     merge_adapter(network)
 
     class_names = {type(module).__name__ for module in network.modules()}
+
     assert {name for name in class_names if "Linear" in name} == {"Linear"}
 
 
-def test_a_width_without_whole_blocks_is_refused(open_quantized):
+def test_width_without_whole_blocks_is_refused(open_quantized):
     with raises("unsupported-model"):
         add_adapter(open_quantized(96), NF4)

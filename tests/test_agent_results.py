@@ -1,4 +1,4 @@
-"""Pass rates and use of skills from a file of agents' trials: figures worked by hand, and what is refused."""
+"""Pass rates and use of skills from a file of agents' trials."""
 
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,18 @@ GOLD = {"t1": Relevance(frozenset({"a", "b"}), {"a": 1.0, "b": 1.0}, {"a2": "a"}
 
 
 def row(
-    condition: str = "none", task: str = "t1", trial: int = 0, passed: Any = False, **known: Any
+    condition: str = "none", task: str = "t1", trial: int = 0, passed: Any = False, **more: Any
 ) -> dict[str, Any]:
-    return {"condition": condition, "task": task, "trial": trial, "passed": passed, **known}
+    return {"condition": condition, "task": task, "trial": trial, "passed": passed, **more}
 
 
-def trials_of(condition: str, passed: dict[str, str], **known: Any) -> list[dict[str, Any]]:
-    """Rows of tasks whose trials passed (1) or not (0)."""
-    rows = [
-        (task, number, mark == "1")
-        for task, marks in passed.items()
-        for number, mark in enumerate(marks)
-    ]
-    return [row(condition, *one, **known) for one in rows]
+def trials_of(condition: str, marks_by_task: dict[str, str], **more: Any) -> list[dict[str, Any]]:
+    """Return rows of tasks; each trial is a letter, 1 if it passed."""
+    rows = []
+    for task, marks in marks_by_task.items():
+        for number, mark in enumerate(marks):
+            rows.append(row(condition, task, number, mark == "1", **more))
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -40,19 +39,22 @@ def trials_of(condition: str, passed: dict[str, str], **known: Any) -> list[dict
         ("1100", {"Pass@1": 0.5, "Pass@2": 5 / 6, "Pass@3": 1, "Pass^2": 1 / 6, "Pass^3": 0}),
     ],
 )
-def test_pass_rates_by_hand(marks: str, expected: dict[str, float]) -> None:
-    trials = [Trial(**one) for one in trials_of("none", {"t1": marks})]
+def test_pass_rates_by_hand(marks: str, expected: dict[str, float]):
+    trials = [Trial(**values) for values in trials_of("none", {"t1": marks})]
+
     assert task_values(trials, 3, None) == pytest.approx(expected)
 
 
-def test_what_a_file_knows_of_skills_becomes_a_mean_over_trials() -> None:
+def test_use_of_skills_is_averaged_over_trials():
+    # a2 is an alternative of a, one of two gold skills; the second trial got no skill.
     trials = [
         Trial(**row(trial=0, used=["a"], retrieved=["a2", "x"], steps=10, cost=0.5)),
         Trial(**row(trial=1, used=False, retrieved=[], steps=20)),
         Trial(**row(trial=2)),
     ]
+
     values = task_values(trials, 1, GOLD["t1"])
-    # a2 stands for a, one of two gold skills; the second trial got none
+
     assert values == pytest.approx(
         {
             "Pass@1": 0,
@@ -64,54 +66,79 @@ def test_what_a_file_knows_of_skills_becomes_a_mean_over_trials() -> None:
             "cost": 0.5,
         }
     )
-    assert task_values(trials[2:], 1, GOLD["t1"]) == {"Pass@1": 0.0}, "nothing is made up"
 
 
-def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: Path) -> None:
-    tasks = [f"t{n}" for n in range(8)]
-    rows = trials_of("none", dict.fromkeys(tasks, "00")) + trials_of(
-        "gold", dict.fromkeys(tasks, "11")
-    )
-    rows += trials_of("top-1", {task: "11" if task < "t4" else "00" for task in tasks}, used=True)
+def test_unknown_use_of_skills_has_no_values():
+    assert task_values([Trial(**row())], 1, GOLD["t1"]) == {"Pass@1": 0.0}
+
+
+TASKS = [f"t{number}" for number in range(8)]
+TRIALS = [
+    *trials_of("none", dict.fromkeys(TASKS, "00")),
+    *trials_of("gold", dict.fromkeys(TASKS, "11"), retrieved=["a"]),
+    *trials_of("top-1", dict.fromkeys(TASKS[:4], "11"), used=True),
+    *trials_of("top-1", dict.fromkeys(TASKS[4:], "00"), used=True),
+]
+
+
+@pytest.fixture
+def trials_file(tmp_path: Path) -> Path:
     file = tmp_path / "trials.jsonl"
-    file.write_text(jsonl(*rows))
-    found = agent_results(read_trials(file), {}, "gold")
-    assert {name: means["Pass@1"].mean for name, means in found.means.items()} == {
-        "none": 0,
-        "gold": 1,
-        "top-1": 0.5,
-    }
-    assert (
-        "used a skill" not in found.means["none"] and found.means["top-1"]["used a skill"].mean == 1
-    )
-    assert found.of_ceiling == {"none": 0, "gold": 1, "top-1": 0.5}
-    gold, top = found.comparisons
-    assert (gold.system, gold.baseline, gold.difference.mean, gold.difference.n) == (
-        "gold",
-        "none",
-        1.0,
-        8,
-    )
-    assert gold.p == pytest.approx(2 / 2**8) and gold.p_holm == pytest.approx(2 * gold.p)
-    assert (top.difference.mean, top.p) == (0.5, pytest.approx(2 / 2**4))
-    # On the command line, with a benchmark that knows what the tasks ask for.
-    wanted = {task: {"a": "required"} for task in tasks}
-    bench = write_ours(tmp_path / "bench", [(task, "text", "test") for task in tasks], wanted)
-    file.write_text(
-        jsonl(*(one | {"retrieved": ["a"]} if one["condition"] == "gold" else one for one in rows))
-    )
-    shown = succeeds("skillflow", "agents", file, "--benchmark", bench, "--ceiling", "gold")
-    assert "gold retrieved" in shown.err and "1.000 [1.00, 1.00]" in shown.err
-    assert (
-        "top-1 - none: Pass@1 +.500" in shown.out and "top-1: 50.0% of gold's Pass@1" in shown.out
-    )
-    assert '"Pass^2"' in succeeds("skillflow", "agents", file, "--json").out
+    file.write_text(jsonl(*TRIALS))
+    return file
+
+
+def test_conditions_have_means(trials_file: Path):
+    means = agent_results(read_trials(trials_file), {}, None).means
+
+    pass_rates = {name: values["Pass@1"].mean for name, values in means.items()}
+    assert pass_rates == {"none": 0, "gold": 1, "top-1": 0.5}
+    assert "used a skill" not in means["none"]
+    assert means["top-1"]["used a skill"].mean == 1
+
+
+def test_conditions_are_compared_with_ceiling(trials_file: Path):
+    results = agent_results(read_trials(trials_file), {}, "gold")
+
+    assert results.of_ceiling == {"none": 0, "gold": 1, "top-1": 0.5}
+
+
+def test_conditions_are_compared_with_first(trials_file: Path):
+    gold, top = agent_results(read_trials(trials_file), {}, None).comparisons
+
+    assert (gold.system, gold.baseline) == ("gold", "none")
+    assert (gold.difference.mean, gold.difference.n) == (1.0, 8)
+    assert gold.p == pytest.approx(2 / 2**8)
+    assert gold.p_holm == pytest.approx(2 * gold.p)
+    assert top.difference.mean == 0.5
+    assert top.p == pytest.approx(2 / 2**4)
+
+
+def test_unknown_ceiling_is_refused(trials_file: Path):
     with raises("unknown-choice"):
-        agent_results(read_trials(file), {}, "oracle")
+        agent_results(read_trials(trials_file), {}, "oracle")
+
+
+def test_command_reads_gold_from_benchmark(trials_file: Path, tmp_path: Path):
+    verdicts = {task: {"a": "required"} for task in TASKS}
+    queries = [(task, "text", "test") for task in TASKS]
+    benchmark = write_ours(tmp_path / "bench", queries, verdicts)
+    options = ("--benchmark", benchmark, "--ceiling", "gold")
+
+    outcome = succeeds("skillflow", "agents", trials_file, *options)
+
+    assert "gold retrieved" in outcome.err
+    assert "1.000 [1.00, 1.00]" in outcome.err
+    assert "top-1 - none: Pass@1 +.500" in outcome.out
+    assert "top-1: 50.0% of gold's Pass@1" in outcome.out
+
+
+def test_command_writes_json(trials_file: Path):
+    assert '"Pass^2"' in succeeds("skillflow", "agents", trials_file, "--json").out
 
 
 @pytest.mark.parametrize(
-    ("rows", "complaint"),
+    ("rows", "message"),
     [
         ([], "holds no trial"),
         ([row(), row()], "line 2: trial 0 of task 't1' stands there twice"),
@@ -125,9 +152,8 @@ def test_conditions_are_compared_with_the_first_and_with_the_ceiling(tmp_path: P
         ([row(), row("gold", "t2")], "holds other queries (1) than system none (1)"),
     ],
 )
-def test_rows_that_are_no_trials_are_refused(
-    rows: list[dict[str, Any]], complaint: str, tmp_path: Path
-) -> None:
+def test_invalid_trials_are_refused(rows: list[dict[str, Any]], message: str, tmp_path: Path):
     file = tmp_path / "trials.jsonl"
     file.write_text(jsonl(*rows))
-    assert complaint in skilltrain("skillflow", "agents", file).only_line
+
+    assert message in skilltrain("skillflow", "agents", file).only_line

@@ -1,4 +1,4 @@
-"""Benchmarks in our tables and in each published form, from files written here in the published layout."""
+"""Benchmarks in our tables and in each published form, written here in the published layout."""
 
 import gzip
 import json
@@ -20,6 +20,10 @@ def ids(benchmark: Benchmark) -> list[str]:
     return [task.query.query_id for task in benchmark.tasks]
 
 
+def pool_ids(benchmark: Benchmark) -> list[str]:
+    return [skill.skill_id for skill in benchmark.pool]
+
+
 def gold(*skill_ids: str, **alternatives: str) -> Relevance:
     return Relevance(frozenset(skill_ids), dict.fromkeys(skill_ids, 1.0), alternatives)
 
@@ -33,32 +37,38 @@ BEIR: Files = {
     "corpus.jsonl": [{"_id": f"d{n}", "title": f"T{n}", "text": f"body {n}"} for n in (1, 2, 3)],
     "qrels/test.tsv": f"{QRELS}q1\td1\t2\nq1\td2\t1\nq1\td3\t0\nq2\td3\t1\n",
 }
-SKILLRET: Files = {
-    f"{kind}/{split}.jsonl": [row]
-    for split in ("test", "train")
-    for kind, row in {
-        "skills": {
-            "id": f"s-{split}",
-            "name": "N",
-            "namespace": "x",
-            "description": "D",
-            "stars": 3,
-            "license": None,
-            "repo": "a/b",
-            "major": "Software",
-            "body": "B",
-            "skill_md": "---\nname: N\n---\nB",
-        },
-        "queries": {
-            "id": f"q-{split}",
-            "query": "do",
-            "skill_ids": [f"s-{split}"],
-            "k": 1,
-            "generator_model": "m",
-        },
-        "qrels": {"query_id": f"q-{split}", "skill_id": f"s-{split}", "relevance": 1},
-    }.items()
-}
+
+
+def skillret_split(split: str) -> Files:
+    """Return the three files of a split in SkillRet's form, with one skill and one query."""
+    skill = {
+        "id": f"s-{split}",
+        "name": "N",
+        "namespace": "x",
+        "description": "D",
+        "stars": 3,
+        "license": None,
+        "repo": "a/b",
+        "major": "Software",
+        "body": "B",
+        "skill_md": "---\nname: N\n---\nB",
+    }
+    query = {
+        "id": f"q-{split}",
+        "query": "do",
+        "skill_ids": [f"s-{split}"],
+        "k": 1,
+        "generator_model": "m",
+    }
+    judgement = {"query_id": f"q-{split}", "skill_id": f"s-{split}", "relevance": 1}
+    return {
+        f"skills/{split}.jsonl": [skill],
+        f"queries/{split}.jsonl": [query],
+        f"qrels/{split}.jsonl": [judgement],
+    }
+
+
+SKILLRET: Files = skillret_split("test") | skillret_split("train")
 R3: Files = {
     "skills_test.jsonl": [
         {"id": "skill-0", "text": "pdf | Reads PDF | Step 1 | Step 2"},
@@ -90,11 +100,13 @@ def mcp_task(task_id: str, *tools: str, **more: Any) -> dict[str, Any]:
 
 
 def live(*tasks: dict[str, Any]) -> Files:
+    """Return LiveMCPBench's form with three tools and these tasks."""
     tools = [mcp_tool("disk/write"), mcp_tool("cloud/write"), mcp_tool("web/fetch", parameters=[])]
     return {"tools.jsonl": tools, "tasks.jsonl": list(tasks)}
 
 
 def entry(*gold_ids: str, **more: Any) -> dict[str, Any]:
+    """Return a task's entry of relevance.json in SkillRouter's form."""
     return {
         "gt_skill_ids": list(gold_ids),
         "relevance": dict.fromkeys(gold_ids, 3),
@@ -106,120 +118,162 @@ def entry(*gold_ids: str, **more: Any) -> dict[str, Any]:
 
 
 def router(task_ids: str, relevance: Any) -> Files:
-    """SkillRouter's form: one task for each letter."""
+    """Return SkillRouter's form with one task for each letter."""
     return skillrouter([(task_id, f"do {task_id}") for task_id in task_ids], relevance)
 
 
-# Each form -----------------------------------------------------------------------------------------------------------
+# Each form ----------------------------------------------------------------------------------------
 
 
-def test_our_tables_required_is_gold_useful_gains_half(tmp_path: Path):
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A benchmark in our tables; q3 awaits its judgements."""
     queries = [("q1", "do q1", "test"), ("q2", "do q2", "dev"), ("q3", "do q3", "train")]
-    judged = {
+    verdicts = {
         "q1": {"a": "required", "b": "useful", "c": "irrelevant", "d": "rejected"},
         "q2": {"a": "required", "b": "required"},
     }
-    folder = write_ours(tmp_path / "ours", queries, judged)
-    (only,) = load_benchmark(
-        folder, split="test"
-    ).tasks  # q3 awaits its judgements, but is not asked for
-    assert (only.relevance, only.query.text) == (
-        Relevance(frozenset("a"), {"a": 1.0, "b": 0.5}),
-        "do q1",
-    )
-    (dev,) = load_benchmark(folder, split="dev").tasks
-    assert dev.labels["kind"] == "multi"
+    return write_ours(tmp_path / "ours", queries, verdicts)
 
 
-def test_beir_scores_are_gains_and_the_corpus_is_the_pool(tmp_path: Path):
-    folder = write(tmp_path / "bench", BEIR)
-    benchmark = load_benchmark(folder)
+def test_required_is_gold_useful_gains_half(ours: Path):
+    (task,) = load_benchmark(ours, split="test").tasks
+
+    assert task.relevance == Relevance(frozenset("a"), {"a": 1.0, "b": 0.5})
+    assert task.query.text == "do q1"
+
+
+def test_two_gold_skills_make_query_multi(ours: Path):
+    (task,) = load_benchmark(ours, split="dev").tasks
+
+    assert task.labels["kind"] == "multi"
+
+
+@pytest.fixture
+def beir(tmp_path: Path) -> Path:
+    return write(tmp_path / "bench", BEIR)
+
+
+def test_beir_scores_are_gains(beir: Path):
+    benchmark = load_benchmark(beir)
+
     first, second = benchmark.tasks
-    assert (
-        first.query == Query("q1", "one", "multi", "bench", "test")
-        and second.labels["kind"] == "single"
-    )
+    assert first.query == Query("q1", "one", "multi", "bench", "test")
     assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
-    assert benchmark.pool == benchmark.gold_skills and benchmark.unscored == {"q3"}
+    assert second.labels["kind"] == "single"
+    assert benchmark.unscored == {"q3"}
+
+
+def test_beir_corpus_is_pool(beir: Path):
+    benchmark = load_benchmark(beir)
+
     assert benchmark.pool[0] == Skill("d1", name="T1", description="", body="body 1")
+    assert benchmark.pool == benchmark.gold_skills
     assert check_pool(benchmark, ["d1", "d2", "d3"]) == benchmark
-    # Windows' line ends, a byte order mark, a blank line, and a score below 0
-    text = b"\xef\xbb\xbfquery-id\tcorpus-id\tscore\r\nq1\td1\t1\r\nq1\td2\t-2\r\n\r\nq2\td3\t1\r\n"
-    (folder / "qrels" / "test.tsv").write_bytes(text)
-    assert [task.relevance for task in load_benchmark(folder).tasks] == [gold("d1"), gold("d3")]
-    # What a row says of a query never replaces what we say.
-    row = {"_id": "q1", "text": "first", "metadata": {"kind": "odd", "style": "terse", "votes": 3}}
-    write(
-        folder,
-        {
-            "queries.jsonl": [
-                row,
-                {"_id": "q2", "text": "b", "metadata": None},
-                {"_id": "q3", "text": "c"},
-            ]
-        },
-    )
-    every = {"kind": "single", "origin": "bench", "split": "test"}
-    assert [task.labels for task in load_benchmark(folder).tasks] == [
-        every | {"style": "terse"},
-        every,
-    ]
-    # Splits are files; without a corpus it is about a pool that is given.
-    write(folder, {"qrels/train.tsv": f"{QRELS}q3\td1\t1\n"})
-    assert ids(load_benchmark(folder)) == ["q1", "q2", "q3"] and ids(
-        load_benchmark(folder, "train")
-    ) == ["q3"]
-    (folder / "corpus.jsonl").unlink()
-    assert load_benchmark(folder).pool == ()
+
+
+def test_beir_without_corpus_needs_gold_in_pool(beir: Path):
+    (beir / "corpus.jsonl").unlink()
+
+    benchmark = load_benchmark(beir)
+
+    assert benchmark.pool == ()
     with raises("missing-gold-skill"):
-        check_pool(load_benchmark(folder), ["d1", "d2"])
+        check_pool(benchmark, ["d1", "d2"])
 
 
-def test_skillret_has_a_pool_for_each_split(tmp_path: Path):
+def test_beir_qrels_may_come_from_windows(beir: Path):
+    # Line ends of Windows, a byte order mark, a blank line and a score below 0.
+    text = b"\xef\xbb\xbfquery-id\tcorpus-id\tscore\r\nq1\td1\t1\r\nq1\td2\t-2\r\n\r\nq2\td3\t1\r\n"
+    (beir / "qrels" / "test.tsv").write_bytes(text)
+
+    tasks = load_benchmark(beir).tasks
+
+    assert [task.relevance for task in tasks] == [gold("d1"), gold("d3")]
+
+
+def test_beir_metadata_are_labels(beir: Path):
+    # A row never replaces our own label of the kind.
+    metadata = {"kind": "odd", "style": "terse", "votes": 3}
+    rows = [
+        {"_id": "q1", "text": "first", "metadata": metadata},
+        {"_id": "q2", "text": "b", "metadata": None},
+        {"_id": "q3", "text": "c"},
+    ]
+    write(beir, {"queries.jsonl": rows, "qrels/test.tsv": f"{QRELS}q1\td1\t1\nq2\td3\t1\n"})
+
+    first, second = load_benchmark(beir).tasks
+
+    labels = {"kind": "single", "origin": "bench", "split": "test"}
+    assert first.labels == labels | {"style": "terse"}
+    assert second.labels == labels
+
+
+def test_beir_splits_are_files(beir: Path):
+    write(beir, {"qrels/train.tsv": f"{QRELS}q3\td1\t1\n"})
+
+    assert ids(load_benchmark(beir)) == ["q1", "q2", "q3"]
+    assert ids(load_benchmark(beir, "train")) == ["q3"]
+
+
+def test_skillret_split_has_its_pool(tmp_path: Path):
     folder = write(tmp_path / "bench" / "data", SKILLRET)
-    benchmark, both = load_benchmark(folder, "test"), load_benchmark(folder)
-    assert benchmark.name == "bench"  # the folder is called data
-    assert benchmark.tasks[0].query == Query("q-test", "do", "single", "skillret", "test")
-    assert (benchmark.unscored, benchmark.tasks[0].relevance) == ({"q-train"}, gold("s-test"))
+
+    benchmark = load_benchmark(folder, "test")
+
+    assert benchmark.name == "bench"  # not data, the name of the folder
+    assert benchmark.unscored == {"q-train"}
+    (task,) = benchmark.tasks
+    assert task.query == Query("q-test", "do", "single", "skillret", "test")
+    assert task.relevance == gold("s-test")
     body = "---\nname: N\n---\nB"
     assert benchmark.pool == (Skill("s-test", "N", "D", body, category="Software", source="a/b"),)
-    assert (ids(both), [skill.skill_id for skill in both.pool]) == (
-        ["q-test", "q-train"],
-        ["s-test", "s-train"],
-    )
 
 
-def test_r3_skill_calls_queries_by_their_line_and_takes_texts_apart(tmp_path: Path):
-    benchmark = load_benchmark(write(tmp_path, R3))
-    one, two = benchmark.tasks
-    assert (
-        two.query == Query("test-2", "读 PDF", "multi", "r3", "test")
-        and two.labels["direction"] == "zh2en"
-    )
-    assert (two.relevance, one.labels) == (
-        gold("skill-0", "skill-1"),
-        {"kind": "single", "origin": "r3", "split": "test"},
-    )
-    assert benchmark.pool == (
+def test_skillret_joins_pools_of_all_splits(tmp_path: Path):
+    benchmark = load_benchmark(write(tmp_path, SKILLRET))
+
+    assert ids(benchmark) == ["q-test", "q-train"]
+    assert pool_ids(benchmark) == ["s-test", "s-train"]
+
+
+def test_r3_skill_names_queries_by_line(tmp_path: Path):
+    first, second = load_benchmark(write(tmp_path, R3)).tasks
+
+    assert first.labels == {"kind": "single", "origin": "r3", "split": "test"}
+    assert second.query == Query("test-2", "读 PDF", "multi", "r3", "test")
+    assert second.labels["direction"] == "zh2en"
+    assert second.relevance == gold("skill-0", "skill-1")
+
+
+def test_r3_skill_texts_are_split(tmp_path: Path):
+    assert load_benchmark(write(tmp_path, R3)).pool == (
         Skill("skill-0", name="pdf", description="Reads PDF", body="Step 1 | Step 2", source="r3"),
         Skill("skill-1", name="only a name", description="", body="", source="r3"),
     )
 
 
-def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
-    both = mcp_task("t1", "write", "fetch", "gone", steps=["save", "send"])
-    found = load_benchmark(
-        write(tmp_path, live(both, mcp_task("t2", "fetch"), mcp_task("t3", "gone")))
-    )
-    first, second = found.tasks
-    assert (ids(found), first.labels["kind"], second.labels["kind"]) == (
-        ["t1", "t2"],
-        "multi",
-        "single",
-    )
+@pytest.fixture
+def live_benchmark(tmp_path: Path) -> Benchmark:
+    tasks = [
+        mcp_task("t1", "write", "fetch", "gone", steps=["save", "send"]),
+        mcp_task("t2", "fetch"),
+        mcp_task("t3", "gone"),
+    ]
+    return load_benchmark(write(tmp_path, live(*tasks)))
+
+
+def test_livemcpbench_candidates_are_alternatives(live_benchmark: Benchmark):
+    first, second = live_benchmark.tasks
+
     assert first.relevance == gold("disk/write", "web/fetch", **{"cloud/write": "disk/write"})
+    assert first.labels["kind"] == "multi"
     assert [step.text for step in first.steps] == ["save", "send"]
-    assert found.pool[0] == Skill(
+    assert second.labels["kind"] == "single"
+
+
+def test_livemcpbench_tools_are_pool(live_benchmark: Benchmark):
+    assert live_benchmark.pool[0] == Skill(
         "disk/write",
         "write",
         "does write (disk: all about disk)",
@@ -227,62 +281,73 @@ def test_livemcpbench_any_candidate_meets_a_need(tmp_path: Path):
         "Office",
         source="livemcpbench",
     )
-    assert (
-        found.pool[2].body == "Takes no parameters." and found.gold_skills == found.pool
-    )  # with alternatives
-    assert found.notes == (
+    assert live_benchmark.pool[2].body == "Takes no parameters."
+    assert live_benchmark.gold_skills == live_benchmark.pool  # with alternatives
+
+
+def test_livemcpbench_notes_missing_candidates(live_benchmark: Benchmark):
+    assert ids(live_benchmark) == ["t1", "t2"]
+    assert live_benchmark.notes == (
         "2 of 5 needed tools (2 tasks) have no candidate and are no gold",
         "1 of 3 tasks have no gold and are not scored: t3",
     )
-    # A pool with one of the candidates is enough.
-    (checked, _) = check_pool(found, ["cloud/write", "web/fetch"]).tasks
-    assert resolve_alternatives(["cloud/write"], checked.relevance).gold == {
-        "cloud/write",
-        "web/fetch",
-    }
+
+
+def test_pool_needs_one_alternative(live_benchmark: Benchmark):
+    task = check_pool(live_benchmark, ["cloud/write", "web/fetch"]).tasks[0]
+
+    relevance = resolve_alternatives(["cloud/write"], task.relevance)
+    assert relevance.gold == {"cloud/write", "web/fetch"}
     with raises("missing-gold-skill"):
-        check_pool(found, ["web/fetch"])
+        check_pool(live_benchmark, ["web/fetch"])
 
 
 def clone(tools: str, steps: str = "") -> Files:
-    """The two files of a clone of the published repository that are read."""
-    offered = {
+    """Return the two files that are read of a clone of LiveMCPBench's repository."""
+    writer = {
         "name": "write",
         "description": "writes",
         "inputSchema": {"properties": {"path": {}, "data": {}}},
     }
+    fetcher = {"name": "fetch", "description": None}
     servers = [
         {
             "name": "Disk",
             "description": "files",
             "category": "File",
-            "tools": {"disk": {"tools": [offered]}},
+            "tools": {"disk": {"tools": [writer]}},
         },
-        {
-            "name": "Cloud",
-            "tools": {"cloud": {"tools": [offered, {"name": "fetch", "description": None}]}},
-        },
+        {"name": "Cloud", "tools": {"cloud": {"tools": [writer, fetcher]}}},
     ]
-    about = {"Tools": tools, "Steps": steps}
-    task = {"task_id": "t1", "Question": "save it", "answers": "", "Annotator Metadata": about}
+    metadata = {"Tools": tools, "Steps": steps}
+    task = {"task_id": "t1", "Question": "save it", "answers": "", "Annotator Metadata": metadata}
     return {
         "tools/LiveMCPTool/tools.json": servers,
         "annotated_data/all_annotations.json": json.dumps([task]),
     }
 
 
+def test_published_livemcpbench_finds_tools_by_name(tmp_path: Path):
+    benchmark = load_benchmark(write(tmp_path, clone("1. write\n2. fetch \n3. lost")))
+
+    (task,) = benchmark.tasks
+    assert task.relevance == gold("disk/write", "cloud/fetch", **{"cloud/write": "disk/write"})
+    assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
+
+
 @pytest.mark.parametrize(
     ("steps", "texts"), [("1. one\n2. two", ["one", "two"]), ("just one", ["just one"]), ("", [])]
 )
-def test_livemcpbench_as_published_finds_tools_by_name(
-    tmp_path: Path, steps: str, texts: list[str]
-):
-    benchmark = load_benchmark(write(tmp_path, clone("1. write\n2. fetch \n3. lost", steps)))
-    assert benchmark.tasks[0].relevance == gold(
-        "disk/write", "cloud/fetch", **{"cloud/write": "disk/write"}
-    )
-    assert [step.text for step in benchmark.tasks[0].steps] == texts
-    assert benchmark.pool[0] == Skill(
+def test_published_livemcpbench_steps_are_numbered(tmp_path: Path, steps: str, texts: list[str]):
+    (task,) = load_benchmark(write(tmp_path, clone("1. write", steps))).tasks
+
+    assert [step.text for step in task.steps] == texts
+
+
+def test_published_livemcpbench_tools_are_pool(tmp_path: Path):
+    pool = load_benchmark(write(tmp_path, clone("1. write"))).pool
+
+    assert pool[0] == Skill(
         "disk/write",
         "write",
         "writes (Disk: files)",
@@ -290,14 +355,13 @@ def test_livemcpbench_as_published_finds_tools_by_name(
         "File",
         source="livemcpbench",
     )
-    assert benchmark.pool[2] == Skill(
+    assert pool[2] == Skill(
         "cloud/fetch", "fetch", "(Cloud)", "Takes no parameters.", source="livemcpbench"
     )
-    assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
 
 
-def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
-    """Excluded tasks are scored, a generic_only one is not; gold are core_gt_ids, a degraded copy only gains."""
+@pytest.fixture
+def skillrouter_benchmark(tmp_path: Path) -> Benchmark:
     relevance = {
         "b": entry("g/b", "g/a", core_gt_ids=None),  # then gt_skill_ids stand in
         "a": entry(
@@ -306,33 +370,41 @@ def test_skillrouter_folder_scores_what_relevance_json_says(tmp_path: Path):
         "c": entry("g/generic", core_gt_ids=[], task_type="generic_only"),
     }
     skill = {"skill_id": "g/a", "name": "A", "description": "does a", "body": "# A", "stars": 3}
-    benchmark = load_benchmark(
-        write(tmp_path / "bench", router("abc", relevance) | {"gold_skills.jsonl": [skill]})
-    )
-    assert benchmark.name == "bench"
-    assert benchmark.notes == (
-        "1 of 3 tasks want generic skills alone and are not scored",
-    )  # 12 of the published 87
-    assert benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
-    first, second = benchmark.tasks
+    files = router("abc", relevance) | {"gold_skills.jsonl": [skill]}
+    return load_benchmark(write(tmp_path / "bench", files))
+
+
+def test_skillrouter_gold_is_core_gt_ids(skillrouter_benchmark: Benchmark):
+    first, second = skillrouter_benchmark.tasks
+
     assert first.query == Query("a", "do a", "single", "skillsbench", "test")
+    # An auxiliary skill and a degraded copy gain without being gold.
     assert first.relevance == Relevance(frozenset({"g/a"}), {"g/a": 3.0, "g/aux": 1.0, "copy": 1.0})
-    assert (second.query.query_id, second.query.kind, second.relevance.gold) == (
-        "b",
-        "multi",
-        {"g/a", "g/b"},
-    )
+    assert second.query.query_id == "b"
+    assert second.query.kind == "multi"
+    assert second.relevance.gold == {"g/a", "g/b"}
+
+
+def test_skillrouter_ignores_generic_only_tasks(skillrouter_benchmark: Benchmark):
+    # 12 of the published 87 tasks. Tasks that are marked as excluded are scored.
+    notes = ("1 of 3 tasks want generic skills alone and are not scored",)
+
+    assert skillrouter_benchmark.notes == notes
+
+
+def test_skillrouter_gold_skills_are_file(skillrouter_benchmark: Benchmark):
+    assert skillrouter_benchmark.name == "bench"
+    assert skillrouter_benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)
     with raises("missing-gold-skill"):
-        check_pool(benchmark, ["g/a", "x"])
+        check_pool(skillrouter_benchmark, ["g/a", "x"])
 
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> Path:
     """Two tasks over two pools; easy lacks the degraded copy, and task u is judged generic_only."""
-    known = entry("gt/a", relevance={"gt/a": 3, "deg/a": 1})
-    folder = write(
-        tmp_path / "data", router("tu", {"t": known, "u": known | {"task_type": "generic_only"}})
-    )
+    relevance = entry("gt/a", relevance={"gt/a": 3, "deg/a": 1})
+    generic = relevance | {"task_type": "generic_only"}
+    folder = write(tmp_path / "data", router("tu", {"t": relevance, "u": generic}))
     skills = [
         {"skill_id": i, "name": i, "description": "d", "body": i}
         for i in ("gt/a", "other", "deg/a")
@@ -345,45 +417,60 @@ def tiers(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_tier_is_a_pool_of_the_tasks_beside_it(tiers: Path):
-    """Easy lacks the degraded copy: it is no part of the best order there, and it is in hard."""
-    alone, gains = load_benchmark(tiers), {}
-    for tier in ("easy", "hard"):
-        benchmark = load_benchmark(tiers / tier)
-        assert (benchmark.name, benchmark.tasks, benchmark.unscored) == (tier, alone.tasks, {"u"})
-        gains[tier] = (
-            check_pool(benchmark, [skill.skill_id for skill in benchmark.pool])
-            .tasks[0]
-            .relevance.gains
-        )
-    assert gains == {"easy": {"gt/a": 3.0}, "hard": {"gt/a": 3.0, "deg/a": 1.0}}
-    assert load_benchmark([tiers / "easy"]) == load_benchmark(tiers / "easy")
+@pytest.mark.parametrize("tier", ["easy", "hard"])
+def test_tier_has_tasks_beside_it(tiers: Path, tier: str):
+    benchmark = load_benchmark(tiers / tier)
+
+    assert benchmark.name == tier
+    assert benchmark.tasks == load_benchmark(tiers).tasks
+    assert benchmark.unscored == {"u"}
+    assert load_benchmark([tiers / tier]) == benchmark
+
+
+@pytest.mark.parametrize(
+    ("tier", "gains"), [("easy", {"gt/a": 3.0}), ("hard", {"gt/a": 3.0, "deg/a": 1.0})]
+)
+def test_gains_outside_pool_do_not_count(tiers: Path, tier: str, gains: dict[str, float]):
+    benchmark = load_benchmark(tiers / tier)
+
+    (task,) = check_pool(benchmark, pool_ids(benchmark)).tasks
+
+    assert task.relevance.gains == gains
+
+
+def test_tier_needs_skills(tiers: Path):
     (tiers / "none").mkdir()
+
     with raises("no-skill-file"):
         load_benchmark(tiers / "none")
 
 
-def test_tiers_are_ranked_apart_and_scored_together(tiers: Path):
+def test_tiers_are_loaded_as_one_benchmark(tiers: Path):
     benchmark = load_benchmark([tiers / "easy", tiers / "hard"])
-    assert (benchmark.name, benchmark.pool, benchmark.unscored) == (
-        "easy + hard",
-        (),
-        {"u@easy", "u@hard"},
-    )
-    assert [(ids(tier), len(tier.pool)) for tier in benchmark.tiers] == [
-        (["t@easy"], 2),
-        (["t@hard"], 3),
-    ]
+
+    assert benchmark.name == "easy + hard"
+    assert benchmark.pool == ()
+    assert benchmark.unscored == {"u@easy", "u@hard"}
     assert benchmark.clusters == {"t@easy": "t", "t@hard": "t"}
-    checked = join_tiers(
-        [check_pool(tier, [skill.skill_id for skill in tier.pool]) for tier in benchmark.tiers]
-    )
-    assert [len(task.relevance.gains) for task in checked.tasks] == [1, 2]
+    easy, hard = benchmark.tiers
+    assert (ids(easy), len(easy.pool)) == (["t@easy"], 2)
+    assert (ids(hard), len(hard.pool)) == (["t@hard"], 3)
+
+
+def test_joined_tiers_keep_their_gains(tiers: Path):
+    benchmark = load_benchmark([tiers / "easy", tiers / "hard"])
+
+    joined = join_tiers([check_pool(tier, pool_ids(tier)) for tier in benchmark.tiers])
+
+    assert [len(task.relevance.gains) for task in joined.tasks] == [1, 2]
+
+
+def test_repeated_tier_is_refused(tiers: Path):
     with raises("repeated-name"):
         load_benchmark([tiers / "easy", tiers / "easy"])
 
 
-# Faults --------------------------------------------------------------------------------------------------------------
+# Faults -------------------------------------------------------------------------------------------
 
 
 def qrels(rows: str) -> Files:
@@ -437,8 +524,8 @@ def qrels(rows: str) -> Files:
         ({}, r"is not a benchmark \(one holds tasks.jsonl and tools.jsonl"),
     ],
 )
-def test_faults_are_named_in_one_line(tmp_path: Path, files: Files, message: str):
-    """By file, line and id; all forms read their rows by the same functions."""
+def test_faulty_files_are_named(tmp_path: Path, files: Files, message: str):
+    """The error names file, line and id; the same functions read the rows of all forms."""
     with pytest.raises(SkilltrainError, match=message) as fault:
         load_benchmark(write(tmp_path, files))
     assert "\n" not in str(fault.value)
@@ -462,9 +549,12 @@ def test_faults_in_our_tables_are_named(tmp_path: Path, judged: Any, split: str 
         load_benchmark(folder, split)
 
 
-def test_a_split_or_a_folder_that_is_not_there(tmp_path: Path):
+def test_missing_split_is_refused(tmp_path: Path):
     with raises("empty-split"):
         load_benchmark(write(tmp_path, BEIR), "dev")
+
+
+def test_missing_folder_is_refused(tmp_path: Path):
     with raises("not-found"):
         load_benchmark(tmp_path / "nowhere")
 
@@ -472,9 +562,10 @@ def test_a_split_or_a_folder_that_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["tasks.jsonl", "relevance.json", "gold_skills.jsonl", "queries.parquet"]
 )
-def test_pipes_and_devices_in_place_of_files_are_refused(tiers: Path, tmp_path: Path, name: str):
+def test_special_files_are_refused(tiers: Path, tmp_path: Path, name: str):
     folder = tmp_path if name.endswith("parquet") else tiers
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/dev/zero")
+
     with raises("special-file"):
         load_benchmark(folder)

@@ -1,5 +1,6 @@
-"""What a router's scores are worth: the calibrator by hand-worked numbers, and the stage on a small library."""
+"""Calibration of a router's scores: by hand, and as a stage on a small library."""
 
+import itertools
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmark_folders import jsonl
 from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
@@ -29,74 +31,132 @@ from small_library import QUERIES, skilltrain, succeeds
 RANKERS = "[{kind: lexical}]"
 
 
-def traced(scores, **tops):
-    """What a router made of a task: skills of these scores, and rankers that gave these at most."""
-    found = {name: [("x", top), ("y", top - 1)] for name, top in tops.items()}
-    return Trace(found, {}, [(f"s{number}", score) for number, score in enumerate(scores)])
+def traced(scores, **top_scores):
+    """Return a trace of skills with these scores; each ranker gave its top score at most."""
+    rankings = {name: [("x", top), ("y", top - 1)] for name, top in top_scores.items()}
+    return Trace(rankings, {}, [(f"s{number}", score) for number, score in enumerate(scores)])
 
 
-def test_features_are_score_lead_and_tops():
-    rows = traced([3.0, 2.5, 1.0], lexical=9.0, dense=0.5).features(["dense", "lexical"])
-    assert rows.tolist() == [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]]
-    assert traced([3.0], lexical=9.0).features(["lexical"]).tolist() == [[3.0, 0.0, 9.0]]
-    assert traced([], lexical=0.0).features(["lexical"]).shape == (0, 3)
-    assert Trace({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, []).top_scores(
-        ["bm25", "none"]
-    ) == [0.25, 0.0]
+@pytest.mark.parametrize(
+    ("trace", "rankers", "features"),
+    [
+        (
+            traced([3.0, 2.5, 1.0], lexical=9.0, dense=0.5),
+            ["dense", "lexical"],
+            [[3.0, 0.5, 0.5, 9.0], [2.5, -0.5, 0.5, 9.0], [1.0, -2.0, 0.5, 9.0]],
+        ),
+        (traced([3.0], lexical=9.0), ["lexical"], [[3.0, 0.0, 9.0]]),
+        (traced([], lexical=0.0), ["lexical"], []),
+    ],
+)
+def test_features_are_score_lead_top_scores(trace, rankers, features):
+    rows = trace.features(rankers)
+
+    assert rows.tolist() == features
+    assert rows.shape == (len(features), 2 + len(rankers))
 
 
-def test_a_calibrator_follows_its_formula():
-    calibrator = Calibrator(
-        rankers=("a",),
-        weights=(1.0, 2.0, 0.5),
-        intercept=-3.0,
-        threshold=0.6,
-        least=(0.5,),
-        miss=0.5,
-    )
-    task = traced([2.0, 1.0], a=1.0)  # logits 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5
-    assert calibrator.probabilities(task) == pytest.approx(
-        [1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))]
-    )
-    assert calibrator.fits(task) and calibrator.num_likely(task) == 1
-    assert not calibrator.fits(traced([9.0, 1.0], a=0.4))
-    assert not calibrator.fits(traced([0.0, 0.0], a=1.0)) and not calibrator.fits(traced([], a=0.0))
-    assert calibrator.probabilities(traced([2e3, 1e3, -2e3], a=1.0)).tolist() == [
-        1,
-        0,
-        0,
-    ]  # and no overflow
+def test_top_scores_are_shares_of_possible_score():
+    trace = Trace({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, [])
+
+    assert trace.top_scores(["bm25", "none"]) == [0.25, 0.0]
 
 
-def test_a_fit_gives_the_frequencies_and_no_feature_a_weight_below_zero():
+CALIBRATOR = Calibrator(
+    rankers=("a",),
+    weights=(1.0, 2.0, 0.5),
+    intercept=-3.0,
+    threshold=0.6,
+    least=(0.5,),
+    miss=0.5,
+)
+
+
+def test_probabilities_by_hand():
+    # The logits are 2 + 2 + .5 - 3 = 1.5 and 1 - 2 + .5 - 3 = -3.5.
+    trace = traced([2.0, 1.0], a=1.0)
+
+    probabilities = CALIBRATOR.probabilities(trace)
+
+    assert probabilities == pytest.approx([1 / (1 + np.exp(-1.5)), 1 / (1 + np.exp(3.5))])
+    assert CALIBRATOR.num_likely(trace) == 1
+
+
+def test_extreme_logits_do_not_overflow():
+    assert CALIBRATOR.probabilities(traced([2e3, 1e3, -2e3], a=1.0)).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("trace", "fits"),
+    [
+        (traced([2.0, 1.0], a=1.0), True),
+        (traced([9.0, 1.0], a=0.4), False),
+        (traced([0.0, 0.0], a=1.0), False),
+        (traced([], a=0.0), False),
+    ],
+)
+def test_fit_needs_probability_with_top_score(trace, fits):
+    assert CALIBRATOR.fits(trace) == fits
+
+
+def test_fit_follows_frequencies():
     rows = np.array([[0.0, 1.0]] * 40 + [[1.0, 0.0]] * 40)
     labels = np.array([True] * 10 + [False] * 30 + [True] * 30 + [False] * 10)
+
     weights, intercept = fit_logistic(rows, labels)
-    logits = rows @ weights + intercept
-    assert weights[1] == 0 and weights[0] > 0
-    assert 1 / (1 + np.exp(-logits[[0, -1]])) == pytest.approx([0.25, 0.75], abs=0.03)
+
+    # No weight is below zero.
+    assert weights[0] > 0
+    assert weights[1] == 0
+    logits = rows[[0, -1]] @ weights + intercept
+    assert 1 / (1 + np.exp(-logits)) == pytest.approx([0.25, 0.75], abs=0.03)
 
 
-def test_a_bound_is_the_conformal_quantile_and_is_reached_as_often_as_was_asked():
-    cases = {(9, 0.9): 0.1, (19, 0.9): 0.2, (20, 0.9): 0.2, (8, 0.9): 0.0, (9, 0.5): 0.5}
-    found = {(num, level): bound(np.arange(num, 0, -1) / 10, level) for num, level in cases}
-    assert found == pytest.approx(cases)
-    draw = np.random.default_rng(0)
-    reached = [draw.random() >= bound(draw.random(50), 0.8) for _ in range(4000)]
-    assert np.mean(reached) == pytest.approx(0.8, abs=0.02)  # three standard errors
+@pytest.mark.parametrize(
+    ("num_scores", "level", "expected"),
+    [(9, 0.9, 0.1), (19, 0.9, 0.2), (20, 0.9, 0.2), (8, 0.9, 0.0), (9, 0.5, 0.5)],
+)
+def test_bound_is_conformal_quantile(num_scores, level, expected):
+    scores = np.arange(num_scores, 0, -1) / 10
+
+    assert bound(scores, level) == pytest.approx(expected)
 
 
-def test_calibration_error_risk_and_shares_by_hand():
-    sure = np.array([0.9] * 5 + [0.3] * 5)
-    right = np.array([True, True, True, False, False] + [True] * 5)
-    bins = [(0.3, 1.0)] * 5 + [(0.9, 1.0)] * 3 + [(0.9, 0.0)] * 2  # ten bins of one answer
-    assert calibration_error(sure, right) == pytest.approx(np.mean([abs(p - ok) for p, ok in bins]))
-    points = dict(risk_coverage(sure, right))
-    assert points[0.1] == 0 and points[0.5] == 0.4 and points[1.0] == 0.2
-    none = share([False] * 30)
-    assert (none.mean, none.low, none.n) == (0, 0, 30) and none.high == pytest.approx(
-        0.1135, abs=1e-3
-    )
+def test_bound_is_reached_at_its_level():
+    rng = np.random.default_rng(0)
+
+    is_reached = [rng.random() >= bound(rng.random(50), 0.8) for _ in range(4000)]
+
+    assert np.mean(is_reached) == pytest.approx(0.8, abs=0.02)  # three standard errors
+
+
+PROBABILITIES = np.array([0.9] * 5 + [0.3] * 5)
+IS_RIGHT = np.array([True, True, True, False, False] + [True] * 5)
+
+
+def test_calibration_error_by_hand():
+    # Ten bins of one answer: five of |.3 - 1|, three of |.9 - 1| and two of |.9 - 0|.
+    expected = (5 * 0.7 + 3 * 0.1 + 2 * 0.9) / 10
+
+    assert calibration_error(PROBABILITIES, IS_RIGHT) == pytest.approx(expected)
+
+
+def test_risk_by_coverage_by_hand():
+    points = dict(risk_coverage(PROBABILITIES, IS_RIGHT))
+
+    assert points[0.1] == 0
+    assert points[0.5] == 0.4
+    assert points[1.0] == 0.2
+
+
+def test_share_of_none_by_hand():
+    interval = share([False] * 30)
+
+    assert (interval.mean, interval.low, interval.n) == (0, 0, 30)
+    assert interval.high == pytest.approx(0.1135, abs=1e-3)
+
+
+def test_share_needs_values():
     with raises("nothing-to-score"):
         share([])
 
@@ -105,112 +165,155 @@ def test_calibration_error_risk_and_shares_by_hand():
 def folders(library, tmp_path_factory):
     """A folder with a library's pool, queries, clusters and router."""
     folder = shutil.copytree(library, tmp_path_factory.mktemp("calibrate") / "library")
+    pool = f"pool={folder}/pool"
     succeeds("pool", f"sources={folder}/skills", f"out={folder}/pool")
-    succeeds(
-        "queries", f"files={folder}/queries/all.jsonl", f"pool={folder}/pool", f"out={folder}/asked"
-    )
-    succeeds("clusters", f"pool={folder}/pool", f"out={folder}/clusters")
-    succeeds("index", f"pool={folder}/pool", f"rankers={RANKERS}", f"out={folder}/router")
-    lines = [json.dumps({"query": text}) for text in ("walk my dog at noon", "what is love")]
-    (folder / "unserved.jsonl").write_text("\n".join(lines))
+    succeeds("queries", f"files={folder}/queries/all.jsonl", pool, f"out={folder}/requests")
+    succeeds("clusters", pool, f"out={folder}/clusters")
+    succeeds("index", pool, f"rankers={RANKERS}", f"out={folder}/router")
+    rows = [{"query": text} for text in ("walk my dog at noon", "what is love")]
+    (folder / "unserved.jsonl").write_text(jsonl(*rows))
     return folder
 
 
 def calibrate(folder, out, *settings):
-    given = (
-        f"queries={folder}/asked",
-        "split=null",
+    """Return the command that calibrates the router on all queries."""
+    inputs = (
+        f"router={folder}/router",
+        f"queries={folder}/requests",
         f"clusters={folder}/clusters",
-        "folds=3",
-        *settings,
     )
-    return ("calibrate", f"router={folder}/router", *given, f"out={out}")
+    return ("calibrate", *inputs, "split=null", "folds=3", *settings, f"out={out}")
 
 
-def test_a_calibrated_router_says_when_no_skill_fits(folders, tmp_path):
-    out = tmp_path / "calibration"
-    line = calibrate(folders, out, f"unserved={folders}/unserved.jsonl", "answered=0.6")
-    found = json.loads(succeeds(*line, "--json").out)
-    assert (
-        found["num_queries"] == len(QUERIES)
-        and found["right"]["n"] == found["falsely_answered"]["n"] == 16
-    )
-    assert found["unserved"]["n"] == 2 and found["right"]["mean"] > 0.5
-    assert found["falsely_answered"]["mean"] < found["answered"]["mean"]
-    assert 0 <= found["calibration_error"] <= 1 and found["risk_coverage"][-1][0] == 1
-    shutil.copytree(folders / "router", tmp_path / "router")
-    succeeds("index", f"calibration={out}", f"out={tmp_path}/router")
-    router = Router.load(tmp_path / "router")
+@pytest.fixture(scope="module")
+def calibration(folders, tmp_path_factory):
+    """The folder of a calibration with unserved queries, and its summary."""
+    out = tmp_path_factory.mktemp("calibration") / "out"
+    unserved = f"unserved={folders}/unserved.jsonl"
+    outcome = succeeds(*calibrate(folders, out, unserved, "answered=0.6"), "--json")
+    return out, json.loads(outcome.out)
+
+
+@pytest.fixture(scope="module")
+def router_folder(folders, calibration, tmp_path_factory):
+    """A router with this calibration."""
+    folder = shutil.copytree(folders / "router", tmp_path_factory.mktemp("routers") / "router")
+    succeeds("index", f"calibration={calibration[0]}", f"out={folder}")
+    return folder
+
+
+@pytest.fixture
+def router(router_folder):
+    return Router.load(router_folder)
+
+
+def test_calibration_scores_all_queries(calibration):
+    _, summary = calibration
+
+    assert summary["num_queries"] == len(QUERIES)
+    assert summary["right"]["n"] == summary["falsely_answered"]["n"] == 16
+    assert summary["unserved"]["n"] == 2
+    assert summary["right"]["mean"] > 0.5
+    assert summary["falsely_answered"]["mean"] < summary["answered"]["mean"]
+    assert 0 <= summary["calibration_error"] <= 1
+    assert summary["risk_coverage"][-1][0] == 1
+
+
+def test_trace_leaves_out_skills(router):
     whole = router.trace("merge pdf files").ranking
-    left = router.trace("merge pdf files", {whole[0][0]})
-    assert (
-        left.ranking[0][0] == left.rankings_by_ranker["lexical"][0][0] == whole[1][0]
-        and len(left.ranking) == len(whole) - 1
-    )
-    good, bad = (
-        router.route("merge pdf files into one document"),
-        router.route("walk my dog at noon"),
-    )
-    assert good.fits and not bad.fits and good.num_likely is not None and good.num_likely >= 1
-    sure = [routed.probability for routed in good.skills]
-    assert sure == sorted(sure, reverse=True) and sure[0] > bad.skills[0].probability
-    one, nine = (router.route("merge pdf files", k).skills[0].probability for k in (1, 9))
-    assert one == nine
+
+    trace = router.trace("merge pdf files", {whole[0][0]})
+
+    assert len(trace.ranking) == len(whole) - 1
+    assert trace.ranking[0][0] == trace.rankings_by_ranker["lexical"][0][0] == whole[1][0]
+
+
+def test_router_says_whether_skills_fit(router):
+    served = router.route("merge pdf files into one document")
+    unserved = router.route("walk my dog at noon")
+
+    assert served.fits
+    assert served.num_likely is not None
+    assert served.num_likely >= 1
+    assert not unserved.fits
+    probabilities = [skill.probability for skill in served.skills]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert probabilities[0] > unserved.skills[0].probability
+
+
+def test_probability_does_not_depend_on_k(router):
+    short, long = (router.route("merge pdf files", k).skills for k in (1, 9))
+
+    assert short[0].probability == long[0].probability
+
+
+def test_calibration_survives_update_of_pool(router):
     router.update([skill for skill in router.skills.values() if "contract" not in skill.skill_id])
-    assert router.route("walk my dog at noon").fits is False, "a calibration outlives its pool"
-    shown = succeeds("route", "walk my dog at noon", "--router", tmp_path / "router").out
-    assert shown.startswith("No skill fits")
+
+    assert router.route("walk my dog at noon").fits is False
 
 
-def test_a_calibration_of_other_rankers_is_refused_or_dropped(folders, tmp_path):
-    out, router = tmp_path / "calibration", tmp_path / "router"
-    succeeds(*calibrate(folders, out))
-    line = ("index", f"pool={folders}/pool", f"out={router}")
-    other = skilltrain(
-        *line, "rankers=[{kind: lexical, fields: name}]", f"calibration={out}"
-    ).error_line
-    assert "of other rankers or models (run skilltrain calibrate on this router)" in other
-    succeeds(*line, f"rankers={RANKERS}", f"calibration={out}")
-    assert Router.load(router).route("merge pdf files").num_likely is not None
-    succeeds(*line, "rankers=[{kind: lexical, fields: name}]")
-    assert Router.load(router).route("merge pdf files").num_likely is None
+def test_command_says_that_no_skill_fits(router_folder):
+    outcome = succeeds("route", "walk my dog at noon", "--router", router_folder)
+
+    assert outcome.out.startswith("No skill fits")
+
+
+OTHER_RANKERS = "rankers=[{kind: lexical, fields: name}]"
+
+
+def test_calibration_of_other_rankers_is_refused(folders, calibration, tmp_path):
+    command = ("index", f"pool={folders}/pool", f"out={tmp_path}/router", OTHER_RANKERS)
+
+    line = skilltrain(*command, f"calibration={calibration[0]}").error_line
+
+    assert "of other rankers or models (run skilltrain calibrate on this router)" in line
+
+
+def test_other_rankers_drop_calibration(folders, calibration, tmp_path):
+    command = ("index", f"pool={folders}/pool", f"out={tmp_path}/router")
+    succeeds(*command, f"rankers={RANKERS}", f"calibration={calibration[0]}")
+    assert Router.load(tmp_path / "router").route("merge pdf files").num_likely is not None
+
+    succeeds(*command, OTHER_RANKERS)
+
+    assert Router.load(tmp_path / "router").route("merge pdf files").num_likely is None
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("setting", "message"),
     [
-        (["folds=99"], "cannot be cut into 99 folds"),
-        (["unserved={tmp}/text.jsonl"], "text.jsonl, line 1: query: "),
-        (["answered=1.5"], "answered: must be less than 1"),
-        (["split=nowhere"], "holds no query of split 'nowhere'"),
-        (["router={tmp}"], "holds no router"),
+        ("folds=99", "cannot be cut into 99 folds"),
+        ("unserved={tmp}/text.jsonl", "text.jsonl, line 1: query: "),
+        ("answered=1.5", "answered: must be less than 1"),
+        ("split=nowhere", "holds no query of split 'nowhere'"),
+        ("router={tmp}", "holds no router"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(folders, tmp_path, settings, complaint):
+def test_invalid_calibration_is_refused(folders, tmp_path, setting, message):
     (tmp_path / "text.jsonl").write_text('{"text": "x"}')
-    given = [text.replace("{tmp}", str(tmp_path)) for text in settings]
-    assert complaint in skilltrain(*calibrate(folders, tmp_path / "out", *given)).error_line
+    setting = setting.replace("{tmp}", str(tmp_path))
+
+    assert message in skilltrain(*calibrate(folders, tmp_path / "out", setting)).error_line
 
 
-# Folds ----------------------------------------------------------------------------------------------------------------
+# Folds --------------------------------------------------------------------------------------------
 
 
 def tasks_of(golds):
-    """One task per set of gold skills."""
-    return [
-        Task(
-            Query(str(number), "", "", "", ""),
-            Relevance(frozenset(f"s{skill}" for skill in gold), {}),
-        )
-        for number, gold in enumerate(golds)
-    ]
+    """Return one task for each set of gold skills."""
+    tasks = []
+    for number, gold in enumerate(golds):
+        relevance = Relevance(frozenset(map(str, gold)), {})
+        tasks.append(Task(Query(str(number), "", "", "", ""), relevance))
+    return tasks
 
 
 @given(
     st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=40),
     st.integers(0, 5),
 )
-def test_queries_of_one_skill_share_a_fold(golds, seed):
+def test_queries_of_one_skill_share_fold(golds, seed):
     try:
         folds = assign_folds(tasks_of(golds), 3, seed)
     except SkilltrainError as error:
@@ -218,12 +321,12 @@ def test_queries_of_one_skill_share_a_fold(golds, seed):
         return
 
     assert set(folds.tolist()) == {0, 1, 2}
-    for gold, fold in zip(golds, folds, strict=True):
-        for other_gold, other_fold in zip(golds, folds, strict=True):
-            assert not gold & other_gold or fold == other_fold
+    rows = list(zip(golds, folds, strict=True))
+    for (gold, fold), (other_gold, other_fold) in itertools.combinations(rows, 2):
+        assert fold == other_fold or not gold & other_gold
 
 
-def test_each_case_is_judged_by_the_other_folds():
+def test_cases_are_judged_by_other_folds():
     cases = ["a", "b", "c", "d"]
 
     fitted = fit_out_of_fold("".join, cases, np.array([0, 1, 0, 2]))

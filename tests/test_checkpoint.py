@@ -47,7 +47,7 @@ def names(folder):
     return [path.name for path in checkpoints(folder)]
 
 
-def test_an_empty_folder_has_no_checkpoint(run, tmp_path):
+def test_empty_folder_has_no_checkpoint(run, tmp_path):
     assert load_checkpoint(*run, tmp_path) is None
     assert best_checkpoint(tmp_path) is None
 
@@ -104,7 +104,7 @@ def test_the_newest_checkpoint_is_loaded(run, tmp_path):
 @pytest.mark.parametrize(
     ("value", "is_better"), [(0.5, True), (0.4, False), (0.3, False), (float("nan"), False)]
 )
-def test_only_a_higher_value_is_better(value, is_better):
+def test_only_higher_value_is_better(value, is_better):
     best = Best(step=1, value=0.4)
 
     assert best.update(2, "m", {"m": Interval(value, 0, 1, 9)}) == is_better
@@ -113,7 +113,7 @@ def test_only_a_higher_value_is_better(value, is_better):
     assert best.num_bad == (0 if is_better else 1)
 
 
-def test_a_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
+def test_failed_save_leaves_no_checkpoint(run, tmp_path, monkeypatch):
     def raise_disk_full(*_):
         raise OSError(28, "No space left on device")
 
@@ -202,6 +202,7 @@ def test_another_launch_is_refused(run, tmp_path):
     message = refusal(run, tmp_path)
 
     ending = "8 x FSDP on cuda, not by whole models on cpu (resume with that launcher)"
+
     assert message.endswith(ending)
 
 
@@ -214,9 +215,10 @@ def write_malicious_pickle(path, sign):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_pickle_under_our_names_is_refused(run, tmp_path, file):
+def test_pickle_under_our_names_is_refused(run, tmp_path, file):
     save(run, tmp_path / "run", 3)
     sign = tmp_path / "executed"
+
     write_malicious_pickle(tmp_path / "run" / "step-3" / file, sign)
 
     assert "step-3" in refusal(run, tmp_path / "run")
@@ -227,9 +229,10 @@ def test_a_pickle_under_our_names_is_refused(run, tmp_path, file):
 @pytest.mark.parametrize(
     "file", ["random_states_0.pkl", "optimizer.bin", "deepspeed/mp_rank_00_model_states.pt"]
 )
-def test_a_pickle_of_other_programs_is_never_opened(run, tmp_path, file):
+def test_pickle_of_other_programs_is_never_opened(run, tmp_path, file):
     save(run, tmp_path / "run", 3)
     sign = tmp_path / "executed"
+
     write_malicious_pickle(tmp_path / "run" / "step-3" / file, sign)
 
     assert load_checkpoint(*run, tmp_path / "run") is not None
@@ -251,10 +254,11 @@ def late_markers(monkeypatch):
     return paths
 
 
-def test_a_late_file_is_waited_for(tmp_path, late_markers):
+def test_late_file_is_waited_for(tmp_path, late_markers):
     engine.check_shared(Accelerator(cpu=True), tmp_path)
 
     (marker,) = late_markers
+
     assert not marker.exists()
 
 
@@ -263,10 +267,11 @@ def test_each_check_has_its_own_marker(tmp_path, late_markers):
         engine.check_shared(Accelerator(cpu=True), tmp_path)
 
     first, second = late_markers
+
     assert first != second
 
 
-def test_a_folder_that_is_not_shared_is_refused(tmp_path, late_markers, monkeypatch):
+def test_folder_that_is_not_shared_is_refused(tmp_path, late_markers, monkeypatch):
     monkeypatch.setattr(engine, "_VISIBILITY_TIMEOUT", 0.0)
 
     with raises("folder-not-shared"):

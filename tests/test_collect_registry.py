@@ -53,6 +53,7 @@ def test_pool_reads_what_is_collected(server, collect, tmp_path):
     num_refused = collect()
 
     names = {skill.skill_id: skill.name for skill in read_pool(tmp_path / "skills.jsonl")}
+
     assert num_refused == 0
     assert names == {f"owner/s{number}": f"skill {number}" for number in range(7)}
 
@@ -66,7 +67,9 @@ def test_second_run_fetches_changes_only(server, collect, tmp_path):
     collect()
 
     assert server.downloads() == ["changed", "new"]
+
     texts = texts_of(tmp_path)
+
     assert list(texts) == ["old", "changed", "new"]
     assert "name: drill" in texts["changed"]
 
@@ -74,6 +77,7 @@ def test_second_run_fetches_changes_only(server, collect, tmp_path):
 def test_stopped_run_goes_on(server, collect, tmp_path):
     server.skills = {f"s{number}": SKILL for number in range(5)}
     server.script["/api/get/s3"] = [Reply(status=503, headers={"Retry-After": "7200"})]
+
     with pytest.raises(SystemExit, match=r"asks to wait 7,200 seconds: run again later"):
         collect()
 

@@ -38,7 +38,7 @@ def paired_difference(a: list[float], b: list[float]) -> tuple[Interval, float]:
     return paired_differences(np.subtract(a, b)[:, None])[0]
 
 
-def test_the_interval_agrees_with_the_binomial():
+def test_interval_agrees_with_binomial():
     """Of 100 queries 60 hit: resampled means are Binomial(100, .6) / 100."""
     expected = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.6) / 100
 
@@ -52,7 +52,7 @@ VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 @settings(max_examples=25)
 @given(VALUES)
-def test_the_interval_lies_within_the_values(values: list[float]):
+def test_interval_lies_within_values(values: list[float]):
     result = interval(values)
 
     assert min(values) <= result.low <= result.high <= max(values)
@@ -96,6 +96,7 @@ def test_clusters_of_equal_size_are_drawn_whole():
     clustered = intervals(values, clusters)
 
     cluster_means = intervals((values[:10] + values[10:]) / 2)
+
     for result, expected in zip(clustered, cluster_means, strict=True):
         assert (result.low, result.high) == pytest.approx((expected.low, expected.high))
         assert (result.mean, result.n) == (pytest.approx(expected.mean), 20)
@@ -147,7 +148,7 @@ def test_an_interval_is_printed_compactly():
     assert str(Interval(0.573, 0.45, 0.694, 75)) == ".573 [.45, .69]"
 
 
-def test_separation_is_the_share_of_ordered_pairs():
+def test_separation_is_share_of_ordered_pairs():
     result = separation([3.0, 2.0], [2.0, 1.0, -np.inf])  # one pair of six is equal
 
     assert (result.mean, result.n) == (pytest.approx(5.5 / 6), 5)
@@ -168,28 +169,31 @@ def test_separation_is_mann_whitneys_statistic():
     result = separation(above, below)
 
     statistic = scipy.stats.mannwhitneyu(above, below).statistic
+
     assert result.mean == pytest.approx(statistic / 3000)
     assert 0.05 < result.mean - result.low < 0.15
     assert 0.03 < result.high - result.mean < 0.15
 
 
-# Two systems ---------------------------------------------------------------------------------
+# Two systems --------------------------------------------------------------------------------------
 
 SIGNS = st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=60)
 
 
 @given(SIGNS)
 def test_the_sign_test_is_mcnemars(signs: list[float]):
-    num_better, num_worse = signs.count(1.0), signs.count(-1.0)
+    num_better = signs.count(1.0)
+    num_worse = signs.count(-1.0)
 
     p = sign_test(np.array(signs))
 
     num_differing = num_better + num_worse
     expected = scipy.stats.binomtest(num_better, num_differing).pvalue if num_differing else 1.0
+
     assert p == pytest.approx(expected)
 
 
-def test_the_sign_test_follows_the_mean():
+def test_sign_test_follows_mean():
     """Four of five queries are a little better, and the fifth so much worse that the mean falls."""
     differences = np.array([0.1, 0.1, 0.1, 0.1, -0.9])
 
@@ -197,14 +201,14 @@ def test_the_sign_test_follows_the_mean():
     assert sign_test(np.abs(differences)) == pytest.approx(2 / 2**5)
 
 
-def test_a_rounding_error_is_no_direction():
+def test_rounding_error_is_no_direction():
     differences = np.array([0.1, 0.2, -0.3])  # their sum is 2.8e-17
 
     assert sign_test(differences) == 1.0
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
-def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]):
+def test_holm_is_closed_test_of_bonferroni(p_values: list[float]):
     """Its adjusted p is the largest Bonferroni p of all families that contain the test."""
     positions = range(len(p_values))
     expected = [0.0 for _ in positions]
@@ -238,16 +242,17 @@ def scored(name: str, seed: int, share: float) -> SystemResult:
 
 
 def one_measure(name: str, values: list[float]) -> SystemResult:
-    return SystemResult(
-        name=name, per_query={f"q{i}": {"m": value} for i, value in enumerate(values)}, rankings={}
-    )
+    per_query = {f"q{number}": {"m": value} for number, value in enumerate(values)}
+    return SystemResult(name=name, per_query=per_query, rankings={})
 
 
 def column(system: SystemResult, measure: str) -> list[float]:
     return [system.per_query[query_id][measure] for query_id in IDS]
 
 
-BM25, BASE, TRAINED = scored("bm25", 0, 0.3), scored("base", 1, 0.5), scored("trained", 2, 0.8)
+BM25 = scored("bm25", 0, 0.3)
+BASE = scored("base", 1, 0.5)
+TRAINED = scored("trained", 2, 0.8)
 SYSTEMS = (BM25, BASE, TRAINED)
 PAIRS = (("bm25", "trained"), ("base", "trained"))
 
@@ -256,6 +261,7 @@ def test_each_pair_is_compared_by_each_measure():
     comparisons = compare(SYSTEMS, PAIRS, MEASURES)
 
     names = [(c.baseline, c.system, c.measure) for c in comparisons]
+
     assert names == [(*pair, measure) for pair in PAIRS for measure in MEASURES]
 
 
@@ -264,6 +270,7 @@ def test_a_difference_is_the_bootstraps():
 
     differences = np.subtract(column(TRAINED, "MRR@10"), column(BM25, "MRR@10"))
     ((interval, p),) = paired_differences(differences[:, None])
+
     assert comparison.difference == interval
     assert comparison.num_better + comparison.num_worse > MAX_EXACT
     assert (comparison.p, comparison.p_holm) == (p, p)
@@ -327,7 +334,7 @@ def test_a_cluster_counts_once():
     assert separate.num_better == 2 * clustered.num_better
 
 
-def test_queries_without_a_value_are_left_out():
+def test_queries_without_value_are_left_out():
     baseline = SystemResult("a", {"q0": {"m": 0.0}, "q1": {}, "q2": {"m": 0.5}}, {})
     system = SystemResult("b", {"q0": {"m": 1.0}, "q1": {}, "q2": {"m": 0.5}}, {})
 

@@ -1,3 +1,5 @@
+"""Recipes: settings, overrides, YAML, and recipes that are based on another."""
+
 import os
 import runpy
 from pathlib import Path
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from faults import raises
 from skilltrain.config import Config, InputPath, apply_overrides, load_recipe, to_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.runs import input_paths
@@ -40,7 +43,7 @@ class Whole(Config):
     shape: Annotated[Small | Large, Field(discriminator="name")] = Small(name="small")
     shapes: tuple[Annotated[Small | Large, Field(discriminator="name")], ...] = ()
     weights: dict[str, float] = Field(default={})
-    parts: list[InputPath] = Field(default=[])
+    pieces: list[InputPath] = Field(default=[])
     out: Path = Path("out")
 
 
@@ -53,7 +56,7 @@ class Whole(Config):
         ),
         (
             {"zzz": 1},
-            "unknown key 'zzz'; allowed here: out, parts, section, shape, shapes, weights",
+            "unknown key 'zzz'; allowed here: out, pieces, section, shape, shapes, weights",
         ),
         (
             {"shape": {"name": "large", "large": False, "dept": 1}},
@@ -82,7 +85,8 @@ class Whole(Config):
         ),
         (
             {"section": {"inner": {"rate": "fast"}}},
-            "section.inner.rate: must be a valid number, unable to parse string as a number, found 'fast'",
+            "section.inner.rate: must be a valid number, unable to parse string as a number, "
+            "found 'fast'",
         ),
         (
             {"section": {"inner": {"label": 3}}},
@@ -108,10 +112,10 @@ class Whole(Config):
             for value in (float("inf"), "1e400", float("nan"))
         ),
         (
-            {
-                "section": {"inner": {"rate": -1, "mode": "slow", "labels": ""}}
-            },  # unknown keys come first
-            "unknown key 'section.inner.labels', did you mean 'label'? allowed here: label, mode, rate; 2 more",
+            # unknown keys come first
+            {"section": {"inner": {"rate": -1, "mode": "slow", "labels": ""}}},
+            "unknown key 'section.inner.labels', did you mean 'label'? allowed here: label, mode, "
+            "rate; 2 more",
         ),
         (
             {"weights": {"a": "b"}},
@@ -119,9 +123,10 @@ class Whole(Config):
         ),
     ],
 )
-def test_a_refused_recipe_names_the_key_and_the_choices_in_one_line(values, message):
+def test_invalid_setting_names_key(values, message):
     with pytest.raises(SkilltrainError) as error:
         validate(Whole, values, "recipe.yaml")
+
     assert str(error.value) == f"recipe.yaml: {message}"
 
 
@@ -140,9 +145,10 @@ def test_a_refused_recipe_names_the_key_and_the_choices_in_one_line(values, mess
     ],
 )
 def test_overrides(override, changed):
-    before = {"section": {"inner": {"label": "x"}}, "a": 1}
-    assert apply_overrides(before, [override]) == before | changed
-    assert before == {"section": {"inner": {"label": "x"}}, "a": 1}
+    values = {"section": {"inner": {"label": "x"}}, "a": 1}
+
+    assert apply_overrides(values, [override]) == values | changed
+    assert values == {"section": {"inner": {"label": "x"}}, "a": 1}
 
 
 @pytest.mark.parametrize(
@@ -155,11 +161,12 @@ def test_overrides(override, changed):
         ("a.b=1", r"^a\.b=1: 'a' is a value, not a section$"),
         (
             "a=[1, 2",
-            r"^a=\[1, 2, line 1: is not YAML.* \(write text with special characters in quotes: a='\"…\"'\)$",
+            r"^a=\[1, 2, line 1: is not YAML.* "
+            r"\(write text with special characters in quotes: a='\"…\"'\)$",
         ),
     ],
 )
-def test_a_malformed_override_is_refused(override, fault):
+def test_malformed_override_is_refused(override, fault):
     with pytest.raises(SkilltrainError, match=fault):
         apply_overrides({"a": 1}, [override])
 
@@ -170,7 +177,9 @@ def write(tmp_path, text):
     return path
 
 
-NINE = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]" for i in range(9))
+# Nine levels of aliases, each of which repeats the level before nine times.
+_LEVELS = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 9)]
+NESTED_ALIASES = "\n".join([f"a0: &a0 [{', '.join('x' * 9)}]", *_LEVELS])
 
 
 @pytest.mark.parametrize(
@@ -194,39 +203,55 @@ NINE = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]" 
         ),
         *(
             (text, rf"or an alias stands inside its own anchor \(line {line}\)")
-            for text, line in (("a: 1\nb: &b [*b]\n", 2), ("a: &a {b: {c: *a}}\n", 1), (NINE, 6))
+            for text, line in (
+                ("a: 1\nb: &b [*b]\n", 2),
+                ("a: &a {b: {c: *a}}\n", 1),
+                (NESTED_ALIASES, 6),
+            )
         ),
         ("based_on: missing.yaml\nout: o\n", "cannot read the recipe"),
         ("based_on: recipe.yaml\nout: o\n", "is based on a recipe that is based on another"),
     ],
     ids=repr,
 )
-def test_what_is_no_map_of_values_is_refused_in_one_line(tmp_path, text, fault):
+def test_recipe_must_be_map_of_values(tmp_path, text, fault):
     with pytest.raises(SkilltrainError, match=fault):
         load_recipe(write(tmp_path, text))
 
 
-def test_a_missing_or_binary_recipe_or_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe.yaml")
+def test_missing_recipe_is_refused(tmp_path):
+    with raises("unreadable-file"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_binary_recipe_is_refused(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    for name, fault in (
-        ("pipe", "is not a regular file"),
-        ("none", "cannot read"),
-        ("binary", "cannot read"),
-    ):
-        with pytest.raises(SkilltrainError, match=fault):
-            load_recipe(tmp_path / f"{name}.yaml")
+
+    with raises("unreadable-file"):
+        load_recipe(tmp_path / "binary.yaml")
 
 
-def test_a_recipe_that_runs_itself_is_python_and_yaml_and_loses_its_key(tmp_path):
+def test_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+
+    with raises("special-file"):
+        load_recipe(tmp_path / "pipe.yaml")
+
+
+@pytest.fixture
+def self_running_recipe(tmp_path):
     text = "out: here  # a comment\nx: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\n"
-    path = write(tmp_path, f'recipe: r"""\n{text}# """; ran = __name__\n')
-    assert load_recipe(path, ["out=there"]) == {
-        "out": "there",
-        "x": {"a": 1, "b": 2},
-        "y": {"a": 1, "b": 3},
-    }
-    assert runpy.run_path(str(path))["ran"] == "<run_path>"
+    return write(tmp_path, f'recipe: r"""\n{text}# """; ran = __name__\n')
+
+
+def test_recipe_that_runs_itself_is_yaml(self_running_recipe):
+    values = load_recipe(self_running_recipe, ["out=there"])
+
+    assert values == {"out": "there", "x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 3}}
+
+
+def test_recipe_that_runs_itself_is_python(self_running_recipe):
+    assert runpy.run_path(str(self_running_recipe))["ran"] == "<run_path>"
 
 
 texts = st.text(max_size=20)
@@ -250,46 +275,50 @@ wholes = st.builds(
     shape=shapes,
     shapes=st.lists(shapes, max_size=3).map(tuple),
     weights=st.dictionaries(texts, st.floats(allow_nan=False, allow_infinity=False), max_size=3),
-    parts=st.lists(paths, max_size=2),
+    pieces=st.lists(paths, max_size=2),
     out=paths,
 )
 
 
 @given(wholes)
-def test_what_to_yaml_writes_reads_back_as_the_same_settings(tmp_path_factory, config):
+def test_written_yaml_gives_same_settings(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
+
     assert validate(Whole, load_recipe(path), path) == config
 
 
-def test_input_paths_finds_marked_fields_at_any_depth():
-    config = Whole(section=Section(source=Path("s")), parts=[Path("x"), Path("y")])
+def test_input_paths_are_found_at_any_depth():
+    config = Whole(section=Section(source=Path("s")), pieces=[Path("x"), Path("y")])
+
     assert input_paths(config) == {
         "section.source": Path("s"),
-        "parts.0": Path("x"),
-        "parts.1": Path("y"),
+        "pieces.0": Path("x"),
+        "pieces.1": Path("y"),
     }
     assert input_paths(Whole()) == {}
 
 
-# Recipes that are based on another ------------------------------------------------------------------------------------
+# Recipes that are based on another ----------------------------------------------------------------
 
 
-def test_a_recipe_says_what_differs_from_its_base(tmp_path):
+def test_recipe_changes_its_base(tmp_path):
     (tmp_path / "paper").mkdir()
     (tmp_path / "base.yaml").write_text(
         "stage: x\nmodel: {source: a, template: {cap: 1}}\nlayers: [1, 2]\nout: o\n"
     )
-    over = tmp_path / "paper" / "over.yaml"
-    over.write_text("based_on: ../base.yaml\nmodel: {template: {cap: null, new: 2}}\nlayers: [3]\n")
-    values = {
+    file = tmp_path / "paper" / "over.yaml"
+    file.write_text("based_on: ../base.yaml\nmodel: {template: {cap: null, new: 2}}\nlayers: [3]\n")
+
+    values = load_recipe(file)
+
+    assert values == {
         "stage": "x",
         "model": {"source": "a", "template": {"cap": None, "new": 2}},
         "layers": [3],
         "out": "o",
     }
-    assert load_recipe(over) == values
-    assert load_recipe(over, ["model.source=b"])["model"]["source"] == "b"
+    assert load_recipe(file, ["model.source=b"])["model"]["source"] == "b"
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def many_files():
 
 
 @pytest.mark.slow
-def test_it_survives_a_thousand_idle_connections(router, tmp_path, many_files):
+def test_it_survives_thousand_idle_connections(router, tmp_path, many_files):
     with running(router, tmp_path) as server:
         with ExitStack() as connections:
             for _ in range(1100):
@@ -132,13 +132,14 @@ def test_it_survives_a_thousand_idle_connections(router, tmp_path, many_files):
             status_when_full = server.health()
 
         server.wait_for_health()
+
         assert status_when_full == 503
         assert server.stop() == (0, "512 connections are open: more get 503\n")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit")
-def test_it_survives_a_lack_of_descriptors(router, tmp_path):
+def test_it_survives_lack_of_descriptors(router, tmp_path):
     with running(router, tmp_path) as server:
         num_open = len([*Path(f"/proc/{server.process.pid}/fd").iterdir()])
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (num_open + 5, 1024))
@@ -151,6 +152,7 @@ def test_it_survives_a_lack_of_descriptors(router, tmp_path):
 
         server.wait_for_health()
         code, errors = server.stop()
+
         assert code == 0
         assert "Traceback" not in errors
 
@@ -170,7 +172,7 @@ def test_slow_clients_are_dropped(impatient_server, data):
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_nothing_is_dropped(impatient_server):
+def test_client_that_reads_nothing_is_dropped(impatient_server):
     request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -196,12 +198,14 @@ def test_dropped_connections_leave_no_log(impatient_server):
 
 
 @pytest.mark.slow
-def test_a_final_log_fault_is_one_line(router, tmp_path):
+def test_final_log_fault_is_one_line(router, tmp_path):
     log = tmp_path / "log"
     with running(router, tmp_path, "--log", str(log)) as server:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         client.request("POST", "/route", json.dumps({"query": "merge pdf"}))
+
         assert client.getresponse().status == 200
+
         log.rmdir()
         log.write_text("")
 
@@ -222,18 +226,19 @@ def logger():
     return logger
 
 
-def test_an_error_is_logged_on_one_line(logger, capsys):
+def test_error_is_logged_on_one_line(logger, capsys):
     try:
         {}["missing"]
     except KeyError:
         logger.exception("Exception in ASGI application\n")
 
     (line,) = capsys.readouterr().err.splitlines()
+
     assert line.startswith("Exception in ASGI application : KeyError: 'missing' (")
     assert f"{Path(__file__).name}:" in line
 
 
-def test_a_repeated_line_is_printed_once(logger, capsys):
+def test_repeated_line_is_printed_once(logger, capsys):
     for message in ("first", "first", "second", "first"):
         logger.error(message)
 

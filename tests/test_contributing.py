@@ -1,4 +1,4 @@
-"""CONTRIBUTING's own examples, as a package beside a copy of the source: they are clean, and do what it says."""
+"""The examples of CONTRIBUTING, as a package beside a copy of the project."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def mine(library: Path, model: Path) -> None:
     succeeds("mine", *paths, *arguments)
 
 
-# Style ----------------------------------------------------------------------------------------------------------------
+# Style --------------------------------------------------------------------------------------------
 
 
 def test_every_kind_has_an_example():
@@ -114,7 +114,7 @@ def test_every_kind_has_an_example():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_is_short_and_keeps_the_rules(name: str):
+def test_example_keeps_the_rules(name: str):
     lines = [line for line in EXAMPLES[name].splitlines()[1:] if line.strip()]
 
     assert len(lines) <= MAX_LINES
@@ -126,16 +126,18 @@ def test_examples_pass_ruff(clone):
     for command in (("check", "--no-cache"), ("format", "--check", "--no-cache")):
         ruff = [sys.executable, "-m", "ruff", *command, "src/acme"]
         outcome = subprocess.run(ruff, cwd=clone, capture_output=True, text=True)
+
         assert outcome.returncode == 0, outcome.stdout
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------------------
 
 
 def test_loss_passes_its_check(acme):
     hinge = plugin("loss")
 
     checks.check_loss(hinge())
+
     assert isinstance(TypeAdapter(EncoderLoss).validate_python({"name": "hinge"}), hinge)
 
 
@@ -182,10 +184,10 @@ def test_stage_passes_its_check(acme, library, tmp_path):
     checks.check_stage(config.run, tmp_path / "twice")
 
 
-# Use by name ----------------------------------------------------------------------------------------------------------
+# Use by name --------------------------------------------------------------------------------------
 
 
-def test_evaluation_uses_reader_measure_and_analysis(acme, library):
+def test_evaluation_uses_examples(acme, library):
     arguments = [f"benchmark={library / 'bench'}", f"pool={library / 'pool'}"]
     arguments += ["measures=[Hit@1, Half@3]", "analysis.more=[{kind: misses}]"]
     arguments += ["systems=[{name: mine, rankers: [{kind: headline}]}]"]
@@ -193,6 +195,7 @@ def test_evaluation_uses_reader_measure_and_analysis(acme, library):
     succeeds("evaluate", *arguments, f"out={library / 'report'}")
 
     report = json.loads((library / "report" / "metrics.json").read_text())
+
     assert report["systems"][0]["metrics"]["Half@3"]["mean"] == 1
     assert report["analysis"]["misses"] == [{"system": "mine", "misses": 0}]
     assert "| system | misses |" in (library / "report" / "report.md").read_text()
@@ -200,7 +203,7 @@ def test_evaluation_uses_reader_measure_and_analysis(acme, library):
     assert "1 if at least half" in (library / "report" / "report.md").read_text()
 
 
-def test_lists_use_source_and_layer(acme, library, model_folders):
+def test_mining_uses_examples(acme, library, model_folders):
     mine(library, model_folders["bert"])
     paths = [f"{name}={library / name}" for name in ("pool", "queries")]
     rankings = f"rankings={library / 'mined'}"
@@ -213,13 +216,14 @@ def test_lists_use_source_and_layer(acme, library, model_folders):
     dropped = read_table(library / "kept", DROPPED).to_pylist()
     (row,) = read_table(library / "lists", LISTS).to_pylist()
     longest = [row["skill_id"] for row in mined if row["stage"] == "longest"]
+
     assert longest == ["copy", "near", "far"]
     assert {(row["skill_id"], row["filter"]) for row in dropped} == {("copy", "contains")}
     assert sorted(row["sources"]) == ["gold", "longest", "longest"]
 
 
 @pytest.mark.parametrize("prompt", ["hurried", "acme.prompts:HURRIED", "hurried.yaml"])
-def test_queries_are_written_with_a_prompt(acme, library, monkeypatch, prompt: str):
+def test_synthesis_uses_prompt_of_example(acme, library, monkeypatch, prompt: str):
     monkeypatch.chdir(library)
     Path("hurried.yaml").write_text(json.dumps(load_plugin("prompt", "hurried")))
     settings = ["llm.kind=openai", "llm.model=made-up", "llm.prices={prompt: 1, completion: 1}"]
@@ -231,8 +235,8 @@ def test_queries_are_written_with_a_prompt(acme, library, monkeypatch, prompt: s
     assert f'"num_asked": {len(SKILLS)}' in outcome.out
 
 
-def test_help_and_schema_show_the_names(clone, library):
-    shown = {
+def test_help_names_examples(clone, library):
+    word_by_command = {
         "filter --help-all": "name=contains",
         "mine --help-all": "longest",
         "evaluate --help-all": "kind=misses",
@@ -242,20 +246,20 @@ def test_help_and_schema_show_the_names(clone, library):
         f"count_words pool={library / 'pool'} out={library / 'counted'}": "counted",
         f"longest {library / 'pool'}": "reader",
     }
-    program = "import sys, typer, skilltrain.cli as c\n" + "".join(
-        f"typer.main.get_command(c.app).main({command.split()!r}, standalone_mode=False)\n"
-        "print('\\0')\n"
-        for command in shown
-    )
+    # One process runs all commands; a zero byte ends the output of each.
+    program = "import sys, typer, skilltrain.cli as c\n"
+    for command in word_by_command:
+        arguments = f"{command.split()!r}, standalone_mode=False"
+        program += f"typer.main.get_command(c.app).main({arguments})\nprint('\\0')\n"
     environment = os.environ | {"PYTHONPATH": str(clone / "src")}
 
     outcome = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
 
-    parts = outcome.stdout.split("\0")
-    for (command, word), part in zip(shown.items(), parts, strict=False):
-        assert word in part, f"{command}: {part}{outcome.stderr}"
+    outputs = outcome.stdout.split("\0")
+    for (command, word), output in zip(word_by_command.items(), outputs, strict=False):
+        assert word in output, f"{command}: {output}{outcome.stderr}"
 
 
 def test_unknown_measure_names_the_nearest(acme, library):

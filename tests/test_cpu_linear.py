@@ -74,7 +74,7 @@ def assert_equal(results, expected):
 
 
 @pytest.mark.parametrize(("shape", "outer", "bias"), SHAPES)
-def test_outputs_and_gradients_equal_a_plain_layers(shape, outer, bias):
+def test_results_equal_plain_layer(shape, outer, bias):
     plain, fast = plain_and_fast(shape[-1], outer, bias)
     values = torch.randn(shape)
 
@@ -131,14 +131,14 @@ def tied_network():
     return network
 
 
-def test_a_replaced_layer_keeps_tied_weights(tied_network):
+def test_replaced_layer_keeps_tied_weights(tied_network):
     train_with_onednn(tied_network)
 
     assert type(tied_network["head"]) is OneDnnLinear
     assert tied_network["head"].weight is tied_network["table"].weight
 
 
-def test_a_replaced_layer_keeps_its_hooks(tied_network):
+def test_replaced_layer_keeps_its_hooks(tied_network):
     values = torch.randn(3, 4)
     expected = tied_network["head"](values)
 
@@ -204,7 +204,7 @@ def loss_and_gradients(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_equals_the_plain_one(open_model, name):
+def test_training_step_equals_plain_one(open_model, name):
     model = open_model(name)
     plain_loss, plain_gradients = loss_and_gradients(model)
 
@@ -214,7 +214,9 @@ def test_a_training_step_equals_the_plain_one(open_model, name):
     assert any(type(module) is OneDnnLinear for module in model.modules())
     assert loss == pytest.approx(plain_loss, rel=1e-5)
     assert fast_gradients.keys() == plain_gradients.keys()
+
     tolerance = 1e-5 * max(map(largest, plain_gradients.values()))
+
     for key, gradient in fast_gradients.items():
         assert largest(gradient - plain_gradients[key]) <= tolerance
 

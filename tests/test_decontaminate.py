@@ -1,4 +1,4 @@
-"""What a benchmark asks is found in training data, taken out with its ground, and refused by training."""
+"""Contamination: benchmark queries in training data are found, dropped and refused by training."""
 
 import json
 import re
@@ -27,39 +27,39 @@ from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, read_table, w
 from skilltrain.texts import CJK, words_of
 from skilltrain.training.train import TrainEncoder, check_held_out
 from skilltrain.training.training_set import load_training_set
-from small_library import skilltrain
+from small_library import skilltrain, succeeds
 
 
-def plainly(text):
+def words_by_regex(text):
     return re.findall(rf"[{CJK}]|[^\W_{CJK}]+", unicodedata.normalize("NFKC", text).lower())
 
 
-# Whether a capital sigma becomes a final one depends on what follows beyond the word: not compared.
+# Σ is not compared: its lower case depends on what follows beyond the word.
 @given(
     st.text(st.characters(exclude_characters="Σ"))
     | st.text("aZ9_ -.é中文\u0301\u2028\uff21ß", max_size=30)
 )
 @example("Read_PDF-file 2.0, naïve ﬁle…中文a字")
 @example("\x00\x1c\x85 a\u00a0b\ufffd")
-def test_the_fast_way_to_words_finds_what_the_rule_says(text):
-    assert words_of(text) == plainly(text)
+def test_words_equal_those_of_regex(text):
+    assert words_of(text) == words_by_regex(text)
 
 
-def overlaps(asked, text, **limits):
-    """(task, value, reason) of what stands against `text`; tasks are numbered from 1."""
+def overlaps(texts, text, **limits):
+    """Compare a text with the tasks t1, t2, … of a benchmark; return the overlap by task id."""
     relevance = Relevance(frozenset({"g"}), {"g": 1.0})
-    tasks = (
-        Task(Query(f"t{n}", one, "single", "test", "test"), relevance)
-        for n, one in enumerate(asked, 1)
-    )
-    found = BenchmarkIndex(
-        [HeldOutBenchmark("bench", tuple(tasks), ())], ContaminationLimits(**limits)
-    ).query_matches(text)
-    return [(match.reason.split()[-4], match.value, match.reason) for match in found]
+    tasks = [
+        Task(Query(f"t{number}", task_text, "single", "test", "test"), relevance)
+        for number, task_text in enumerate(texts, 1)
+    ]
+    benchmark = HeldOutBenchmark("bench", tuple(tasks), ())
+    matches = BenchmarkIndex([benchmark], ContaminationLimits(**limits)).query_matches(text)
+    # A reason ends with: task ID of benchmark bench.
+    return {match.reason.split()[-4]: match.value for match in matches}
 
 
 def words(letters):
-    """A query whose words are named by letters, so that n-grams can be counted by eye."""
+    """Return a text with a word for each letter, so that n-grams can be counted by eye."""
     return " ".join(f"w{letter}" for letter in letters)
 
 
@@ -69,7 +69,7 @@ CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "text", "limit", "values"),
+    ("texts", "text", "limit", "values"),
     [
         (["Merge: these PDFs!"], "merge these\npdfs", 0.5, {"t1": 1.0}),
         (["a b", "x", "A, b"], "a b", 0.5, {"t1": 1.0, "t3": 1.0}),
@@ -86,19 +86,17 @@ CHINESE = "请帮我把这些合同按日期整理成表格"  # 16 characters, 1
         ([TWELVE], TWELVE, None, {}),
     ],
 )
-def test_queries_are_one_where_they_share_enough(asked, text, limit, values):
-    assert {
-        task_id: value for task_id, value, _ in overlaps(asked, text, query_overlap=limit)
-    } == values
+def test_overlap_of_queries_by_hand(texts, text, limit, values):
+    assert overlaps(texts, text, query_overlap=limit) == values
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "中"]), max_size=24))
-def test_a_query_of_a_benchmark_is_always_found(letters):
+def test_benchmark_query_is_always_found(letters):
     text = " ".join(letters)
     assert overlaps([text], text, query_overlap=1) or not letters
 
 
-# Skills -------------------------------------------------------------------------------------------------------------
+# Skills -------------------------------------------------------------------------------------------
 
 
 def skill(skill_id, name="", body=""):
@@ -114,7 +112,7 @@ COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its 
 
 
 @pytest.mark.parametrize(
-    ("one", "limits", "matches"),
+    ("candidate", "limits", "expected"),
     [
         (skill("x", "pdf_tools", "another body"), {}, [("name", 1.0, "gt/pdf")]),
         (skill("x", "pdf", "another body"), {}, []),
@@ -126,90 +124,97 @@ COPY = skill("x", "x", words("abcdefgxy"))  # shares 5 of them and has 2 of its 
         (COPY, {"jaccard": 0.63}, []),
         (COPY, {"jaccard": None}, []),
         (skill("x", "x", words("abc")), {"jaccard": 0.1}, [("jaccard", 1 / 6, "gt/pdf")]),
-        (
-            skill("x", " - ", ""),
-            {},
-            [],
-        ),  # nor does a name without letters equal another, or an empty body
+        # A name without letters equals no other, and neither does an empty body.
+        (skill("x", " - ", ""), {}, []),
     ],
 )
-def test_a_skill_is_a_gold_skill_by_id_name_or_body(one, limits, matches):
+def test_gold_skill_matches_by_id_name_or_body(candidate, limits, expected):
     golds = (*GOLDS, skill("gt/void", "--", ""))
     index = BenchmarkIndex([HeldOutBenchmark("bench", (), golds)], ContaminationLimits(**limits))
-    assert [
-        (match.filter, match.value, match.other_id) for match in index.skill_matches(one)
-    ] == matches
+
+    matches = index.skill_matches(candidate)
+
+    assert [(match.filter, match.value, match.other_id) for match in matches] == expected
 
 
 @given(st.lists(st.text("abc ", max_size=30), min_size=1, max_size=5), st.text("abc ", max_size=30))
-def test_the_index_finds_what_comparing_every_pair_finds(bodies, body):
-    golds = [skill(f"g{at}", body=text) for at, text in enumerate(bodies)]
-    index = BenchmarkIndex(
-        [HeldOutBenchmark("bench", (), tuple(golds))], ContaminationLimits(name=False)
-    )
-    found = {match.other_id: match.value for match in index.skill_matches(skill("x", body=body))}
-    own = word_trigrams(body)
-    values = {f"g{at}": jaccard(word_trigrams(text), own) for at, text in enumerate(bodies)}
-    assert found == {skill_id: value for skill_id, value in values.items() if value >= 0.6}
+def test_index_equals_comparing_every_pair(bodies, body):
+    golds = tuple(skill(f"g{number}", body=text) for number, text in enumerate(bodies))
+    trigrams = word_trigrams(body)
+    values = {gold.skill_id: jaccard(word_trigrams(gold.body), trigrams) for gold in golds}
+    index = BenchmarkIndex([HeldOutBenchmark("bench", (), golds)], ContaminationLimits(name=False))
+
+    matches = index.skill_matches(skill("x", body=body))
+
+    value_by_match = {match.other_id: match.value for match in matches}
+    assert value_by_match == {key: value for key, value in values.items() if value >= 0.6}
 
 
 @pytest.fixture
 def bench(tmp_path):
-    """(skills of each task's gold, split of each task, name) → folder of a benchmark in our own tables."""
+    """Return a function that writes a benchmark in our own tables.
+
+    It takes the gold skills and the split of each task, and the name of the folder.
+    """
 
     def write(golds=(("gt/pdf",), ("gt/pdf", "gt/log")), splits=("test", "test"), name="bench"):
         write_pool(tmp_path / "pool", GOLDS)
-        queries = [
-            (f"t{n}", f"do the task number {n} now", split) for n, split in enumerate(splits, 1)
-        ]
-        verdicts = {
-            f"t{n}": dict.fromkeys(several, "required") for n, several in enumerate(golds, 1)
-        }
+        queries = []
+        verdicts = {}
+        for number, (skill_ids, split) in enumerate(zip(golds, splits, strict=True), 1):
+            queries.append((f"t{number}", f"do the task number {number} now", split))
+            verdicts[f"t{number}"] = dict.fromkeys(skill_ids, "required")
         return write_ours(tmp_path / name, queries, verdicts)
 
     return write
 
 
-def test_of_each_benchmark_and_ground_the_strongest_stands(bench, tmp_path):
+@pytest.fixture
+def two_benchmarks(bench, tmp_path):
     paths = [bench(name="one"), bench(golds=(("gt/log",), ("gt/log",)), name="two")]
-    index = BenchmarkIndex(
-        open_benchmarks(paths, tmp_path / "pool", need_golds=True), ContaminationLimits()
-    )
-    positives = [
-        skill("p1", "PDF tools", words("abcdefgxy")),
-        skill("p2", "other", words("abcdefgh")),
+    benchmarks = open_benchmarks(paths, tmp_path / "pool", need_golds=True)
+    return BenchmarkIndex(benchmarks, ContaminationLimits())
+
+
+def test_strongest_match_of_each_ground_counts(two_benchmarks):
+    matches = [
+        *two_benchmarks.skill_matches(skill("p1", "PDF tools", words("abcdefgxy"))),
+        *two_benchmarks.skill_matches(skill("p2", "other", words("abcdefgh"))),
     ]
-    of_skills = [match for one in positives for match in index.skill_matches(one)]
-    found = index.contaminations("q", "Do the task number 2 now!", of_skills)
-    assert [(one.skill_id, one.filter, one.source, one.value) for one in found] == [
+
+    rows = two_benchmarks.contaminations("q", "Do the task number 2 now!", matches)
+
+    assert [(row.skill_id, row.filter, row.source, row.value) for row in rows] == [
         ("", "query_overlap", "one", 1.0),
         ("", "query_overlap", "two", 1.0),
         ("p1", "name", "one", 1.0),
         ("p2", "jaccard", "one", 1.0),
     ]
-    assert found[2].reason == "same name as gold skill gt/pdf of benchmark one"
-    assert index.contaminations("q", "another one", []) == []
+    assert rows[2].reason == "same name as gold skill gt/pdf of benchmark one"
 
 
-def test_queries_to_train_on_are_no_benchmark_and_equal_names_are_told_apart_by_paths(
-    bench, tmp_path
-):
-    paths = [
-        bench(name="a/queries", splits=("train", "dev")),
-        bench(name="b/queries"),
-        bench(name="c"),
-    ]
-    found = open_benchmarks(paths, tmp_path / "pool", need_golds=True)
-    assert [one.name for one in found] == [
-        str(tmp_path / "a/queries"),
-        str(tmp_path / "b/queries"),
-        "c",
-    ]
-    assert [one.query.query_id for one in found[0].tasks] == ["t2"]
-    assert [gold.skill_id for gold in found[0].golds] == ["gt/log", "gt/pdf"]
+def test_other_query_is_not_contaminated(two_benchmarks):
+    assert two_benchmarks.contaminations("q", "another one", []) == []
 
 
-# The stage ----------------------------------------------------------------------------------------------------------
+def test_train_split_is_no_benchmark(bench, tmp_path):
+    path = bench(splits=("train", "dev"))
+
+    (benchmark,) = open_benchmarks([path], tmp_path / "pool", need_golds=True)
+
+    assert [task.query.query_id for task in benchmark.tasks] == ["t2"]
+    assert [gold.skill_id for gold in benchmark.golds] == ["gt/log", "gt/pdf"]
+
+
+def test_benchmarks_of_equal_name_are_named_by_path(bench, tmp_path):
+    paths = [bench(name="a/queries"), bench(name="b/queries"), bench(name="c")]
+
+    benchmarks = open_benchmarks(paths, tmp_path / "pool", need_golds=True)
+
+    assert [benchmark.name for benchmark in benchmarks] == [*map(str, paths[:2]), "c"]
+
+
+# The stage ----------------------------------------------------------------------------------------
 
 PDF = "open the file read each page in order and write the text of all pages to a new file"
 POOL = [
@@ -231,37 +236,41 @@ QUERY_TEXTS = {
 }
 
 
-def write_queries(path, texts):
-    queries = [(query_id, text, split) for query_id, (split, text, _) in texts.items()]
-    write_ours(
-        path, queries, {query_id: {gold: "required"} for query_id, (_, _, gold) in texts.items()}
-    )
+def write_queries(path, rows):
+    """Write queries from (split, text, gold skill) by query id."""
+    queries = []
+    verdicts = {}
+    for query_id, (split, text, gold) in rows.items():
+        queries.append((query_id, text, split))
+        verdicts[query_id] = {gold: "required"}
+    write_ours(path, queries, verdicts)
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with a pool, queries, lists of the train split and a benchmark of one task."""
     write_pool(tmp_path / "pool", POOL)
     write_ours(tmp_path / "bench", [("t1", TASK, "test")], {"t1": {"bench/pdf": "required"}})
     write_queries(tmp_path / "queries", QUERY_TEXTS)
-    of_train = {key: row for key, row in QUERY_TEXTS.items() if row[0] == "train"}
-    write_queries(tmp_path / "lists", of_train)
+    train_rows = {key: row for key, row in QUERY_TEXTS.items() if row[0] == "train"}
+    write_queries(tmp_path / "lists", train_rows)
     lists = [
         {
             "query_id": query_id,
-            "skill_ids": [row[2], "own/none"],
+            "skill_ids": [gold, "own/none"],
             "verdicts": ["required", "irrelevant"],
             "sources": ["gold", "random"],
             "ranks": [0, 1],
             "teacher_scores": None,
         }
-        for query_id, row in of_train.items()
+        for query_id, (_, _, gold) in train_rows.items()
     ]
     write_table(lists, LISTS, tmp_path / "lists")
     return tmp_path
 
 
 def run(folder, **settings):
-    """(the summary, the queries that are left, the rows of DROPPED)."""
+    """Run the stage; return its summary, the ids of the remaining queries and the dropped rows."""
     values = {
         "stage": "decontaminate",
         "pool": folder / "pool",
@@ -280,25 +289,27 @@ def ids(path, spec):
 
 
 GOLD = "gold skill bench/pdf of benchmark bench"
+
+
 # Bodies: 19 words, 17 trigrams; near/pdf has 3 more. TASK: 19 words, 17 trigrams; q5 has 2 more.
+def row_of_query(query_id, value, reason):
+    """Return the dropped row of a query that overlaps with a task."""
+    text = f"{reason} task t1 of benchmark bench"
+    return (query_id, "", "query_overlap", value, text, "bench", None)
+
+
 ROWS = [
     ("q3", "near/pdf", "jaccard", 17 / 20, f"body overlap 0.850 with {GOLD}", "bench", "bench/pdf"),
     ("q4", "own/pdf-to-text", "name", 1.0, f"same name as {GOLD}", "bench", "bench/pdf"),
-    (
-        "q5",
-        "",
-        "query_overlap",
-        17 / 19,
-        "word overlap 0.895 with task t1 of benchmark bench",
-        "bench",
-        None,
-    ),
+    row_of_query("q5", 17 / 19, "word overlap 0.895 with"),
 ]
 
 
-def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
-    summary, kept, rows = run(folder)
-    assert kept == ["q1", "q2", "q6"] == ids(folder / "out", JUDGEMENTS) and rows == ROWS
+def test_contaminated_queries_are_dropped(folder):
+    summary, query_ids, rows = run(folder)
+
+    assert query_ids == ids(folder / "out", JUDGEMENTS) == ["q1", "q2", "q6"]
+    assert rows == ROWS
     assert summary == {
         "num_queries": 5,
         "num_kept": 2,
@@ -307,53 +318,61 @@ def test_what_the_benchmark_asks_for_is_dropped_with_its_ground(folder):
         "dropped_by_ground": {"query_overlap": 1, "name": 1, "jaccard": 1},
     }
     assert not (folder / "out" / "lists.parquet").exists()
-    _, kept, rows = run(folder, split=None)
-    assert kept == ["q1", "q2"]
-    assert rows[-1] == (
-        "q6",
-        "",
-        "query_overlap",
-        1.0,
-        "the same words as task t1 of benchmark bench",
-        "bench",
-        None,
-    )
-    summary, kept, rows = run(folder, queries=folder / "lists", out=folder / "lists_out")
-    assert kept == ids(folder / "lists_out", LISTS) == ["q1", "q2"] and rows == ROWS
-    assert (summary["num_lists_kept"], summary["num_lists_dropped"]) == (2, 3)
 
 
-def test_grounds_can_be_left_out_and_need_no_gold_texts_then(folder, capsys):
+def test_all_splits_are_decontaminated(folder):
+    _, query_ids, rows = run(folder, split=None)
+
+    assert query_ids == ["q1", "q2"]
+    assert rows[-1] == row_of_query("q6", 1.0, "the same words as")
+
+
+def test_contaminated_lists_are_dropped(folder):
+    summary, query_ids, rows = run(folder, queries=folder / "lists")
+
+    assert query_ids == ids(folder / "out", LISTS) == ["q1", "q2"]
+    assert rows == ROWS
+    assert summary["num_lists_kept"] == 2
+    assert summary["num_lists_dropped"] == 3
+
+
+def test_grounds_of_skills_need_gold_texts(folder):
     write_pool(folder / "pool", POOL[2:])
+
     with raises("missing-gold-skill"):
         run(folder)
-    _, kept, rows = run(folder, limits={"name": False, "jaccard": None})
-    assert kept == ["q1", "q2", "q3", "q4", "q6"] and [row[0] for row in rows] == ["q5"]
+
+
+def test_ground_of_queries_needs_no_gold_texts(folder, capsys):
+    write_pool(folder / "pool", POOL[2:])
+
+    _, query_ids, rows = run(folder, limits={"name": False, "jaccard": None})
+
+    assert query_ids == ["q1", "q2", "q3", "q4", "q6"]
+    assert [row[0] for row in rows] == ["q5"]
     assert "1 of 4 positives are not in" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
-    ("settings", "code"),
+    ("setting", "value", "code"),
     [
-        ({"benchmarks": "absent"}, "not-found"),
-        ({"benchmarks": "lists"}, "empty-split"),
-        ({"benchmarks": "pool"}, "not-a-benchmark"),
-        ({"queries": "absent"}, "missing-table"),
-        ({"queries": "none"}, "empty-split"),
-        ({"queries": "all"}, "nothing-left"),
-        ({"pool": "other"}, "wrong-pool"),
-        ({"split": "test"}, "empty-split"),
+        ("benchmarks", "absent", "not-found"),
+        ("benchmarks", "lists", "empty-split"),
+        ("benchmarks", "pool", "not-a-benchmark"),
+        ("queries", "absent", "missing-table"),
+        ("queries", "none", "empty-split"),
+        ("queries", "all", "nothing-left"),
+        ("pool", "other", "wrong-pool"),
+        ("split", "test", "empty-split"),
     ],
 )
-def test_what_makes_no_sense_is_refused(folder, settings, code):
+def test_invalid_decontamination_is_refused(folder, setting, value, code):
     write_queries(folder / "none", {})
     write_queries(folder / "all", {key: QUERY_TEXTS[key] for key in ("q3", "q4")})
     write_pool(folder / "other", POOL[:1])
+
     with raises(code):
-        run(
-            folder,
-            **{key: value if key == "split" else folder / value for key, value in settings.items()},
-        )
+        run(folder, **{setting: value if setting == "split" else folder / value})
 
 
 @pytest.mark.parametrize("setting", ["clusters", "encoder", "cosine"])
@@ -362,7 +381,7 @@ def test_removed_setting_says_its_replacement(folder, setting):
         run(folder, **{setting: "x"})
 
 
-# Training -----------------------------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
 def training(folder, model="none", dev=None, lists="lists", **data):
@@ -374,59 +393,87 @@ def training(folder, model="none", dev=None, lists="lists", **data):
         "training": {"batch_size": 2, "accumulation": 1, "token_budget": 256},
         "out": folder / "model",
     }
-    return validate(TrainEncoder, values | ({"dev": dev} if dev else {}), "recipe")
+    if dev:
+        values["dev"] = dev
+    return validate(TrainEncoder, values, "recipe")
 
 
-def checked(folder, **settings):
+def check_lists(folder, **settings):
+    """Check the lists of a training run against its held-out benchmarks."""
     config = training(folder, **settings)
     return check_held_out(config, load_training_set(config.data))
 
 
-def test_training_refuses_contaminated_lists_in_one_line_and_takes_what_decontaminate_writes(
-    folder,
-):
-    with pytest.raises(SkilltrainError) as error:
-        checked(folder, held_out=[folder / "bench"])
+def test_training_refuses_contaminated_lists(folder):
+    with raises("contaminated") as error:
+        check_lists(folder, held_out=[folder / "bench"])
+
     assert str(error.value) == (
-        f"{folder}/lists: 3 list(s) are contaminated (query_overlap 1, name 1, jaccard 1); the first, query q3, "
-        f"positive near/pdf: body overlap 0.850 with {GOLD} (run `skilltrain decontaminate pool={folder}/pool "
-        f"queries={folder}/lists 'benchmarks=[{folder}/bench]' out=…` and train on what it writes, "
+        f"{folder}/lists: 3 list(s) are contaminated (query_overlap 1, name 1, jaccard 1); "
+        f"the first, query q3, positive near/pdf: body overlap 0.850 with {GOLD} "
+        f"(run `skilltrain decontaminate pool={folder}/pool queries={folder}/lists "
+        f"'benchmarks=[{folder}/bench]' out=…` and train on what it writes, "
         "or set data.contamination=allow)"
     )
+
+
+def test_training_takes_decontaminated_lists(folder):
     run(folder, queries=folder / "lists")
-    assert checked(folder, held_out=folder / "bench", lists="out") == {"num_contaminated_lists": 0}
+
+    counts = check_lists(folder, held_out=folder / "bench", lists="out")
+
+    assert counts == {"num_contaminated_lists": 0}
 
 
-def test_a_dev_set_may_share_skills_with_training_but_no_query(folder):
-    dev = {"benchmark": folder / "queries", "split": "dev"}
-    with pytest.raises(SkilltrainError) as error:
-        checked(folder, dev=dev)
-    assert (
-        "1 list(s) are contaminated (query_overlap 1); the first, query q5: word overlap 0.895"
-        in str(error.value)
-    )
-    assert f"(choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool" in str(
-        error.value
-    )
-    assert (
-        "limits.name=false limits.jaccard=null out=…` and train on what it writes, or set data"
-        in str(error.value)
-    )
-    assert checked(folder, dev=dev, contamination="allow") == {"num_lists_of_dev_queries": 1}
-    write_queries(
-        folder / "queries",
-        QUERY_TEXTS | {"q6": ("dev", "another question about sound", "own/audio")},
-    )
-    assert checked(folder, dev=dev) == {"num_lists_of_dev_queries": 0}
+@pytest.fixture
+def dev(folder):
+    """The dev split, which has a query of the train split and shares skills with others."""
+    return {"benchmark": folder / "queries", "split": "dev"}
 
 
-def test_the_model_card_says_that_lists_were_contaminated(folder, model_folders):
+def test_dev_set_may_not_share_queries(folder, dev):
+    with raises("contaminated") as error:
+        check_lists(folder, dev=dev)
+
+    message = str(error.value)
+    reason = "the first, query q5: word overlap 0.895"
+    assert f"1 list(s) are contaminated (query_overlap 1); {reason}" in message
+    advice = f"choose another dev.split, or run `skilltrain decontaminate pool={folder}/pool"
+    assert f"({advice}" in message
+    limits = "limits.name=false limits.jaccard=null"
+    assert f"{limits} out=…` and train on what it writes, or set data" in message
+
+
+def test_contamination_by_dev_set_can_be_allowed(folder, dev):
+    counts = check_lists(folder, dev=dev, contamination="allow")
+
+    assert counts == {"num_lists_of_dev_queries": 1}
+
+
+def test_dev_set_may_share_skills(folder, dev):
+    other_query = ("dev", "another question about sound", "own/audio")
+    write_queries(folder / "queries", QUERY_TEXTS | {"q6": other_query})
+
+    assert check_lists(folder, dev=dev) == {"num_lists_of_dev_queries": 0}
+
+
+@pytest.fixture
+def contaminated_command(folder, model_folders):
+    """The command that trains on contaminated lists."""
     file = folder / "train.yaml"
     file.write_text(json.dumps(training(folder, model_folders["bert"]).model_dump(mode="json")))
-    refused = skilltrain("train", file, f"data.held_out=[{folder}/bench]")
-    assert "3 list(s) are contaminated" in refused.error_line and not (folder / "model").exists()
-    done = skilltrain(
-        "train", file, f"data.held_out=[{folder}/bench]", "data.contamination=allow", "--json"
-    )
-    assert done.code == 0 and json.loads(done.out)["num_contaminated_lists"] == 3, done
+    return ("train", file, f"data.held_out=[{folder}/bench]")
+
+
+def test_contaminated_training_writes_nothing(folder, contaminated_command):
+    outcome = skilltrain(*contaminated_command)
+
+    assert "3 list(s) are contaminated" in outcome.error_line
+    assert not (folder / "model").exists()
+
+
+def test_model_card_counts_contaminated_lists(folder, contaminated_command):
+    outcome = succeeds(*contaminated_command, "data.contamination=allow", "--json")
+
+    assert json.loads(outcome.out)["num_contaminated_lists"] == 3
     assert "| contaminated lists | 3 |" in (folder / "model" / "README.md").read_text()

@@ -1,6 +1,7 @@
-"""Skills and queries as vectors: each text once, in micro-batches of one length, and through the cache."""
+"""Vectors of skills and queries: each text is encoded once, in micro-batches, with a cache."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,175 +26,224 @@ def source(model_folders, name="bert", **settings):
     return EncoderSource(source=str(model_folders[name]), precision="float32", **settings)
 
 
-def test_skills_and_queries_become_unit_vectors(model_folders):
-    encoder = open_encoder(source(model_folders, token_budget=64))
-    skills, queries = (
-        encoder.encode_skills(SKILLS),
-        encoder.encode_queries(["deploy pods", "chart"]),
-    )
-    assert skills.shape == (6, 32) and queries.shape == (2, 32) and skills.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(np.vstack([skills, queries]), axis=1), 1, atol=1e-6)
-    texts = [encoder.model.settings.template.skill.render(skill) for skill in SKILLS]
+def encode_one_by_one(model, texts, max_tokens):
+    """Encode each text alone, as the expected vectors."""
     with torch.inference_mode():
-        alone = torch.cat([encoder.model([ids]) for ids in encoder.model.tokenize(texts, 256)])
-    np.testing.assert_allclose(skills, alone.numpy(), atol=1e-5)
+        vectors = [model([ids]) for ids in model.tokenize(texts, max_tokens)]
+    return torch.cat(vectors).numpy()
 
 
-def test_the_query_prompt_is_applied_here(model_folders):
+def test_vectors_have_unit_length(model_folders):
+    encoder = open_encoder(source(model_folders, token_budget=64))
+
+    skills = encoder.encode_skills(SKILLS)
+    queries = encoder.encode_queries(["deploy pods", "chart"])
+
+    assert skills.shape == (6, 32)
+    assert queries.shape == (2, 32)
+    assert skills.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(np.vstack([skills, queries]), axis=1), 1, atol=1e-6)
+
+
+def test_micro_batches_do_not_change_vectors(model_folders):
+    encoder = open_encoder(source(model_folders, token_budget=64))
+    texts = [encoder.model.settings.template.skill.render(skill) for skill in SKILLS]
+    expected = encode_one_by_one(encoder.model, texts, 256)
+
+    vectors = encoder.encode_skills(SKILLS)
+
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
+def test_encoder_applies_query_prompt(model_folders):
     plain = open_encoder(source(model_folders, "qwen3"))
-    prompted = open_encoder(
-        source(model_folders, "qwen3", template=EncoderTemplate(instruction="find the skill"))
-    )
-    by_hand = plain.encode_queries(["Instruct: find the skill\nQuery:deploy pods"])
-    np.testing.assert_allclose(prompted.encode_queries(["deploy pods"]), by_hand, atol=1e-6)
+    template = EncoderTemplate(instruction="find the skill")
+    prompted = open_encoder(source(model_folders, "qwen3", template=template))
+    expected = plain.encode_queries(["Instruct: find the skill\nQuery:deploy pods"])
+
+    vectors = prompted.encode_queries(["deploy pods"])
+
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
 
 
-def counted(encoder, monkeypatch):
-    """The texts that the model really encodes, as they come."""
-    seen, forward = [], encoder.model.forward
-    monkeypatch.setattr(
-        encoder.model, "forward", lambda texts: seen.extend(texts) or forward(texts)
-    )
-    return seen
+def record_encoded_texts(encoder, monkeypatch):
+    """Return a list that grows with each text that the model really encodes."""
+    texts = []
+    forward = encoder.model.forward
+
+    def recording(batch):
+        texts.extend(batch)
+        return forward(batch)
+
+    monkeypatch.setattr(encoder.model, "forward", recording)
+    return texts
 
 
-def test_the_cache_is_asked_first_and_never_mixes_models_or_settings(
-    model_folders, tmp_path, monkeypatch
-):
+def test_cached_texts_are_not_encoded(model_folders, tmp_path, monkeypatch):
     plain = open_encoder(source(model_folders)).encode_skills(SKILLS)
     open_encoder(source(model_folders, cache=tmp_path)).encode_skills(SKILLS[2:4])
-    again = open_encoder(source(model_folders, cache=tmp_path))
-    seen = counted(again, monkeypatch)
-    order = [5, 2, 0, 3, 5, 0, 1]  # repeats, known and new texts
-    np.testing.assert_allclose(
-        again.encode_skills([SKILLS[n] for n in order]), plain[order], atol=1e-6
-    )
-    assert len(seen) == 3
-    for other in (
-        source(model_folders, "qwen3", cache=tmp_path),
-        source(model_folders, cache=tmp_path, max_tokens=8),
-        source(
-            model_folders, "bert_dropout", cache=tmp_path, template=EncoderTemplate(query_chars=3)
-        ),
-    ):
-        encoder = open_encoder(other)
-        seen = counted(encoder, monkeypatch)
-        encoder.encode_skills(SKILLS)
-        assert len(seen) == len(SKILLS)
+    encoder = open_encoder(source(model_folders, cache=tmp_path))
+    texts = record_encoded_texts(encoder, monkeypatch)
+    order = [5, 2, 0, 3, 5, 0, 1]  # repeated, cached and new texts
+
+    vectors = encoder.encode_skills([SKILLS[position] for position in order])
+
+    np.testing.assert_allclose(vectors, plain[order], atol=1e-6)
+    assert len(texts) == 3
 
 
-def test_changed_weights_are_another_model(model_folders, tmp_path, open_encoder_of):
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("qwen3", {}),
+        ("bert", {"max_tokens": 8}),
+        ("bert_dropout", {"template": EncoderTemplate(query_chars=3)}),
+    ],
+)
+def test_cache_separates_models(model_folders, tmp_path, monkeypatch, model, settings):
+    open_encoder(source(model_folders, cache=tmp_path)).encode_skills(SKILLS)
+    encoder = open_encoder(source(model_folders, model, cache=tmp_path, **settings))
+    texts = record_encoded_texts(encoder, monkeypatch)
+
+    encoder.encode_skills(SKILLS)
+
+    assert len(texts) == len(SKILLS)
+
+
+def test_changed_weights_change_identity(model_folders, tmp_path, open_encoder_of):
     model = open_encoder_of("bert")
-    before = dense._identity(model)
-    assert open_encoder(source(model_folders, cache=tmp_path)).identity == before
+    identity = dense._identity(model)
+    assert open_encoder(source(model_folders, cache=tmp_path)).identity == identity
+
     for weights in (
         model.backbone.embeddings.word_embeddings.weight,
         model.backbone.encoder.layer[1].output.dense.bias,
     ):
         with torch.no_grad():
             weights.flatten()[5] += 1e-3
-        assert dense._identity(model) != before
-        before = dense._identity(model)
+
+        changed = dense._identity(model)
+
+        assert changed != identity
+        identity = changed
 
 
-TWO = [
+SAME_BUT_BODY = [
     Skill("a", "pdf", "find text", "deploy pods"),
     Skill("b", "pdf", "find text", "review the chart"),
 ]
 
 
-def test_without_bodies_skills_that_differ_only_there_are_one(model_folders):
-    full, nd = (
-        open_encoder(source(model_folders, fields=fields)).encode_skills(TWO)
-        for fields in ("full", "nd")
-    )
-    assert (nd[0] == nd[1]).all() and not np.allclose(full[0], full[1])
-    bare = [Skill(skill.skill_id, skill.name, skill.description, "") for skill in TWO]
-    np.testing.assert_allclose(
-        nd, open_encoder(source(model_folders)).encode_skills(bare), atol=1e-6
-    )
+def test_fields_nd_ignores_bodies(model_folders):
+    full = open_encoder(source(model_folders, fields="full"))
+    nd = open_encoder(source(model_folders, fields="nd"))
+    without_bodies = [replace(skill, body="") for skill in SAME_BUT_BODY]
+
+    full_vectors = full.encode_skills(SAME_BUT_BODY)
+    nd_vectors = nd.encode_skills(SAME_BUT_BODY)
+
+    assert not np.allclose(full_vectors[0], full_vectors[1])
+    assert (nd_vectors[0] == nd_vectors[1]).all()
+    np.testing.assert_allclose(nd_vectors, full.encode_skills(without_bodies), atol=1e-6)
 
 
-# Micro-batches --------------------------------------------------------------------------------------------------------
+# Micro-batches ------------------------------------------------------------------------------------
 
 
-def test_keys_tell_texts_and_limits_apart_and_no_more():
+def test_cache_keys_depend_on_limit():
     texts = ["pods", "", "pods ", "日本", "pods"]
-    keys = text_keys(texts, 32)
-    assert keys[0] == keys[4] and len({*keys.tolist(), *text_keys(texts, 33).tolist()}) == 8
+
+    keys = text_keys(texts, 32).tolist()
+    keys_of_other_limit = text_keys(texts, 33).tolist()
+
+    assert keys[0] == keys[4]
+    assert len({*keys, *keys_of_other_limit}) == 8
 
 
-def test_groups_by_hand():
-    lengths = [4, 2, 4, 4, 3, 2]
-    # Three texts of four tokens are enough for themselves; the others share what they pad to.
-    assert even_groups(lengths, 12, min_tokens=12) == [[0, 2, 3], [4, 1, 5]]
-    assert even_groups(lengths, 8, min_tokens=8) == [[0, 2], [3, 4], [1, 5]]
-    assert even_groups(lengths, 8, min_tokens=1) == [[0, 2], [3], [4], [1, 5]]
-    assert even_groups([50, 0], 8, min_tokens=8) == [[0], [1]]
-    assert even_groups([], 8, min_tokens=8) == []
+@pytest.mark.parametrize(
+    ("lengths", "budget", "enough", "groups"),
+    [
+        # Three texts of four tokens fill a group; the others share what they pad to.
+        ([4, 2, 4, 4, 3, 2], 12, 12, [[0, 2, 3], [4, 1, 5]]),
+        ([4, 2, 4, 4, 3, 2], 8, 8, [[0, 2], [3, 4], [1, 5]]),
+        ([4, 2, 4, 4, 3, 2], 8, 1, [[0, 2], [3], [4], [1, 5]]),
+        ([50, 0], 8, 8, [[0], [1]]),
+        ([], 8, 8, []),
+    ],
+)
+def test_groups_by_hand(lengths, budget, enough, groups):
+    assert even_groups(lengths, budget, min_tokens=enough) == groups
 
 
-def test_every_text_is_in_one_group_within_the_budget():
-    lengths = np.random.default_rng(0).integers(1, 60, size=500).tolist()
-    groups = even_groups(lengths, 100, min_tokens=40)
-    assert sorted(position for group in groups for position in group) == list(range(500))
-    for group in groups:
-        longest = max(lengths[position] for position in group)
-        assert longest * len(group) <= 100 and lengths[group[0]] == longest
-    assert [lengths[group[0]] for group in groups] == sorted(
-        (lengths[group[0]] for group in groups), reverse=True
-    )
+def test_groups_hold_every_text_within_budget():
+    lengths = np.random.default_rng(0).integers(1, 60, size=500)
+
+    groups = even_groups(lengths.tolist(), 100, min_tokens=40)
+
+    assert sorted(np.concatenate(groups).tolist()) == list(range(500))
+    longest_lengths = [lengths[group].max() for group in groups]
+    assert longest_lengths == sorted(longest_lengths, reverse=True)
+    for group, longest in zip(groups, longest_lengths, strict=True):
+        assert lengths[group[0]] == longest
+        assert longest * len(group) <= 100
 
 
 def texts_of(num):
-    generator = np.random.default_rng(1)
-    return sorted(
-        (" ".join(generator.choice(WORDS, size=n % 23 + 1)) for n in range(num)),
-        key=len,
-        reverse=True,
-    )
+    """Return random texts of up to 23 words, the longest first."""
+    rng = np.random.default_rng(1)
+    texts = [" ".join(rng.choice(WORDS, size=number % 23 + 1)) for number in range(num)]
+    return sorted(texts, key=len, reverse=True)
 
 
-def encoded(model, texts, token_budget, count=None):
+def encode_in_parts(model, texts, token_budget, count=None):
+    """Yield positions and vectors of texts; `count` gets the numbers of texts and tokens."""
     encoder = SkillEncoder(model, "", token_budget, None, "")
     return encoder.encode_texts(texts, 24, "encoding", Counter() if count is None else count)
 
 
 @pytest.mark.parametrize(("name", "packed"), [("bert", True), ("qwen3", False)])
-def test_blocks_groups_and_packed_layers_give_each_texts_own_vector(
-    open_encoder_of, monkeypatch, name, packed
-):
-    model, texts = open_encoder_of(name), texts_of(50)
-    with torch.inference_mode():
-        alone = torch.cat([model([ids]) for ids in model.tokenize(texts, 24)]).numpy()
+def test_small_blocks_do_not_change_vectors(open_encoder_of, monkeypatch, name, packed):
+    model = open_encoder_of(name)
+    texts = texts_of(50)
+    expected = encode_one_by_one(model, texts, 24)
+    num_tokens = sum(map(len, model.tokenize(texts, 24)))
     monkeypatch.setattr(dense, "_BLOCK", 16)
     monkeypatch.setattr(dense, "_TOKENIZED_AT_ONCE", 5)
     monkeypatch.setattr(dense, "_ENOUGH_TOKENS", 40)
     if packed:
         pack_linear_layers(model.backbone, 64)
-    found, count = np.full_like(alone, np.nan), Counter()
-    for part, vectors in encoded(model, texts, 64, count):
-        found[part] = vectors
-    np.testing.assert_allclose(found, alone, atol=1e-6)
-    tokens = sum(map(len, model.tokenize(texts, 24)))
-    assert (count["texts"], count["tokens"]) == (50, tokens) and tokens <= count[
-        "slots"
-    ] < 1.3 * tokens
+
+    vectors = np.full_like(expected, np.nan)
+    count = Counter()
+    for positions, part in encode_in_parts(model, texts, 64, count):
+        vectors[positions] = part
+
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+    assert count["texts"] == 50
+    assert count["tokens"] == num_tokens
+    assert num_tokens <= count["slots"] < 1.3 * num_tokens
 
 
-def test_a_slow_models_vectors_come_before_the_block_is_done(open_encoder_of, monkeypatch):
+def test_slow_model_yields_before_block_ends(open_encoder_of, monkeypatch):
     monkeypatch.setattr(dense, "_MAX_SECONDS_BETWEEN_YIELDS", 0)
-    parts = [part for part, _ in encoded(open_encoder_of("bert"), texts_of(30), 48)]
-    assert len(parts) > 5 and sorted(np.concatenate(parts).tolist()) == list(range(30))
+
+    blocks = list(encode_in_parts(open_encoder_of("bert"), texts_of(30), 48))
+
+    positions = np.concatenate([part for part, _ in blocks])
+    assert len(blocks) > 5
+    assert sorted(positions.tolist()) == list(range(30))
 
 
-def test_tokenising_ahead_gives_the_same(open_encoder_of, monkeypatch):
-    model, texts = open_encoder_of("bert"), texts_of(30)
+def test_tokenizing_ahead_gives_same_tokens(open_encoder_of, monkeypatch):
+    model = open_encoder_of("bert")
+    texts = texts_of(30)
     monkeypatch.setattr(dense, "_BLOCK", 8)
-    here = list(dense._tokenize_blocks(model, texts, 24))
-    monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if beside a GPU
-    there = list(dense._tokenize_blocks(model, texts, 24))
-    assert [start for start, _ in there] == [0, 8, 16, 24]
-    assert [[ids.tolist() for ids in block] for _, block in there] == [
-        [i.tolist() for i in block] for _, block in here
-    ]
+    expected = list(dense._tokenize_blocks(model, texts, 24))
+    monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if on a GPU
+
+    blocks = list(dense._tokenize_blocks(model, texts, 24))
+
+    assert [start for start, _ in blocks] == [0, 8, 16, 24]
+    for (_, token_ids), (_, expected_ids) in zip(blocks, expected, strict=True):
+        for ids, expected_of_text in zip(token_ids, expected_ids, strict=True):
+            assert ids.tolist() == expected_of_text.tolist()

@@ -1,14 +1,25 @@
-"""Every stage by its command, from SKILL.md files to a routed answer: twice the same, and never done twice."""
+"""Every stage by its command, from SKILL.md files to a routed answer, and twice the same."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
 
-from skilltrain.tables import DROPPED, JUDGEMENTS, LISTS, QUERIES, RANKINGS, SKILLS, read_table
+from skilltrain.metrics.measures import DEFAULT_MEASURES
+from skilltrain.tables import (
+    DROPPED,
+    JUDGEMENTS,
+    LISTS,
+    QUERIES,
+    RANKINGS,
+    SKILLS,
+    TableSpec,
+    read_table,
+)
 from small_library import (
+    Outcome,
     contents,
     encoder_recipe,
     list_stages,
@@ -26,8 +37,9 @@ SYSTEMS = ["bm25", "base encoder", "trained encoder", "trained encoder + reranke
 def evaluation(
     runs: Path, model: Path, encoder: str = "encoder", reranker: str = "reranker"
 ) -> tuple[str, ...]:
-    """The command that compares four systems on the held-out queries."""
-    trained = f"{{kind: dense, source: {runs}/{encoder}}}"
+    """Return the command that compares four systems on the held-out queries."""
+    dense = f"{{kind: dense, source: {runs}/{encoder}}}"
+    rerank = f"{{kind: rerank, source: {runs}/{reranker}, keep: 8}}"
     recipe = f"""
 stage: evaluate
 pool: {runs}/pool
@@ -36,20 +48,27 @@ split: test
 systems:
 - {{name: bm25, rankers: [{{kind: lexical}}]}}
 - {{name: base encoder, rankers: [{{kind: dense, source: {model}}}]}}
-- {{name: trained encoder, rankers: [{trained}]}}
-- {{name: trained encoder + reranker, rankers: [{trained}, {{kind: rerank, source: {runs}/{reranker}, keep: 8}}]}}
+- {{name: trained encoder, rankers: [{dense}]}}
+- {{name: trained encoder + reranker, rankers: [{dense}, {rerank}]}}
 out: {runs}/report_{encoder}
 """
     return "evaluate", str(write_recipe(runs / "recipes" / f"evaluate_{encoder}.yaml", recipe))
 
 
+class Done(NamedTuple):
+    """The folder of all runs, and each command with its outcome."""
+
+    runs: Path
+    stages: list[tuple[str, ...]]
+    outcomes: list[Outcome]
+
+
 @pytest.fixture(scope="module")
 def done(runs, model_folders):
-    """(the folder of all runs, the commands that made it, what they said)."""
     model = model_folders["bert"]
     _, stages, outcomes = trained(runs.parent, model)
-    last = evaluation(runs, model)
-    return runs, [*stages, last], [*outcomes, succeeds(*last)]
+    command = evaluation(runs, model)
+    return Done(runs, [*stages, command], [*outcomes, succeeds(*command)])
 
 
 def metrics_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -57,171 +76,213 @@ def metrics_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {system["name"]: system["metrics"] for system in systems}
 
 
-def test_every_stage_leaves_its_tables_and_says_where_and_what_is_next(done, model_folders):
-    runs, stages, outcomes = done
-    tables = {
-        "pool": [SKILLS, DROPPED],
-        "queries": [QUERIES, JUDGEMENTS, DROPPED],
-        "mined": [RANKINGS, DROPPED],
-        "filtered": [RANKINGS, DROPPED],
-        "encoder_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
-        "candidates": [RANKINGS],
-        "candidates_filtered": [RANKINGS, DROPPED],
-        "reranker_lists": [LISTS, QUERIES, JUDGEMENTS, DROPPED],
-        "report_encoder": [RANKINGS],
-    }
-    rows = {
-        (name, spec.name): read_table(runs / name, spec).num_rows
-        for name in tables
-        for spec in tables[name]
-    }
-    assert (
-        rows["pool", "skills"] == 20
-        and rows["queries", "queries"] == 16
-        and rows["queries", "judgements"] == 18
-    )
-    assert (
-        rows["encoder_lists", "lists"] == rows["reranker_lists", "lists"] == 12
-    )  # the train split
-    assert rows["candidates", "rankings"] == 12 * 12
-    assert (
-        rows["candidates_filtered", "rankings"] + rows["candidates_filtered", "dropped"] == 12 * 12
-    )
-    assert (
-        rows["report_encoder", "rankings"] == 5 * 4 * 20
-    )  # four systems, and what stands before the reranker
-    for (command, *_), outcome in zip(stages, outcomes, strict=True):
-        found, *then = outcome.out.splitlines()
-        folder = Path(found.partition(": ")[0])
-        assert folder.is_dir() and folder.parent == runs and "?" not in outcome.out, command
-        assert [line.split()[:2] for line in then] == (
-            [] if command == "evaluate" else [["next:", "skilltrain"]]
-        )
-    pool, queries, mined = (outcome.out.splitlines() for outcome in outcomes[:3])
-    assert pool[0] == f"{runs}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
-    assert queries[0] == f"{runs}/queries: 16 queries (test 4, train 12); left out: none"
-    assert mined[1] == (
-        f"next: skilltrain filter pool={runs}/pool queries={runs}/queries rankings={runs}/mined "
-        f"encoder.source={model_folders['bert']} out={runs}/filtered"
-    )
+def num_rows(folder: Path, *specs: TableSpec) -> list[int]:
+    return [read_table(folder, spec).num_rows for spec in specs]
+
+
+def test_every_stage_writes_its_tables(done):
+    runs = done.runs
+    lists = (LISTS, QUERIES, JUDGEMENTS, DROPPED)
+
+    assert num_rows(runs / "pool", SKILLS, DROPPED) == [20, 0]
+    assert num_rows(runs / "queries", QUERIES, JUDGEMENTS, DROPPED) == [16, 18, 0]
+    assert num_rows(runs / "mined", RANKINGS, DROPPED)[0] > 0
+    assert num_rows(runs / "filtered", RANKINGS, DROPPED)[0] > 0
+    # The train split has 12 queries.
+    assert num_rows(runs / "encoder_lists", *lists)[0] == 12
+    assert num_rows(runs / "reranker_lists", *lists)[0] == 12
+    assert num_rows(runs / "candidates", RANKINGS) == [12 * 12]
+    assert sum(num_rows(runs / "candidates_filtered", RANKINGS, DROPPED)) == 12 * 12
+    # Four systems, and the encoder before the reranker.
+    assert num_rows(runs / "report_encoder", RANKINGS) == [5 * 4 * 20]
     assert not [path for path in runs.rglob("*") if "partial" in path.name]
 
 
-def test_both_trainings_changed_every_matrix_and_logged_every_step(done, model_folders):
-    runs, _, _ = done
-    before, after = (
-        load_file(folder / "model.safetensors")
-        for folder in (model_folders["bert"], runs / "encoder")
+def test_every_stage_says_where_it_wrote(done):
+    for (command, *_), outcome in zip(done.stages, done.outcomes, strict=True):
+        first_line, *lines = outcome.out.splitlines()
+        folder = Path(first_line.partition(": ")[0])
+
+        assert folder.is_dir(), command
+        assert folder.parent == done.runs, command
+        assert "?" not in outcome.out, command
+        # The evaluation is the last stage.
+        next_lines = [] if command == "evaluate" else [["next:", "skilltrain"]]
+        assert [line.split()[:2] for line in lines] == next_lines
+
+
+def test_stages_summarize_their_tables(done):
+    pool, queries = (outcome.out.splitlines()[0] for outcome in done.outcomes[:2])
+
+    folder = done.runs
+    assert pool == f"{folder}/pool: 20 skills in 4 categories; left out: none; flagged: 0"
+    assert queries == f"{folder}/queries: 16 queries (test 4, train 12); left out: none"
+
+
+def test_mine_suggests_filter(done, model_folders):
+    runs = done.runs
+    line = done.outcomes[2].out.splitlines()[1]
+
+    assert line == (
+        f"next: skilltrain filter pool={runs}/pool queries={runs}/queries rankings={runs}/mined "
+        f"encoder.source={model_folders['bert']} out={runs}/filtered"
     )
-    assert after.keys() == {name for name in before if not name.startswith("pooler.")}
-    # The gradient never reaches the rows of unused positions and tokens, but it reaches every matrix.
-    assert [
-        name for name, value in after.items() if value.ndim > 1 and value.equal(before[name])
-    ] == []
-    assert len((runs / "encoder" / "train_log.jsonl").read_text().splitlines()) == 6
-    assert len((runs / "reranker" / "train_log.jsonl").read_text().splitlines()) == 3
-    lists = read_table(runs / "reranker_lists", LISTS).to_pylist()
-    assert {source for row in lists for source in row["sources"]} <= {"trained", "gold"}
-    assert all(len(row["skill_ids"]) == 8 and "required" in row["verdicts"] for row in lists)
 
 
-def test_metrics_are_those_of_all_systems(done):
-    runs, _, _ = done
-    metrics = metrics_of(runs / "report_encoder")
+def test_training_changes_every_matrix(done, model_folders):
+    base = load_file(model_folders["bert"] / "model.safetensors")
+
+    weights = load_file(done.runs / "encoder" / "model.safetensors")
+
+    assert weights.keys() == {name for name in base if not name.startswith("pooler.")}
+    # The gradient misses rows of unused positions and tokens, but it reaches every matrix.
+    matrices = [name for name, value in weights.items() if value.ndim > 1]
+    assert [name for name in matrices if weights[name].equal(base[name])] == []
+
+
+@pytest.mark.parametrize(("model", "num_steps"), [("encoder", 6), ("reranker", 3)])
+def test_training_logs_every_step(done, model, num_steps):
+    log = (done.runs / model / "train_log.jsonl").read_text()
+
+    assert log.count("\n") == num_steps
+
+
+def test_reranker_lists_hold_retrieved_candidates(done):
+    lists = read_table(done.runs / "reranker_lists", LISTS).to_pylist()
+
+    for row in lists:
+        assert len(row["skill_ids"]) == 8
+        assert set(row["sources"]) <= {"trained", "gold"}
+        assert "required" in row["verdicts"]
+
+
+def test_every_system_has_all_metrics(done):
+    metrics = metrics_of(done.runs / "report_encoder")
+
     assert list(metrics) == SYSTEMS
-    for of_system in metrics.values():
-        assert set(of_system) == {
-            "Hit@1",
-            "MRR@10",
-            "nDCG@10",
-            "Recall@10",
-            "Recall@20",
-            "Recall@50",
-            "FC@10",
-        }
-        assert {value["n"] for value in of_system.values()} == {4}
-        assert of_system["Recall@20"]["mean"] == 1  # the pool has 20 skills
-    assert (
-        metrics["bm25"]["Hit@1"]["mean"] >= 0.75
-    )  # the queries share rare words with their skills
+    for metrics_of_system in metrics.values():
+        assert set(metrics_of_system) == set(DEFAULT_MEASURES)
+        assert {value["n"] for value in metrics_of_system.values()} == {4}
+        assert metrics_of_system["Recall@20"]["mean"] == 1  # the pool has 20 skills
+    # The queries share rare words with their skills.
+    assert metrics["bm25"]["Hit@1"]["mean"] >= 0.75
 
 
 def test_route_answers_in_json(done):
-    runs, _, _ = done
-    task, models = (
-        "cut the laughter out of the audio",
-        ("--encoder", runs / "encoder", "--reranker", runs / "reranker"),
-    )
-    found = json.loads(
-        succeeds("route", task, "--pool", runs / "pool", *models, "--top", 3, "--json").out
-    )
-    assert found["task"] == task and [skill["rank"] for skill in found["skills"]] == [1, 2, 3]
-    scores = [skill["score"] for skill in found["skills"]]
+    runs = done.runs
+    task = "cut the laughter out of the audio"
+    models = ("--encoder", runs / "encoder", "--reranker", runs / "reranker")
+    pool = {row["skill_id"]: row for row in read_table(runs / "pool", SKILLS).to_pylist()}
+
+    outcome = succeeds("route", task, "--pool", runs / "pool", *models, "--top", 3, "--json")
+
+    answer = json.loads(outcome.out)
+    assert answer["task"] == task
+    assert [skill["rank"] for skill in answer["skills"]] == [1, 2, 3]
+    scores = [skill["score"] for skill in answer["skills"]]
     assert scores == sorted(scores, reverse=True)
-    pool = {skill["skill_id"]: skill for skill in read_table(runs / "pool", SKILLS).to_pylist()}
-    for skill in found["skills"]:
-        shown = pool[skill["skill_id"]]
-        assert (skill["name"], skill["description"]) == (shown["name"], shown["description"])
+    for skill in answer["skills"]:
+        expected = pool[skill["skill_id"]]
+        assert skill["name"] == expected["name"]
+        assert skill["description"] == expected["description"]
 
 
-def test_a_dry_run_touches_nothing_and_a_second_call_does_nothing_and_says_so(done):
-    runs, stages, outcomes = done
-    before = contents(runs)
-    one_of_each = {stage[0]: (stage, first) for stage, first in zip(stages, outcomes, strict=True)}
-    for stage, first in one_of_each.values():
+@pytest.fixture
+def unchanged_runs(done):
+    """All runs, which the test must not change."""
+    files = contents(done.runs)
+    yield done
+    assert contents(done.runs) == files
+
+
+def test_second_run_does_nothing(unchanged_runs):
+    runs, stages, outcomes = unchanged_runs
+    position_by_command = {stage[0]: position for position, stage in enumerate(stages)}
+    for position in position_by_command.values():
+        stage = stages[position]
         assert f"out: {runs}/" in succeeds(*stage, "--dry-run").err
-        again = succeeds(*stage)
-        assert "already holds this run; nothing to do" in again.err, stage
-        assert again.out == first.out
-    plan = json.loads(succeeds("train", runs / "recipes" / "encoder.yaml", "--dry-run").out)[
-        "dry_run"
-    ]
-    assert plan["num_steps"] == 6 and plan["num_lists"] == 12
-    missing = skilltrain(
-        "train", runs / "recipes" / "encoder.yaml", "--dry-run", "data.lists=nowhere"
-    )
-    assert missing.error_line.startswith("error: nowhere: no such file or folder")
-    assert contents(runs) == before
+
+        second = succeeds(*stage)
+
+        assert "already holds this run; nothing to do" in second.err, stage
+        assert second.out == outcomes[position].out
 
 
-def test_another_folder_gets_the_same_bytes(done, model_folders, tmp_path):
-    runs, _, _ = done
-    model, library = model_folders["bert"], runs.parent / "library"
+def test_dry_run_of_training_counts_steps(unchanged_runs):
+    recipe = unchanged_runs.runs / "recipes" / "encoder.yaml"
+
+    plan = json.loads(succeeds("train", recipe, "--dry-run").out)["dry_run"]
+
+    assert plan["num_steps"] == 6
+    assert plan["num_lists"] == 12
+
+
+def test_dry_run_of_training_needs_lists(unchanged_runs):
+    recipe = unchanged_runs.runs / "recipes" / "encoder.yaml"
+
+    outcome = skilltrain("train", recipe, "--dry-run", "data.lists=nowhere")
+
+    assert outcome.error_line.startswith("error: nowhere: no such file or folder")
+
+
+def test_other_folder_gets_same_bytes(done, model_folders, tmp_path):
+    model = model_folders["bert"]
     for stage in (
-        *list_stages(tmp_path, library, model),
+        *list_stages(tmp_path, done.runs.parent / "library", model),
         *training_stages(tmp_path, model),
         evaluation(tmp_path, model),
     ):
         succeeds(*stage)
+
     texts = ("metrics.json", "per_query.jsonl", "report.html", "report.md", "skilltrain.json")
-    paths = [
-        path
+    names = [
+        path.relative_to(tmp_path)
         for path in tmp_path.rglob("*")
         if path.suffix in (".parquet", ".safetensors") or path.name in texts
     ]
-    names = [
-        path.relative_to(tmp_path) for path in paths if "vectors" not in path.parts
-    ]  # a cache's have any name
+    # The files of a cache have any name.
+    names = [name for name in names if "vectors" not in name.parts]
     assert len(names) > 20
-    assert [
-        str(name) for name in names if (runs / name).read_bytes() != (tmp_path / name).read_bytes()
-    ] == []
+    for name in names:
+        assert (done.runs / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
-def test_qwen3_by_last_token_and_by_yes_or_no(done, model_folders):
-    runs, _, _ = done
-    encoder = encoder_recipe(runs, model_folders["qwen3"])
-    reranker = reranker_recipe(runs, model_folders["qwen3_reranker"], max_tokens=320)
-    for name, recipe in (("qwen3_encoder", encoder), ("qwen3_reranker", reranker)):
+@pytest.fixture(scope="module")
+def qwen3_settings(done, model_folders):
+    """The settings of a trained Qwen3 encoder and of a trained Qwen3 reranker."""
+    runs = done.runs
+    recipes = {
+        "qwen3_encoder": encoder_recipe(runs, model_folders["qwen3"]),
+        "qwen3_reranker": reranker_recipe(runs, model_folders["qwen3_reranker"], max_tokens=320),
+    }
+    settings = []
+    for name, recipe in recipes.items():
         file = write_recipe(runs / "recipes" / f"{name}.yaml", recipe)
         succeeds("train", file, f"out={runs}/{name}")
-        settings = json.loads((runs / name / "skilltrain.json").read_text())["settings"]
-        assert settings.get("pooling") == ("last_token" if name == "qwen3_encoder" else None)
-        assert settings["template"].get("form") == ("yes_no" if name == "qwen3_reranker" else None)
-    succeeds(*evaluation(runs, model_folders["qwen3"], "qwen3_encoder", "qwen3_reranker"))
-    metrics = metrics_of(runs / "report_qwen3_encoder")
+        settings.append(json.loads((runs / name / "skilltrain.json").read_text())["settings"])
+    return settings
+
+
+def test_qwen3_encoder_pools_last_token(qwen3_settings):
+    encoder, _ = qwen3_settings
+
+    assert encoder["pooling"] == "last_token"
+    assert "form" not in encoder["template"]
+
+
+def test_qwen3_reranker_answers_yes_or_no(qwen3_settings):
+    _, reranker = qwen3_settings
+
+    assert "pooling" not in reranker
+    assert reranker["template"]["form"] == "yes_no"
+
+
+def test_qwen3_models_are_evaluated(qwen3_settings, done, model_folders):
+    succeeds(*evaluation(done.runs, model_folders["qwen3"], "qwen3_encoder", "qwen3_reranker"))
+
+    metrics = metrics_of(done.runs / "report_qwen3_encoder")
     assert list(metrics) == SYSTEMS
-    assert metrics["bm25"] == metrics_of(runs / "report_encoder")["bm25"]
+    assert metrics["bm25"] == metrics_of(done.runs / "report_encoder")["bm25"]
 
 
 OWN_LOSS = """
@@ -233,19 +294,20 @@ class Hinge(Loss):
     margin: float = 1.0
 
     def __call__(self, batch):
-        wanted = batch.gains * 2 - 1
-        return (self.margin - wanted * batch.filled(0.0)).clamp(min=0).masked_fill(~batch.valid, 0).sum()
+        signs = batch.gains * 2 - 1
+        losses = (self.margin - signs * batch.filled(0.0)).clamp(min=0)
+        return losses.masked_fill(~batch.valid, 0).sum()
 """
 
 
-def test_a_loss_of_another_package_trains_and_is_exported(done, tmp_path, monkeypatch):
-    runs, _, _ = done
+def test_loss_of_other_package_is_exported(done, tmp_path, monkeypatch):
     (tmp_path / "our_losses.py").write_text(OWN_LOSS)
     monkeypatch.syspath_prepend(tmp_path)
+    recipe = done.runs / "recipes" / "encoder.yaml"
     loss = "loss={name: our_losses:Hinge, margin: 0.5}"
-    succeeds("train", runs / "recipes" / "encoder.yaml", loss, f"out={tmp_path}/encoder")
+    succeeds("train", recipe, loss, f"out={tmp_path}/encoder")
+
     succeeds("export", tmp_path / "encoder", "--out", tmp_path / "model")
-    assert (
-        "  name: our_losses:Hinge\n  margin: 0.5\n"
-        in (tmp_path / "model" / "README.md").read_text()
-    )
+
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "  name: our_losses:Hinge\n  margin: 0.5\n" in card

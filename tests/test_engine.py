@@ -107,7 +107,7 @@ def has_gpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("has_gpu")
-def test_the_gpu_is_the_default_device():
+def test_gpu_is_default_device():
     assert default_device().type == "cuda"
 
 
@@ -116,7 +116,7 @@ def test_the_gpu_is_the_default_device():
     ("value", "expected"),
     [("False", "cuda"), ("0", "cuda"), ("True", "cpu"), ("1", "cpu"), ("yes", "cpu")],
 )
-def test_the_launcher_can_choose_the_cpu(monkeypatch, value, expected):
+def test_launcher_can_choose_cpu(monkeypatch, value, expected):
     """With launch/cpu.yaml, `accelerate launch` sets this variable."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", value)
 
@@ -124,7 +124,7 @@ def test_the_launcher_can_choose_the_cpu(monkeypatch, value, expected):
 
 
 @pytest.mark.usefixtures("has_gpu")
-def test_the_accelerator_uses_the_launchers_cpu(monkeypatch):
+def test_accelerator_uses_launchers_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
 
     accelerator = new_accelerator(TrainingConfig(batch_size=8, precision="auto"), quantized=False)
@@ -154,6 +154,7 @@ def set_gpu_generation(monkeypatch):
 def test_auto_needs_native_bfloat16(set_gpu_generation, generation, expected):
     """T4 and V100 (7.x) only emulate bfloat16, although PyTorch calls it supported."""
     set_gpu_generation(generation)
+
     assert torch.cuda.is_bf16_supported()
 
     assert resolve_dtype("auto", torch.device("cuda")) == expected

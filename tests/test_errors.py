@@ -25,7 +25,7 @@ def error_calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
 
 
 def assigned_texts(function: ast.AST, name: str, tables: dict[str, list[str]]) -> list[str]:
-    """Return the texts that a function assigns to a variable, directly or by `TABLE.get(key, text)`."""
+    """Return the texts assigned to a variable of a function, also by `TABLE.get(key, text)`."""
     texts: list[str] = []
     for node in ast.walk(function):
         if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != name:
@@ -88,7 +88,7 @@ def test_codes_are_words_with_hyphens():
     assert [code for code in codes if not CODE.fullmatch(code)] == []
 
 
-def test_the_message_leaves_the_code_out():
+def test_message_leaves_code_out():
     error = SkilltrainError("not-found", "no such file", where="runs/pool", fix="name another")
 
     assert str(error) == "runs/pool: no such file (name another)"

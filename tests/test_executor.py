@@ -1,4 +1,4 @@
-"""The one executor: what it passes on, what its observers see, and that a router ranks as an evaluation does."""
+"""The executor: what it passes on, what observers see, and that a router ranks as evaluated."""
 
 import pytest
 
@@ -23,7 +23,11 @@ def system(*rankers: dict) -> SystemConfig:
 
 
 def ids(rankings: Rankings) -> dict[str, list[str]]:
-    return {query_id: [pair[0] for pair in ranking] for query_id, ranking in rankings.items()}
+    """Return the skill ids of each ranking."""
+    skill_ids = {}
+    for query_id, ranking in rankings.items():
+        skill_ids[query_id] = [skill_id for skill_id, _ in ranking]
+    return skill_ids
 
 
 @pytest.mark.parametrize(
@@ -44,13 +48,13 @@ def test_router_ranks_as_was_evaluated(rankers):
         assert router.trace(query.text).ranking == evaluated[query.query_id]
 
 
-def test_keeps_are_filled_in_from_the_last_ranker_on():
+def test_keeps_follow_later_rankers():
     filled = with_keeps(system(LEXICAL, NAMES | {"keep": 7}, NAMES).rankers, 3)
 
     assert [ranker.keep for ranker in filled] == [7, 7, 3]
 
 
-def test_observer_sees_every_ranker_and_its_legs():
+def test_observer_sees_rankers_with_legs():
     rankers = with_keeps(system(LEXICAL, {"kind": "fuse", "of": [LEXICAL, NAMES]}).rankers, 4)
     runs: list[RankerRun] = []
 
@@ -62,7 +66,7 @@ def test_observer_sees_every_ranker_and_its_legs():
     assert runs[1].rankings == rankings
 
 
-def test_skills_left_out_are_replaced_by_the_next_best():
+def test_excluded_skill_is_replaced():
     rankers = with_keeps(system(LEXICAL).rankers, 3)
     pool = OpenRankers(SKILLS)
     whole = ids(run_rankers(with_keeps(system(LEXICAL).rankers, 6), QUERIES, None, pool))["q1"]

@@ -113,23 +113,31 @@ def test_plain_sentence_transformers_gives_our_vectors(saved_encoder, capfd):
 
     assert "pooler" not in "".join(capfd.readouterr())  # no warning of missing weights
     assert plain.similarity_fn_name == "cosine"
+
     skills = vectors_of(encoder, TEXTS)
+
     for encode in (plain.encode, plain.encode_document):
         assert torch.allclose(encode(TEXTS, convert_to_tensor=True), skills, atol=1e-5)
+
     queries = encode_queries(encoder)
+
     assert torch.allclose(queries.norm(dim=1), torch.ones(len(queries)))
+
     plain_queries = plain.encode_query(ENCODER_QUERIES, convert_to_tensor=True)
+
     assert torch.allclose(plain_queries, queries, atol=1e-5)
 
 
-def test_our_reader_gives_the_same_vectors(saved_encoder):
+def test_our_reader_gives_same_vectors(saved_encoder):
     encoder, folder = saved_encoder
 
     again = load_encoder(EncoderConfig(source=str(folder)), CPU)
 
     assert again.settings == encoder.settings
     assert again.tokenizer.chat_template == encoder.tokenizer.chat_template
+
     queries = [*ENCODER_QUERIES, "a" * 99]
+
     assert again.tokenize_queries(queries) == encoder.tokenize_queries(queries)
     assert torch.equal(vectors_of(again, TEXTS), vectors_of(encoder, TEXTS))
 
@@ -145,7 +153,9 @@ def test_we_read_what_plain_sentence_transformers_writes(saved_encoder, tmp_path
     assert foreign.settings.pooling == encoder.settings.pooling
     assert foreign.settings.max_tokens == 32
     assert torch.allclose(vectors_of(foreign, TEXTS), vectors_of(encoder, TEXTS), atol=1e-5)
+
     queries = encode_queries(encoder)
+
     assert torch.allclose(vectors_of(foreign, rendered, 24), queries, atol=1e-5)
 
 
@@ -204,7 +214,7 @@ def test_plain_cross_encoder_gives_our_scores(saved_reranker):
         assert torch.allclose(plain_scores(plain, reranker, query, skills), scores, atol=1e-5)
 
 
-def test_our_reader_gives_the_same_scores(saved_reranker):
+def test_our_reader_gives_same_scores(saved_reranker):
     reranker, folder, longest = saved_reranker
     skills = [*SKILLS, CONTROLS]
 
@@ -212,22 +222,24 @@ def test_our_reader_gives_the_same_scores(saved_reranker):
 
     assert again.settings == reranker.settings
     assert again.tokenize(longest, skills) == reranker.tokenize(longest, skills)
+
     for query in (*QUERIES, longest):
         scores = scores_of(reranker, query, skills)
         assert torch.equal(scores_of(again, query, skills), scores)
 
 
-def test_only_the_skill_of_a_pair_is_cut(saved_reranker):
+def test_only_skill_of_pair_is_cut(saved_reranker):
     reranker, _, longest = saved_reranker
 
     pair = reranker.tokenize(longest, SKILLS)[1]
 
     assert pair.num_cut > 0
+
     if reranker.settings.template.form == "pair":
         assert len(pair) == 64
 
 
-def test_a_saved_reranker_names_its_base(saved_reranker):
+def test_saved_reranker_names_its_base(saved_reranker):
     _, folder, _ = saved_reranker
 
     record = json.loads((folder / "skilltrain.json").read_text())
@@ -236,7 +248,7 @@ def test_a_saved_reranker_names_its_base(saved_reranker):
     assert record["base"] in ("bert_reranker", "qwen3_reranker")
 
 
-def test_a_skill_cannot_end_its_own_message(tmp_path, open_reranker_of):
+def test_skill_cannot_end_its_own_message(tmp_path, open_reranker_of):
     """A space breaks up the names of control tokens, so that only the template's own are left."""
     reranker = open_reranker_of("qwen3_reranker", max_tokens=400)
     save_model(reranker, tmp_path, base="qwen3_reranker")
@@ -257,7 +269,7 @@ def test_a_skill_cannot_end_its_own_message(tmp_path, open_reranker_of):
         assert ids.count(token_id) == pair.ids.count(token_id) == count
 
 
-def test_the_chat_template_escapes_its_values():
+def test_chat_template_escapes_its_values():
     template = RerankerTemplate(form="yes_no", instruction="{{ 7 * 7 }} '\"\\ {% endif %}")
     chat = [{"role": "query", "content": "<|a|>"}, {"role": "document", "content": "{{ 1 }}\n"}]
     text = yes_no_chat_template(template, ["<|a|>"])
@@ -294,7 +306,7 @@ def bytes_in(folder):
     }
 
 
-def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reranker_of):
+def test_saving_twice_gives_same_bytes(tmp_path, open_encoder_of, open_reranker_of):
     for folder in ("one", "two", "two"):  # the last time over an existing model
         save_model(open_encoder_of("bert"), tmp_path / folder / "encoder", base="b")
         save_model(open_reranker_of("bert_reranker"), tmp_path / folder / "reranker", base="b")
@@ -302,7 +314,7 @@ def test_saving_twice_gives_the_same_bytes(tmp_path, open_encoder_of, open_reran
     assert bytes_in(tmp_path / "one") == bytes_in(tmp_path / "two")
 
 
-def test_a_nan_weight_is_not_saved(tmp_path, open_encoder_of):
+def test_nan_weight_is_not_saved(tmp_path, open_encoder_of):
     encoder = open_encoder_of("bert")
     with torch.no_grad():
         encoder.backbone.embeddings.word_embeddings.weight[3, 2] = float("nan")
@@ -313,7 +325,7 @@ def test_a_nan_weight_is_not_saved(tmp_path, open_encoder_of):
     assert bytes_in(tmp_path) == {}
 
 
-def test_an_infinite_weight_is_not_saved(tmp_path, open_reranker_of):
+def test_infinite_weight_is_not_saved(tmp_path, open_reranker_of):
     reranker = open_reranker_of("bert_reranker")
     with torch.no_grad():
         reranker.network.classifier.bias[0] = float("inf")
@@ -334,7 +346,7 @@ def full_disk(monkeypatch):
     return lambda: monkeypatch.setattr("skilltrain.models.saving.write_record", fail)
 
 
-def test_a_failed_save_keeps_the_old_model(tmp_path, open_encoder_of, full_disk):
+def test_failed_save_keeps_old_model(tmp_path, open_encoder_of, full_disk):
     folder = tmp_path / "finished"
     save_model(open_encoder_of("bert"), folder, base="bert")
     old_files = bytes_in(tmp_path)
@@ -346,7 +358,7 @@ def test_a_failed_save_keeps_the_old_model(tmp_path, open_encoder_of, full_disk)
     assert bytes_in(tmp_path) == old_files
 
 
-def test_a_failed_save_leaves_no_model(tmp_path, open_encoder_of, full_disk):
+def test_failed_save_leaves_no_model(tmp_path, open_encoder_of, full_disk):
     full_disk()
 
     with raises("cannot-write"):

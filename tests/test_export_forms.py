@@ -70,7 +70,7 @@ def test_transformers_gives_a_classifiers_scores(classifier, reranker, side):
     assert torch.allclose(logits[:, 0], scores_of(reranker, QUERY, skills), atol=1e-5)
 
 
-def test_cross_encoder_gives_a_classifiers_scores(classifier, reranker):
+def test_cross_encoder_gives_classifiers_scores(classifier, reranker):
     long_skill = Skill("5", "cut", "table", "review the commit and merge " * 60)
     skills = [*SKILLS, long_skill]
     pairs = [(QUERY, reranker.settings.template.render_skill(skill)) for skill in skills]
@@ -80,12 +80,15 @@ def test_cross_encoder_gives_a_classifiers_scores(classifier, reranker):
     assert torch.allclose(scores, scores_of(reranker, QUERY, skills), atol=1e-5)
 
 
-def test_our_reader_gives_a_classifiers_scores(classifier, reranker):
+def test_our_reader_gives_classifiers_scores(classifier, reranker):
     again = load_reranker(RerankerConfig(source=str(classifier)), CPU)
 
     assert again.is_packed
+
     scores = scores_of(again, QUERY, MANY)
+
     assert torch.allclose(scores, scores_of(reranker, QUERY, MANY), atol=1e-5)
+
     check_round_trip(classifier)
 
 
@@ -100,15 +103,19 @@ def test_servers_can_read_a_classifier(classifier, reranker):
     # vLLM: query and document are one text, and no sigmoid is applied.
     assert config["use_sep_token"] is False
     assert config["use_pad_token"] is False
+
     activation = config["sentence_transformers"]["activation_fn"]
+
     assert activation == "torch.nn.modules.linear.Identity"
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
     # vLLM --chat-template
     template = (classifier / "chat_template.jinja").read_text(encoding="utf-8")
+
     assert "{%- set INSTRUCTION" in template
 
 
-def test_a_classifier_has_one_output_row(classifier):
+def test_classifier_has_one_output_row(classifier):
     weights = load_file(classifier / "model.safetensors")
 
     assert weights["score.weight"].shape == (1, 32)  # vLLM: a head named score, without bias
@@ -116,11 +123,12 @@ def test_a_classifier_has_one_output_row(classifier):
     assert "lm_head.weight" not in weights
 
 
-def test_the_record_lists_a_classifiers_files(classifier):
+def test_record_lists_classifiers_files(classifier):
     record = read(classifier, "skilltrain.json")
 
     paths = [path for path in classifier.rglob("*") if path.is_file()]
     names = {path.relative_to(classifier).as_posix() for path in paths}
+
     assert record["form"] == "sequence_classification"
     assert set(record["files"]) == names
     assert not any("LogitScore" in name for name in names)
@@ -138,9 +146,12 @@ def test_servers_can_read_an_encoder(tmp_path, open_encoder_of, name, pooling):
 
     # vLLM reads max_seq_length only beside do_lower_case.
     transformer = read(tmp_path, "sentence_bert_config.json")
+
     assert (transformer["max_seq_length"], transformer["do_lower_case"]) == (32, False)
+
     pooling_config = read(tmp_path, "1_Pooling/config.json")
     flag = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}[pooling]
+
     for mode in ("cls_token", "mean_tokens", "lasttoken", "max_tokens", "mean_sqrt_len_tokens"):
         assert pooling_config[f"pooling_mode_{mode}"] is (mode == flag)
     assert "word_embedding_dimension" not in pooling_config
@@ -150,15 +161,21 @@ def test_servers_can_read_an_encoder(tmp_path, open_encoder_of, name, pooling):
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
         "sentence_transformers.base.modules.normalize.Normalize",
     ]
+
     # TEI takes a map of strings.
     prompts = read(tmp_path, "config_sentence_transformers.json")["prompts"]
+
     assert prompts == {"query": "Instruct: Find the skill\nQuery:", "document": ""}
+
     config = read(tmp_path, "config.json")
+
     assert config["architectures"][0].endswith("Model")
     assert config["max_position_embeddings"] >= 32
     assert config.get("pad_token_id", 0) is not None  # TEI allows a missing key, but no null
+
     if name == "qwen3":
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
     assert (tmp_path / "tokenizer.json").is_file()
     assert file_modes(tmp_path) == {0o644}
 
@@ -187,12 +204,15 @@ def test_multi_vector_encoder_gives_our_scores(tmp_path, multi_vector):
 
     query_vectors = token_vectors(multi_vector, multi_vector.tokenize_queries(queries))
     skill_vectors = token_vectors(multi_vector, multi_vector.tokenize(texts, 32))
+
     assert torch.allclose(scores, max_sim(query_vectors, skill_vectors), atol=1e-5)
+
     check_round_trip(tmp_path)
+
     assert not (tmp_path / "1_Pooling").exists()
 
 
-def test_a_multi_vector_card_gives_our_scores(tmp_path, multi_vector, monkeypatch):
+def test_multi_vector_card_gives_our_scores(tmp_path, multi_vector, monkeypatch):
     recipe = {"model": {"source": "owner/base"}}
     card = model_card(RunRecord(multi_vector.settings, recipe, {}, form="multi_vector"))
 
@@ -201,6 +221,7 @@ def test_a_multi_vector_card_gives_our_scores(tmp_path, multi_vector, monkeypatc
     query_vectors = token_vectors(multi_vector, multi_vector.tokenize_queries([QUERY]))
     skill_vectors = token_vectors(multi_vector, multi_vector.tokenize_skills(SKILLS))
     expected = max_sim(query_vectors, skill_vectors)[0]
+
     assert np.allclose(scores, expected.numpy(), atol=1e-5)
     assert "kind: late" in card
 
@@ -216,7 +237,7 @@ def arrays(tokenizer, *texts):
 
 
 @pytest.mark.slow
-def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
+def test_onnx_computes_encoders_token_vectors(tmp_path, open_encoder_of):
     """TEI and sentence-transformers know inputs and output by these names."""
     pytest.importorskip("onnxscript")
     encoder = open_encoder_of("bert", max_tokens=32)
@@ -231,16 +252,19 @@ def test_onnx_computes_an_encoders_token_vectors(tmp_path, open_encoder_of):
     with torch.inference_mode():
         expected = encoder.backbone(**tensors).last_hidden_state.numpy()
     exact = run_onnx(tmp_path / ONNX, inputs)[is_token]
+
     assert np.allclose(exact, expected[is_token], atol=1e-4)
+
     rough = run_onnx(tmp_path / ONNX_INT8, inputs)[is_token]
     norms = np.linalg.norm(rough, axis=1) * np.linalg.norm(exact, axis=1)
+
     assert not np.array_equal(rough, exact)
     assert ((rough * exact).sum(1) / norms).min() > 0.95
     assert {ONNX, ONNX_INT8} <= set(read(tmp_path, "skilltrain.json")["files"])
 
 
 @pytest.mark.slow
-def test_onnx_computes_the_scores_of_a_chat_reranker(tmp_path, reranker):
+def test_onnx_computes_scores_of_chat_reranker(tmp_path, reranker):
     """TEI takes the folder for a reranker by its architecture and its one label."""
     pytest.importorskip("onnxscript")
     folder = tmp_path / "model"
@@ -255,10 +279,14 @@ def test_onnx_computes_the_scores_of_a_chat_reranker(tmp_path, reranker):
     ]
     texts = tokenizer.apply_chat_template(chats, tokenize=False)
     logits = run_onnx(folder / ONNX, arrays(tokenizer, texts))
+
     assert np.allclose(logits[:, 0], scores_of(reranker, QUERY, SKILLS).numpy(), atol=1e-4)
+
     config = read(folder, "config.json")
+
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     assert config["id2label"] == {"0": "LABEL_0"}
+
     check_round_trip(folder)
 
 
@@ -270,9 +298,7 @@ def test_onnx_computes_the_scores_of_a_chat_reranker(tmp_path, reranker):
         ("pair", "multi_vector"),
     ],
 )
-def test_a_model_without_the_form_is_refused(
-    tmp_path, open_reranker_of, open_encoder_of, name, form
-):
+def test_model_without_form_is_refused(tmp_path, open_reranker_of, open_encoder_of, name, form):
     is_encoder = name == "encoder"
     model = open_encoder_of("bert") if is_encoder else open_reranker_of("bert_reranker")
     save_model(model, tmp_path, base="b")

@@ -153,7 +153,9 @@ def test_a_checkpoint_becomes_a_model(tmp_path, unfinished, checkpoint, step):
         "checkpoint": f"step-{step}",
     }
     assert_same_vectors(tmp_path / "out", models[step])
+
     card = read_card(tmp_path / "out")
+
     assert f"checkpoint `step-{step}`" in card
     assert "Not evaluated" in card
     assert not (tmp_path / "out" / "checkpoints").exists()
@@ -168,7 +170,9 @@ def test_a_finished_run_is_copied(tmp_path, finished):
 
     assert outcome["checkpoint"] == "step-4"
     assert_same_vectors(out, models[4])
+
     names = files_in(out)
+
     assert names.isdisjoint({"run.json", "recipe.yaml", "train_log.jsonl"})
     assert "1_Pooling/config.json" in names
     for name in names:
@@ -178,12 +182,13 @@ def test_a_finished_run_is_copied(tmp_path, finished):
 @pytest.mark.parametrize(
     ("checkpoint", "is_final"), [(None, True), ("step-4", True), ("step-2", False)]
 )
-def test_only_the_final_card_has_results(tmp_path, finished, checkpoint, is_final):
+def test_only_final_card_has_results(tmp_path, finished, checkpoint, is_final):
     config, _ = finished
 
     export_run(config.out, tmp_path / "out", checkpoint)
 
     card = read_card(tmp_path / "out")
+
     assert ("| MRR@10 | 0.500 | 0.250 to 0.750 | 8 |" in card) is is_final
     assert ("last loss" in card) is is_final
 
@@ -212,6 +217,7 @@ def test_an_adapter_is_merged(tmp_path, adapter_run):
 
     check_round_trip(tmp_path / "merged")
     merged = open_model(tmp_path / "merged")
+
     torch.testing.assert_close(outputs_of(merged), outputs_of(model), atol=1e-5, rtol=0)
 
 
@@ -226,6 +232,7 @@ def test_an_adapter_opens_in_peft(tmp_path, adapter_run):
     outcome = export_run(config.out, tmp_path / "adapter", adapter_only=True)
 
     assert outcome["checkpoint"] == "step-3"
+
     peft = PeftModel.from_pretrained(model_type.from_pretrained(base), str(tmp_path / "adapter"))
     ids = torch.tensor([[2, 9, 30, 12, 3]])
     with torch.inference_mode():
@@ -233,12 +240,13 @@ def test_an_adapter_opens_in_peft(tmp_path, adapter_run):
         torch.testing.assert_close(output, network(input_ids=ids)[0], atol=1e-5, rtol=0)
 
 
-def test_an_adapter_folder_is_no_model(tmp_path, adapter_run):
+def test_adapter_folder_is_no_model(tmp_path, adapter_run):
     _, config, _ = adapter_run
 
     export_run(config.out, tmp_path / "adapter", adapter_only=True)
 
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+
     assert settings["target_modules"] == sorted(settings["target_modules"])
     with raises("not-a-model"):
         resolve_model(str(tmp_path / "adapter"))
@@ -260,7 +268,7 @@ def write_report(folder, source):
     return folder
 
 
-def test_card_shows_licence_repository_and_reports(tmp_path, finished):
+def test_card_shows_publication(tmp_path, finished):
     run = finished[0].out
     published = Published(REPO, "apache-2.0", [write_report(tmp_path / "report", run)])
 
@@ -268,13 +276,17 @@ def test_card_shows_licence_repository_and_reports(tmp_path, finished):
 
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
+
     assert front["license"] == "apache-2.0"
+
     values = {
         result["dataset"]["name"]: result["metrics"][0]["value"]
         for result in front["model-index"][0]["results"]
     }
+
     assert values == {"development queries": 0.5, "our requests": 0.5125}
-    assert f'SentenceTransformer("{REPO}")' in card and f'--encoder "{REPO}"\n' in card
+    assert f'SentenceTransformer("{REPO}")' in card
+    assert f'--encoder "{REPO}"\n' in card
     assert '"."' not in card
     assert "| our requests | bm25 | Hit@1 | 0.512 | 0.400 to 0.620 | 40 |" in card
     assert "| our requests | **hybrid \\| ours** | Hit@1 | 0.512 | 0.400 to 0.620 | 40 |" in card
@@ -318,7 +330,7 @@ def test_other_folders_are_no_runs(tmp_path, model_folders):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_checkpoint_is_refused(tmp_path, model_folders):
+def test_run_without_checkpoint_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
 
@@ -328,7 +340,7 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, model_folders):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_an_adapter_is_refused(tmp_path, model_folders):
+def test_run_without_adapter_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
 
@@ -338,7 +350,7 @@ def test_a_run_without_an_adapter_is_refused(tmp_path, model_folders):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_of_another_stage_is_refused(tmp_path, model_folders):
+def test_run_of_another_stage_is_refused(tmp_path, model_folders):
     config = config_of(tmp_path, model_folders["bert"])
     write_run(config, finished=False)
     (config.out / "recipe.yaml").write_text("stage: mine\n")
@@ -367,7 +379,8 @@ def test_removed_names_say_their_replacement(tmp_path):
     ):
         outcome = skilltrain("export", tmp_path, "--out", tmp_path / "out", *arguments)
 
-        assert outcome.code == 2 and advice in outcome.error_line
+        assert outcome.code == 2
+        assert advice in outcome.error_line
 
 
 @pytest.mark.parametrize("name", ["out", "out/mine.txt"])
@@ -395,16 +408,19 @@ def hub(monkeypatch):
         yield running
 
 
-def test_a_push_uploads_the_whole_model(hub, finished):
+def test_push_uploads_whole_model(hub, finished):
     run = finished[0].out
 
     outcome = push_model(run, Published(REPO))
 
     repository = hub.repositories[REPO]
+
     assert repository.private
     assert repository.commits == 1
     assert outcome["url"].endswith(REPO)
+
     sizes = {name: len(content) for name, content in repository.files.items()}
+
     assert sizes == outcome["files"]
     for name in ("model.safetensors", "1_Pooling/config.json", "tokenizer.json"):
         assert repository.files[name] == (run / name).read_bytes()
@@ -414,14 +430,16 @@ def test_a_push_uploads_no_logs(hub, finished):
     push_model(finished[0].out, Published(REPO))
 
     names = hub.repositories[REPO].files.keys()
+
     assert names.isdisjoint({"run.json", "recipe.yaml"})
     assert not any("checkpoints" in name for name in names)
 
 
-def test_a_pushed_card_names_the_repository(hub, finished):
+def test_pushed_card_names_repository(hub, finished):
     outcome = push_model(finished[0].out, Published(REPO, "apache-2.0"))
 
     card = hub.repositories[REPO].files["README.md"].decode()
+
     assert card == outcome["card"]
     assert f'SentenceTransformer("{REPO}")' in card
     assert "license: apache-2.0" in card
@@ -439,7 +457,7 @@ def test_a_push_deletes_older_files(hub, finished, tmp_path):
     assert "MultiVectorEncoder(" in outcome["card"]
 
 
-def test_an_export_has_its_form_already(hub, finished, tmp_path):
+def test_export_has_its_form_already(hub, finished, tmp_path):
     export_run(finished[0].out, tmp_path / "exported")
 
     with raises("conflicting-settings"):
@@ -462,7 +480,7 @@ def test_a_refused_commit_changes_nothing(hub, tmp_path):
     assert sum("/commit/" in line for line in hub.log) == 1
 
 
-def test_a_public_repository_needs_a_flag(hub, finished):
+def test_public_repository_needs_flag(hub, finished):
     hub.repositories[REPO] = Repository(private=False)
 
     with raises("repository-visibility"):
@@ -471,13 +489,13 @@ def test_a_public_repository_needs_a_flag(hub, finished):
     assert hub.repositories[REPO].commits == 0
 
 
-def test_a_flag_creates_a_public_repository(hub, finished):
+def test_flag_creates_public_repository(hub, finished):
     push_model(finished[0].out, Published(REPO), public=True)
 
     assert not hub.repositories[REPO].private
 
 
-def test_a_private_repository_is_not_published(hub, finished):
+def test_private_repository_is_not_published(hub, finished):
     hub.repositories[REPO] = Repository(private=True)
 
     with raises("repository-visibility"):
@@ -489,7 +507,7 @@ def test_a_private_repository_is_not_published(hub, finished):
 README_ONLY = {"README.md": b"mine", ".gitattributes": b"*.bin"}
 
 
-def test_a_repository_with_a_readme_is_kept(hub, finished):
+def test_repository_with_readme_is_kept(hub, finished):
     hub.repositories[REPO] = Repository(files=dict(README_ONLY))
 
     with raises("repository-taken"):
@@ -504,12 +522,13 @@ def test_a_flag_replaces_the_readme(hub, finished):
     outcome = push_model(finished[0].out, Published(REPO), into_existing=True)
 
     files = hub.repositories[REPO].files
+
     assert files["README.md"].decode() == outcome["card"]
     assert files[".gitattributes"] == b"*.bin"
     assert "model.safetensors" in files
 
 
-def test_an_empty_repository_needs_no_flag(hub, finished):
+def test_empty_repository_needs_no_flag(hub, finished):
     # A push whose commit failed leaves one behind.
     hub.repositories[REPO] = Repository(files={".gitattributes": b""})
 
@@ -518,17 +537,18 @@ def test_an_empty_repository_needs_no_flag(hub, finished):
     assert hub.repositories[REPO].commits == 1
 
 
-def test_a_pushed_export_names_the_repository(hub, finished, tmp_path):
+def test_pushed_export_names_repository(hub, finished, tmp_path):
     export_run(finished[0].out, tmp_path / "exported")
 
     card = push_model(tmp_path / "exported", Published(REPO))["card"]
 
-    assert f'SentenceTransformer("{REPO}")' in card and f'--encoder "{REPO}"' in card
+    assert f'SentenceTransformer("{REPO}")' in card
+    assert f'--encoder "{REPO}"' in card
     assert '"."' not in card
 
 
 @pytest.mark.parametrize("path", ["/api/models/", "/api/repos/create", "/preupload/", "/commit/"])
-def test_a_silent_hub_ends_the_push(hub, finished, monkeypatch, path):
+def test_silent_hub_ends_push(hub, finished, monkeypatch, path):
     monkeypatch.setattr("skilltrain.export.push._HUB_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.path_without_answer = path
@@ -543,11 +563,12 @@ def test_an_echoed_token_is_masked(hub, finished, capfd, status):
 
     outcome = skilltrain("push", finished[0].out, "--repo", REPO)
 
-    assert outcome.code == 2 and "Bearer [key]" in outcome.error_line
+    assert outcome.code == 2
+    assert "Bearer [key]" in outcome.error_line
     assert TOKEN not in outcome.out + outcome.err + "".join(capfd.readouterr())
 
 
-def test_an_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
+def test_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN")
@@ -559,26 +580,27 @@ def test_an_echoed_login_token_is_masked(hub, finished, monkeypatch, tmp_path):
     assert TOKEN not in "".join(traceback.format_exception(caught.value))  # as --debug shows it
 
 
-def test_a_dry_run_checks_the_name(hub, finished):
+def test_dry_run_checks_name(hub, finished):
     outcome = skilltrain("push", finished[0].out, "--repo", "owner/x..y", "--dry-run")
 
     assert outcome.code == 2
     assert "owner/x..y: is no name of a model on the Hub" in outcome.error_line
 
 
-def test_a_dry_run_shows_files_and_card(hub, finished):
+def test_dry_run_of_push_shows_files(hub, finished):
     run = finished[0].out
 
     printed = succeeds("push", run, "--repo", REPO, "--dry-run").out
 
     size = (run / "model.safetensors").stat().st_size
+
     assert f"{REPO}: would be pushed; nothing was sent" in printed
     assert f"model.safetensors: {size:,} bytes\n" in printed
     assert "## Limits" in printed
     assert hub.log == []
 
 
-def test_a_dry_run_prints_json(hub, finished):
+def test_dry_run_of_push_prints_json(hub, finished):
     printed = skilltrain("push", finished[0].out, "--repo", REPO, "--dry-run", "--json").out
 
     assert set(json.loads(printed)) == {"url", "files", "card"}
@@ -626,7 +648,7 @@ def remove_a_weight(run):
         ),
     ],
 )
-def test_a_broken_model_is_not_sent(hub, finished, damage, message):
+def test_broken_model_is_not_sent(hub, finished, damage, message):
     damage(finished[0].out)
 
     refuses(message, push_model, finished[0].out, Published(REPO))
@@ -665,7 +687,7 @@ def test_other_scores_in_plain_sentence_transformers_are_refused(tmp_path, open_
         ({"offline": True}, r"cannot upload: .*offline"),
     ],
 )
-def test_a_fault_of_the_hub_is_named(hub, finished, monkeypatch, change, message):
+def test_fault_of_hub_is_named(hub, finished, monkeypatch, change, message):
     monkeypatch.setenv("HF_TOKEN", change.get("token", TOKEN))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", change.get("offline", False))
     hub.status_of_create = change.get("create", 200)

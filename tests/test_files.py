@@ -16,10 +16,10 @@ from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path, fingerprint, read_json, read_jsonl, write_json, write_text
 
-# Writing --------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
-def test_text_is_written_as_utf8_with_open_permissions(tmp_path: Path) -> None:
+def test_text_is_written_as_utf8_with_open_permissions(tmp_path: Path):
     file = tmp_path / "new" / "folder" / "a.txt"
 
     write_text(file, "Fähre")
@@ -41,7 +41,7 @@ def test_text_is_written_as_utf8_with_open_permissions(tmp_path: Path) -> None:
 )
 def test_failed_write_leaves_old_file(
     tmp_path: Path, fault: Exception, raised: type[Exception], message: str
-) -> None:
+):
     file = tmp_path / "a.txt"
     write_text(file, "old")
 
@@ -53,7 +53,7 @@ def test_failed_write_leaves_old_file(
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_open_file_keeps_its_old_text(tmp_path: Path) -> None:
+def test_open_file_keeps_its_old_text(tmp_path: Path):
     file = tmp_path / "a.txt"
     write_text(file, "old")
 
@@ -66,7 +66,7 @@ def test_open_file_keeps_its_old_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["below.txt", "below/deep.txt"])
-def test_write_below_a_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_write_below_file_is_refused(tmp_path: Path, name: str):
     file = tmp_path / "a.txt"
     write_text(file, "old")
 
@@ -76,10 +76,10 @@ def test_write_below_a_file_is_refused(tmp_path: Path, name: str) -> None:
     assert failure.value.where == file / name
 
 
-# JSON -----------------------------------------------------------------------------------------
+# JSON ---------------------------------------------------------------------------------------------
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path: Path):
     value = {"a": [1, None, "ü"]}
 
     write_json(tmp_path / "a.json", value)
@@ -87,7 +87,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a.json") == value
 
 
-def test_nan_is_refused_and_old_json_kept(tmp_path: Path) -> None:
+def test_refused_nan_keeps_old_json(tmp_path: Path):
     file = tmp_path / "a.json"
     write_json(file, 1)
 
@@ -100,7 +100,7 @@ def test_nan_is_refused_and_old_json_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "code"), [("{", "not-json"), ('{"a": 1, "a": 2}', "repeated-key")]
 )
-def test_broken_json_is_refused(tmp_path: Path, text: str, code: str) -> None:
+def test_broken_json_is_refused(tmp_path: Path, text: str, code: str):
     file = tmp_path / "a.json"
     file.write_text(text)
 
@@ -111,14 +111,14 @@ def test_broken_json_is_refused(tmp_path: Path, text: str, code: str) -> None:
 @pytest.mark.parametrize(
     ("read", "name"), [(read_json, "a.json"), (lambda path: list(read_jsonl(path)), "a.jsonl")]
 )
-def test_missing_file_is_named(tmp_path: Path, read: Callable[[Path], Any], name: str) -> None:
+def test_missing_file_is_named(tmp_path: Path, read: Callable[[Path], Any], name: str):
     with raises("not-found") as failure:
         read(tmp_path / name)
 
     assert failure.value.where == tmp_path / name
 
 
-# JSON Lines -----------------------------------------------------------------------------------
+# JSON Lines ---------------------------------------------------------------------------------------
 
 GZIP_OR_PLAIN = pytest.mark.parametrize(
     ("suffix", "pack"), [(".jsonl", bytes), (".jsonl.gz", gzip.compress)]
@@ -127,7 +127,7 @@ Pack = Callable[[bytes], bytes]
 
 
 @GZIP_OR_PLAIN
-def test_json_lines_have_line_numbers(tmp_path: Path, suffix: str, pack: Pack) -> None:
+def test_json_lines_have_line_numbers(tmp_path: Path, suffix: str, pack: Pack):
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(pack('\ufeff{"a": 1}\n\n  \n{"a": "ü"}\r\n{"a": 3}'.encode()))
 
@@ -158,7 +158,7 @@ def test_broken_line_is_named(
     suffix: str,
     pack: Pack,
     line: bytes,
-) -> None:
+):
     monkeypatch.setattr("skilltrain.files._MAX_LINE_BYTES", 200_000)
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(pack(b'{"a": 1}\n' + line + b"\n"))
@@ -183,7 +183,7 @@ COMPRESSED = gzip.compress("\n".join(ROWS).encode())
     ],
     ids=["cut", "overwritten", "not_gzip"],
 )
-def test_broken_gzip_is_refused(tmp_path: Path, suffix: str, content: bytes) -> None:
+def test_broken_gzip_is_refused(tmp_path: Path, suffix: str, content: bytes):
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(content)
 
@@ -191,10 +191,10 @@ def test_broken_gzip_is_refused(tmp_path: Path, suffix: str, content: bytes) -> 
         list(read_jsonl(path))
 
 
-# Fingerprints ---------------------------------------------------------------------------------
+# Fingerprints -------------------------------------------------------------------------------------
 
 
-def test_fingerprint_of_folder_by_hand(tmp_path: Path) -> None:
+def test_fingerprint_of_folder_by_hand(tmp_path: Path):
     """The formula may not change, because the records of finished runs hold fingerprints."""
     write_text(tmp_path / "x" / "ä.txt", "1")
     write_text(tmp_path / "b.txt", "2")
@@ -205,10 +205,11 @@ def test_fingerprint_of_folder_by_hand(tmp_path: Path) -> None:
         "x/ä.txt".encode(),
         sha256(b"1").digest(),
     ]
+
     assert fingerprint(tmp_path) == sha256(b"".join(names_and_digests)).hexdigest()
 
 
-def test_fingerprint_needs_existing_path(tmp_path: Path) -> None:
+def test_fingerprint_needs_existing_path(tmp_path: Path):
     with raises("not-found"):
         fingerprint(tmp_path / "none")
 
@@ -232,17 +233,17 @@ def unreadable_file(latin1_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return latin1_file
 
 
-def test_fingerprint_takes_names_of_any_bytes(latin1_file: Path) -> None:
+def test_fingerprint_takes_names_of_any_bytes(latin1_file: Path):
     expected = sha256(b"caf\xe9" + sha256(b"3").digest())
 
     assert fingerprint(latin1_file.parent) == expected.hexdigest()
 
 
-def test_unreadable_file_in_folder_counts_by_name(unreadable_file: Path) -> None:
+def test_unreadable_file_in_folder_counts_by_name(unreadable_file: Path):
     assert fingerprint(unreadable_file.parent) == sha256(b"caf\xe9").hexdigest()
 
 
-def test_fingerprint_of_unreadable_file_is_refused(unreadable_file: Path) -> None:
+def test_fingerprint_of_unreadable_file_is_refused(unreadable_file: Path):
     with raises("unreadable-file") as failure:
         fingerprint(unreadable_file)
 

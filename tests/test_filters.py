@@ -1,4 +1,4 @@
-"""Which candidates are taken for false negatives, by which layer, and why."""
+"""The stage filter: which candidates each layer drops as false negatives, and why."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -40,22 +40,23 @@ SKILLS_HERE = [
 ]
 VECTORS = np.array([[1, 0], [0, 1], [0, 1], [0.96, 0.28], [0.6, 0.8]], dtype=np.float32)
 QUERY_VECTOR = np.array([0.8, 0.6], dtype=np.float32)  # cosines: .8, .6, .6, .936, .96
-POSITION = {skill.skill_id: place for place, skill in enumerate(SKILLS_HERE)}
+POSITION = {skill.skill_id: position for position, skill in enumerate(SKILLS_HERE)}
 CLUSTER_OF = {"gold": 3, "name": 0, "body": 3, "vector": 1, "far": 2}
 
 
-def rankings(*rows, query_id="q1", stage="semantic"):
-    same = {"query_id": query_id, "score": 0.5, "stage": stage}
-    return table_from_rows(
-        [{"skill_id": one, "rank": rank, **same} for rank, one in enumerate(rows, 1)], RANKINGS
-    )
+def rankings(*skill_ids, query_id="q1", stage="semantic"):
+    """Return rankings of one query and stage, the best skill first."""
+    columns = {"query_id": query_id, "score": 0.5, "stage": stage}
+    rows = [{"skill_id": s, "rank": rank, **columns} for rank, s in enumerate(skill_ids, 1)]
+    return table_from_rows(rows, RANKINGS)
 
 
 class FilterRun:
     """The stage on tables in a folder, with vectors in place of a model."""
 
     def __init__(self, folder):
-        self.folder, self.out = folder, folder / "out"
+        self.folder = folder
+        self.out = folder / "out"
         self.write(
             rankings("gold", "name", "body", "far"), rankings("vector", "far", stage="random")
         )
@@ -65,46 +66,41 @@ class FilterRun:
         write_table(rows, CLUSTERS, folder / "clusters")
 
     def write(self, *tables, verdicts=None, skills=SKILLS_HERE):
-        """`verdicts`: query_id → skill_id → verdict."""
+        """Write rankings, skills and verdicts, which are {query_id: {skill_id: verdict}}."""
         write_table(pa.concat_tables(tables), RANKINGS, self.folder / "rankings")
         write_pool(self.folder / "pool", skills)
         verdicts = {"q1": {"gold": "required"}} if verdicts is None else verdicts
-        write_ours(
-            self.folder / "queries",
-            [(f"q{n}", "print this pdf", "train") for n in (1, 2)],
-            verdicts,
-        )
+        queries = [("q1", "print this pdf", "train"), ("q2", "print this pdf", "train")]
+        write_ours(self.folder / "queries", queries, verdicts)
 
     def run(self, **changes):
-        """(the summary, the rows of DROPPED)."""
-        paths = {
-            name: self.folder / name for name in ("pool", "queries", "rankings", "clusters", "out")
-        }
+        """Run the stage; return its summary and its dropped rows."""
+        names = ("pool", "queries", "rankings", "clusters", "out")
         values = {
             "stage": "filter",
-            **paths,
+            **{name: self.folder / name for name in names},
             "encoder": {"source": "x"},
             "workers": {"num": 1},
-        } | changes
-        summary = validate(Filter, values, "recipe").run(self.out)
+        }
+        summary = validate(Filter, values | changes, "recipe").run(self.out)
         return summary, read_table(self.out, DROPPED).to_pylist()
 
-    def found(self, *layers):
-        """skill_id → (layer, value, gold skill or None)."""
+    def dropped(self, *layers):
+        """Return the layer, the value and the gold skill by dropped skill."""
         _, rows = self.run(layers=list(layers), judged_positives="keep")
         return {row["skill_id"]: (row["filter"], row["value"], row["other_id"]) for row in rows}
 
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
-    def known_chunks(skills):
+    def encode_chunks(skills):
         return ChunkVectors.one_each(VECTORS[[POSITION[skill.skill_id] for skill in skills]])
 
-    def known_queries(texts):
+    def encode_queries(texts):
         return np.tile(QUERY_VECTOR, (len(texts), 1))
 
-    known = SimpleNamespace(encode_chunks=known_chunks, encode_queries=known_queries)
-    monkeypatch.setattr(module, "open_encoder", lambda source: known)
+    encoder = SimpleNamespace(encode_chunks=encode_chunks, encode_queries=encode_queries)
+    monkeypatch.setattr(module, "open_encoder", lambda source: encoder)
     return FilterRun(tmp_path)
 
 
@@ -121,9 +117,10 @@ def window(**ranks):
 
 
 JUDGED = required("gold")
-NAME, JACCARD, COSINE, CLUSTER = (
-    {"name": name} for name in ("name", "jaccard", "cosine", "cluster")
-)
+NAME = {"name": "name"}
+JACCARD = {"name": "jaccard"}
+COSINE = {"name": "cosine"}
+CLUSTER = {"name": "cluster"}
 BY_NAME = {"name": ("name", 1.0, "gold")}
 # cosines to the query: gold .8; name .6, vector .936, far .96
 OVER = {
@@ -209,16 +206,22 @@ ALL_OVER = OVER | {"name": ("ceiling", pytest.approx(0.6), "gold")}
 )
 def test_what_layers_drop(stage, candidates, verdicts, layers, dropped):
     stage.write(rankings(*candidates.split()), rankings("gold", stage="random"), verdicts=verdicts)
-    assert stage.found(*layers) == dropped
+
+    assert stage.dropped(*layers) == dropped
 
 
-def test_siblings_of_a_template_stay_unless_plain_trigrams_are_asked_for(stage):
-    template = "automate {} tasks via the hub after you have searched all its tools for the current schemas"
-    siblings = [Skill(name, f"{name}-automation", "", template.format(name)) for name in "abcdef"]
-    copy = Skill("a2", "a-automation", "", template.format("a") + " first")
+@pytest.mark.parametrize(
+    ("layer", "dropped"),
+    [(JACCARD, {"a2"}), (JACCARD | {"max_names": None}, {"a2", "b", "c"})],
+)
+def test_siblings_of_template_are_no_copies(stage, layer, dropped):
+    template = "automate {} tasks via the hub after you have searched all its tools for the current"
+    bodies = {name: f"{template.format(name)} schemas" for name in "abcdef"}
+    siblings = [Skill(name, f"{name}-automation", "", body) for name, body in bodies.items()]
+    copy = Skill("a2", "a-automation", "", f"{bodies['a']} first")
     stage.write(rankings("a2", "b", "c"), verdicts=required("a"), skills=[*siblings, copy])
-    assert stage.found(JACCARD | {"max_names": None}).keys() == {"a2", "b", "c"}
-    assert stage.found(JACCARD).keys() == {"a2"}
+
+    assert stage.dropped(layer).keys() == dropped
 
 
 def test_bodies_of_every_kind_are_compared(stage):
@@ -232,21 +235,25 @@ def test_bodies_of_every_kind_are_compared(stage):
     ]
     skills = [Skill(str(n), "--", "", body) for n, body in enumerate(odd)]
     verdicts = {"q1": {"1": "required"}, "q2": {"4": "required"}}
+
     stage.write(
         rankings("2", "0"), rankings("5", "3", query_id="q2"), verdicts=verdicts, skills=skills
     )
-    assert stage.found(JACCARD).keys() == {"2", "5"}
-    assert stage.found(NAME) == {}, "no name is no common name"
+
+    assert stage.dropped(JACCARD).keys() == {"2", "5"}
+    assert stage.dropped(NAME) == {}, "no name is no common name"
 
 
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), st.floats(0, 1))
-def test_the_size_bound_never_changes_the_answer(tokens, above):
+def test_size_bound_changes_no_value(tokens, above):
     bodies = "a b c d e a b c", " ".join(tokens)
     pool: Any = SimpleNamespace(
         skills=[Skill(str(n), "", "", body) for n, body in enumerate(bodies)], workers=ONE
     )
     (value,) = JaccardLayer(above=above).check(pool, np.array([(0, 0, 1, 0, 1)], dtype=PAIR))
+
     exact = jaccard(*map(word_trigrams, bodies))
+
     assert (value == exact) if exact > above else np.isnan(value)
 
 
@@ -254,21 +261,37 @@ def test_rows_by_query_keeps_row_order():
     table = pa.concat_tables(
         [rankings("a", query_id="z"), rankings("a", "b"), rankings("b", query_id="z")]
     )
+
     assert {k: v.tolist() for k, v in rows_by_query(table).items()} == {"q1": [1, 2], "z": [0, 3]}
     assert rows_by_query(table.slice(0, 0)) == {}
 
 
-def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
-    summary, rows = stage.run()
-    kept = [
+def ranked_skills(stage):
+    return [
         (row["stage"], row["skill_id"], row["rank"])
         for row in read_table(stage.out, RANKINGS).to_pylist()
     ]
-    assert kept == [("semantic", "far", 4), ("random", "far", 2)]
-    assert [
-        (row["skill_id"], row["source"], row["other_id"], row["value"], row["reason"])
-        for row in rows
-    ] == [
+
+
+def test_stage_keeps_other_candidates(stage):
+    summary, _ = stage.run()
+
+    assert ranked_skills(stage) == [("semantic", "far", 4), ("random", "far", 2)]
+    assert {path.name for path in stage.out.iterdir()} == {"dropped.parquet", "rankings.parquet"}
+    assert summary == {
+        "num_candidates": 6,
+        "num_kept": 2,
+        "num_dropped": 4,
+        "kept_by_source": {"random": 1, "semantic": 1},
+        "dropped_by_layer": {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1},
+    }
+
+
+def test_dropped_candidates_have_reasons(stage):
+    _, rows = stage.run()
+
+    names = ("skill_id", "source", "other_id", "value", "reason")
+    assert [tuple(map(row.get, names)) for row in rows] == [
         ("gold", "semantic", None, None, "judged required for this query"),
         ("name", "semantic", "gold", 1.0, "same name as a gold skill"),
         (
@@ -280,27 +303,30 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
         ),
         ("vector", "random", "gold", pytest.approx(0.96), "cosine 0.960 > 0.92 to a gold skill"),
     ]
-    assert sorted(path.name for path in stage.out.iterdir()) == [
-        "dropped.parquet",
-        "rankings.parquet",
-    ]
-    assert summary == {
-        "num_candidates": 6,
-        "num_kept": 2,
-        "num_dropped": 4,
-        "kept_by_source": {"random": 1, "semantic": 1},
-        "dropped_by_layer": {"judged": 1, "name": 1, "jaccard": 1, "cosine": 1},
-    }
-    summary, _ = stage.run(judged_positives="keep")  # for the reranker
-    assert "gold" in read_table(stage.out, RANKINGS).column("skill_id").to_pylist()
+
+
+def test_judged_positives_stay_for_reranker(stage):
+    summary, _ = stage.run(judged_positives="keep")
+
+    assert "gold" in {skill_id for _, skill_id, _ in ranked_skills(stage)}
     assert summary["dropped_by_layer"]["judged"] == 0
+
+
+def test_reasons_of_cluster_or_ceiling(stage):
     _, rows = stage.run(layers=[CLUSTER, ceiling(relative_margin=0.1)])
+
     assert [row["reason"] for row in rows][1:3] == [
         "in one near-duplicate cluster with a gold skill",
         "score 0.960 for the query too close to that of a gold skill",
     ]
+
+
+def test_empty_rankings_are_filtered(stage):
     stage.write(rankings())
-    assert stage.run()[0]["num_kept"] == 0
+
+    summary, _ = stage.run()
+
+    assert summary["num_kept"] == 0
 
 
 @pytest.mark.parametrize(
@@ -324,10 +350,11 @@ def test_the_stage_splits_rankings_into_kept_and_dropped(stage):
         ),
     ],
 )
-def test_settings_and_tables_that_cannot_work_are_refused(stage, changes, message):
+def test_invalid_filter_is_refused(stage, changes, message):
     other = stage.folder / "other"
     write_pool(other, SKILLS_HERE[:1])
     write_ours(other, [], {})
     write_table([{"skill_id": "gold", "cluster": 0}], CLUSTERS, other)
+
     with pytest.raises(SkilltrainError, match=message):
         stage.run(**{key: other if value == "other" else value for key, value in changes.items()})

@@ -1,4 +1,4 @@
-"""The same numbers on a GPU as on the CPU, and what a training does there unasked: `pytest -m gpu`."""
+"""The same numbers on a GPU as on the CPU, and a training run's defaults there: `pytest -m gpu`."""
 
 import json
 from collections.abc import Callable
@@ -59,19 +59,21 @@ def reranker_step(folder: Path, device: torch.device, recompute: bool = True) ->
 def loss_and_gradients(step: Step) -> tuple[float, dict[str, Tensor]]:
     loss = step(step.data.lists)
     loss.backward()
-    return loss.item(), {
+    gradients = {
         key: value.grad.cpu() for key, value in step.named_parameters() if value.grad is not None
     }
+    return loss.item(), gradients
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3"])
-def test_an_encoders_vectors(model_folders: dict[str, Path], name: str) -> None:
-    encoders = [
-        load_encoder(EncoderConfig(source=str(model_folders[name])), device) for device in DEVICES
-    ]
+def test_encoder_vectors(model_folders: dict[str, Path], name: str):
+    config = EncoderConfig(source=str(model_folders[name]))
+    encoders = [load_encoder(config, device) for device in DEVICES]
+
     with torch.inference_mode():
-        on_cpu, there = (encoder(encoder.tokenize(TEXTS, 100)).cpu() for encoder in encoders)
-    assert torch.allclose(there, on_cpu, atol=1e-5)
+        on_cpu, on_gpu = [encoder(encoder.tokenize(TEXTS, 100)).cpu() for encoder in encoders]
+
+    assert torch.allclose(on_gpu, on_cpu, atol=1e-5)
 
 
 CASES: list[tuple[str, Callable[..., Step]]] = [
@@ -83,84 +85,88 @@ CASES: list[tuple[str, Callable[..., Step]]] = [
 
 
 @pytest.mark.parametrize(("name", "step_of"), CASES)
-def test_a_steps_loss_and_gradients(
-    model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]
-) -> None:
-    (loss, expected), (there, got) = (
+def test_gradients_of_step(model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]):
+    (expected_loss, expected), (loss, gradients) = [
         loss_and_gradients(step_of(model_folders[name], device)) for device in DEVICES
-    )
-    assert there == pytest.approx(loss, rel=1e-5)
-    assert expected.keys() == got.keys()
-    for key, gradient in expected.items():
-        assert torch.allclose(got[key], gradient, atol=1e-4), key
+    ]
+
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert torch.allclose(gradient, expected[key], atol=1e-4), key
 
 
 @pytest.mark.parametrize(
     ("name", "step_of", "varlen"),
     [*((*case, False) for case in CASES), ("qwen3", partial(encoder_step, varlen=True), True)],
 )
-def test_a_step_in_bfloat16_is_close_to_float32(
+def test_bfloat16_is_close_to_float32(
     model_folders: dict[str, Path], name: str, step_of: Callable[..., Step], varlen: bool
-) -> None:
-    loss, expected = loss_and_gradients(step_of(model_folders[name], DEVICES[0]))
+):
+    expected_loss, expected = loss_and_gradients(step_of(model_folders[name], DEVICES[0]))
+
     with (
         torch.autocast("cuda", dtype=torch.bfloat16),
         patch.object(flash, "varlen_attn", wraps=flash.varlen_attn) as kernel,
     ):
-        there, got = loss_and_gradients(step_of(model_folders[name], DEVICES[1]))
+        loss, gradients = loss_and_gradients(step_of(model_folders[name], DEVICES[1]))
+
     assert bool(kernel.called) == varlen
-    assert there == pytest.approx(loss, rel=0.02)
-    one, other = (
-        torch.cat([values[key].flatten() for key in expected]) for values in (expected, got)
-    )
-    assert torch.cosine_similarity(one, other, dim=0) > 0.98
+    assert loss == pytest.approx(expected_loss, rel=0.02)
+    flat = torch.cat([gradients[key].flatten() for key in expected])
+    expected_flat = torch.cat([gradient.flatten() for gradient in expected.values()])
+    assert torch.cosine_similarity(flat, expected_flat, dim=0) > 0.98
 
 
 @pytest.mark.parametrize(
     ("name", "step_of"), [("bert_dropout", encoder_step), ("qwen3_reranker", reranker_step)]
 )
-def test_recomputed_layers_draw_the_same_dropout(
+def test_recomputed_layers_have_same_dropout(
     model_folders: dict[str, Path], name: str, step_of: Callable[..., Step]
-) -> None:
+):
     """BERT's own dropout, and LoRA's in a packed reranker."""
-    results = list[tuple[float, dict[str, Tensor]]]()
+    results = []
     for recompute in (False, True):
         step = step_of(model_folders[name], DEVICES[1], recompute)
         torch.manual_seed(3)
         if isinstance(step, RerankerStep):
             add_adapter(step.model.network, AdapterConfig(rank=4, dropout=0.3))
         results.append(loss_and_gradients(step.train()))
-    (loss, kept), (again, recomputed) = results
-    assert again == pytest.approx(loss, rel=1e-6)
-    for key, gradient in kept.items():
-        assert torch.allclose(recomputed[key], gradient, atol=1e-5), key
+
+    (expected_loss, expected), (loss, gradients) = results
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for key, gradient in expected.items():
+        assert torch.allclose(gradients[key], gradient, atol=1e-5), key
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_takes_the_planned_memory(tmp_path: Path, recompute: bool) -> None:
+def test_step_takes_planned_memory(tmp_path: Path, recompute: bool):
     """A Qwen3 of eight layers, whose activations are far larger than its weights."""
     qwen3_tokenizer(appends_end=True).save_pretrained(tmp_path)
     sizes = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "head_dim": 64}
     config = Qwen3Config(vocab_size=800, num_attention_heads=8, num_key_value_heads=4, **sizes)
     Qwen3Model(config).save_pretrained(tmp_path)
     encoder = load_encoder(EncoderConfig(source=str(tmp_path), max_tokens=512), DEVICES[1])
-    step = EncoderStep(
-        encoder, InfoNCE(), training_set(64, num_skills=200), StepSettings(8192, recompute)
-    ).train()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = step(step.data.lists)
-    loss.backward()
-    weights = sum(parameter.numel() * 4 for parameter in step.parameters())
-    taken = torch.cuda.max_memory_allocated() - before - weights  # of them: gradients
+    data = training_set(64, num_skills=200)
+    step = EncoderStep(encoder, InfoNCE(), data, StepSettings(8192, recompute)).train()
     bytes_per_slot = layer_bytes(step.model.network, torch.bfloat16)
-    planned = activation_bytes(step, step.data.lists, bytes_per_slot)
-    assert planned > 2 * weights and taken == pytest.approx(planned, rel=0.25)
+    planned = activation_bytes(step, data.lists, bytes_per_slot)
+    torch.cuda.reset_peak_memory_stats()
+    allocated = torch.cuda.memory_allocated()
+
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = step(data.lists)
+    loss.backward()
+
+    # Gradients take as much as the weights.
+    gradients = sum(parameter.numel() * 4 for parameter in step.parameters())
+    activations = torch.cuda.max_memory_allocated() - allocated - gradients
+    assert planned > 2 * gradients
+    assert activations == pytest.approx(planned, rel=0.25)
 
 
 def trained(folder: Path, out: Path, resume: bool = False, **settings: object) -> EncoderStep:
-    """An encoder after a training whose recipe says nothing of precision and token budget."""
+    """Train an encoder with the default precision and token budget."""
     config = TrainingConfig.model_validate(
         {"batch_size": 4, "accumulation": 1, "learning_rate": 1e-3} | settings
     )
@@ -175,43 +181,46 @@ def rows_of(out: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_training_by_default(model_folders: dict[str, Path], tmp_path: Path) -> None:
-    """bfloat16 over float32 weights, TF32, growing segments, no layers of the CPU's, the peak in the log."""
-    before = encoder_step(model_folders["bert"], DEVICES[1])
+def test_defaults_of_training(model_folders: dict[str, Path], tmp_path: Path):
+    """bfloat16 over float32 weights, TF32, growing segments, no layers of the CPU, logged peak."""
+    initial = encoder_step(model_folders["bert"], DEVICES[1])
+
     step = trained(model_folders["bert"], tmp_path)
-    assert (
-        AcceleratorState().mixed_precision == "bf16"
-        and torch.get_float32_matmul_precision() == "high"
-    )
+
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert torch.get_float32_matmul_precision() == "high"
     assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     assert not any(isinstance(module, OneDnnLinear) for module in step.modules())
     rows = rows_of(tmp_path)
-    assert len(rows) == 2 and all(0 < row["peak_gib"] < 1 for row in rows)
+    assert len(rows) == 2
+    assert all(0 < row["peak_gib"] < 1 for row in rows)
     weights = dict(step.named_parameters())
-    for name, value in before.named_parameters():
-        assert weights[name].dtype == torch.float32 and not torch.equal(weights[name], value), name
+    for name, value in initial.named_parameters():
+        assert weights[name].dtype == torch.float32, name
+        assert not torch.equal(weights[name], value), name
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_resumed_training_draws_the_same_dropout(
-    model_folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_resumed_training_has_same_dropout(model_folders: dict[str, Path], tmp_path: Path):
     """Not bit for bit: a GPU adds the gradients of embeddings in any order."""
     settings = {"epochs": 2, "save_every": 1, "keep_checkpoints": 9, "precision": "float32"}
     trained(model_folders["bert_dropout"], tmp_path, **settings)
-    whole = [row["loss"] for row in rows_of(tmp_path)]
+    losses = [row["loss"] for row in rows_of(tmp_path)]
     for number in (3, 4):
         (tmp_path / "checkpoints" / f"step-{number}").rename(tmp_path / f"step-{number}")
     torch.manual_seed(99)
+
     trained(model_folders["bert_dropout"], tmp_path, resume=True, **settings)
-    assert [row["loss"] for row in rows_of(tmp_path)] == pytest.approx(whole, rel=1e-4)
+
+    assert [row["loss"] for row in rows_of(tmp_path)] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_memory_that_runs_out_is_one_line(model_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_out_of_memory_is_one_line(model_folders: dict[str, Path], tmp_path: Path):
     config = TrainingConfig(batch_size=4)
     accelerator = new_accelerator(config, quantized=False)
     step = encoder_step(model_folders["bert"], accelerator.device)
     step.forward = lambda batch: torch.empty(2**42, device=accelerator.device)
+
     with raises("out-of-memory"):
         train(accelerator, step, config, Run(tmp_path, False, {}))

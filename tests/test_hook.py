@@ -70,7 +70,7 @@ def hook(address: str, text: str, seconds: float = 20.0, **variables: str) -> st
     return outcome.stdout.decode()
 
 
-def test_it_prints_the_skills_of_a_prompt():
+def test_it_prints_skills_of_prompt():
     with server(json.dumps(ANSWER).encode()) as (address, _):
         first, line, last = hook(address, "join these pdf files").splitlines()
 
@@ -82,7 +82,7 @@ def test_it_prints_the_skills_of_a_prompt():
     assert "load_skill" in last
 
 
-def test_it_reads_the_json_of_a_hook():
+def test_it_reads_json_of_hook():
     text = json.dumps({"hook_event_name": "UserPromptSubmit", "prompt": "join these pdf files"})
 
     with server(json.dumps(ANSWER).encode()) as (address, requests):
@@ -114,7 +114,7 @@ def test_it_reads_the_json_of_a_hook():
         '{"prompt": "?! 12"}',
     ],
 )
-def test_other_text_than_a_prompt_is_not_sent(text):
+def test_other_text_than_prompt_is_not_sent(text):
     with server(json.dumps(ANSWER).encode()) as (address, requests):
         assert hook(address, text) == ""
 
@@ -129,7 +129,7 @@ def test_plain_text_is_a_prompt(text):
     assert [request["query"] for request in requests] == [text]
 
 
-def test_it_sends_the_token_of_the_environment():
+def test_it_sends_token_of_environment():
     with server(json.dumps(ANSWER).encode()) as (address, requests):
         hook(address, "join", SKILLTRAIN_TOKEN="s3cret")
 
@@ -156,7 +156,7 @@ def test_a_closed_stream_is_silent(closed):
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, b"", b"")
 
 
-def test_an_open_stdin_does_not_block():
+def test_open_stdin_does_not_block():
     code = "import skilltrain.serving.hook as hook; hook.main()"
 
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
@@ -189,7 +189,7 @@ def test_an_unusable_answer_is_silent(answer):
     assert len(requests) == 1
 
 
-def test_an_error_of_the_server_is_silent():
+def test_error_of_server_is_silent():
     with server(json.dumps(ANSWER).encode(), code=500) as (address, requests):
         assert hook(address, "join these pdf files") == ""
 
@@ -203,12 +203,12 @@ def test_a_missing_server_is_silent(address):
     assert hook(address, "join these pdf files") == ""
 
 
-def test_it_does_not_wait_for_a_slow_server():
+def test_it_does_not_wait_for_slow_server():
     with server(json.dumps(ANSWER).encode(), wait=0.1) as (address, _):
         assert hook(address, "join", seconds=0.5) == ""
 
 
-def test_it_does_not_wait_for_a_silent_server():
+def test_it_does_not_wait_for_silent_server():
     with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts, and never answers
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
 

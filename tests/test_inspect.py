@@ -112,12 +112,12 @@ def write_runs(
         root / "mined", {"stage": "mine", **paths}, (RANKINGS, ranking_rows(MINED)), (DROPPED, [])
     )
     num_dropped = Counter(drop.source for drop in drops)
-    kept = {source: size - num_dropped[source] for source, size in MINED.items()}
+    num_kept = {source: size - num_dropped[source] for source, size in MINED.items()}
     layers = [{"name": "name"}, {"name": "jaccard"}, {"name": "cosine"}, {"name": "rank_window"}]
     filtered = write_run(
         root / "filtered",
         {"stage": "filter", **paths, "rankings": mined, "layers": layers},
-        (RANKINGS, ranking_rows(kept)),
+        (RANKINGS, ranking_rows(num_kept)),
         (DROPPED, drops),
     )
     quotas = {"semantic": 2, "lexical": 2, "taxonomy": 1}
@@ -157,6 +157,7 @@ def test_drops_are_counted_by_filter(tmp_path: Path):
     values = values_of(write_runs(tmp_path))
 
     counts = {key: len(drops) for key, drops in values["drops"].items()}
+
     assert counts == {
         ("pool", "empty"): 1,
         ("filter", "name"): 1,
@@ -166,11 +167,12 @@ def test_drops_are_counted_by_filter(tmp_path: Path):
     }
 
 
-def test_a_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
+def test_drop_is_shown_beside_its_gold_skill(tmp_path: Path):
     page = page_of(write_runs(tmp_path))
 
-    shown = re.findall(r'<h4 dir="auto">(.*?)</h4>', page)
-    assert shown == [
+    headings = re.findall(r'<h4 dir="auto">(.*?)</h4>', page)
+
+    assert headings == [
         *("k8s", "table-join"),
         *("Table Join", "table-join"),
         *("图表", "chart"),  # a drop that names no skill: the positive of its query
@@ -185,15 +187,15 @@ def test_a_positive_may_follow_negatives(tmp_path: Path):
     assert values["positives"] == {"q3": "z/tu"}
 
 
-def test_a_pair_of_two_sources_is_shown_once(tmp_path: Path):
+def test_pair_of_two_sources_is_shown_once(tmp_path: Path):
     twice = [DROPS[1], replace(DROPS[1], source="semantic")]
 
-    shown = values_of(write_runs(tmp_path, drops=twice))["shown_drops"]
+    drops = values_of(write_runs(tmp_path, drops=twice))["shown_drops"]
 
-    assert [drop.skill_id for drop in shown] == ["t/join"]
+    assert [drop.skill_id for drop in drops] == ["t/join"]
 
 
-def test_a_source_that_gave_nothing_is_named(tmp_path: Path):
+def test_source_that_gave_nothing_is_named(tmp_path: Path):
     page = page_of(write_runs(tmp_path))
 
     assert "<h3>No negative came from taxonomy</h3>" in page
@@ -231,7 +233,7 @@ def test_near_duplicates_of_positives_are_found(tmp_path: Path):
     assert findings["cluster"] == {"q1": {"s/chart"}, "q3": {"s/join"}}
 
 
-def test_a_positive_in_another_language_is_found(tmp_path: Path):
+def test_positive_in_another_language_is_found(tmp_path: Path):
     lists = ROWS | {"q2": [("z/tu", "required", "gold", 0), *ROWS["q2"][1:]]}
     texts = TEXTS | {"q2": "please restart the pods for me"}
 
@@ -260,6 +262,7 @@ def test_hostile_text_stays_text(tmp_path: Path):
 
     page = (tmp_path / "page.html").read_text()
     check_safe(page, num_scripts=1)
+
     assert not {"\u202e", "\u2028"} & set(page)
     assert "&lt;img src=x onerror=alert(2)&gt;[U+2028][U+202E]" in page
 
@@ -273,44 +276,46 @@ def test_missing_runs_are_named(tmp_path: Path):
     with_pool = inspect_lists(lists, None, tmp_path / "pool-moved", 10)["missing"]
 
     page = (tmp_path / "lists.html").read_text()
+
     assert [line.split(":")[0] for line in missing] == ["rankings of stage lists", "pool"]
     assert [line.split(":")[0] for line in with_pool] == ["rankings of stage lists"]
     assert 'class="missing"' in page
     assert "<b>?</b>" in page
 
 
-def test_lists_without_a_record_are_shown(tmp_path: Path):
+def test_lists_without_record_are_shown(tmp_path: Path):
     lists = write_runs(tmp_path)
     (lists / "run.json").unlink()
 
-    shown = inspect_lists(lists, None, tmp_path / "pool", 10)
+    values = inspect_lists(lists, None, tmp_path / "pool", 10)
 
-    assert "no record of its run" in shown["missing"][0]
-    assert shown["num_lists_shown"] == 3
+    assert "no record of its run" in values["missing"][0]
+    assert values["num_lists_shown"] == 3
 
 
-def test_runs_are_found_after_a_move(tmp_path: Path):
+def test_runs_are_found_after_move(tmp_path: Path):
     write_runs(tmp_path / "here", drops=[])
     moved = (tmp_path / "here").rename(tmp_path / "there")
 
-    shown = inspect_lists(moved / "lists", None, None, 10)
+    values = inspect_lists(moved / "lists", None, None, 10)
 
-    assert (shown["missing"], shown["num_drops_shown"]) == ([], 0)
+    assert (values["missing"], values["num_drops_shown"]) == ([], 0)
 
 
-def test_the_sample_is_the_same_each_time(tmp_path: Path):
+def test_sample_is_same_each_time(tmp_path: Path):
     positive = ("s/join", "required", "gold", 0)
     lists = {f"q{n}": [positive, ("s/chart", "irrelevant", "semantic", 1)] for n in range(300)}
     lists["q299"].append(("t/join", "irrelevant", "semantic", 2))
     texts = dict.fromkeys(lists, "a question of some length")
     folder = write_runs(tmp_path, lists=lists, texts=texts, drops=[])
 
-    first, second = page_of(folder, max_lists=5), page_of(folder, max_lists=5)
+    page = page_of(folder, max_lists=5)
 
-    shown = {row["query_id"] for row in values_of(folder, max_lists=5)["shown"]}
-    assert first == second
-    assert "6 of 300 lists" in first
-    assert "q299" in shown  # not in the sample, but a check reports it
+    assert page_of(folder, max_lists=5) == page
+    assert "6 of 300 lists" in page
+    # A check reports this list, which is not in the sample.
+    rows = values_of(folder, max_lists=5)["shown"]
+    assert "q299" in {row["query_id"] for row in rows}
 
 
 def test_the_command_prints_counts(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Late interaction: MaxSim and its gradient, trained beside the cosines, and the ranker of kind late."""
+"""Late interaction: MaxSim, its gradient, its loss in training and the ranker of kind late."""
 
 from dataclasses import replace
 
@@ -33,136 +33,196 @@ LEXICAL = {"kind": "lexical"}
 
 
 def plain_max_sim(queries, skills):
-    return torch.stack([torch.stack([(q @ s.T).amax(1).mean() for s in skills]) for q in queries])
+    """Compute MaxSim pair by pair, as the expected scores."""
+    scores = torch.empty(len(queries), len(skills), dtype=queries[0].dtype)
+    for row, query in enumerate(queries):
+        for column, skill in enumerate(skills):
+            scores[row, column] = (query @ skill.T).amax(1).mean()
+    return scores
 
 
 def unit_tokens(*lengths):
+    """Return random texts of unit token vectors, one text for each length."""
     return [
-        torch.nn.functional.normalize(torch.randn(n, 8, dtype=torch.float64), dim=1)
-        for n in lengths
+        torch.nn.functional.normalize(torch.randn(length, 8, dtype=torch.float64), dim=1)
+        for length in lengths
     ]
 
 
-def test_max_sim_and_its_gradient_are_those_of_amax():
+def token_vectors(encoder, token_ids):
+    """Encode each text alone and return its token vectors, without the vector of the text."""
+    return [encoder.with_tokens([ids], len(ids))[0, 1:] for ids in token_ids]
+
+
+def test_max_sim_equals_amax():
     texts = [text.requires_grad_() for text in unit_tokens(3, 1, 7, 5, 2, 9, 1)]
-    queries, skills, weights = texts[:3], texts[3:], torch.randn(3, 4, dtype=torch.float64)
-    scores, plain = max_sim(queries, skills), plain_max_sim(queries, skills)
-    torch.testing.assert_close(scores, plain, rtol=0, atol=1e-9)
-    got, expected = (torch.autograd.grad((each * weights).sum(), texts) for each in (scores, plain))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
-    assert max_sim([], skills).shape == (0, 4)
+    queries = texts[:3]
+    skills = texts[3:]
+    weights = torch.randn(3, 4, dtype=torch.float64)
+    expected = plain_max_sim(queries, skills)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), texts)
+
+    scores = max_sim(queries, skills)
+    gradients_of_texts = torch.autograd.grad((scores * weights).sum(), texts)
+
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(gradients_of_texts, expected_gradients, rtol=0, atol=1e-9)
 
 
-def test_tokens_stand_behind_their_texts_vector_whatever_is_beside_them(open_encoder_of):
+def test_max_sim_takes_no_queries():
+    assert max_sim([], unit_tokens(5, 2, 9, 1)).shape == (0, 4)
+
+
+def test_token_vectors_ignore_batch(open_encoder_of):
     encoder = open_encoder_of("qwen3").double()
     short, long = encoder.tokenize(["deploy pods", "review the chart " * 9], 60)
+
     both = encoder.with_tokens([short, long], 70)
+
+    # Position 0 holds the vector of the text, the tokens follow, then zeros.
+    assert both.shape[1] == 71
     torch.testing.assert_close(both[:, 0], encoder([short, long]))
-    torch.testing.assert_close(both[:1, : 1 + len(short)], encoder.with_tokens([short], len(short)))
-    assert both.shape[1] == 71 and not both[0, 1 + len(short) :].any()
-    assert torch.allclose(both[1, : 1 + len(long)].norm(dim=1), torch.ones(1, dtype=torch.float64))
+    short_vectors = encoder.with_tokens([short], len(short))
+    torch.testing.assert_close(both[:1, : 1 + len(short)], short_vectors)
+    assert not both[0, 1 + len(short) :].any()
+    norms = both[1, : 1 + len(long)].norm(dim=1)
+    assert torch.allclose(norms, torch.ones(1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("token_budget", [120, 10**6])
-def test_both_losses_are_the_naive_ones_whole_and_in_chunks(open_encoder_of, token_budget):
+def test_micro_batches_do_not_change_loss(open_encoder_of, token_budget):
     encoder = open_encoder_of("bert").double()
     data = training_set(8)
     loss = InfoNCE()
     step = EncoderStep(encoder, loss, data, StepSettings(token_budget))
-    skill_ids = sorted({skill_id for one in data.lists for skill_id in one.skill_ids})
-    ids = (
-        [step.query_ids[one.query] for one in data.lists],
-        [step.skill_ids[skill_id] for skill_id in skill_ids],
-    )
-    vectors = [encoder(texts) for texts in ids]
+
+    # The expected loss: all texts in one batch, MaxSim pair by pair.
+    skill_ids = sorted(set().union(*[training_list.skill_ids for training_list in data.lists]))
+    query_tokens = [step.query_ids[training_list.query] for training_list in data.lists]
+    skill_tokens = [step.skill_ids[skill_id] for skill_id in skill_ids]
     scored = encoder_scores(
-        data.lists, data.lists, vectors[0], None, skill_ids, vectors[1], step.context
+        data.lists,
+        data.lists,
+        encoder(query_tokens),
+        None,
+        skill_ids,
+        encoder(skill_tokens),
+        step.context,
     )
-    tokens = [[encoder.with_tokens([text], len(text))[0, 1:] for text in texts] for texts in ids]
-    of_tokens = replace(scored, scores=plain_max_sim(*tokens))
-    expected = loss(scored) + 0.3 * InfoNCE(temperature=0.1)(of_tokens)
+    scores = plain_max_sim(
+        token_vectors(encoder, query_tokens), token_vectors(encoder, skill_tokens)
+    )
+    token_loss = InfoNCE(temperature=0.1)(replace(scored, scores=scores))
+    expected = loss(scored) + 0.3 * token_loss
     expected_gradients = gradients(encoder, expected)
+
     settings = StepSettings(
         token_budget,
         recompute=token_budget == 120,
         late_interaction=LateInteraction(weight=0.3, temperature=0.1),
     )
-    got = EncoderStep(encoder, loss, data, settings).train()(data.lists)
-    assert got.item() == pytest.approx(expected.item(), abs=1e-9)
-    assert got.item() != pytest.approx(loss(scored).item())
-    torch.testing.assert_close(gradients(encoder, got), expected_gradients, rtol=0, atol=1e-9)
+    value = EncoderStep(encoder, loss, data, settings).train()(data.lists)
+
+    assert value.item() == pytest.approx(expected.item(), abs=1e-9)
+    assert value.item() != pytest.approx(loss(scored).item())
+    torch.testing.assert_close(gradients(encoder, value), expected_gradients, rtol=0, atol=1e-9)
 
 
-def sourced(model_folders, **settings):
+def encoder_settings(model_folders, **settings):
     return {"source": str(model_folders["bert"]), "precision": "float32", **settings}
 
 
 @pytest.fixture
 def ranker(model_folders):
-    return LateConfig(**sourced(model_folders, token_budget=64)).ranker(SKILLS, {})
+    return LateConfig(**encoder_settings(model_folders, token_budget=64)).ranker(SKILLS, {})
 
 
 def candidates(*numbers):
     return [(f"s{number}", 1.0) for number in numbers]
 
 
-def test_late_orders_candidates_by_max_sim(
-    ranker, encoded, open_encoder_of, model_folders, monkeypatch
-):
-    encoder, given = (
-        open_encoder_of("bert"),
-        {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)},
-    )
-    found = ranker.rank(QUERIES, given, 9)
+CANDIDATES = {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
+
+
+def test_late_scores_candidates_by_max_sim(ranker, open_encoder_of):
+    encoder = open_encoder_of("bert")
+
+    rankings = ranker.rank(QUERIES, CANDIDATES, 9)
+
     for query in QUERIES:
-        ids = encoder.tokenize_queries([query.text])
-        skills = [SKILLS[int(skill_id[1:])] for skill_id, _ in given[query.query_id]]
-        texts = encoder.tokenize(
-            [encoder.settings.template.skill.render(skill) for skill in skills], 256
-        )
-        tokens = [
-            [encoder.with_tokens([text], len(text))[0, 1:] for text in some]
-            for some in (ids, texts)
-        ]
-        expected = plain_max_sim(*tokens)[0].tolist()
-        assert dict(found[query.query_id]) == pytest.approx(
-            {skill.skill_id: score for skill, score in zip(skills, expected, strict=True)}, abs=1e-6
-        )
-        scores = [score for _, score in found[query.query_id]]
+        skills = [ranker.skills[skill_id] for skill_id, _ in CANDIDATES[query.query_id]]
+        texts = [encoder.settings.template.skill.render(skill) for skill in skills]
+        query_vectors = token_vectors(encoder, encoder.tokenize_queries([query.text]))
+        skill_vectors = token_vectors(encoder, encoder.tokenize(texts, 256))
+        scores = plain_max_sim(query_vectors, skill_vectors)[0].tolist()
+        skill_ids = [skill.skill_id for skill in skills]
+        expected = dict(zip(skill_ids, scores, strict=True))
+        assert dict(rankings[query.query_id]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_late_sorts_candidates_by_score(ranker):
+    for ranking in ranker.rank(QUERIES, CANDIDATES, 9).values():
+        scores = [score for _, score in ranking]
         assert scores == sorted(scores, reverse=True)
-    encoded.clear()
-    assert ranker.rank(QUERIES, given, 2) == {
-        query_id: ranking[:2] for query_id, ranking in found.items()
-    }
-    assert len(encoded) == 2 + 5, "each distinct skill is encoded once"
+
+
+def test_late_keeps_best_candidates(ranker):
+    whole = ranker.rank(QUERIES, CANDIDATES, 9)
+
+    shortened = ranker.rank(QUERIES, CANDIDATES, 2)
+
+    assert shortened == {query_id: ranking[:2] for query_id, ranking in whole.items()}
+
+
+def test_late_encodes_each_skill_once(ranker, encoded):
+    ranker.rank(QUERIES, CANDIDATES, 9)
+
+    assert len(encoded) == len(QUERIES) + 5
+
+
+def test_small_batches_do_not_change_late_scores(ranker, monkeypatch):
+    expected = ranker.rank(QUERIES, CANDIDATES, 9)
     monkeypatch.setattr(late, "_MAX_QUERY_TOKENS", 1)
     monkeypatch.setattr(late, "_SKILLS_AT_ONCE", 2)
-    for query_id, ranking in ranker.rank(QUERIES, given, 9).items():
-        assert dict(ranking) == pytest.approx(dict(found[query_id]), abs=1e-6)
-    assert ranker.rank(QUERIES, {"q1": [], "q2": []}, 9) == {"q1": [], "q2": []}
+
+    rankings = ranker.rank(QUERIES, CANDIDATES, 9)
+
+    assert rankings.keys() == expected.keys()
+    for query_id, ranking in rankings.items():
+        assert dict(ranking) == pytest.approx(dict(expected[query_id]), abs=1e-6)
+
+
+def test_late_ranks_no_candidates(ranker):
+    nothing = {"q1": [], "q2": []}
+
+    assert ranker.rank(QUERIES, nothing, 9) == nothing
 
 
 @pytest.fixture
 def encoded(ranker, monkeypatch):
-    """The texts whose tokens the ranker really encodes."""
-    texts, with_tokens = [], ranker.encoder.with_tokens
-    monkeypatch.setattr(
-        ranker.encoder, "with_tokens", lambda t, n: texts.extend(t) or with_tokens(t, n)
-    )
+    """Return a list that grows with each text whose tokens the ranker really encodes."""
+    texts = []
+    with_tokens = ranker.encoder.with_tokens
+
+    def recording(batch, length):
+        texts.extend(batch)
+        return with_tokens(batch, length)
+
+    monkeypatch.setattr(ranker.encoder, "with_tokens", recording)
     return texts
 
 
 TWINS = {f"t{i}": Skill(f"t{i}", "same", "same text", "") for i in range(3)}
 
 
-def test_equal_skills_are_compared_once(ranker, encoded):
-    given = {"q1": [("t0", 0.0)], "q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
+def test_equal_skills_are_encoded_once(ranker, encoded):
+    equal_candidates = {"q1": [("t0", 0.0)], "q2": [("t2", 0.0), ("t0", 0.0), ("t1", 0.0)]}
 
-    found = ranker.over(TWINS).rank(QUERIES, given, 3)
+    rankings = ranker.over(TWINS).rank(QUERIES, equal_candidates, 3)
 
     assert len(encoded) == len(QUERIES) + 1
-    assert [skill_id for skill_id, _ in found["q2"]] == ["t2", "t0", "t1"]
-    assert len({score for _, score in found["q2"]}) == 1
+    assert [skill_id for skill_id, _ in rankings["q2"]] == ["t2", "t0", "t1"]
+    assert len({score for _, score in rankings["q2"]}) == 1
 
 
 def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatch):
@@ -176,76 +236,98 @@ def test_equal_skills_share_stored_vectors(ranker, encoded, tmp_path, monkeypatc
 
     assert len(encoded) == 1 + 1
     vectors = TokenVectors.load(tmp_path / "new")
-    assert (
-        vectors.rows_of_skill(0).tobytes()
-        == vectors.rows_of_skill(1).tobytes()
-        == vectors.rows_of_skill(2).tobytes()
-    )
+    rows = [vectors.rows_of_skill(position).tobytes() for position in range(3)]
+    assert rows[0] == rows[1] == rows[2]
 
 
-def test_stored_vectors_of_tokens_give_the_scores_and_are_encoded_once(
-    ranker, encoded, tmp_path, monkeypatch
-):
-    given = {"q1": candidates(7, 3, 0, 11), "q2": candidates(3, 5)}
-    expected = ranker.rank(QUERIES, given, 9)
-    encoded.clear()
+@pytest.fixture
+def stored_ranker(ranker, tmp_path, monkeypatch):
+    """A ranker over token vectors on disk: first ten skills were stored, then all twelve."""
     monkeypatch.setattr(late, "_SKILLS_AT_ONCE", 5)
-    for name, skills, at in (
-        ("old", SKILLS[2:], [-1] * 10),
-        ("new", SKILLS, [-1, -1, *range(9), -1]),
-    ):
+    for name in ("old", "new"):
         (tmp_path / name).mkdir()
-        kept = TokenVectors.load(tmp_path / "old") if name == "new" else None
-        ranker.save_part(tmp_path / name, skills, kept, at)
+    ranker.save_part(tmp_path / "old", SKILLS[2:], None, [-1] * 10)
+    stored = TokenVectors.load(tmp_path / "old")
+    positions = [-1, -1, *range(9), -1]  # in `stored`; -1: to encode
+    ranker.save_part(tmp_path / "new", SKILLS, stored, positions)
+    return ranker.over(ranker.skills, TokenVectors.load(tmp_path / "new"))
+
+
+def test_stored_skills_are_not_encoded(encoded, stored_ranker):
     assert len(encoded) == 10 + 3
-    stored = ranker.over(ranker.skills, TokenVectors.load(tmp_path / "new"))
-    assert stored.stored.num_skills == len(SKILLS)
-    found = stored.rank(QUERIES, given, 9)
-    assert len(encoded) == 10 + 3 + 2, "only the queries"
-    for query_id, ranking in expected.items():
-        assert dict(found[query_id]) == pytest.approx(dict(ranking), abs=3e-3)
+    assert stored_ranker.stored.num_skills == len(SKILLS)
+    encoded.clear()
+
+    stored_ranker.rank(QUERIES, CANDIDATES, 9)
+
+    assert len(encoded) == len(QUERIES)
 
 
-def test_a_leg_of_fuse(model_folders, tmp_path):
-    legs = [LEXICAL, {"kind": "late", **sourced(model_folders)}]
-    first = FuseConfig.model_validate(
-        {"of": [LEXICAL, {"kind": "dense", **sourced(model_folders), "cache": tmp_path}]}
-    )
+def test_stored_vectors_give_same_scores(ranker, stored_ranker):
+    expected = ranker.rank(QUERIES, CANDIDATES, 9)
+
+    rankings = stored_ranker.rank(QUERIES, CANDIDATES, 9)
+
+    assert rankings.keys() == expected.keys()
+    for query_id, ranking in rankings.items():
+        assert dict(ranking) == pytest.approx(dict(expected[query_id]), abs=3e-3)
+
+
+def test_late_ranks_in_fuse(model_folders, tmp_path):
+    dense = {"kind": "dense", **encoder_settings(model_folders), "cache": tmp_path}
+    first = FuseConfig.model_validate({"of": [LEXICAL, dense]})
+    legs = [LEXICAL, {"kind": "late", **encoder_settings(model_folders)}]
     second = FuseConfig.model_validate({"of": legs, "weights": [0.4, 0.6], "keep": 5})
-    runs = []
+    stages = []
 
-    rankers = with_keeps([first, second], 8)
+    rankings = run_rankers(
+        with_keeps([first, second], 8), QUERIES, None, OpenRankers(SKILLS), stages.append
+    )
 
-    ranking = run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS), runs.append)
-
-    bm25, of_late = runs[1].by_leg
+    bm25, late_scores = stages[1].by_leg
     for query_id in ("q1", "q2"):
-        assert len(of_late[query_id]) == 8
-        assert ranking[query_id] == fuse([bm25[query_id], of_late[query_id]], (0.4, 0.6), "z")[:5]
+        assert len(late_scores[query_id]) == 8
+        expected = fuse([bm25[query_id], late_scores[query_id]], (0.4, 0.6), "z")[:5]
+        assert rankings[query_id] == expected
 
 
-def test_what_late_interaction_cannot_do_is_refused(model_folders):
-    leg = {"kind": "late", **sourced(model_folders)}
-    for first in (leg, {"kind": "fuse", "of": [LEXICAL, leg]}):
-        with pytest.raises(
-            ValidationError,
-            match="the first ranker finds skills in the pool; late only orders those",
-        ):
-            SystemConfig.model_validate({"name": "late", "rankers": [first]})
-    recipe = {
-        "stage": "train_encoder",
-        "model": {"source": leg["source"]},
-        "data": {"pool": "p", "lists": "l"},
-    }
+LATE = {"kind": "late", "source": "m"}
+
+
+@pytest.mark.parametrize("ranker", [LATE, {"kind": "fuse", "of": [LEXICAL, LATE]}])
+def test_late_cannot_be_first_ranker(ranker):
+    message = "the first ranker finds skills in the pool; late only orders those"
+
+    with pytest.raises(ValidationError, match=message):
+        SystemConfig.model_validate({"name": "late", "rankers": [ranker]})
+
+
+def test_late_loss_needs_positive_weight():
     with pytest.raises(ValidationError, match="greater than 0"):
         LateInteraction(weight=0)
-    recipe |= {"late_interaction": {}, "out": "o", "training": {"varlen": True}}
-    with pytest.raises(
-        ValidationError, match=r"late_interaction needs all tokens' vectors, and training\.varlen"
-    ):
-        TrainEncoder.model_validate(recipe)
-    rankers = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
-    with pytest.raises(ValidationError, match="an encoder in training is"):
-        TrainEncoder.model_validate(
-            recipe | {"training": {}, "dev": {"benchmark": "b", "rankers": rankers}}
-        )
+
+
+SELF = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"training": {"varlen": True}},
+            r"late_interaction needs all tokens' vectors, and training\.varlen",
+        ),
+        ({"dev": {"benchmark": "b", "rankers": SELF}}, "an encoder in training is"),
+    ],
+)
+def test_recipe_of_late_interaction_is_refused(settings, message):
+    recipe = {
+        "stage": "train_encoder",
+        "model": {"source": "m"},
+        "data": {"pool": "p", "lists": "l"},
+        "late_interaction": {},
+        "out": "o",
+    }
+
+    with pytest.raises(ValidationError, match=message):
+        TrainEncoder.model_validate(recipe | settings)

@@ -1,4 +1,4 @@
-"""The chat-model client against a loopback server: retries, budget, cache, errors without the key."""
+"""The chat-model client against a loopback server: retries, budget, cache and many requests."""
 
 import json
 import sqlite3
@@ -70,10 +70,10 @@ def config_of(**settings: Any) -> LLMConfig:
     return validate(LLMConfig, {"model": "m", **settings}, "recipe.yaml")
 
 
-# One request ----------------------------------------------------------------------------------
+# One request --------------------------------------------------------------------------------------
 
 
-def test_completion_has_text_reason_and_usage(server: LLMServer) -> None:
+def test_completion_has_text_with_usage(server: LLMServer):
     server.script = [Reply("Hello.", finish_reason="length")]
 
     answer = complete(open_client(server), system="Be brief.")
@@ -82,7 +82,7 @@ def test_completion_has_text_reason_and_usage(server: LLMServer) -> None:
     assert answer == Completion("Hello.", "length", 23, 2)
 
 
-def test_request_carries_all_parameters(server: LLMServer) -> None:
+def test_request_carries_all_parameters(server: LLMServer):
     complete(open_client(server, temperature=0.5, max_tokens=7), 3, "Be brief.")
 
     assert server.authorizations == [f"Bearer {KEY}"]
@@ -111,9 +111,7 @@ def test_request_carries_all_parameters(server: LLMServer) -> None:
         (Reply("", finish_reason="content_filter"), "", "refusal"),
     ],
 )
-def test_answer_text_is_cleaned(
-    server: LLMServer, reply: Reply, text: str, finish_reason: str
-) -> None:
+def test_answer_text_is_cleaned(server: LLMServer, reply: Reply, text: str, finish_reason: str):
     server.script = [reply]
 
     answer = complete(open_client(server))
@@ -121,7 +119,7 @@ def test_answer_text_is_cleaned(
     assert (answer.text, answer.finish_reason) == (text, finish_reason)
 
 
-def test_thoughts_count_as_written_tokens(server: LLMServer) -> None:
+def test_thoughts_count_as_written_tokens(server: LLMServer):
     server.script = [Reply("<think>One or two?</think>3", usage=None)]
 
     answer = complete(open_client(server))
@@ -129,7 +127,7 @@ def test_thoughts_count_as_written_tokens(server: LLMServer) -> None:
     assert answer.num_completion_tokens == estimate_tokens("<think>One or two?</think>3")
 
 
-def test_passing_errors_are_tried_again(server: LLMServer) -> None:
+def test_passing_errors_are_tried_again(server: LLMServer):
     server.script = [
         Reply(status=429, headers=SOON),
         Reply(status=500, headers=SOON),
@@ -156,7 +154,7 @@ def test_passing_errors_are_tried_again(server: LLMServer) -> None:
         (Reply(drop=True), 2),
     ],
 )
-def test_lasting_error_drops_one_item(server: LLMServer, reply: Reply, num_requests: int) -> None:
+def test_lasting_error_drops_one_item(server: LLMServer, reply: Reply, num_requests: int):
     server.otherwise = lambda request: reply
     llm = open_client(server, max_retries=1, timeout=0.2)
 
@@ -181,7 +179,7 @@ def test_lasting_error_drops_one_item(server: LLMServer, reply: Reply, num_reque
         "[" * 100_000,
     ],
 )
-def test_malformed_reply_drops_one_item(server: LLMServer, raw: str) -> None:
+def test_malformed_reply_drops_one_item(server: LLMServer, raw: str):
     server.otherwise = lambda request: Reply(raw=raw)
 
     outcome = ask_numbers(open_client(server, max_retries=1), 1)
@@ -202,7 +200,7 @@ def test_malformed_reply_drops_one_item(server: LLMServer, raw: str) -> None:
         (Reply(status=429, code="insufficient_quota"), "no-credit"),
     ],
 )
-def test_error_of_every_request_ends_run(server: LLMServer, reply: Reply, code: str) -> None:
+def test_error_of_every_request_ends_run(server: LLMServer, reply: Reply, code: str):
     server.otherwise = lambda request: reply
 
     with raises(code) as failure:
@@ -213,7 +211,7 @@ def test_error_of_every_request_ends_run(server: LLMServer, reply: Reply, code: 
     assert KEY not in "".join(traceback.format_exception(failure.value))  # shown by --debug
 
 
-def test_failed_request_never_shows_key(server: LLMServer) -> None:
+def test_failed_request_never_shows_key(server: LLMServer):
     server.otherwise = lambda request: Reply(
         status=400, raw=json.dumps({"error": {"message": f"Bearer {KEY}"}})
     )
@@ -224,7 +222,7 @@ def test_failed_request_never_shows_key(server: LLMServer) -> None:
     assert KEY not in "".join(traceback.format_exception(failure.value))
 
 
-def test_missing_server_is_named() -> None:
+def test_missing_server_is_named():
     with llm_server() as stopped:
         llm = open_client(stopped)
 
@@ -234,7 +232,7 @@ def test_missing_server_is_named() -> None:
     assert failure.value.where == stopped.base_url
 
 
-def test_only_openai_needs_key(server: LLMServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_openai_needs_key(server: LLMServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OPENAI_API_KEY")
 
     with raises("missing-key"):
@@ -244,7 +242,7 @@ def test_only_openai_needs_key(server: LLMServer, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("key", ["schlüssel-1234", "sk-1234\nsk-5678"])
-def test_key_unfit_for_header_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_key_unfit_for_header_is_refused(monkeypatch: pytest.MonkeyPatch, key: str):
     monkeypatch.setenv("OPENAI_API_KEY", key)
 
     with raises("invalid-key") as failure:
@@ -264,7 +262,7 @@ def test_key_unfit_for_header_is_refused(monkeypatch: pytest.MonkeyPatch, key: s
         ({"base_url": "http://h:x/v1"}, "give a URL"),
     ],
 )
-def test_key_or_broken_url_in_recipe_is_refused(settings: dict[str, str], message: str) -> None:
+def test_key_or_broken_url_in_recipe_is_refused(settings: dict[str, str], message: str):
     with pytest.raises(SkilltrainError, match=message) as failure:
         config_of(**settings)
 
@@ -281,34 +279,34 @@ def test_key_or_broken_url_in_recipe_is_refused(settings: dict[str, str], messag
         ({"batch_size": 5}, r"unknown key 'llm.batch_size' \(removed: .*no Batch API"),
     ],
 )
-def test_removed_setting_names_its_replacement(settings: dict[str, Any], message: str) -> None:
+def test_removed_setting_names_its_replacement(settings: dict[str, Any], message: str):
     values = {"queries": "queries", "pool": "pool", "llm": settings, "out": "out"}
 
     with pytest.raises(SkilltrainError, match=message):
         validate(Rewrite, values, "recipe.yaml")
 
 
-# Many requests --------------------------------------------------------------------------------
+# Many requests ------------------------------------------------------------------------------------
 
 
-def test_threads_yield_every_result() -> None:
+def test_threads_yield_every_result():
     results = in_threads(abs, range(-50, 0), 8)
 
     assert sorted(results) == list(range(1, 51))
 
 
-def test_one_thread_keeps_the_order() -> None:
+def test_one_thread_keeps_the_order():
     results = in_threads(str, range(20), 1)
 
     assert list(results) == [str(number) for number in range(20)]
 
 
-def test_error_stops_threads_after_requests_under_way() -> None:
-    begun: list[int] = []
+def test_error_stops_threads():
+    started: list[int] = []
     finished: list[int] = []
 
     def work(item: int) -> int:
-        begun.append(item)
+        started.append(item)
         if item == 5:
             raise ValueError("five")
         time.sleep(0.001)
@@ -317,11 +315,11 @@ def test_error_stops_threads_after_requests_under_way() -> None:
     with pytest.raises(ValueError, match="five"):
         finished.extend(in_threads(work, range(1000), 3))
 
-    assert len(begun) < 100
-    assert sorted([*finished, 5]) == sorted(begun)
+    assert len(started) < 100
+    assert sorted([*finished, 5]) == sorted(started)
 
 
-def test_requests_keep_to_concurrency(server: LLMServer) -> None:
+def test_requests_keep_to_concurrency(server: LLMServer):
     server.otherwise = lambda request: Reply(delay=0.05)
 
     ask_numbers(open_client(server, concurrency=3), 12)
@@ -329,7 +327,7 @@ def test_requests_keep_to_concurrency(server: LLMServer) -> None:
     assert 1 <= server.most_busy <= 3
 
 
-def test_many_failures_in_a_row_end_run(server: LLMServer) -> None:
+def test_many_failures_in_row_end_run(server: LLMServer):
     server.script = [*[Reply(status=500)] * 19, Reply("ok")]
     server.otherwise = lambda request: Reply(status=500)
 
@@ -339,9 +337,10 @@ def test_many_failures_in_a_row_end_run(server: LLMServer) -> None:
     assert len(server.requests) == 20 + 20
 
 
-def test_answers_under_way_survive_end_of_run(server: LLMServer, tmp_path: Path) -> None:
+def test_answers_under_way_survive_end_of_run(server: LLMServer, tmp_path: Path):
     slow = Reply("0 is kept", delay=0.2, until=lambda: len(server.requests) == 21)
     server.otherwise = lambda request: slow if request["seed"] == 0 else Reply(status=500)
+
     with raises("server-failing"):
         ask_numbers(open_client(server, tmp_path, concurrency=2), 50)
 
@@ -351,14 +350,14 @@ def test_answers_under_way_survive_end_of_run(server: LLMServer, tmp_path: Path)
     assert len(server.requests) == 21
 
 
-# Tokens, dollars and the budget ---------------------------------------------------------------
+# Tokens, dollars and the budget -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "num_tokens"),
     [("", 0), ("a", 1), ("abcd", 1), ("abcde", 2), ("整理", 2), ("整理PDF", 3)],
 )
-def test_tokens_are_estimated_by_hand(text: str, num_tokens: int) -> None:
+def test_tokens_are_estimated_by_hand(text: str, num_tokens: int):
     assert estimate_tokens(text) == num_tokens
 
 
@@ -372,13 +371,13 @@ def test_tokens_are_estimated_by_hand(text: str, num_tokens: int) -> None:
         ({"model": "gpt-99"}, None),
     ],
 )
-def test_price_of_two_million_tokens(settings: dict[str, Any], dollars: float | None) -> None:
+def test_price_of_two_million_tokens(settings: dict[str, Any], dollars: float | None):
     budget = Budget(config_of(**settings))
 
     assert budget.price(Usage(10**6, 10**6)) == dollars
 
 
-def test_dollar_limit_needs_price() -> None:
+def test_dollar_limit_needs_price():
     with raises("missing-setting"):
         Budget(LLMConfig(model="m", budget=BudgetConfig(max_dollars=1.0)))
 
@@ -394,7 +393,7 @@ def test_dollar_limit_needs_price() -> None:
         {"prompt_tokens": -5, "completion_tokens": "7"},
     ],
 )
-def test_unreported_tokens_are_estimated(server: LLMServer, usage: Any) -> None:
+def test_unreported_tokens_are_estimated(server: LLMServer, usage: Any):
     server.otherwise = lambda request: Reply("answer text", usage=usage)
     llm = open_client(server)
 
@@ -410,7 +409,7 @@ def test_unreported_tokens_are_estimated(server: LLMServer, usage: Any) -> None:
 )
 def test_nothing_is_sent_over_budget(
     server: LLMServer, limit: dict[str, float], prices: dict[str, float] | None
-) -> None:
+):
     server.otherwise = lambda request: Reply(str(request["seed"]), usage=THIRTY)
     llm = open_client(server, concurrency=1, budget=limit, prices=prices)
 
@@ -421,7 +420,7 @@ def test_nothing_is_sent_over_budget(
     assert len(server.requests) == 5
 
 
-def test_budget_is_exceeded_by_concurrency_at_most(server: LLMServer) -> None:
+def test_budget_is_exceeded_by_concurrency_at_most(server: LLMServer):
     server.otherwise = lambda request: Reply(str(request["seed"]), usage=THIRTY, delay=0.02)
     llm = open_client(server, concurrency=4, budget={"max_tokens": 150})
 
@@ -431,7 +430,7 @@ def test_budget_is_exceeded_by_concurrency_at_most(server: LLMServer) -> None:
     assert len(outcome.values) == len(server.requests)
 
 
-def test_cached_answers_count_towards_budget(server: LLMServer, tmp_path: Path) -> None:
+def test_cached_answers_count_towards_budget(server: LLMServer, tmp_path: Path):
     server.otherwise = lambda request: Reply(str(request["seed"]), usage=THIRTY)
     settings = {"budget": {"max_tokens": 150}, "concurrency": 4}
     first = ask_numbers(open_client(server, tmp_path, **settings), 30)
@@ -443,16 +442,14 @@ def test_cached_answers_count_towards_budget(server: LLMServer, tmp_path: Path) 
     assert len(server.requests) == num_requests
 
 
-# The cache ------------------------------------------------------------------------------------
+# The cache ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "changed",
     [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"}],
 )
-def test_other_parameters_ask_again(
-    server: LLMServer, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_other_parameters_ask_again(server: LLMServer, tmp_path: Path, changed: dict[str, Any]):
     ask_numbers(open_client(server, tmp_path), 1)
 
     ask_numbers(open_client(server, tmp_path, **changed), 1)
@@ -464,9 +461,7 @@ def test_other_parameters_ask_again(
     "changed",
     [{"concurrency": 3}, {"timeout": 7}, {"max_retries": 1}],
 )
-def test_other_pace_asks_nothing_again(
-    server: LLMServer, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_other_pace_asks_nothing_again(server: LLMServer, tmp_path: Path, changed: dict[str, Any]):
     ask_numbers(open_client(server, tmp_path), 1)
 
     ask_numbers(open_client(server, tmp_path, **changed), 1)
@@ -474,7 +469,7 @@ def test_other_pace_asks_nothing_again(
     assert len(server.requests) == 1
 
 
-def test_other_server_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
+def test_other_server_is_asked_again(server: LLMServer, tmp_path: Path):
     ask_numbers(open_client(server, tmp_path), 1)
 
     with llm_server() as other:
@@ -486,9 +481,7 @@ def test_other_server_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "is_cached"), [(Reply(status=500), False), (Reply(raw="{torn"), True)]
 )
-def test_malformed_replies_are_cached_and_failures_not(
-    server: LLMServer, tmp_path: Path, reply: Reply, is_cached: bool
-) -> None:
+def test_only_answers_are_cached(server: LLMServer, tmp_path: Path, reply: Reply, is_cached: bool):
     server.script = [reply]
     first = ask_numbers(open_client(server, tmp_path), 1)
 
@@ -498,7 +491,7 @@ def test_malformed_replies_are_cached_and_failures_not(
     assert len(server.requests) == 2 - is_cached
 
 
-def test_cache_row_without_text_is_asked_again(server: LLMServer, tmp_path: Path) -> None:
+def test_cache_row_without_text_is_asked_again(server: LLMServer, tmp_path: Path):
     ask_numbers(open_client(server, tmp_path), 1)
     with sqlite3.connect(tmp_path / DATABASE) as database:
         database.execute("""UPDATE answers SET answer = '{"malformed": "no completion"}'""")
@@ -509,7 +502,7 @@ def test_cache_row_without_text_is_asked_again(server: LLMServer, tmp_path: Path
     assert len(server.requests) == 2
 
 
-def test_cache_holds_no_key(server: LLMServer, tmp_path: Path) -> None:
+def test_cache_holds_no_key(server: LLMServer, tmp_path: Path):
     server.otherwise = lambda request: Reply(f"{request['seed']} {KEY}")
 
     ask_numbers(open_client(server, tmp_path), 3)
@@ -517,17 +510,17 @@ def test_cache_holds_no_key(server: LLMServer, tmp_path: Path) -> None:
     assert_no_key(tmp_path)
 
 
-def test_refusing_disk_ends_run(server: LLMServer, tmp_path: Path) -> None:
+def test_refusing_disk_ends_run(server: LLMServer, tmp_path: Path):
     (tmp_path / "cache").write_text("a file where the folder should be")
 
     with raises("cannot-write"):
         ask_numbers(open_client(server, tmp_path / "cache"), 1)
 
 
-# Asking about many items ----------------------------------------------------------------------
+# Asking about many items --------------------------------------------------------------------------
 
 
-def test_estimate_sends_nothing_and_knows_cache(server: LLMServer, tmp_path: Path) -> None:
+def test_estimate_counts_cached_answers(server: LLMServer, tmp_path: Path):
     llm = open_client(server, tmp_path)
     ask_numbers(llm, 2)
 
@@ -546,9 +539,7 @@ def test_estimate_sends_nothing_and_knows_cache(server: LLMServer, tmp_path: Pat
     assert len(server.requests) == 2
 
 
-def test_estimate_needs_no_key_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimate_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     llm = LLM(LLMConfig(cache=tmp_path / "none", prices=Prices(prompt=1, completion=2)))
 
@@ -558,7 +549,7 @@ def test_estimate_needs_no_key_and_leaves_no_file(
     assert not (tmp_path / "none").exists()
 
 
-def test_unusable_answers_are_asked_again_with_reason(server: LLMServer) -> None:
+def test_unusable_answers_are_asked_again_with_reason(server: LLMServer):
     script = {0: Reply("no"), 1000: Reply(raw="{torn")}
     server.otherwise = lambda request: script.get(request["seed"], Reply("0 it is"))
 
@@ -566,6 +557,7 @@ def test_unusable_answers_are_asked_again_with_reason(server: LLMServer) -> None
 
     prompts = [request["messages"][1]["content"] for request in server.requests]
     again = "Say hello.\nAn earlier answer was turned down: {}. Write another one."
+
     assert outcome.values == [(Number(0), "0 it is")]
     assert outcome.dropped == []
     assert prompts == [
@@ -588,7 +580,7 @@ def test_unusable_answers_are_asked_again_with_reason(server: LLMServer) -> None
 )
 def test_item_without_usable_answer_is_dropped(
     server: LLMServer, reply: Reply, fault: str, num_requests: int
-) -> None:
+):
     server.otherwise = lambda request: reply
 
     outcome = ask_all(number_questions(open_client(server), 1, max_attempts=3))
@@ -597,7 +589,7 @@ def test_item_without_usable_answer_is_dropped(
     assert len(server.requests) == num_requests
 
 
-def test_outcome_ignores_speed_of_server(server: LLMServer) -> None:
+def test_outcome_ignores_speed_of_server(server: LLMServer):
     def reply(request: dict[str, Any]) -> Reply:
         number = request["seed"] % 1000
         is_wrong = request["seed"] < 1000 and number % 3 == 1
@@ -610,7 +602,7 @@ def test_outcome_ignores_speed_of_server(server: LLMServer) -> None:
     assert outcome.values == [(Number(number), f"answer {number}") for number in range(8)]
 
 
-def test_finished_run_repeats_only_failures(server: LLMServer, tmp_path: Path) -> None:
+def test_finished_run_repeats_only_failures(server: LLMServer, tmp_path: Path):
     replies = {2: Reply("no"), 5: Reply(status=400)}
     server.otherwise = lambda request: replies.get(
         request["seed"], Reply(f"answer {request['seed'] % 1000}")
@@ -624,7 +616,7 @@ def test_finished_run_repeats_only_failures(server: LLMServer, tmp_path: Path) -
     assert [request["seed"] for request in server.requests] == [5]
 
 
-def test_missing_server_can_drop_all_items(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_can_drop_all_items(capsys: pytest.CaptureFixture[str]):
     with llm_server() as stopped:
         questions = number_questions(open_client(stopped), 3)
 

@@ -54,7 +54,7 @@ class Recorder(GeneralTracker):
         self.is_closed = True
 
 
-def test_each_step_and_evaluation_is_a_line(tmp_path):
+def test_each_record_is_a_line(tmp_path):
     path = tmp_path / "out" / "train_log.jsonl"
 
     with TrainingLog(path, 0, []) as log:
@@ -96,17 +96,17 @@ def torn_log(tmp_path):
     return path
 
 
-def test_resuming_drops_later_and_torn_lines(torn_log):
+def test_resuming_drops_later_lines(torn_log):
     with TrainingLog(torn_log, 2, []) as log:
-        kept = read_rows(torn_log)
+        rows = read_rows(torn_log)
         log.write(3, METRICS)
 
-    is_dev_by_row = [(row["step"], "dev" in row) for row in kept]
+    is_dev_by_row = [(row["step"], "dev" in row) for row in rows]
     assert is_dev_by_row == [(1, False), (1, True), (2, False), (2, True)]
     assert [row["step"] for row in read_rows(torn_log)] == [1, 1, 2, 2, 3]
 
 
-def test_a_new_run_empties_the_log(torn_log):
+def test_new_run_empties_log(torn_log):
     with TrainingLog(torn_log, 0, []):
         assert read_rows(torn_log) == []
 
@@ -114,9 +114,10 @@ def test_a_new_run_empties_the_log(torn_log):
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
-def test_only_the_main_process_opens_trackers(tmp_path, monkeypatch):
+def test_only_main_process_opens_trackers(tmp_path, monkeypatch):
     first = open_trackers(["tensorboard"], tmp_path / "first", RECIPE)
     monkeypatch.setenv("RANK", "1")
+
     second = open_trackers(["tensorboard"], tmp_path / "second", RECIPE)
 
     assert [tracker.name for tracker in first] == ["tensorboard"]
@@ -144,6 +145,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, spec, rank):
     monkeypatch.setenv("RANK", rank)
 
     message = r"^wandb is not installed \(.*skilltrain\[trackers\]'\)$"
+
     with pytest.raises(SkilltrainError, match=message):
         open_trackers(["wandb"], tmp_path, RECIPE)
 

@@ -1,10 +1,12 @@
-"""The loop: order, resuming, signals, bad gradients; with a dev benchmark the best step is kept."""
+"""The training loop: order, resuming, signals, bad gradients, the best step of a dev benchmark."""
 
 import json
 import math
 import os
 import signal
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,147 +36,215 @@ from training_runs import CONFIG, NUM_LISTS, new_step, run
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
+@dataclass(frozen=True)
+class FinishedRun:
+    """The folder of a training run and the parameters after its last step."""
+
+    out: Path
+    parameters: dict[str, torch.Tensor]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(model_folders, tmp_path_factory):
-    """(the folder, the parameters) of a training that nothing disturbed."""
+    """A training run that nothing disturbed."""
     out = tmp_path_factory.mktemp("uninterrupted")
-    return out, run(new_step(model_folders["bert_dropout"]), out, resume=False)
+    return FinishedRun(out, run(new_step(model_folders["bert_dropout"]), out, resume=False))
+
+
+def read_log(out):
+    return [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
 
 
 def log_of(out):
-    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in row.items() if not key.endswith("per_second")} for row in rows
-    ]
+    """Read the log without the speeds, which differ from run to run."""
+    rows = read_log(out)
+    for row in rows:
+        for key in [key for key in row if key.endswith("per_second")]:
+            del row[key]
+    return rows
 
 
-def identical(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def identical(parameters, expected):
+    if parameters.keys() != expected.keys():
+        return False
+    return all(torch.equal(parameters[name], expected[name]) for name in parameters)
 
 
-def test_every_list_once_an_epoch_in_an_order_of_seed_and_epoch():
+def query_ids(batches):
+    """Return the query ids of all lists in these batches, in order."""
+    return [training_list.query_id for training_list in chain.from_iterable(batches)]
+
+
+def epoch_order(lists, config):
+    """Return the query ids of all epochs, in the order of training."""
+    return query_ids(chain.from_iterable(step_batches(lists, config)))
+
+
+def test_epoch_has_every_list_once():
     lists = training_set(NUM_LISTS).lists
+
     steps = list(step_batches(lists, CONFIG))
-    assert len(steps) == 6
-    assert [[len(batch) for batch in batches] for batches in steps] == [[4, 4], [4, 4], [4]] * 2
-    order = [one.query_id for batches in steps for batch in batches for one in batch]
-    assert sorted(order[:20]) == sorted(order[20:]) == sorted(one.query_id for one in lists)
+
+    batch_sizes = [list(map(len, batches)) for batches in steps]
+    assert batch_sizes == [[4, 4], [4, 4], [4]] * 2
+    order = epoch_order(lists, CONFIG)
+    assert sorted(order[:20]) == sorted(order[20:]) == sorted(query_ids([lists]))
+
+
+def test_each_epoch_has_its_order():
+    lists = training_set(NUM_LISTS).lists
+
+    order = epoch_order(lists, CONFIG)
+
     assert order[:20] != order[20:]
-    again = [
-        one.query_id
-        for batches in step_batches(lists, CONFIG)
-        for batch in batches
-        for one in batch
-    ]
-    other = step_batches(lists, CONFIG.model_copy(update={"seed": 1}))
-    assert (
-        order == again != [one.query_id for batches in other for batch in batches for one in batch]
-    )
+    assert epoch_order(lists, CONFIG) == order
+    assert epoch_order(lists, CONFIG.model_copy(update={"seed": 1})) != order
 
 
-def test_an_epoch_sees_a_list_as_often_as_its_weight_says():
-    weights = [1.0] * 4 + [0.5] * 4 + [2.25] * 4
+def test_weight_repeats_list_in_epoch():
     lists = [
-        replace(one, weight=weight)
-        for one, weight in zip(training_set(12).lists, weights, strict=True)
-    ]
-    steps = list(step_batches(lists, CONFIG))
-    assert len(steps) == 4  # 2 x (4 + 2 + 9) queries, 8 a step
-    epochs = [
-        [one for batches in part for batch in batches for one in batch]
-        for part in (steps[:2], steps[2:])
-    ]
-    for seen in epochs:
-        counts = [seen.count(one) for one in lists]
-        assert (
-            counts[:4] == [1] * 4
-            and sorted(counts[4:8]) == [0, 0, 1, 1]
-            and sorted(counts[8:]) == [2, 2, 2, 3]
+        replace(training_list, weight=weight)
+        for training_list, weight in zip(
+            training_set(12).lists, [1.0] * 4 + [0.5] * 4 + [2.25] * 4, strict=True
         )
-    halves = [{one.query_id for one in seen if one.weight == 0.5} for seen in epochs]
-    assert halves[0] != halves[1]
+    ]
+
+    steps = list(step_batches(lists, CONFIG))
+
+    assert len(steps) == 4  # 2 x (4 + 2 + 9) queries, 8 a step
+    halves = []
+    for batches in (chain(*steps[:2]), chain(*steps[2:])):
+        epoch = query_ids(batches)
+        counts = [epoch.count(training_list.query_id) for training_list in lists]
+        assert counts[:4] == [1] * 4
+        assert sorted(counts[4:8]) == [0, 0, 1, 1]
+        assert sorted(counts[8:]) == [2, 2, 2, 3]
+        halves.append(counts[4:8])
+    assert halves[0] != halves[1], "each epoch samples anew"
 
 
 def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    groups = new_optimizer(model, 1e-3, 0.01).param_groups
-    assert [(group["weight_decay"], [p.shape for p in group["params"]]) for group in groups] == [
-        (0.01, [(3, 2)]),
-        (0, [(3,)] * 3),
-    ]
+
+    matrices, vectors = new_optimizer(model, 1e-3, 0.01).param_groups
+
+    assert matrices["weight_decay"] == 0.01
+    assert [parameter.shape for parameter in matrices["params"]] == [(3, 2)]
+    assert vectors["weight_decay"] == 0
+    assert [parameter.shape for parameter in vectors["params"]] == [(3,)] * 3
 
 
-def test_the_log_holds_each_steps_figures(uninterrupted):
-    rows = log_of(uninterrupted[0])
+def test_log_has_metrics_of_every_step(uninterrupted):
+    rows = log_of(uninterrupted.out)
+
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    # Two of six steps warm up, at 1/3 and 2/3 of the peak; then half a cosine over four.
-    shares = [1 / 3, 2 / 3, *(0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4))]
-    assert [row["learning_rate"] for row in rows] == pytest.approx(
-        [1e-3 * share for share in shares]
-    )
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_a_run_killed_with_9_resumes_bit_identically(uninterrupted, model_folders, tmp_path):
-    arguments = (6, model_folders["bert_dropout"], tmp_path)
+def test_learning_rate_warms_up_then_decays(uninterrupted):
+    # Two of six steps warm up, at 1/3 and 2/3 of the peak; then half a cosine over four.
+    cosine = [0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    expected = [1e-3 * share for share in (1 / 3, 2 / 3, *cosine)]
+
+    learning_rates = [row["learning_rate"] for row in log_of(uninterrupted.out)]
+
+    assert learning_rates == pytest.approx(expected)
+
+
+def test_killed_run_resumes_bit_identically(uninterrupted, model_folders, tmp_path):
+    checkpoint_folder = tmp_path / "checkpoints"
     with pytest.raises(multiprocessing.ProcessExitedException, match="SIGKILL"):
-        multiprocessing.spawn(training_runs.killed_in_step, args=arguments, nprocs=1)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step-2",
-        "step-4",
-    ]
+        multiprocessing.spawn(
+            training_runs.killed_in_step,
+            args=(6, model_folders["bert_dropout"], tmp_path),
+            nprocs=1,
+        )
+    assert sorted(path.name for path in checkpoint_folder.iterdir()) == ["step-2", "step-4"]
     assert len(log_of(tmp_path)) == 5
+
+    # What a kill can tear: a line of the log and a checkpoint.
     with (tmp_path / "train_log.jsonl").open("a") as log:
-        log.write('{"step": 6, "lo')  # torn by the kill
-    half = tmp_path / "checkpoints" / "step-6.partial"
-    half.mkdir()
-    (half / "model.safetensors").write_text("half")
+        log.write('{"step": 6, "lo')
+    partial = checkpoint_folder / "step-6.partial"
+    partial.mkdir()
+    (partial / "model.safetensors").write_text("half")
     with raises("unfinished-run"):
         run(new_step(model_folders["bert_dropout"]), tmp_path, resume=False)
-    torch.manual_seed(99)  # whatever the random state of the new process
-    assert identical(
-        run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True), uninterrupted[1]
-    )
-    assert log_of(tmp_path) == log_of(uninterrupted[0])
+
+    torch.manual_seed(99)  # the random state of the new process does not matter
+    parameters = run(new_step(model_folders["bert_dropout"]), tmp_path, resume=True)
+
+    assert identical(parameters, uninterrupted.parameters)
+    assert log_of(tmp_path) == log_of(uninterrupted.out)
 
 
-def test_the_probe_runs_the_largest_batch_and_changes_nothing(
-    uninterrupted, model_folders, tmp_path, monkeypatch
-):
-    step, seen, losses = new_step(model_folders["bert_dropout"]), [], []
-    batches = [batch for of_step in step_batches(step.data.lists, CONFIG) for batch in of_step]
-    sizes = [
-        sum(len(step.skill_ids[skill]) for one in batch for skill in one.skill_ids)
-        for batch in batches
-    ]
+@dataclass(frozen=True)
+class ProbedRun:
+    """A training run that begins with a probe.
+
+    `forwarded` are the batches that the step was called with, the probe's first. `probe_losses` are
+    two losses of the probe's batch: dropout makes them differ.
+    """
+
+    out: Path
+    parameters: dict[str, torch.Tensor]
+    forwarded: list[Any]
+    probe_losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def probed(model_folders, tmp_path_factory):
+    step = new_step(model_folders["bert_dropout"])
     forward = step.forward
+    out = tmp_path_factory.mktemp("probed")
+    forwarded = []
+    probe_losses = []
 
-    def seeing(batch):
-        seen.append(batch)
-        if len(seen) == 1:  # within the probe, which puts random states back
-            losses.extend(forward(batch).item() for _ in range(2))
+    def recording(batch):
+        forwarded.append(batch)
+        if len(forwarded) == 1:  # within the probe, which restores the random states
+            probe_losses.extend(forward(batch).item() for _ in range(2))
         return forward(batch)
 
-    step.forward = seeing
-    monkeypatch.setattr(loop, "can_probe", lambda _: True)
-    found = run(step, tmp_path, resume=False)
-    assert identical(found, uninterrupted[1]) and log_of(tmp_path) == log_of(uninterrupted[0])
-    assert seen[0] == batches[sizes.index(max(sizes))] and len(seen) == len(batches) + 2
-    assert losses[0] != losses[1], "dropout is on"
+    step.forward = recording
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "can_probe", lambda _: True)
+        parameters = run(step, out, resume=False)
+    return ProbedRun(out, parameters, forwarded, probe_losses)
+
+
+def test_probe_runs_largest_batch(probed, model_folders):
+    step = new_step(model_folders["bert_dropout"])
+    batches = list(chain.from_iterable(step_batches(step.data.lists, CONFIG)))
+
+    def num_tokens(batch):
+        skill_ids = chain.from_iterable(training_list.skill_ids for training_list in batch)
+        return sum(len(step.skill_ids[skill_id]) for skill_id in skill_ids)
+
+    assert probed.forwarded[0] == max(batches, key=num_tokens)
+    assert len(probed.forwarded) == len(batches) + 2
+
+
+def test_probe_changes_nothing(uninterrupted, probed):
+    assert probed.probe_losses[0] != probed.probe_losses[1], "dropout is on"
+    assert identical(probed.parameters, uninterrupted.parameters)
+    assert log_of(probed.out) == log_of(uninterrupted.out)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_onednn_computes_unless_weights_are_sharded(model_folders, monkeypatch, tmp_path, sharded):
+def test_onednn_needs_unsharded_weights(model_folders, monkeypatch, tmp_path, sharded):
     monkeypatch.setattr(cpu_linear, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(loop, "shards_weights", lambda _: sharded)
     step = new_step(model_folders["bert"])
+
     loop.Training(training_runs.accelerator(), step, CONFIG, Run(tmp_path, False, {}))
+
     linear = {type(module) for module in step.modules() if isinstance(module, torch.nn.Linear)}
     assert linear == {torch.nn.Linear if sharded else cpu_linear.OneDnnLinear}
 
 
-SPOILED = {  # what is done to a step, and what is said of it
+SPOILED = {  # pattern of the error → what spoils the step, given a weight of the model
     "the loss is not a finite number": lambda norm: norm.data.fill_(math.nan),
     "the gradient is not a finite number": lambda norm: norm.register_hook(
         lambda gradient: gradient * math.nan
@@ -184,80 +254,74 @@ SPOILED = {  # what is done to a step, and what is said of it
 
 
 @pytest.mark.parametrize("message", SPOILED)
-def test_a_bad_gradient_stops_before_the_step_and_names_its_queries(
-    model_folders, tmp_path, message
-):
+def test_bad_gradient_stops_before_update(model_folders, tmp_path, message):
     step = new_step(model_folders["bert"])
     SPOILED[message](step.model.backbone.embeddings.LayerNorm.weight)
-    before = [parameter.detach().clone() for parameter in step.parameters()]
+    parameters = [parameter.detach().clone() for parameter in step.parameters()]
     config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3 if "exceeds" in message else 1e4})
-    first = [
-        one.query_id for batch in next(iter(step_batches(step.data.lists, CONFIG))) for one in batch
-    ]
+    names = ", ".join(query_ids(next(step_batches(step.data.lists, config))))
+
     with pytest.raises(
-        SkilltrainError,
-        match=f"^{message} in a step with queries {', '.join(first)} .look at these",
+        SkilltrainError, match=f"^{message} in a step with queries {names} .look at these"
     ):
         train(training_runs.accelerator(), step, config, Run(tmp_path, False, {}))
-    assert all(
-        one.equal(other) or one.isnan().all()
-        for one, other in zip(step.parameters(), before, strict=True)
-    )
+
+    for parameter, expected in zip(step.parameters(), parameters, strict=True):
+        assert parameter.equal(expected) or parameter.isnan().all()
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_accumulation_does_not_change_what_a_query_weighs(open_encoder_of, tmp_path):
-    """Eight lists as 6 + 2 queries a step, in one batch or in pieces of 3, 2 or 1."""
+def test_accumulation_keeps_weight_of_queries(open_encoder_of, tmp_path):
+    """Eight lists as 6 + 2 queries a step, in one batch or in batches of 3, 2 or 1."""
     results = []
     for batch_size in (6, 3, 2, 1):
-        encoder, data = open_encoder_of("bert").double(), training_set(8)
-        step = EncoderStep(encoder, InfoNCE(), data, StepSettings(200, in_batch=False))
-        settings = {
-            "batch_size": batch_size,
-            "accumulation": 6 // batch_size,
-            "learning_rate": 1e-3,
-        }
-        config = TrainingConfig.model_validate(settings)
+        encoder = open_encoder_of("bert").double()
+        step = EncoderStep(encoder, InfoNCE(), training_set(8), StepSettings(200, in_batch=False))
+        config = TrainingConfig(
+            batch_size=batch_size, accumulation=6 // batch_size, learning_rate=1e-3
+        )
         out = Run(tmp_path / str(batch_size), False, {})
         train(new_accelerator(config, quantized=False), step, config, out)
         results.append(torch.cat([parameter.detach().flatten() for parameter in step.parameters()]))
-    for other in results[1:]:
-        assert (other - results[0]).abs().max() < 1e-9
+
+    for parameters in results[1:]:
+        assert (parameters - results[0]).abs().max() < 1e-9
 
 
-def test_only_a_second_ctrl_c_stops_at_once():
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a test run in the background ignores it
+def test_only_second_ctrl_c_stops_at_once():
+    # A test that runs in the background ignores Ctrl-C.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     with StopRequest() as stop:
+        # A batch system signals both launcher and worker.
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # a batch system that signals launcher and worker both
+        signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert stop.signal_number
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+    assert signal.signal(signal.SIGINT, handler) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_two_trainings_on_one_out_are_kept_apart(runs, tmp_path):
+def test_second_training_on_folder_is_refused(runs, tmp_path):
     with locked(tmp_path / "out"):
-        line = skilltrain(
-            "train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out"
-        ).error_line
-    assert "another process is writing" in line
+        outcome = skilltrain("train", runs / "recipes" / "encoder.yaml", f"out={tmp_path}/out")
+
+    assert "another process is writing" in outcome.error_line
 
 
-# With a dev benchmark ------------------------------------------------------------------------------------------------
+# With a dev benchmark -----------------------------------------------------------------------------
 
 
 @dataclass
 class ScriptedRanker:
-    """Ranks the gold skill at a place written down beforehand for each evaluation, whatever the model says."""
+    """Ranks the gold skill at a scripted rank in each evaluation, whatever the model says."""
 
-    places: list[int]
+    ranks: list[int]
     signal_in: int = 0
-    seen: int = 0
+    num_evaluations: int = 0
     model: Any = None
 
     def over_model(self, model):
@@ -266,25 +330,24 @@ class ScriptedRanker:
 
     def rank(self, queries, candidates, keep):
         vectors = self.model(TextsToEncode([[2, 9, 3], [2, 8, 3], [2, 7, 7, 3]]))
-        assert vectors.shape == (3, 32) and vectors.norm(dim=1).allclose(torch.ones(3))
-        place = self.places[self.seen]
-        self.seen += 1
-        if self.seen == self.signal_in:
+        assert vectors.shape == (3, 32)
+        assert vectors.norm(dim=1).allclose(torch.ones(3))
+
+        rank = self.ranks[self.num_evaluations]
+        self.num_evaluations += 1
+        if self.num_evaluations == self.signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return {
-            "q": [
-                (name, -float(rank))
-                for rank, name in enumerate([*(f"s{i}" for i in range(place - 1)), "gold"])
-            ]
-        }
+        ranking = [(f"s{i}", -float(i)) for i in range(rank - 1)]
+        return {"q": [*ranking, ("gold", -float(rank))]}
 
 
-def scripted_dev(places, tmp_path, signal_in=0, **settings):
+def scripted_dev(ranks, tmp_path, signal_in=0, **settings):
+    """Return a dev benchmark of one query that ranks as `ScriptedRanker` does."""
     config = DevConfig(benchmark=tmp_path, **{"every": 1} | settings)
     relevance = {"q": Relevance(gold=frozenset({"gold"}), gains={"gold": 1.0})}
-    own = ScriptedRanker(places, signal_in)
+    ranker = ScriptedRanker(ranks, signal_in)
     queries = [Query("q", "find", "single", "test", "dev")]
-    return Dev(config, relevance, Cascade(queries, [], 20), own.over_model)
+    return Dev(config, relevance, Cascade(queries, [], 20), ranker.over_model)
 
 
 def run_with(dev, step, out, resume=False, **changes):
@@ -293,54 +356,83 @@ def run_with(dev, step, out, resume=False, **changes):
 
 
 def dev_rows(out):
-    rows = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
-    return [(row["step"], row["dev"]["MRR@10"]["mean"]) for row in rows if "dev" in row]
+    """Return the step and the MRR of each evaluation."""
+    return [(row["step"], row["dev"]["MRR@10"]["mean"]) for row in read_log(out) if "dev" in row]
 
 
-def test_the_best_step_is_kept_and_is_what_the_run_gives(model_folders, tmp_path):
-    dev = scripted_dev(
-        [5, 2, 4, 4, 3, 2], tmp_path
-    )  # the second is best; the last is equal, not better
-    result = run_with(
-        dev, new_step(model_folders["bert"]), tmp_path / "out", keep_checkpoints=1, save_every=100
-    )
-    assert dev_rows(tmp_path / "out") == [
-        (1, 0.2),
-        (2, 0.5),
-        (3, 0.25),
-        (4, 0.25),
-        (5, pytest.approx(1 / 3)),
-        (6, 0.5),
-    ]
-    best = result[0].best
-    assert (result[1].name, best.figures["MRR@10"].mean, result[0].step) == ("step-2", 0.5, 6)
-    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
-        "step-2",
-        "step-6",
-    ]
+def test_run_returns_best_step(model_folders, tmp_path):
+    # The second step is the best; the last is equal, not better.
+    dev = scripted_dev([5, 2, 4, 4, 3, 2], tmp_path)
+    step = new_step(model_folders["bert"])
+
+    position, checkpoint = run_with(dev, step, tmp_path / "out", keep_checkpoints=1, save_every=100)
+
+    rates = [0.2, 0.5, 0.25, 0.25, pytest.approx(1 / 3), 0.5]
+    assert dev_rows(tmp_path / "out") == list(enumerate(rates, 1))
+    assert checkpoint.name == "step-2"
+    assert position.best.figures["MRR@10"].mean == 0.5
+    assert position.step == 6
+    saved = [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")]
+    assert saved == ["step-2", "step-6"]
 
 
-def test_patience_ends_a_run_also_one_that_is_resumed_and_a_finished_one_is_not_taken_up_again(
-    model_folders, tmp_path
-):
-    places = [3, 2, 4, 5, 6, 7]
+RANKS = [3, 2, 4, 5, 6, 7]  # of the gold skill: the second step is the best
 
-    def run_on(name, places, signal_in=0, resume=False):
-        dev = scripted_dev(places, tmp_path, signal_in, patience=3)
-        return run_with(dev, new_step(model_folders["bert"]), tmp_path / name, resume)
 
-    whole = run_on("whole", places)
+def train_with_patience(model_folders, out, ranks, signal_in=0, resume=False):
+    """Train with a patience of three evaluations; return the position and the best checkpoint."""
+    dev = scripted_dev(ranks, out, signal_in, patience=3)
+    return run_with(dev, new_step(model_folders["bert"]), out, resume)
+
+
+@dataclass(frozen=True)
+class DevRun:
+    """A finished training run with a dev benchmark."""
+
+    out: Path
+    position: Any
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def patient_run(model_folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("patient")
+    return DevRun(out, *train_with_patience(model_folders, out, RANKS))
+
+
+def test_patience_ends_run(patient_run):
+    assert patient_run.position.step == 5
+    assert patient_run.checkpoint.name == "step-2"
+
+
+def test_patience_ends_resumed_run(patient_run, model_folders, tmp_path):
     with raises("interrupted"):
-        run_on("out", places, signal_in=3)
-    resumed, again = run_on("out", places[3:], resume=True), run_on("out", [], resume=True)
-    for position, checkpoint in (whole, resumed, again):
-        assert (position.step, position.best, checkpoint.name) == (5, whole[0].best, "step-2")
-    assert dev_rows(tmp_path / "out") == dev_rows(tmp_path / "whole")
+        train_with_patience(model_folders, tmp_path, RANKS, signal_in=3)
+
+    position, checkpoint = train_with_patience(model_folders, tmp_path, RANKS[3:], resume=True)
+
+    assert position.step == 5
+    assert position.best == patient_run.position.best
+    assert checkpoint.name == "step-2"
+    assert dev_rows(tmp_path) == dev_rows(patient_run.out)
 
 
-def test_evaluating_changes_nothing_of_the_training(uninterrupted, model_folders, tmp_path):
+def test_finished_run_is_not_continued(patient_run, model_folders):
+    rows = dev_rows(patient_run.out)
+
+    position, checkpoint = train_with_patience(model_folders, patient_run.out, [], resume=True)
+
+    assert position.step == 5
+    assert position.best == patient_run.position.best
+    assert checkpoint.name == "step-2"
+    assert dev_rows(patient_run.out) == rows
+
+
+def test_evaluation_leaves_training_unchanged(uninterrupted, model_folders, tmp_path):
     step = new_step(model_folders["bert_dropout"])
+
     run_with(scripted_dev([1] * 6, tmp_path, every=4), step, tmp_path)
+
     assert [number for number, _ in dev_rows(tmp_path)] == [4, 6]  # the last step is evaluated too
-    assert [row for row in log_of(tmp_path) if "dev" not in row] == log_of(uninterrupted[0])
-    assert identical(dict(step.named_parameters()), uninterrupted[1])
+    assert [row for row in log_of(tmp_path) if "dev" not in row] == log_of(uninterrupted.out)
+    assert identical(dict(step.named_parameters()), uninterrupted.parameters)

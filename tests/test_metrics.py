@@ -1,5 +1,8 @@
+"""Measures of a ranking: by hand, and equal to those of ir_measures and of R3."""
+
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import ir_measures
 import pytest
@@ -25,13 +28,20 @@ BINARY = Relevance(gold=frozenset("abc"), gains=dict.fromkeys("abc", 1.0))
 
 
 def value(measure: str, ranking: Sequence[str], relevance: Relevance = BINARY) -> float:
+    """Return one measure of a ranking of one-letter skills; a, b and c are gold by default."""
     return evaluate_query(ranking, relevance, [parse_measure(measure)])[measure]
 
 
-def test_a_measure_is_read_and_printed_back():
-    assert [str(measure) for measure in parse_measures(DEFAULT_MEASURES)] == list(DEFAULT_MEASURES)
+def test_measures_are_parsed_without_repeats():
     assert parse_measures(["Hit@1", "FC@10", "Hit@1"]) == (Measure("Hit", 1), Measure("FC", 10))
     assert parse_measure("Hit@1 (copies)") == Measure("Hit", 1, copies=True)
+
+
+def test_measure_prints_as_it_was_written():
+    assert [str(measure) for measure in parse_measures(DEFAULT_MEASURES)] == list(DEFAULT_MEASURES)
+
+
+def test_copies_are_not_added_twice():
     assert len(with_copies(parse_measures(["Hit@1", "Hit@1 (copies)"]))) == 2
 
 
@@ -48,7 +58,7 @@ def test_a_measure_is_read_and_printed_back():
         ("", "unknown measure ''"),
     ],
 )
-def test_what_names_no_measure_is_told_the_nearest_and_all_allowed(text: str, message: str):
+def test_unknown_measure_names_nearest(text: str, message: str):
     with pytest.raises(SkilltrainError) as error:
         parse_measure(text)
     assert message in str(error.value)
@@ -81,31 +91,42 @@ def test_values_worked_by_hand(measure: str, ranking: str, expected: float):
     assert value(measure, ranking) == pytest.approx(expected)
 
 
-def test_ndcg_names_its_gain():
-    """Gains 3 (gold), 2 (gold) and 1 (a degraded copy), ranked worst first."""
-    relevance = Relevance(frozenset("ab"), {"a": 3.0, "b": 2.0, "c": 1.0})
-    second, third = 1 / math.log2(3), 1 / math.log2(4)
-    assert value("nDCG@3", "cba", relevance) == pytest.approx(
-        (1 + 2 * second + 3 * third) / (3 + 2 * second + third)
-    )
-    assert value("nDCG@1", "cba", relevance) == pytest.approx(1 / 3)
-    assert value("nDCG-exp@3", "cba", relevance) == pytest.approx(
-        (1 + 3 * second + 7 * third) / (7 + 3 * second + third)
-    )
-    assert value("nDCG-bin@3", "cba", relevance) == pytest.approx((second + third) / (1 + second))
-    assert (
-        value("Hit@1", "cba", relevance) == value("Recall@1", "cba", relevance) == 0.0
-    )  # a degraded copy is not gold
+# Gold skills of gain 3 and 2, and a degraded copy.
+GRADED = Relevance(frozenset("ab"), {"a": 3.0, "b": 2.0, "c": 1.0})
 
 
-def test_rounding_does_not_lift_ndcg_above_1():
-    """Three gains that differ in their last bit, not in the best order: the rounded sums are in the wrong order."""
+@pytest.mark.parametrize(
+    ("measure", "gains"),
+    [
+        ("nDCG@3", (3, 2, 1)),
+        ("nDCG-exp@3", (7, 3, 1)),
+        ("nDCG-bin@3", (1, 1, 0)),
+    ],
+)
+def test_ndcg_by_hand(measure: str, gains: tuple[float, float, float]):
+    first, second, third = gains
+    discounts = (1, 1 / math.log2(3), 1 / math.log2(4))
+    dcg = third * discounts[0] + second * discounts[1] + first * discounts[2]
+    ideal_dcg = first * discounts[0] + second * discounts[1] + third * discounts[2]
+
+    assert value(measure, "cba", GRADED) == pytest.approx(dcg / ideal_dcg)
+
+
+def test_degraded_copy_gains_without_being_gold():
+    assert value("nDCG@1", "cba", GRADED) == pytest.approx(1 / 3)
+    assert value("Hit@1", "cba", GRADED) == 0.0
+    assert value("Recall@1", "cba", GRADED) == 0.0
+
+
+def test_rounding_keeps_ndcg_at_1():
+    """The gains differ in their last bit, but their rounded sums are in the wrong order."""
     gains = {"a": 1.6577750352015144, "b": 1.6577750352015141, "c": 1.6577750352015144}
+
     assert value("nDCG@3", "abc", Relevance(frozenset("abc"), gains)) == 1.0
 
 
 IDS = [f"s{i}" for i in range(12)]
-THEIRS = {
+IR_MEASURES = {
     "Hit": Success(rel=3),
     "MRR": RR(rel=3),
     "nDCG": nDCG,
@@ -114,35 +135,37 @@ THEIRS = {
 }
 
 
-def assert_parity(ranking: list[str], gains: dict[str, int], cutoff: int):
-    """Gain 3 is gold. Each nDCG against pytrec_eval's linear one, over gains as they are, 2^gain - 1, or 0 and 1; what
-    ir_measures lacks against its definition, that of R3's released evaluation, written down here once more."""
-    gold, top = (
-        frozenset(skill_id for skill_id, gain in gains.items() if gain == 3),
-        set(ranking[:cutoff]),
-    )
+def reference(
+    measure: Any, cutoff: int, gains: dict[str, int], run: dict[str, dict[str, float]]
+) -> float:
+    """Compute a measure of ir_measures."""
+    at_cutoff = measure @ cutoff
+    return ir_measures.calc_aggregate([at_cutoff], {"q": gains}, run)[at_cutoff]
+
+
+def expected_values(ranking: list[str], gains: dict[str, int], cutoff: int) -> dict[str, float]:
+    """Compute all measures with ir_measures, or by their definition where it has none.
+
+    A skill of gain 3 is gold. The nDCG of ir_measures is pytrec_eval's, with linear gains: it gets
+    the gains as they are, as 2^gain - 1, or as 0 and 1. The definitions are those of R3's released
+    evaluation.
+    """
+    gold = {skill_id for skill_id, gain in gains.items() if gain == 3}
+    top = set(ranking[:cutoff])
     run = {"q": {skill_id: -float(rank) for rank, skill_id in enumerate(ranking)}}
-    qrels = {
-        "nDCG": gains,
-        "nDCG-exp": {skill_id: 2**gain - 1 for skill_id, gain in gains.items()},
-        "nDCG-bin": {skill_id: int(skill_id in gold) for skill_id in gains},
+    exponential = {skill_id: 2**gain - 1 for skill_id, gain in gains.items()}
+    binary = {skill_id: int(skill_id in gold) for skill_id in gains}
+    values = {
+        f"{name}@{cutoff}": reference(measure, cutoff, gains, run)
+        for name, measure in IR_MEASURES.items()
     }
-    wanted = {f"{name}@{cutoff}": (measure @ cutoff, gains) for name, measure in THEIRS.items()}
-    wanted |= {f"{name}@{cutoff}": (nDCG @ cutoff, judged) for name, judged in qrels.items()}
-    expected = {
-        name: ir_measures.calc_aggregate([one], {"q": of}, run)[one]
-        for name, (one, of) in wanted.items()
-    }
-    expected |= {
-        f"COMP@{cutoff}": len(gold & top) / min(len(gold), cutoff),
-        f"FC@{cutoff}": float(gold <= top),
-    }
+    values[f"nDCG-exp@{cutoff}"] = reference(nDCG, cutoff, exponential, run)
+    values[f"nDCG-bin@{cutoff}"] = reference(nDCG, cutoff, binary, run)
+    values[f"COMP@{cutoff}"] = len(gold & top) / min(len(gold), cutoff)
+    values[f"FC@{cutoff}"] = float(gold <= top)
     if len(gold) > 1:
-        expected["Set-Compat"] = float(gold <= set(ranking[: len(gold)]))
-    measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
-    ours = evaluate_query(ranking, Relevance(gold, dict(gains)), measures)
-    assert ours == pytest.approx(expected, abs=1e-9)
-    assert all(type(number) is float and 0 <= number <= 1 for number in ours.values())
+        values["Set-Compat"] = float(gold <= set(ranking[: len(gold)]))
+    return values
 
 
 RANKED = st.lists(st.sampled_from(IDS), unique=True)
@@ -161,70 +184,100 @@ RANKED = st.lists(st.sampled_from(IDS), unique=True)
 @example(IDS, dict.fromkeys(IDS, 3), 3)  # more gold than places
 @example(["x", "y", "s0", "z"], {"s0": 3, "s1": 1}, 3)  # skills that nobody judged
 @example(["s1", "s2", "s0"], {"s0": 3, "s1": 0, "s2": 0}, 1)  # judged as worth nothing
-def test_agrees_with_ir_measures_and_r3_on_random_and_degenerate_rankings(ranking, gains, cutoff):
-    assert_parity(ranking, gains | {"s0": 3}, cutoff)
+def test_measures_equal_reference(ranking, gains, cutoff):
+    gains = gains | {"s0": 3}
+    gold = frozenset(skill_id for skill_id, gain in gains.items() if gain == 3)
+    measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
+
+    values = evaluate_query(ranking, Relevance(gold, gains), measures)
+
+    assert values == pytest.approx(expected_values(ranking, gains, cutoff), abs=1e-9)
+    assert all(type(number) is float and 0 <= number <= 1 for number in values.values())
 
 
-def test_a_measure_has_no_value_where_it_is_not_defined():
-    """Set-Compat asks whether skills go together; its mean runs over the queries that have a value, here one."""
-    one = Relevance(frozenset("a"), {"a": 1.0})
-    measures = parse_measures(["Set-Compat", "Hit@1"])
-    values = per_query(
-        {"single": ["a"], "multi": ["a", "b", "c"]}, {"single": one, "multi": BINARY}, measures
-    )
+def test_undefined_measure_has_no_value():
+    """Set-Compat needs two gold skills; its mean is over the queries that have a value."""
+    relevances = {"single": Relevance(frozenset("a"), {"a": 1.0}), "multi": BINARY}
+    rankings = {"single": ["a"], "multi": ["a", "b", "c"]}
+
+    values = per_query(rankings, relevances, parse_measures(["Set-Compat", "Hit@1"]))
+
     assert values == {"single": {"Hit@1": 1.0}, "multi": {"Set-Compat": 1.0, "Hit@1": 1.0}}
-    assert per_query({}, {"multi": BINARY}, measures) == {
-        "multi": {"Set-Compat": 0.0, "Hit@1": 0.0}
-    }
+
+
+def test_query_without_ranking_scores_zero():
+    values = per_query({}, {"multi": BINARY}, parse_measures(["Set-Compat", "Hit@1"]))
+
+    assert values == {"multi": {"Set-Compat": 0.0, "Hit@1": 0.0}}
+
+
+GAINS = {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0}
+ALTERNATIVES = {"A": "a", "B": "b"}
+COPIES = {"d": "a", "e": "c"}
+WITH_ALTERNATIVES = Relevance(frozenset("abc"), GAINS, ALTERNATIVES, COPIES)
+RANDOM_RANKINGS = given(
+    ranking=st.lists(st.sampled_from("abcdeAaBx"), unique=True), cutoff=st.integers(1, 6)
+)
+
+
+def all_measures(cutoff: int, copies: bool) -> list[Measure]:
+    return [Measure(name, cutoff if name in CUT else 0, copies) for name in BUILT_IN["measure"]]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@settings(max_examples=60)
+@RANDOM_RANKINGS
+def test_first_alternative_counts_as_gold_skill(ranking: list[str], cutoff: int, copies: bool):
+    """Values stay if the first of a group is renamed to its gold skill, the others to strangers."""
+    measures = all_measures(cutoff, copies)
+    gold_by_id = ALTERNATIVES | COPIES if copies else ALTERNATIVES
+    renamed: list[str] = []
+    for skill_id in ranking:
+        gold = gold_by_id.get(skill_id, skill_id)
+        renamed.append(f"copy of {gold} {skill_id}" if gold in renamed else gold)
+
+    values = evaluate_query(ranking, WITH_ALTERNATIVES, measures)
+
+    assert values == evaluate_query(renamed, Relevance(frozenset("abc"), GAINS), measures)
 
 
 @settings(max_examples=60)
-@given(ranking=st.lists(st.sampled_from("abcdeAaBx"), unique=True), cutoff=st.integers(1, 6))
-def test_alternatives_and_copies_change_nothing_but_the_name(ranking: list[str], cutoff: int):
-    """Naming the first of each group like the gold skill, and every other one like a stranger, scores the same."""
-    gains, alternatives, copies = (
-        {"a": 3.0, "b": 1.0, "c": 1.0, "x": 1.0},
-        {"A": "a", "B": "b"},
-        {"d": "a", "e": "c"},
-    )
-    relevance, plain = (
-        Relevance(frozenset("abc"), gains, alternatives, copies),
-        Relevance(frozenset("abc"), gains),
-    )
-    strict, lenient = [
-        [Measure(name, cutoff if name in CUT else 0, how) for name in BUILT_IN["measure"]]
-        for how in (False, True)
-    ]
-    for measures, needs in ((strict, alternatives), (lenient, alternatives | copies)):
-        renamed: list[str] = []
-        for skill_id in ranking:
-            gold = needs.get(skill_id, skill_id)
-            renamed.append(f"copy of {gold} {skill_id}" if gold in renamed else gold)
-        assert evaluate_query(ranking, relevance, measures) == evaluate_query(
-            renamed, plain, measures
-        )
-    values = evaluate_query(ranking, relevance, strict + lenient)
-    assert all(values[f"{measure} (copies)"] >= values[str(measure)] for measure in strict)
+@RANDOM_RANKINGS
+def test_copies_never_lower_values(ranking: list[str], cutoff: int):
+    strict = evaluate_query(ranking, WITH_ALTERNATIVES, all_measures(cutoff, copies=False))
+
+    lenient = evaluate_query(ranking, WITH_ALTERNATIVES, all_measures(cutoff, copies=True))
+
+    assert all(lenient[f"{measure} (copies)"] >= value for measure, value in strict.items())
 
 
-def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
-    relevance = Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}, copies={"c": "a", "d": "a"})
+WITH_COPIES = Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}, copies={"c": "a", "d": "a"})
+
+
+def test_copies_count_only_in_their_measures():
     measures = with_copies(parse_measures(["Hit@1", "Recall@3", "FC@3", "nDCG@3"]))
+    ideal_dcg = 1 + 1 / math.log2(3)
+
+    values = evaluate_query(tuple("cdaxb"), WITH_COPIES, measures)
+
     assert [str(measure) for measure in measures][:3] == ["Hit@1", "Hit@1 (copies)", "Recall@3"]
-    ideal = 1 + 1 / math.log2(3)
-    assert evaluate_query(tuple("cdaxb"), relevance, measures) == pytest.approx(
+    # The first copy, c, counts as a; d and a itself gain nothing then.
+    assert values == pytest.approx(
         {
             "Hit@1": 0,
             "Recall@3": 1 / 2,
             "FC@3": 0,
-            "nDCG@3": (1 / math.log2(4)) / ideal,
+            "nDCG@3": (1 / math.log2(4)) / ideal_dcg,
             "Hit@1 (copies)": 1,
             "Recall@3 (copies)": 1 / 2,
             "FC@3 (copies)": 0,
-            "nDCG@3 (copies)": 1 / ideal,
+            "nDCG@3 (copies)": 1 / ideal_dcg,
         }
     )
-    assert evaluate_query(tuple("dxb"), relevance, measures[5:6]) == {"FC@3 (copies)": 1.0}
+
+
+def test_copy_covers_gold_skill():
+    assert value("FC@3 (copies)", tuple("dxb"), WITH_COPIES) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -240,15 +293,16 @@ def test_a_copy_counts_as_its_gold_skill_once_and_in_measures_of_copies_alone():
         (Relevance(frozenset("a"), {"a": 1.0, "A": 1.0}, {"A": "a"}), "invalid-relevance"),
     ],
 )
-def test_a_relevance_no_ranking_can_meet_is_refused_naming_the_query(
-    relevance: Relevance, code: str
-):
+def test_invalid_relevance_is_refused(relevance: Relevance, code: str):
     with raises(code):
         per_query({}, {"q7": relevance}, parse_measures(["Hit@1"]))
 
 
-def test_rankings_of_other_queries_and_skills_that_stand_twice_are_refused():
+def test_ranking_of_unknown_query_is_refused():
     with raises("unknown-query"):
         per_query({"q": [], "q9": []}, {"q": BINARY}, parse_measures(["Hit@1"]))
+
+
+def test_ranking_with_repeated_skill_is_refused():
     with raises("repeated-id"):
         per_query({"q": ["a", "b", "a"]}, {"q": BINARY}, parse_measures(["Hit@1"]))

@@ -1,3 +1,7 @@
+"""Micro-batches: groups of texts within a token budget."""
+
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,24 +14,29 @@ some_texts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_
 
 
 @given(some_texts, st.integers(1, 100))
-def test_every_text_once_within_the_budget_and_in_its_order(texts, budget):
-    lengths, seen = [*map(len, texts)], []
+def test_micro_batches_keep_to_budget(texts, budget):
+    lengths = [*map(len, texts)]
+
     groups = micro_batches(lengths, budget)
-    for group in groups:
-        assert (
-            len(group) == 1 or max(lengths[position] for position in group) * len(group) <= budget
-        )
-    order = [lengths[position] for group in groups for position in group]
-    assert order == sorted(lengths, reverse=True)
+
+    grouped_lengths = [[lengths[position] for position in group] for group in groups]
+    assert [*chain(*grouped_lengths)] == sorted(lengths, reverse=True)
+    for group in grouped_lengths:
+        assert len(group) == 1 or max(group) * len(group) <= budget
+
+
+@given(some_texts, st.integers(1, 100))
+def test_results_are_in_order_of_texts(texts, budget):
+    batch_sizes = []
 
     def total(batch):
-        seen.append(len(batch))
+        batch_sizes.append(len(batch))
         return torch.tensor([[float(sum(text)), float(len(text))] for text in batch])
 
-    assert run_micro_batches(total, texts, groups).tolist() == [
-        [sum(text), len(text)] for text in texts
-    ]
-    assert sum(seen) == len(texts)
+    results = run_micro_batches(total, texts, micro_batches([*map(len, texts)], budget))
+
+    assert results.tolist() == [[sum(text), len(text)] for text in texts]
+    assert sum(batch_sizes) == len(texts)
 
 
 def test_groups_by_hand():
@@ -36,26 +45,31 @@ def test_groups_by_hand():
     assert micro_batches([50, 3], 10) == [[0], [1]]
 
 
-def test_every_layer_is_computed_again_with_the_same_dropout(open_encoder_of):
-    results, calls = [], []
-    for recompute in (False, True):
-        encoder = open_encoder_of("bert_dropout").double().train()
-        for layer in encoder.backbone.encoder.layer:
-            layer.attention.register_forward_hook(
-                lambda *_, recompute=recompute: calls.append(recompute)
-            )
-        if recompute:
-            checkpoint_layers(encoder.backbone)
-        torch.manual_seed(3)
-        texts = encoder.tokenize(
-            ["deploy pods", "chart", "review the merge commit " * 8, "audio video clip " * 5], 128
-        )
-        loss = run_micro_batches(encoder, texts, micro_batches([*map(len, texts)], 40))[:, :5].sum()
-        loss.backward()
-        results.append(
-            (loss.item(), [parameter.grad.clone() for parameter in encoder.parameters()])
-        )
-    (loss, gradients), (again, repeated) = results
-    assert calls.count(True) == 2 * calls.count(False) > 0
-    assert loss == pytest.approx(again, abs=1e-12)
-    assert max((a - b).abs().max().item() for a, b in zip(gradients, repeated, strict=True)) < 1e-9
+def run_backward(encoder, recompute):
+    """Return the loss, the gradients and the number of times that a layer ran."""
+    calls = []
+    for layer in encoder.backbone.encoder.layer:
+        layer.attention.register_forward_hook(lambda *_: calls.append(1))
+    if recompute:
+        checkpoint_layers(encoder.backbone)
+    torch.manual_seed(3)
+    texts = encoder.tokenize(
+        ["deploy pods", "chart", "review the merge commit " * 8, "audio video clip " * 5], 128
+    )
+    loss = run_micro_batches(encoder, texts, micro_batches([*map(len, texts)], 40))[:, :5].sum()
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in encoder.parameters()]
+    return loss.item(), gradients, len(calls)
+
+
+def test_recomputed_layers_have_same_dropout(open_encoder_of):
+    plain = open_encoder_of("bert_dropout").double().train()
+    expected_loss, expected_gradients, num_calls = run_backward(plain, recompute=False)
+
+    recomputing = open_encoder_of("bert_dropout").double().train()
+    loss, gradients, num_repeated_calls = run_backward(recomputing, recompute=True)
+
+    assert num_repeated_calls == 2 * num_calls > 0
+    assert loss == pytest.approx(expected_loss, abs=1e-12)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - expected).abs().max() < 1e-9

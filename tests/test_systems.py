@@ -246,7 +246,7 @@ def test_only_trained_model_ranks_again(monkeypatch):
 def test_source_self_needs_a_training_run():
     config = system("trained", with_keep(LEXICAL, 5), RerankConfig(source="self", keep=5))
 
-    check_systems([config], has_own=True)
+    check_systems([config], has_model=True)
     with raises("conflicting-settings"):
         check_systems([config])
 

@@ -1,4 +1,4 @@
-"""Models with random weights, small enough to build in a test: a BERT and a Qwen3, each as encoder and as reranker."""
+"""Models with random weights, small enough to build in a test: a BERT and a Qwen3."""
 
 import copy
 import functools
@@ -34,14 +34,15 @@ logging.disable_progress_bar()
 
 
 TEXT = (
-    "yes no deploy pods kubernetes chart table spreadsheet extract pdf text translate review merge commit audio "
-    "video clip query skill agent task document find the a an of and to in with for from that files data report"
+    "yes no deploy pods kubernetes chart table spreadsheet extract pdf text translate review "
+    "merge commit audio video clip query skill agent task document find the a an of and to in "
+    "with for from that files data report"
 )
 WORDS = TEXT.split()
 
 
 def bert_tokenizer():
-    """WordPiece over WORDS and single characters; lower-cases."""
+    """Return a lower-casing WordPiece tokenizer over WORDS and single characters."""
     letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     pieces = [
         "[PAD]",
@@ -65,7 +66,10 @@ def bert_tokenizer():
 
 
 def qwen3_tokenizer(appends_end: bool):
-    """Byte-level BPE with Qwen3's special tokens; `appends_end` as Qwen3-Embedding's tokenizer does."""
+    """Return a byte-level BPE tokenizer with Qwen3's special tokens.
+
+    With `appends_end` it appends `<|endoftext|>` as Qwen3-Embedding's tokenizer does.
+    """
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -116,42 +120,41 @@ def _qwen3_config(vocabulary: int, width: int) -> Qwen3Config:
 
 
 def save_bert(folder: Path, reranker: bool, dropout: float = 0.0) -> Path:
-    """A BERT encoder, or a BERT with a one-output classification head."""
+    """Save a BERT encoder, or a BERT with a one-output classification head."""
     torch.manual_seed(0)
     tokenizer = bert_tokenizer()
-    config = _bert_config(len(tokenizer), dropout)
-    (BertForSequenceClassification if reranker else BertModel)(config).save_pretrained(folder)
+    model_class = BertForSequenceClassification if reranker else BertModel
+    model_class(_bert_config(len(tokenizer), dropout)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def save_qwen3(folder: Path, reranker: bool, appends_end: bool = True, width: int = 32) -> Path:
-    """A Qwen3 base model, or a Qwen3 causal language model."""
+    """Save a Qwen3 base model, or a Qwen3 causal language model."""
     torch.manual_seed(0)
     tokenizer = qwen3_tokenizer(appends_end and not reranker)
-    config = _qwen3_config(len(tokenizer), width)
-    (Qwen3ForCausalLM if reranker else Qwen3Model)(config).save_pretrained(folder)
+    model_class = Qwen3ForCausalLM if reranker else Qwen3Model
+    model_class(_qwen3_config(len(tokenizer), width)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @functools.cache
 def real_qwen3_tokenizer():
-    """Qwen3's own tokenizer, which is no part of the project; the test that asks for it is skipped where it is absent.
+    """Load Qwen3's own tokenizer, or skip the test where there is none.
 
-    It lies in qwen3-tokenizer of SKILLTRAIN_SHARED_DATA, or of ../shared/data beside the repository.
+    It is not part of the project. Its folder is qwen3-tokenizer in SKILLTRAIN_SHARED_DATA, or in
+    ../shared/data beside the repository.
     """
-    beside = Path(__file__).parents[2] / "shared" / "data"
-    folder = Path(os.environ.get("SKILLTRAIN_SHARED_DATA", beside)) / "qwen3-tokenizer"
+    default = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("SKILLTRAIN_SHARED_DATA", default)) / "qwen3-tokenizer"
     if not (folder / "tokenizer.json").is_file():
-        pytest.skip(
-            "no Qwen3 tokenizer here; set SKILLTRAIN_SHARED_DATA to the folder that holds qwen3-tokenizer"
-        )
+        pytest.skip("no Qwen3 tokenizer: set SKILLTRAIN_SHARED_DATA to the folder with its folder")
     return AutoTokenizer.from_pretrained(folder)
 
 
 def as_embedding_tokenizer(tokenizer):
-    """A copy that appends `<|endoftext|>` to every text, as Qwen3-Embedding's tokenizer does by its post-processor."""
+    """Return a copy that appends `<|endoftext|>` to every text, as Qwen3-Embedding's does."""
     tokenizer = copy.deepcopy(tokenizer)
     end = ("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))
     tokenizer.backend_tokenizer.post_processor = processors.Sequence(

@@ -1,4 +1,4 @@
-"""A small training set whose texts have unequal lengths, for the tests of training."""
+"""A small training set whose texts have unequal lengths."""
 
 import random
 
@@ -8,11 +8,12 @@ from tiny_models import WORDS
 
 
 def words(source, low, high):
+    """Return `low` to `high` random words."""
     return " ".join(source.choices(WORDS, k=source.randint(low, high)))
 
 
 def training_set(num_lists, num_skills=12, seed=0, most_candidates=5):
-    """`num_lists` queries with 2 to `most_candidates` candidates, one or two of them positive."""
+    """Return `num_lists` queries with 2 to `most_candidates` candidates, one or two positive."""
     source = random.Random(seed)
     skills = {
         f"s{i}": Skill(f"s{i}", f"name {i}", words(source, 1, 4), words(source, 0, 60))
@@ -20,9 +21,11 @@ def training_set(num_lists, num_skills=12, seed=0, most_candidates=5):
     }
     lists = []
     for number in range(num_lists):
-        chosen = source.sample(sorted(skills), source.randint(2, most_candidates))
-        gains = [1.0, *(0.5 if i == 1 and len(chosen) > 3 else 0.0 for i in range(1, len(chosen)))]
-        positives = frozenset(s for s, gain in zip(chosen, gains, strict=True) if gain > 0)
+        skill_ids = source.sample(sorted(skills), source.randint(2, most_candidates))
+        gains = [1.0] + [0.0] * (len(skill_ids) - 1)
+        if len(skill_ids) > 3:
+            gains[1] = 0.5
+        positives = frozenset(s for s, gain in zip(skill_ids, gains, strict=True) if gain > 0)
         query = f"{number} {words(source, 2, 30)}"
-        lists.append(TrainingList(f"q{number}", query, tuple(chosen), tuple(gains), positives))
+        lists.append(TrainingList(f"q{number}", query, tuple(skill_ids), tuple(gains), positives))
     return TrainingSet(tuple(lists), skills)

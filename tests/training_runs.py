@@ -1,4 +1,4 @@
-"""A short training with dropout, and ways to break it off; also run by spawned processes."""
+"""A short training run with dropout, and ways to stop it; spawned processes run it too."""
 
 import io
 import os
@@ -32,7 +32,7 @@ CALLS_A_STEP = (2, 2, 1, 2, 2, 1)
 
 
 def new_step(folder: Path, seed: int = 0) -> EncoderStep:
-    """The step of an encoder with dropout."""
+    """Return the step of an encoder with dropout."""
     encoder = load_encoder(EncoderConfig(source=str(folder)), torch.device("cpu"))
     return EncoderStep(
         encoder, InfoNCE(), training_set(NUM_LISTS, seed=seed), StepSettings(150, CONFIG.recompute)
@@ -40,26 +40,27 @@ def new_step(folder: Path, seed: int = 0) -> EncoderStep:
 
 
 def signal_in(step: EncoderStep, number: int, which: signal.Signals) -> EncoderStep:
-    """The same step module, which sends its process a signal in the `number`-th optimiser step."""
-    forward, calls = step.forward, []
+    """Let a step module send its process a signal in the `number`-th optimiser step."""
+    forward = step.forward
+    calls = []
 
-    def counting(batch):
+    def forward_and_signal(batch):
         calls.append(batch)
         if len(calls) == 1 + sum(CALLS_A_STEP[: number - 1]):
             os.kill(os.getpid(), which)
         return forward(batch)
 
-    step.forward = counting
+    step.forward = forward_and_signal
     return step
 
 
 def accelerator():
-    """One process on a CPU."""
+    """Return an accelerator of one process on the CPU."""
     return new_accelerator(CONFIG, quantized=False)
 
 
 def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:
-    """The parameters after training."""
+    """Train and return the parameters."""
     train(accelerator(), step, CONFIG, Run(out, resume, {}))
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
@@ -80,7 +81,7 @@ class _Malice:
 
 
 def malicious_pickle(sign: Path) -> bytes:
-    """What torch.load(weights_only=False) would read, and create the file `sign` meanwhile."""
+    """Return a checkpoint that creates the file `sign` when it is unpickled."""
     stream = io.BytesIO()
     torch.save({"step": _Malice(sign)}, stream)
     return stream.getvalue()
