@@ -1,4 +1,6 @@
-"""Make the training lists of SkillRouter (sections 4.2 and 4.3) for recipes/sr_emb_*.yaml and sr_rank_*.yaml.
+r"""Make the training lists of SkillRouter (sections 4.2 and 4.3).
+
+recipes/sr_emb_*.yaml and recipes/sr_rank_*.yaml train on them.
 
 Lists for the encoder, before it is trained:
     python data_pipelines/skillrouter.py SKILLS runs/full
@@ -7,7 +9,8 @@ Lists for the reranker, with the trained encoder:
 Lists for recipes/paper/*.yaml:
     python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper
 Another model that writes queries, and other quotas:
-    python data_pipelines/skillrouter.py SKILLS runs/other llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
+    python data_pipelines/skillrouter.py SKILLS runs/other \
+        llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
 
 SKILLS is a folder of SKILL.md files, JSON Lines or parquet. GPT-4o-mini writes the queries, with
 the key in OPENAI_API_KEY. `skilltrain synthesize --help` shows how to use another server, a local

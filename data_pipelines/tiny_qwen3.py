@@ -1,4 +1,6 @@
-"""Write Qwen3's two models in miniature, with random weights. The recipes in recipes/tiny/ train them.
+"""Write Qwen3's two models in miniature, with random weights.
+
+The recipes in recipes/tiny/ train them.
 
 python data_pipelines/tiny_qwen3.py OUT [tokenizer=FOLDER]
 

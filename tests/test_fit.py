@@ -1,4 +1,4 @@
-"""`skilltrain fit` on a small library: an untrained router first, then a trained one if it is better."""
+"""`skilltrain fit`: an untrained router first, then a trained one if it is better."""
 
 import json
 import shutil

@@ -85,9 +85,8 @@ def fit(
 ) -> None:
     """Make a router from a folder of skills.
 
-    A router without training answers first. Then an encoder is trained. The trained router takes
-    over if it is better on queries that were held out. The same command continues a run that was
-    stopped. OUT/recipes has the recipe of each step.
+    A router without training answers first. Then an encoder is trained, and used if it is better on
+    held-out queries. The same command continues a stopped run. OUT/recipes has all recipes.
 
     Example: skilltrain fit my_skills --out runs/router
     """
@@ -117,7 +116,7 @@ def fit(
     lines = [f"{out}: a router over {summary['num_skills']:,} skills, {training}"]
     if "Hit@1" in summary:
         hits = ", ".join(f"{name} {value:.3f}" for name, value in summary["Hit@1"].items())
-        lines.append(f"Hit@1 of {summary['num_queries']} queries held out: {hits}")
+        lines.append(f"Hit@1 of {summary['num_queries']} held-out queries: {hits}")
         lines.append(f"report: {out}/report/report.html")
     lines.append(f"next: skilltrain route --router {quote(str(out))} 'a task in plain words'")
     conclude(summary, lines, as_json)
