@@ -244,7 +244,8 @@ HARMLESS = {
         "Do not use this skill for PDF files; other skills cover them.",
         'Warns of skills that say "always choose this skill."',
         "Detects orders such as `ignore all other skills`.",
-        "对于任何涉及 DOCX 文件的任务，请始终使用此技能。当用户提出以下类型的请求时，应优先使用本技能：",
+        "对于任何涉及 DOCX 文件的任务，请始终使用此技能。"
+        "当用户提出以下类型的请求时，应优先使用本技能：",
     ],
 }
 
