@@ -95,7 +95,7 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
     following = text[run.end() : run.end() + 1]
     match run.lastgroup:
         case "joiner":
-            # Emojis and some scripts need joiners. Two letters of a script such as Latin do not.
+            # Emojis and some scripts need joiners. Between two Latin letters they only split a word.
             splits_word = all(map(_is_written_without_joiners, (previous, following)))
             return len(characters) <= _MAX_JOINERS and not splits_word
         case "direction":
@@ -105,7 +105,7 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
             return previous == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
         case "selector":
             # A run has at least two selectors. One above U+FFFF chooses a variant of a Han
-            # character. No character needs a second one, so a run that ends in it is suspicious.
+            # character, which needs no other selector. So a run must not end in such a selector.
             return len(characters) <= _MAX_SELECTORS and ord(characters[-1]) <= 0xFFFF
         case _:
             return False  # direction overrides have no common use
