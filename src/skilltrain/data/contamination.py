@@ -1,6 +1,6 @@
 """Contamination of training data by benchmarks; the stage `decontaminate` removes it.
 
-A training query is contaminated on three grounds:
+A training query is dropped on one of three grounds (column `filter` of DROPPED):
 
 - `query_overlap`: it has the words of a benchmark query, or most of its word trigrams.
 - `name`: one of its positives is a gold skill of the benchmark, or has the name of one.
@@ -42,6 +42,9 @@ from skilltrain.texts import name_key
 
 GROUNDS: tuple[str, ...] = ("query_overlap", "name", "jaccard")
 TRAIN = "train"
+
+Match = Dropped
+"""A match of a training query or skill with a benchmark, as a row of DROPPED."""
 
 
 class ContaminationLimits(Config):
@@ -170,7 +173,7 @@ class _TrigramIndex:
 class BenchmarkIndex:
     """An index of the queries and gold skills of benchmarks, to find them in training data.
 
-    A match is a row of DROPPED. Its query id is empty until `contaminations` sets it.
+    The query id of a match is empty until `contaminations` sets it.
     """
 
     def __init__(self, benchmarks: Sequence[HeldOutBenchmark], limits: ContaminationLimits) -> None:
@@ -184,56 +187,83 @@ class BenchmarkIndex:
         self._bodies = _TrigramIndex(gold.body for _, gold in self._golds)
         self._queries = _TrigramIndex(task.query.text for _, task in self._tasks)
 
-    def query_matches(self, text: str) -> list[Dropped]:
+    def query_matches(self, text: str) -> list[Match]:
         """Return a match for each benchmark query that has (nearly) the words of `text`."""
-        matches: list[Dropped] = []
+        matches: list[Match] = []
         for position, value in self._queries.similar(text, self._limits.query_overlap):
             benchmark, task = self._tasks[position]
             overlap = "the same words as" if value == 1 else f"word overlap {value:.3f} with"
             reason = f"{overlap} task {task.query.query_id} of benchmark {benchmark}"
-            matches.append(Dropped("", "", "query_overlap", reason, value, benchmark))
+            matches.append(Match("", "", "query_overlap", reason, value, benchmark))
         return matches
 
-    def skill_matches(self, skill: Skill) -> list[Dropped]:
-        """Return a match for each gold skill that `skill` is, or that has its name or body."""
-        matches: list[Dropped] = []
+    def skill_matches(self, skill: Skill) -> list[Match]:
+        """Compare a training skill with all gold skills, and return the matches.
+
+        A gold skill matches if it has the same id, the same name or a similar body.
+        """
+        matches: list[Match] = []
         if self._limits.name:
-            name = name_key(skill.name)
-            for position, (_, gold) in enumerate(self._golds):
-                if gold.skill_id == skill.skill_id:
-                    matches.append(self._gold_match(skill, position, "name", 1.0, "is"))
-                elif name and name == self._names[position]:
-                    matches.append(self._gold_match(skill, position, "name", 1.0, "same name as"))
-        for position, value in self._bodies.similar(skill.body, self._limits.jaccard):
-            relation = f"body overlap {value:.3f} with"
-            matches.append(self._gold_match(skill, position, "jaccard", value, relation))
+            matches += self._name_matches(skill)
+        for position, similarity in self._bodies.similar(skill.body, self._limits.jaccard):
+            relation = f"body overlap {similarity:.3f} with"
+            matches.append(self._gold_match(skill, position, relation, "jaccard", similarity))
+        return matches
+
+    def _name_matches(self, skill: Skill) -> list[Match]:
+        """Return a match for each gold skill that has the id or the name of a training skill."""
+        matches: list[Match] = []
+        name = name_key(skill.name)
+        for position, (_, gold) in enumerate(self._golds):
+            if gold.skill_id == skill.skill_id:
+                matches.append(self._gold_match(skill, position, "is"))
+            elif name and name == self._names[position]:
+                matches.append(self._gold_match(skill, position, "same name as"))
         return matches
 
     def _gold_match(
-        self, skill: Skill, position: int, ground: str, value: float, relation: str
-    ) -> Dropped:
-        """Return the match of a skill with the gold skill at `position`."""
+        self,
+        skill: Skill,
+        position: int,
+        relation: str,
+        ground: str = "name",
+        similarity: float = 1.0,
+    ) -> Match:
+        """Return the match of a training skill with a gold skill.
+
+        Args:
+            skill: Skill of the training data.
+            position: Position of the gold skill in the index.
+            relation: Words for the reason, such as "same name as".
+            ground: One of GROUNDS.
+            similarity: Similarity of the two skills; 1 for the same id or name.
+        """
         benchmark, gold = self._golds[position]
         reason = f"{relation} gold skill {gold.skill_id} of benchmark {benchmark}"
-        return Dropped("", skill.skill_id, ground, reason, value, benchmark, gold.skill_id)
+        return Match("", skill.skill_id, ground, reason, similarity, benchmark, gold.skill_id)
 
     def contaminations(
-        self, query_id: str, text: str, skill_matches: Iterable[Dropped]
-    ) -> list[Dropped]:
+        self, query_id: str, text: str, skill_matches: Iterable[Match]
+    ) -> list[Match]:
         """Return the strongest match of a training query for each ground and benchmark.
+
+        A ground is a reason to drop the query: one of GROUNDS.
 
         Args:
             query_id: Id of the training query.
             text: Text of the training query.
-            skill_matches: Matches of its positives, from the method `skill_matches`.
+            skill_matches: Matches of the query's positives, from the method `skill_matches`.
 
         Returns:
             Rows of DROPPED in the order of GROUNDS: `filter` is the ground, `skill_id` the positive
             (empty for the query itself), `source` the benchmark, `other_id` its gold skill.
         """
+        # `value` is the similarity. It is 1 if the words, the names or the ids are the same.
         matches = [*self.query_matches(text), *skill_matches]
-        matches.sort(key=lambda match: -(match.value or 0))  # the strongest first
-        strongest: dict[tuple[int, str], Dropped] = {}  # by index of the ground, and benchmark
+        matches.sort(key=lambda match: match.value or 0, reverse=True)
+
+        # The first match of a ground and a benchmark is the strongest.
+        strongest: dict[tuple[int, str], Match] = {}  # by index of the ground, and benchmark
         for match in matches:
             key = (GROUNDS.index(match.filter), match.source or "")
             strongest.setdefault(key, replace(match, query_id=query_id))
@@ -268,27 +298,30 @@ class Decontaminate(Stage):
     def run(self, out: Path) -> Summary:
         """Write the tables without contaminated queries, and return counts.
 
-        DROPPED has a row for each ground and benchmark of a dropped query. So the counts by ground
-        can add up to more than the number of dropped queries. Copies of gold skills stay in the
-        pool: `evaluate` counts them as gold if it has the pool's clusters.
+        A ground is a reason to drop a query: one of GROUNDS, in the column `filter` of DROPPED.
+        DROPPED has one row for each ground and benchmark of a dropped query. So the counts by
+        ground can add up to more than the number of dropped queries. Copies of gold skills stay in
+        the pool: `evaluate` counts them as gold if it has the pool's clusters.
         """
         positives = {
             query: positives_of(verdicts)
             for query, verdicts in select_judged(self.queries, self.split)
         }
         skills = _read_positives(self.pool, set().union(*positives.values()))
+
+        # The limits `name` and `jaccard` compare skills, so they need the gold skills.
         need_golds = self.limits.name or self.limits.jaccard is not None
         benchmarks = open_benchmarks(self.benchmarks, self.pool, need_golds)
         index = BenchmarkIndex(benchmarks, self.limits)
 
-        # Find the contaminated queries. A skill is compared once for all its queries.
+        # Find the contaminated queries. A skill is compared once for all queries that it answers.
         matches_by_skill = {
             skill.skill_id: index.skill_matches(skill)
             for skill in track(skills, "comparing skills", len(skills))
         }
-        rows: list[Dropped] = []
+        rows: list[Match] = []
         for query in track(positives, "comparing queries", len(positives)):
-            matches: list[Dropped] = []
+            matches: list[Match] = []
             for skill_id in positives[query]:
                 matches += matches_by_skill.get(skill_id, ())
             rows += index.contaminations(query.query_id, query.text, matches)
@@ -329,8 +362,8 @@ def _read_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
     num_missing = len(positives) - len(skills)
     if num_missing:
         say(
-            f"warning: {num_missing:,} of {len(positives):,} positives are not in {pool}, "
-            "so they were compared with no gold skill"
+            f"warning: {num_missing:,} of {len(positives):,} positives are not in {pool}; "
+            "they are not compared with the gold skills of the benchmarks"
         )
     return skills
 

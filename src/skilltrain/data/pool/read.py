@@ -45,9 +45,10 @@ SkillsOrDropped = Iterator[Skill | Dropped]
 
 
 def read_pool(path: Path | str) -> list[Skill]:
-    """Read a SKILLS table, or any source of the stage `pool` without dropping duplicates.
+    """Read the skills of a SKILLS table, or of any source of the stage `pool`.
 
-    A message says how many skills are left out, and why.
+    Exact copies of a skill, and files and rows that are no skill, are left out. A message says how
+    many they are, and why. Different skills with the same name and body are all kept.
 
     Raises:
         SkilltrainError: There is no skill.
@@ -59,11 +60,11 @@ def read_pool(path: Path | str) -> list[Skill]:
     sources, dropped = read_sources([path])
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
-    # Say what is left out.
-    counts = counted(row.filter for row in dropped + duplicates if row.filter != CUT)
-    if counts:
-        num_dropped = sum(counts.values())
-        reasons = ", ".join(f"{name} {count}" for name, count in counts.items())
+    # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
+    num_by_filter = counted(row.filter for row in dropped + duplicates if row.filter != CUT)
+    if num_by_filter:
+        num_dropped = sum(num_by_filter.values())
+        reasons = ", ".join(f"{name} {count}" for name, count in num_by_filter.items())
         say(
             f"{path}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
             f"`skilltrain pool sources={path}` lists them"
@@ -74,20 +75,21 @@ def read_pool(path: Path | str) -> list[Skill]:
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
-    The stage `pool` writes the number of skills of each source. For another pool, the only source
-    is the pool itself.
+    The stage `pool` stores the number of skills of each source. If a pool has no such numbers, or
+    if they do not fit its skills, the pool itself is the only source.
     """
     skills = read_pool(pool)
-    counts = read_local(pool)  # number of skills by source
-    if sum(counts.values()) != len(skills):
-        counts = {str(pool.resolve()): len(skills)}
+    num_by_source: dict[str, int] = read_local(pool)
+    if sum(num_by_source.values()) != len(skills):
+        num_by_source = {str(pool.resolve()): len(skills)}
 
     # The skills of a source are side by side in the pool.
     skills_by_source: dict[Path, list[Skill]] = {}
     start = 0
-    for source, count in counts.items():
-        skills_by_source[Path(source)] = skills[start : start + count]
-        start += count
+    for source, num_skills in num_by_source.items():
+        end = start + num_skills
+        skills_by_source[Path(source)] = skills[start:end]
+        start = end
     return skills_by_source
 
 
@@ -113,14 +115,19 @@ def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
-    """Convert rows of values by column to skills with unique ids, and keep duplicates.
+    """Convert rows of a table to skills with unique ids.
+
+    A repeated id is renamed to ID~2, ID~3 and so on. Skills with the same name and body are kept.
+
+    Args:
+        rows: Value by column of each row.
 
     Raises:
         SkilltrainError: A row is no skill, or there is none.
     """
     skills: list[Skill] = []
     for number, row in enumerate(rows):
-        skill = skill_from_row(row, f"row {number}", "")
+        skill = skill_from_row(row, where=f"row {number}", source="")
         if isinstance(skill, Dropped):
             raise SkilltrainError("invalid-row", skill.reason, where="pool")
         skills.append(_with_language(skill))
@@ -131,11 +138,11 @@ def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
 
 
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
-    """Read the skills of each source.
+    """Read the skills of each source, and cut long bodies to MAX_BODY_CHARS.
 
     Returns:
-        Skills of each source, with their bodies cut to MAX_BODY_CHARS; a row for everything that
-        was dropped or cut.
+        Skills of each source; a row of DROPPED for everything that was dropped, and for each skill
+        whose body was cut.
 
     Raises:
         SkilltrainError: A source cannot be read, or no skill is left.
@@ -149,10 +156,9 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
             if isinstance(item, Dropped):
                 dropped.append(item)
                 continue
-            num_chars = len(item.body)
-            if num_chars > MAX_BODY_CHARS:
-                reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
-                dropped.append(Dropped("", item.skill_id, CUT, reason, float(num_chars)))
+            # A skill with a long body is reported, but kept.
+            if len(item.body) > MAX_BODY_CHARS:
+                dropped.append(_report_cut(item))
             skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
             skills.append(_with_language(skill))
 
@@ -167,6 +173,13 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
             "nothing-left", problem, where=sources[0], fix=_first_reason(all_dropped)
         )
     return skills_by_source, all_dropped
+
+
+def _report_cut(skill: Skill) -> Dropped:
+    """Return the row of DROPPED that says that a skill is kept, but with a cut body."""
+    num_chars = len(skill.body)
+    reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
+    return Dropped("", skill.skill_id, CUT, reason, value=float(num_chars))
 
 
 def _with_language(skill: Skill) -> Skill:
@@ -191,17 +204,17 @@ def merge_sources(
 
     Args:
         sources: Skills of each source.
-        drop_duplicates: Whether to drop all skills with the same name and body as an earlier one.
-            Otherwise only those with the same id and description too are dropped.
+        drop_duplicates: True drops each skill with the name and the body of an earlier skill. False
+            drops exact copies only, which also have the earlier skill's id and description.
 
     Returns:
-        Skills of each source in order of id; the duplicates.
+        Skills of each source in order of id; a row of DROPPED for each dropped skill.
     """
-    source_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
     first_id_by_content: dict[bytes, str] = {}
-    identities: set[tuple[str, str, bytes]] = set()
-    num_renames: Counter[str] = Counter()  # by id in the source
-    unique_ids: set[str] = set()
+    identities: set[tuple[str, str, bytes]] = set()  # (id, description, content)
+    original_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
+    num_renames: Counter[str] = Counter()  # by original id
+    unique_ids: set[str] = set()  # ids of the merged skills
     merged: list[list[Skill]] = []
     dropped: list[Dropped] = []
     for skills in sources:
@@ -216,11 +229,12 @@ def merge_sources(
                 continue
             identities.add(identity)
 
-            # Find the first free id. It must not be the id of another skill in its source.
+            # Rename a skill whose id is taken. The new id must not be an original id either.
             new_id = skill.skill_id
-            while new_id in unique_ids or (new_id != skill.skill_id and new_id in source_ids):
-                num_renames[skill.skill_id] += 1
-                new_id = f"{skill.skill_id}~{num_renames[skill.skill_id] + 1}"
+            if new_id in unique_ids:
+                while new_id in unique_ids or new_id in original_ids:
+                    num_renames[skill.skill_id] += 1
+                    new_id = f"{skill.skill_id}~{num_renames[skill.skill_id] + 1}"
             unique_ids.add(new_id)
             first_id_by_content.setdefault(content, new_id)
             merged[-1].append(replace(skill, skill_id=new_id))
@@ -317,11 +331,14 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
     errors: list[OSError] = []
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
         for path in sorted(Path(folder, name) for name in folder_names + file_names):
-            is_folder = path.name in folder_names
             name = path.name.lower()
-            if not is_folder and not name.endswith(_SHARDS) and name != "skill.md":
+            is_folder = path.name in folder_names
+            is_skill_file = name == "skill.md" and not is_folder
+            is_shard = name.endswith(_SHARDS) and not is_folder
+            if not (is_folder or is_skill_file or is_shard):
                 continue
 
+            # Refuse links that lead out. This is all to do for a folder: os.walk enters it itself.
             # `realpath`, because `resolve` raises for folders that may not be read.
             target = Path(os.path.realpath(path))
             is_link = target != path
@@ -329,12 +346,12 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
                 link = _relative_path(path, root)
                 reason = f"{link} is a link that leads out of {clean_text(root.name)} or nowhere"
                 refused.append(Dropped("", "", "link", reason))
-            elif is_folder:
-                continue
-            elif name == "skill.md":
+            elif is_skill_file:
                 skill_files.append(path)
-            else:
+            elif is_shard:
                 shards.append(path)
+
+    # Folders that os.walk could not enter.
     for error in errors:
         reason = clean_text(f"{error.filename}: {error.strerror}")
         refused.append(Dropped("", "", "unreadable", reason))
@@ -460,10 +477,12 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     if not Path(reference).exists() and ":" in reference:
         name, split = reference.rsplit(":", 1)
 
-    # Load it, and choose the split. A dataset with one split needs no name of a split.
+    # Load the dataset. If it has no splits, it counts as one split with an empty name.
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
     loaded: Any = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
     splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
+
+    # Choose the split. The only split of a dataset need not be named.
     if not split and len(splits) == 1:
         split = next(iter(splits))
     if split not in splits:

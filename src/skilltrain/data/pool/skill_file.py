@@ -89,9 +89,9 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
 def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | Dropped:
     """Read a skill from a row of a table in SkillRouter's format.
 
-    The columns `content` and `skill_md` may hold a whole SKILL.md. Its frontmatter fills the fields
-    that the row leaves empty. A row with a description, and without a column for a body, is a tool
-    of an MCP server: its body stays empty.
+    The columns `content` and `skill_md` may hold a whole SKILL.md. The other columns of the row
+    take precedence over its frontmatter. A row with a description, and without a column for a body,
+    is a tool of an MCP server: its body stays empty.
 
     Args:
         row: Value by column.
@@ -105,24 +105,28 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     name = values["name"][:MAX_HEADER_CHARS]
     description = values["description"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or name)
-    body_key = next((key for key in BODY_COLUMNS if values[key]), "")  # first column with a text
+    # The first column for a body that has a text; empty if none has.
+    body_key = next((key for key in BODY_COLUMNS if values[key]), "")
+
     if not skill_id:
         return Dropped("", "", "no_id", f"{where} has neither skill_id nor name")
     if body_key and not isinstance(row[body_key], str | bytes):
         reason = f"{where}: {body_key} is a {type(row[body_key]).__name__}, not text"
         return Dropped("", skill_id, "not_text", reason)
 
-    # Make a skill from the body column.
+    # Make a skill from the body column. Without a name, the last part of the id is the name.
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
-    if body_key in ("body", ""):
-        skill = Skill(skill_id, fallback_name, "", values["body"].strip())
-    else:
+    if body_key in ("content", "skill_md"):
         skill = parse_skill_file(values[body_key], skill_id, fallback_name)
+    else:
+        skill = Skill(skill_id, fallback_name, "", values["body"].strip())
     is_tool = description.strip() and row.keys().isdisjoint(BODY_COLUMNS)
     if not skill.body and not is_tool:
         return Dropped("", skill_id, "empty_body", f"{where} has no body")
 
-    # The fields of the row replace those of a SKILL.md in it.
+    # Add the other columns of the row. They replace the values of the frontmatter.
+    facts = _facts_in(row)  # author, URL, stars and the like
+    known_facts = {key: fact for key, fact in facts.items() if fact is not None}
     return replace(
         skill,
         name=one_line(name) or skill.name,
@@ -131,15 +135,18 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         lang=one_line(values["lang"]) or skill.lang,
         source=one_line(values["source"] or source),
         license=one_line(values["license"]) or skill.license,
-        **{key: fact for key, fact in _facts_in(row).items() if fact is not None},
+        **known_facts,
     )
 
 
 def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each field of SKILL_FACTS; None if it is missing or wrong.
+    """Read the facts about a skill: its author, URL, stars and the other fields of SKILL_FACTS.
 
     Args:
         values: A header or a row of a table, with values by key.
+
+    Returns:
+        Value of each field of SKILL_FACTS; None if it is missing or wrong.
     """
     texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
     url = texts["url"] or one_line(as_text(values.get("homepage")))
@@ -181,24 +188,26 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
     """
     for parent, folder_names, file_names in os.walk(folder):
         names_below = Path(parent).relative_to(folder).parts
-        is_git = names_below == (".git",)
+        is_git_folder = names_below == (".git",)
         in_hidden_folder = any(name.startswith(".") for name in names_below)
 
-        # Walk into folders that hold no other skill. Of .git, only the hooks are of interest.
+        # Walk into the folders that hold no other skill.
         walked: list[str] = []
         for name in sorted(folder_names):
-            if is_git and name != "hooks":
-                continue
+            if is_git_folder and name != "hooks":
+                continue  # git runs the programs in .git/hooks; all else in .git is data
             if name.startswith(".") and not hidden:
                 continue
             # `glob`, because `exists` raises for a folder that may not be entered.
             if not any(Path(parent, name).glob(SKILL_FILE)):
                 walked.append(name)
         folder_names[:] = walked  # os.walk continues with these
+        if is_git_folder:
+            continue  # leave out the files that are directly in .git
 
         for name in sorted(file_names):
             is_hidden = in_hidden_folder or name.startswith(".")
-            if is_hidden == hidden and not is_git and name.lower() not in _NOT_READ:
+            if is_hidden == hidden and name.lower() not in _NOT_READ:
                 yield Path(parent, name)
 
 
@@ -231,12 +240,12 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     """Split a SKILL.md into its frontmatter and its body.
 
     A block between two lines `---` at the beginning is frontmatter if it is empty or has one of the
-    keys that we read. Any other such block is text between two thematic breaks, and belongs to the
-    body. Frontmatter that is not YAML (`description: Use when: x`) is read line by line. If it
-    contains a Markdown heading, its end is missing, and there is no frontmatter.
+    keys that we read. Any other block belongs to the body. A block that is not YAML, such as
+    `description: Use when: x`, is read line by line. But with a Markdown heading such a block is no
+    frontmatter: the heading shows that the closing `---` is missing.
 
     Returns:
-        Value by key in lower case, with scalars as text (`yes`); the body.
+        Value by key in lower case, with numbers and booleans as text (`yes`); the body.
     """
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
@@ -247,7 +256,7 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     header = text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
     header = _CONTROL.sub("", header)
     fields = _read_yaml(header)
-    if fields is None:
+    if fields is None:  # not YAML
         fields = {} if _HEADING.search(header) else _read_lines(header.split("\n"))
 
     has_known_field = not fields.keys().isdisjoint(_FIELDS)
@@ -271,18 +280,19 @@ def _read_yaml(header: str) -> dict[str, Any] | None:
 def _read_lines(lines: list[str]) -> dict[str, Any]:
     """Read `key: value` lines of a header that is not YAML.
 
-    A line without a key continues the value before it. The keys `name` and `description` may be
-    indented, for example by a tab; but an indented line after an empty value belongs to that value.
+    A line without a key continues the value of the key above. The keys `name` and `description` may
+    be indented, for example by a tab.
 
     Returns:
-        Value by key in lower case. The value of `metadata` is a map again.
+        Value by key in lower case. The value of `metadata` is itself a map.
     """
     lines_by_key: dict[str, list[str]] = {}
-    key = ""
+    key = ""  # the last key above the line
     for line in lines:
         match = _KEY.match(line)
-        has_value = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
-        if not match and has_value:
+        # Indented lines belong to the key above if nothing, or only `|`, is beside that key.
+        is_value_beside_key = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
+        if not match and is_value_beside_key:
             match = _INDENTED_FIELD.match(line)
         if match:
             key = match[1].lower()

@@ -84,8 +84,13 @@ class Pool(Stage):
 
     @model_validator(mode="after")
     def _check_categories(self) -> "Pool":
-        """Check that there is an encoder if, and only if, it finds categories."""
-        if (self.categories == "keep") != (self.encoder is None):
+        """Check that the encoder and the taxonomy fit the setting `categories`.
+
+        All values except `keep` need an encoder. Only `taxonomy` uses a taxonomy.
+        """
+        needs_encoder = self.categories != "keep"
+        has_encoder = self.encoder is not None
+        if needs_encoder != has_encoder:
             raise ValueError(
                 "categories: taxonomy and from_pool need a section encoder, which keep does not use"
             )

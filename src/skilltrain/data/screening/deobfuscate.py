@@ -44,7 +44,11 @@ class MappedText(NamedTuple):
 
 
 def deobfuscate(program: str) -> MappedText:
-    """Return a program with its hidden texts written out, and each character's position."""
+    """Write out the hidden texts of a program.
+
+    Returns:
+        The new program, with the position in the old program of each character.
+    """
     values: Values = {}
     remaining_growth = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
 
@@ -57,9 +61,9 @@ def deobfuscate(program: str) -> MappedText:
         remaining_growth -= max(0, len(replacement) - len(match[0]))
         return replacement if remaining_growth > 0 else None
 
-    # A variable may be used above the line that assigns it, for example in a function.
+    # Fill `values`. A variable may be used above its assignment, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
-        _remember_or_resolve(assignment, values)
+        _remember_assignment(assignment, values)
 
     # Run all steps until a round changes nothing.
     mapped = MappedText(program, None)
@@ -79,8 +83,8 @@ def replace_matches(
 ) -> MappedText:
     """Replace the matches of `regex`, and keep the original position of each character.
 
-    Characters at the start and at the end that a match shares with its replacement keep their
-    positions. The positions of the others are spread evenly over the replaced characters.
+    A prefix or suffix that a match and its replacement have in common keeps its positions. The
+    other new characters get positions that are spread evenly over the replaced text.
 
     Args:
         mapped: The text to change.
@@ -112,9 +116,13 @@ def replace_matches(
 
 
 def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str]:
-    """Return (start, end, new text) of a replacement, without the ends that do not change.
+    """Return the part of a match that its replacement changes.
 
-    At least one character is replaced, because new text needs a position in the old text.
+    The common prefix and the common suffix of the match and its replacement do not change. But at
+    least one character of the match is replaced, because new text needs a position in the old text.
+
+    Returns:
+        Start and end of the changed part in the searched text; the new text of the part.
     """
     # Cut off the common prefix.
     old = match[0]
@@ -122,9 +130,11 @@ def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str
     old = old[prefix_chars:]
     new = replacement[prefix_chars:]
 
-    # Cut off the common suffix.
-    suffix_chars = _num_common_chars(old[::-1], new[::-1])
-    suffix_chars = max(0, min(suffix_chars, len(old) - 1, len(new) - 1))
+    # Cut off the common suffix, but keep the first character of `old`, and of `new` if it has one.
+    suffix_chars = 0
+    if new:
+        common_chars = _num_common_chars(old[::-1], new[::-1])
+        suffix_chars = min(common_chars, len(old) - 1, len(new) - 1)
     new_end = len(new) - suffix_chars
     return match.start() + prefix_chars, match.end() - suffix_chars, new[:new_end]
 
@@ -222,7 +232,9 @@ def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
 def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`.
 
-    None keeps the match: codes that are no text, or a list of numbers that spells no word.
+    Returns:
+        The new text; None to keep the match, if the codes are no text or if the numbers of a list
+        do not spell a word.
     """
     codes = [_evaluate(number) for number in _NUMBER.findall(match[0])]
     is_ascii = all(ord("\t") <= code < _MAX_ASCII for code in codes)
@@ -230,12 +242,14 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
         return None
     decoded = "".join(map(chr, codes))
     literal = _quote(re.sub(r"\s", " ", decoded))
-    if match["call"] or literal is None:
+    if literal is None:
+        return None
+    if match["call"]:
         return literal
+
+    # A list of numbers. It keeps its brackets.
     if not _WORD_OR_PATH.search(decoded):
         return None
-
-    # A list keeps its brackets.
     opening_bracket = match[0][0]
     closing_bracket = match[0][-1]
     return f"{opening_bracket}{literal}{closing_bracket}"
@@ -244,7 +258,8 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
 def _decode_call(match: re.Match[str], _: Values) -> str | None:
     """Decode the literal in a call or in a pipe: `atob('Y3VybA==')`, `echo lruc | rev`.
 
-    None keeps the match, for example if the decoded text is harmless.
+    Returns:
+        The decoded text as a literal; None to keep the match, for example if the text is harmless.
     """
     if match["piped"]:
         decoded = _decode(match["piped"].strip("\"' "), match["decoder"])
@@ -257,27 +272,35 @@ def _decode_call(match: re.Match[str], _: Values) -> str | None:
 
 
 def _decode(literal: str, code_around: str) -> str | None:
-    """Decode a literal with the decoder that the code around it names. The default is base64.
+    """Decode a literal with the decoder that the code around it names.
 
-    Return None if the literal cannot be decoded.
+    Args:
+        literal: The encoded text.
+        code_around: The call or command that decodes it. If it names no decoder, it is base64.
+
+    Returns:
+        The decoded text; None if the literal cannot be decoded.
     """
     code = code_around.lower()
     try:
-        if "rot" in code or re.search("a-z|n-z", code):  # `tr a-z n-za-m` is rot13
-            return codecs.encode(literal, "rot13")
-        if code.startswith("tr -d"):
-            deleted_character = code_around.strip("\"' ")[-1:]
+        # Decoders that return a text.
+        if "rot" in code or re.search("a-z|n-z", code):  # `str_rot13(`, `tr a-z n-za-m`
+            return codecs.encode(literal, "rot13")  # rot13 is its own inverse
+        if code.startswith("tr -d"):  # `tr -d 'X'` deletes each X
+            arguments = code_around.strip("\"' ")
+            deleted_character = arguments[-1:]
             return literal.replace(deleted_character, "")
-        if re.search(r"\brev", code) or "strrev" in code:
+        if re.search(r"\brev", code) or "strrev" in code:  # `rev`, `reversed(`, `strrev(`
             return literal[::-1]
-        if "unquote" in code or "uri" in code or "urldecode" in code:
+        if "unquote" in code or "uri" in code or "urldecode" in code:  # `decodeURIComponent(`
             return unquote(literal)
 
-        if re.search(r"hex|xxd|h\*", code):
+        # Decoders that return bytes.
+        if re.search(r"hex|xxd|h\*", code):  # `fromhex(`, `xxd -r -p`, `pack("H*",`
             content = bytes.fromhex(re.sub(r"\s", "", literal))
-        elif "32" in code:
+        elif "32" in code:  # `b32decode(`
             content = base64.b32decode(literal)
-        elif "85" in code:
+        elif "85" in code:  # `b85decode(`
             content = base64.b85decode(literal)
         else:
             content = decode_base64(literal)
@@ -310,15 +333,20 @@ def _apply_slice(match: re.Match[str], _: Values) -> str | None:
 
 
 def _join_literals(match: re.Match[str], _: Values) -> str | None:
-    """Join a list: `['cu', 'rl'].join('')` is `"curl"`."""
-    separator = _first_group(match, "glue", "before", "between", "after")
+    """Join the texts of a list: `['cu', 'rl'].join('')` is `"curl"`.
+
+    Return None to keep the match, if the separator is long.
+    """
+    # Each syntax has its own groups: `[list1].join(separator1)`, `[list1] -join separator2`,
+    # `%w[words].join(separator3)`, `separator4.join([list2])`, `implode('', [list3])`.
+    separator = _first_group(match, "separator1", "separator2", "separator3", "separator4")
     separator = _unquote(separator) if separator else ""
     if len(separator) > _MAX_SEPARATOR_CHARS:
         return None
     if match["words"]:
-        texts = match["words"].split()  # Ruby's %w[cu rl]
+        texts = match["words"].split()  # words without quotes
     else:
-        texts = _literal_texts(_first_group(match, "list", "args", "last"))
+        texts = _literal_texts(_first_group(match, "list1", "list2", "list3"))
     return _quote(separator.join(texts))
 
 
@@ -368,10 +396,11 @@ def _concatenate(match: re.Match[str], values: Values) -> str | None:
 
     # Neighbours that have a value become one literal.
     pieces = []
-    for are_values, group in groupby(operands, has_value):
-        if are_values:
+    for have_values, group in groupby(operands, has_value):
+        if have_values:
             text = "".join(_value_of(operand, values) or "" for operand in group)
-            pieces.append(_quote(text) or '""')  # an unprintable text is dropped
+            literal = _quote(text)  # None for an empty or unprintable text
+            pieces.append('""' if literal is None else literal)
         else:
             pieces += group
     return " + ".join(pieces) if len(pieces) < len(operands) else None
@@ -385,48 +414,65 @@ def _value_of(operand: str, values: Values) -> str | None:
 
 
 def _remember_or_resolve(match: re.Match[str], values: Values) -> str | None:
-    """Remember the value of an assignment, or replace the use of a variable by its value."""
+    """Remember the value of an assignment, or replace the use of a variable by its value.
+
+    Args:
+        match: Match of the step `variables`: an assignment, which has a group `name`, or a use.
+        values: Value of each known variable by its name. An assignment changes it.
+    """
     if match["name"]:
         return _remember_assignment(match, values)
     return _resolve_variable(match, values)
 
 
 def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
-    """Remember the value of an assignment in `values`, and resolve the variables in it.
+    """Remember the value of an assignment in `values`, and replace the variables in it.
 
-    Return the assignment with the variables replaced by their values, or None if it has none.
+    Returns:
+        The assignment with each variable replaced by its value; None if it uses no variable.
     """
     name = match["name"].lower()
-    code = match["value"] or match["bare"]  # a literal, or a word without quotes
-    resolved = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], code)
-    value = _unquote(resolved) if match["value"] else resolved
+    is_quoted = match["bare"] is None
+    old_code = match["value"] if is_quoted else match["bare"]  # right side of the assignment
 
-    # Forget an old value that is replaced by an unknown one.
+    # Replace the variables in the right side. Unknown variables stay.
+    new_code = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], old_code)
+    value = _unquote(new_code) if is_quoted else new_code
+
+    # Remember a known value. An unknown value replaces the old value, so forget that.
     is_constant = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
     if is_constant:
         values[name] = value
     else:
         values.pop(name, None)
 
-    # Write the assignment again, with the variables resolved.
-    if "$" not in code:
+    # Write the assignment again, with quotes around a known value.
+    if "$" not in old_code:
         return None  # it uses no variable
-    if is_constant and match["bare"]:
-        resolved = _quote(value) or resolved
-    return match[0].removesuffix(code) + resolved
+    if is_constant and not is_quoted:
+        new_code = _quote(value) or new_code  # an unprintable text cannot be quoted
+    left_side = match[0].removesuffix(old_code)
+    return left_side + new_code
 
 
 def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
-    """Return the value of a variable where it is used, or None if it is unknown.
+    """Return the value of a variable where it is used, or None if the value is unknown.
 
-    The uses `${x:FIRST:LENGTH}`, `${x/OLD/NEW}`, `${x//OLD/NEW}` and `${x:-DEFAULT}` are applied.
+    The operations of a shell are applied: `${x:FIRST:LENGTH}` is a part of the value,
+    `${x/OLD/NEW}` and `${x//OLD/NEW}` replace a text in it, and `${x:-DEFAULT}` has a default.
+
+    Args:
+        use: Match of `_VARIABLE_USE`.
+        values: Value of each known variable by its name.
     """
+    # The groups stand for `${braced}`, `$plain`, `#{ruby}`, `{format}` and `%batch%`.
     name = _first_group(use, "braced", "plain", "ruby", "format", "batch").lower()
     if name.startswith("ifs") and use[0].startswith("$"):
         return " "  # the field separator of a shell, used in place of a space
     value = values.get(name)
     if value is None:
-        return use["default"]
+        return use["default"]  # None without a default
+
     if use["first"] is not None:
         first = int(use["first"])
         end = first + int(use["length"])
@@ -456,13 +502,13 @@ def _remove_inner_quotes(match: re.Match[str], _: Values) -> str:
 def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
     """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`.
 
-    None keeps the match, because the name is unknown or no name.
+    Return None to keep the match, if the name is in an unknown variable or cannot be a name.
     """
-    # Each form of lookup has its own pair of groups: 1 `getattr(of, name)`, 2 `of["name"](`,
-    # 3 `window["name"]`, 4 `__import__("name")`, 5 `of.send(:name)`.
+    # Each form of lookup has its own groups: 1 `getattr(owner1, name1)`, 2 `owner2["name2"](`,
+    # 3 `window["name3"]`, 4 `__import__("name4")`, 5 `owner5.send(:name5)`.
     form = next(number for number in range(1, 6) if match[f"name{number}"])
     name = match[f"name{form}"]
-    owner = match[f"of{form}"] or ""
+    owner = match[f"owner{form}"] or ""
     if form == 4:
         owner = ""  # `__import__("os")` is the module itself
 

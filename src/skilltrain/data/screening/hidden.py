@@ -95,21 +95,23 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
     following = text[run.end() : run.end() + 1]
     match run.lastgroup:
         case "joiner":
-            is_inside_word = _needs_no_joiner(previous) and _needs_no_joiner(following)
-            return len(characters) <= _MAX_JOINERS and not is_inside_word
+            # Emojis and some scripts need joiners. Between two Latin letters they only split a word.
+            splits_word = all(map(_is_written_without_joiners, (previous, following)))
+            return len(characters) <= _MAX_JOINERS and not splits_word
         case "direction":
             return _is_near_right_to_left_letters(text, run)
         case "tag":
             # A regional flag is the emoji of a black flag with tags.
             return previous == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
         case "selector":
-            # Selectors above U+FFFF choose a variant of a Han character, which needs only one.
+            # A run has at least two selectors. One above U+FFFF chooses a variant of a Han
+            # character, which needs no other selector. So a run must not end in such a selector.
             return len(characters) <= _MAX_SELECTORS and ord(characters[-1]) <= 0xFFFF
         case _:
             return False  # direction overrides have no common use
 
 
-def _needs_no_joiner(character: str) -> bool:
+def _is_written_without_joiners(character: str) -> bool:
     """Return whether a character belongs to a script that writes its words without joiners."""
     if not character or not character.isalnum():
         return False

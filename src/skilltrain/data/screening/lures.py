@@ -48,34 +48,42 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
     normalized = text.normalized
     previous_end = 0
     for decoder in _DECODER.finditer(normalized):
-        # The line before the decoder, without what an earlier decoder has used.
+        # The text before the decoder in its line, without the command of an earlier decoder.
         line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
         start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
-        line = normalized[start : decoder.start()]
-        end = decoder.end()
-        previous_end = end
+        text_before = normalized[start : decoder.start()]
+        previous_end = decoder.end()
 
-        # The result is run if it is piped to a shell or substituted into a command that runs it.
-        is_piped_to_shell = decoder["pipe_to_shell"] is not None
-        substitution = _RUN_SUBSTITUTION.search(line)
-        is_written_to_file = _TO_FILE.match(normalized[end : end + 4])
-        if not is_piped_to_shell and (substitution is None or is_written_to_file):
+        # Another command may run the result: `eval $(base64 -d FILE)`.
+        substitution = _RUN_SUBSTITUTION.search(text_before)
+        if not _is_result_run(decoder, is_substituted=substitution is not None):
             continue
 
-        # `offset` is where the span starts in `line`.
-        is_piped_to_decoder = line.rstrip(" \\").endswith("|")
-        if is_piped_to_decoder:
-            source = line.rstrip(" \\|")
-            offset = substitution.start() if substitution else _last_command_start(source)
-            has_payload = _PAYLOAD.search(source, offset)
-            sample_start = start + offset
-        else:  # the decoder reads a file or a here-string
-            offset = substitution.start() if substitution else len(line)
-            operand_end = end if is_piped_to_shell else end + _MAX_OPERAND_CHARS
-            has_payload = _has_operand(normalized[decoder.start() : operand_end])
+        # Find the payload. `command_start` is the start of the command in `text_before`.
+        if text_before.rstrip(" \\").endswith("|"):  # `echo PAYLOAD | base64 -d`
+            source = text_before.rstrip(" \\|")
+            command_start = substitution.start() if substitution else _last_command_start(source)
+            has_payload = _PAYLOAD.search(source, command_start)
+            sample_start = start + command_start
+        else:  # `base64 -d FILE`
+            command_start = substitution.start() if substitution else len(text_before)
+            has_payload = _has_operand(decoder)
             sample_start = decoder.start()
-        if has_payload and not text.is_sample(sample_start, end):
-            yield start + offset, end
+        if has_payload and not text.is_sample(sample_start, decoder.end()):
+            yield start + command_start, decoder.end()
+
+
+def _is_result_run(decoder: re.Match[str], is_substituted: bool) -> bool:
+    """Return whether a shell runs what a decoder prints.
+
+    Args:
+        decoder: Match of `_DECODER`.
+        is_substituted: Whether another command runs the output: `eval $(base64 -d FILE)`.
+    """
+    if decoder["pipe_to_shell"] is not None:  # `base64 -d FILE | sh`
+        return True
+    is_written_to_file = _TO_FILE.match(decoder.string, decoder.end(), decoder.end() + 4)
+    return is_substituted and not is_written_to_file
 
 
 def _last_command_start(line: str) -> int:
@@ -87,8 +95,12 @@ def _last_command_start(line: str) -> int:
     return len(line) - len(command)
 
 
-def _has_operand(command: str) -> bool:
-    """Return whether a command has a flag and then a file or a here-string: `base64 -d <<< x`."""
+def _has_operand(decoder: re.Match[str]) -> bool:
+    """Return whether a decoder has a flag and then a file or a here-string: `base64 -d <<< x`."""
+    end = decoder.end()
+    if decoder["pipe_to_shell"] is None:
+        end += _MAX_OPERAND_CHARS  # the match ends before the operand
+    command = decoder.string[decoder.start() : end]
     arguments = command.partition(" ")[2].lstrip()
     flag, _, operand = arguments.partition(" ")
     return flag.startswith("-") and _OPERAND.match(operand.split("|")[0]) is not None
@@ -116,26 +128,26 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
         if any(_COMMAND.search(decoded) for decoded in decoded_texts):
             yield literal.span()
 
-    # Rot13 does not move a character.
+    # Rot13 keeps the position of each character, so its spans are those of the original.
     if _ROT13.search(text.normalized):
         for command in _COMMAND.finditer(codecs.encode(original, "rot13")):
             yield command.span()
 
-    # A reversal moves the character at i to len(original) - 1 - i.
+    # A reversal counts the positions from the end of the original.
     if _REVERSAL.search(text.normalized):
         for command in _COMMAND.finditer(original[::-1]):
             yield len(original) - command.end(), len(original) - command.start()
 
 
 def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
-    """Yield the text that an encoded literal decodes to, then the literals nested in it.
+    """Yield the text that an encoded literal decodes to.
 
-    A literal is a list of decimal bytes, hex or base64. It may be compressed with zlib or gzip.
+    A literal is a list of decimal bytes, hex or base64. It may be compressed with zlib or gzip. If
+    the decoded text begins with another encoded literal, then that is decoded too, and so on.
 
     Args:
         literal: Match of `_LITERAL`. Its group says the encoding.
-        max_nested: How deep to decode literals in decoded texts. Only a literal at the very start
-            of a text is decoded.
+        max_nested: How many literals to decode within this one.
     """
     try:
         if literal.lastgroup == "numbers":
@@ -168,20 +180,22 @@ _CONTEXT_CHARS = 40
 def find_assembled_words(text: NormalizedText) -> Spans:
     """Find dangerous words, such as `eval`, that a program assembles from pieces.
 
-    Honest programs write such words out. An assembled word is in the deobfuscated program, but not
-    in the original around the same position.
+    The original of a harmless program contains such a word as a whole. An assembled word is only in
+    the deobfuscated program.
     """
     if text.offsets is None:
         return  # nothing was deobfuscated
-    for word in _ASSEMBLED_WORD.finditer(text.normalized):
-        # The word may be written out, or a variable may hold all of it.
-        start, end = text.original_span(*word.span())
+    for match in _ASSEMBLED_WORD.finditer(text.normalized):
+        # The original around the position of the word.
+        start, end = text.original_span(*match.span())
         context_start = max(0, start - _CONTEXT_CHARS)
         context = text.original[context_start : end + _CONTEXT_CHARS].lower()
-        if word[0] in context or _VARIABLE.match(text.original, start, end):
+        is_variable = _VARIABLE.match(text.original, start, end)  # which holds the whole word
+        if match[0] in context or is_variable:
             continue
-        if not text.has_warning(*word.span()):
-            yield word.span()
+        # A scanner may contain the word because it looks for attacks.
+        if not text.has_warning(*match.span()):
+            yield match.span()
 
 
 # Servers addressed by IP address --------------------------------------------------------------
@@ -277,6 +291,8 @@ _RELEASE_FILE = re.compile(
     r"/releases/[^\s]{1,160}\.(?:zip|exe|msi|dmg|pkg|rar|7z)\b|\.(?:exe|msi|dmg|pkg|scr|bat)$"
 )
 _MAX_URL_DISTANCE = 300  # characters from the requirement to the end of its URL
+_REQUIREMENT_CONTEXT_CHARS = 60
+_URL_CONTEXT_CHARS = 80
 _KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
@@ -287,15 +303,22 @@ def find_external_programs(text: NormalizedText) -> Spans:
     for requirement in _REQUIREMENT.finditer(normalized):
         if requirement.start() < previous_end:
             continue
-        context = normalized[max(0, requirement.start() - 60) : requirement.end() + 60]
-        text_after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
 
-        # The first URL of an unknown page.
+        # Find the first URL of an unknown page after the requirement.
+        text_after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
         url = next(filter(_is_unknown_source, _URL.finditer(text_after)), None)
         if url is None:
             continue
-        is_download = _DOWNLOAD_INSTRUCTION.search(text_after[: url.end() + 80])
-        if is_download and _BEFORE_USE.search(context + text_after[url.end() :]):
+
+        # The text up to the URL, and a little after it, says to download something.
+        download_end = url.end() + _URL_CONTEXT_CHARS
+        is_download = _DOWNLOAD_INSTRUCTION.search(text_after[:download_end])
+
+        # The text around the requirement, or the text after the URL, says to do so before use.
+        context_start = max(0, requirement.start() - _REQUIREMENT_CONTEXT_CHARS)
+        context_end = requirement.end() + _REQUIREMENT_CONTEXT_CHARS
+        context = normalized[context_start:context_end] + text_after[url.end() :]
+        if is_download and _BEFORE_USE.search(context):
             previous_end = requirement.end() + url.end()
             yield requirement.start(), previous_end
 

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from skilltrain.data.screening.deobfuscate import MappedText, deobfuscate, replace_matches
 from skilltrain.data.screening.fragments import expand
@@ -106,27 +107,26 @@ class NormalizedText:
     def is_quoted(self, start: int) -> bool:
         """Return whether the phrase at `start` is quoted and not an order of the skill itself.
 
-        It is quoted if it is in quotation marks or code, follows words such as "such as", or is the
-        title of a list in a skill about security. This distinguishes a skill that warns of an
-        attack from the attack. An attacker can evade it by quoting the order, but then many models
-        do not follow the order either.
+        A phrase is quoted if it is in quotation marks or code, if it follows words such as
+        "such as", or if it is the title of a list in a skill about security. So a skill that warns
+        of an attack is not taken for an attack. An attacker can put the order in quotation marks,
+        but then many models do not follow the order either.
         """
         line = self.line_before(start, 300)
-        if self.kind == "program" and not self.is_about_security and _PRINT_CALL.search(line):
-            return False  # an agent reads what a program prints
+        # An agent reads what a program prints, so quotation marks in a print call do not count. But
+        # a program about security may print an order as an example.
+        is_ordinary_program = self.kind == "program" and not self.is_about_security
+        if is_ordinary_program and _PRINT_CALL.search(line):
+            return False
 
-        # A quotation is open if a mark stands right before the phrase, or if marks are unpaired.
-        is_after_quote = line.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES)  # and list marks
-        if is_after_quote or line.count('"') % 2 or line.count("`") % 2:
+        if _has_open_quotation(line):
             return True
-        if any(line.count(opening) > line.count(closing) for opening, closing in _QUOTE_PAIRS):
-            return True
-
         if _REPORTED.search(line) or self._is_in_attack_sample(start):
             return True
+        if not self.is_about_security:
+            return False
         is_line_start = not line.strip(" *_-#")
-        is_title = is_line_start and _LIST_TITLE.match(self.normalized, start)
-        return self.is_about_security and bool(is_title)
+        return is_line_start and _LIST_TITLE.match(self.normalized, start) is not None
 
     def _is_in_attack_sample(self, start: int) -> bool:
         """Return whether `start` is in a code block that is introduced as an attack."""
@@ -150,14 +150,19 @@ class NormalizedText:
         return bool(_WARNING.search(context))
 
     def _is_scanner_pattern(self, start: int, end: int) -> bool:
-        """Return whether a command in a program is an entry in a scanner's list of patterns."""
-        # The entry is in quotes or slashes, or it looks like an element of a list.
+        """Return whether a program only lists a command as a pattern to look for.
+
+        Such a program is a scanner, which looks for attacks in other programs.
+        """
+        # A pattern is in quotes, in the slashes of a regex, or it looks like an element of a list.
+        # If an odd number of marks precedes it, the last one opens the quotation that it is in.
         line = self.line_before(start, 300)
-        is_in_quotes = any(line.count(quote) % 2 for quote in "\"'`/")  # `/` of a regex
+        is_in_quotes = any(line.count(mark) % 2 for mark in "\"'`/")
         command = self.normalized[start:end].lstrip()[:80]
         if not is_in_quotes and not _LIST_ELEMENT.match(line + command):
             return False
-        # The code around it, without comments, is that of a scanner.
+
+        # The code around the pattern, without comments, is that of a scanner.
         code = _COMMENT_LINE.sub("", self.normalized[max(0, start - 1500) : end + 300])
         return bool(_SCANNER_CODE.search(code))
 
@@ -182,6 +187,17 @@ class NormalizedText:
         """Whether name or description say that the skill is about attacks, so it may show some."""
         topic = f"{self.skill.name} {self.skill.description}" if self.skill else ""
         return bool(_SECURITY_TOPIC.search(topic.lower()))
+
+
+def _has_open_quotation(line: str) -> bool:
+    """Return whether a quotation begins in `line` and does not end in it."""
+    # A quotation mark is at the end, or only list marks and emphasis follow it.
+    if line.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES):
+        return True
+    # Of an odd number of marks, the last one opens a quotation.
+    if line.count('"') % 2 or line.count("`") % 2:
+        return True
+    return any(line.count(opening) > line.count(closing) for opening, closing in _QUOTE_PAIRS)
 
 
 def normalize_text(text: str, field: str = "body", skill: Skill | None = None) -> NormalizedText:
@@ -232,13 +248,16 @@ def _undisguise(disguise: re.Match[str]) -> str | None:
 def _resolve_aliases(mapped: MappedText) -> MappedText:
     """Replace other names for dangerous functions by the functions' own names."""
     names_by_alias: dict[str, str] = {}
-    # Either `import IMPORTED as IMPORT_ALIAS` or `VARIABLE = VALUE`.
-    for imported, import_alias, variable, value in _ALIAS.findall(mapped.text)[:_MAX_ALIASES]:
-        names_by_alias[import_alias or variable] = imported or value
+    for match in islice(_ALIAS.finditer(mapped.text), _MAX_ALIASES):
+        if match["import_alias"]:  # `import IMPORTED as IMPORT_ALIAS`
+            names_by_alias[match["import_alias"]] = match["imported"]
+        else:  # `VARIABLE = VALUE`
+            names_by_alias[match["variable"]] = match["value"]
     if not names_by_alias:
         return mapped
 
-    # An alias that is called, passed on, or followed by an attribute.
+    # An alias that is called, passed on, or followed by an attribute. It is not a part of a longer
+    # name, a string or a path. Aliases are words, so they need no escapes in the expression.
     alias_use = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(names_by_alias)})(?=\.\w|[(),])")
     for _ in range(2):  # an alias may be the name of another alias
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])

@@ -40,7 +40,7 @@ _EXPIRED_BEFORE = 1_735_689_600
 _MIN_KEY_BITS = 3.0
 _MIN_PRIVATE_KEY_BITS = 4.0
 _MIN_KEY_CHARS = 12
-_MIN_STAIRCASE_STEPS = 4
+_MIN_SEQUENCE_STEPS = 4
 _NUM_SHOWN_CHARS = 8
 
 
@@ -80,21 +80,22 @@ def _looks_random(key: str) -> bool:
     """Return whether a key is neither a placeholder nor a name in words."""
     segments = re.split(r"[_:/.-]", key)
     longest = max(segments, key=len)
-    if _PLACEHOLDER.search(key) or _has_staircase(key) or len(longest) < _MIN_KEY_CHARS:
+    if _PLACEHOLDER.search(key) or _has_sequence(key) or len(longest) < _MIN_KEY_CHARS:
         return False
 
-    # Without digits it is a name in words, such as sk-my-own-very-long-model-name.
+    # A key without digits is a name in words, such as sk-my-own-very-long-model-name. Only digits
+    # in the longest and in the last segment count, because others may be fixed, such as `api03`.
     has_digit = any(character.isdigit() for character in longest + segments[-1])
     if not has_digit and not key.startswith("hf_"):
         return False
     return _bits_per_character(longest) >= _MIN_KEY_BITS
 
 
-def _has_staircase(key: str) -> bool:
+def _has_sequence(key: str) -> bool:
     """Return whether five characters in a row count up or down: abcde, 98765."""
     steps = [ord(second) - ord(first) for first, second in pairwise(key)]
     run_lengths = [len(list(run)) for step, run in groupby(steps) if abs(step) == 1]
-    return max(run_lengths, default=0) >= _MIN_STAIRCASE_STEPS
+    return max(run_lengths, default=0) >= _MIN_SEQUENCE_STEPS
 
 
 def _bits_per_character(text: str) -> float:
