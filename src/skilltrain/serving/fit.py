@@ -1,7 +1,7 @@
 """Make a router from a folder of skills: the stages that most users want, each with its recipe.
 
-1. A router without training answers at once. It adds the scores of BM25 over whole skills and of
-   the base encoder over names and descriptions.
+1. A router without training answers at once. It adds the scores of BM25 over whole skills, and of
+   the base encoder over names and descriptions and over whole skills.
 2. An encoder is trained. On queries that were held out, the trained router is compared with the
    untrained one. It takes over only if it is better.
 3. The router is calibrated, so that it can say that no skill fits.
@@ -196,7 +196,6 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     pool = str(out / "pool")
     queries = str(out / "queries")
     model = {"source": config.base, "cache": str(out / "vectors")}
-    untrained = model | {"fields": "nd"}  # better than whole skills, as long as it is not trained
 
     # If queries are passages of skills, the step `queries` also writes the skills without these
     # passages. They are the pool for training, so that no skill has a query word for word.
@@ -209,7 +208,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         "bm25": [{"kind": "lexical"}],
         "base encoder": [{"kind": "dense", **model}],
         "trained encoder": [{"kind": "dense", **encoder}],
-        UNTRAINED: _untrained_rankers(untrained),
+        UNTRAINED: _untrained_rankers(model),
         TRAINED: _trained_rankers(encoder),
     }
     index = {"stage": "index", "pool": pool, "out": str(out)}
@@ -218,7 +217,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "stage": "pool",
             "sources": str(config.skills),
             "categories": "taxonomy",
-            "encoder": untrained,
+            "encoder": model,
         },
         "untrained": index | {"rankers": systems[UNTRAINED]},
         "queries": _query_step(config) | {"pool": pool},
@@ -311,9 +310,15 @@ def list_steps(
 
 
 def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
-    """Return the rankers of a router with an encoder that was not trained on skills."""
-    legs = [{"kind": "lexical"}, {"kind": "dense", **encoder}]
-    return [{"kind": "fuse", "of": legs, "weights": [1.0, 0.75]}]
+    """Return the rankers of a router with an encoder that was not trained on skills.
+
+    Such an encoder reads a whole skill worse than a trained one, so names and descriptions alone
+    are a leg of their own.
+    """
+    lexical = {"kind": "lexical"}
+    whole = {"kind": "dense", **encoder}
+    legs = [lexical, {**whole, "fields": "nd"}, whole]
+    return [{"kind": "fuse", "of": legs, "weights": [1.0, 0.5, 0.5]}]
 
 
 def _trained_rankers(encoder: Recipe) -> list[Recipe]:
