@@ -75,7 +75,7 @@ class Encode(Stage):
         for skill in read_skills(self.pool):
             chunks += settings.chunk_texts(skill)
         skill_kind = "skills" if settings.chunks.windows == 1 else "chunks"
-        inputs_by_kind = {skill_kind: (chunks, settings.max_tokens)}
+        inputs_by_kind = {skill_kind: (chunks, settings.max_tokens)}  # texts and token limit
         if self.queries is not None:
             query_texts = read_table(self.queries, QUERIES).column("text").to_pylist()
             inputs = [settings.template.render_query(text) for text in query_texts]
@@ -134,7 +134,7 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
         max_tokens: Number of tokens to which an input is cut.
 
     Returns:
-        Numbers of texts, tokens and slots (tokens with padding), over all ranks.
+        Counts over all ranks: `texts`, `tokens`, and `slots` (tokens with padding).
     """
     cache = encoder.cache
     assert cache is not None
@@ -169,6 +169,7 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     sums = torch.tensor([counts[name] for name in names])
     if world > 1:
         torch.distributed.all_reduce(sums)
+        # All vectors must now be in the folder that the first rank sees.
         num_lost = len(cache.missing(keys[missing])) if rank == 0 else 0
         if num_lost:
             say(

@@ -179,7 +179,7 @@ def pair_with_golds(
     dropped_positives: dict[int, Dropped] = {}
     blocks = [np.empty(0, PAIR)]  # one block per query; the empty one is for no queries at all
     for query_position, (query_id, query_rows) in enumerate(rows_by_id.items()):
-        # Find the unjudged candidates. A candidate with a negative verdict needs no pair.
+        # Unjudged candidates are paired, and positives are dropped. Negatives are kept unpaired.
         query_verdicts = verdicts.get(query_id, {})
         unjudged_rows: list[int] = []
         for row in query_rows.tolist():

@@ -286,9 +286,10 @@ def _list_row(
         else:
             reason = f"a positive outside the top {config.list_size}"
             dropped.append(Dropped(query_id, skill_id, "outside_top", reason))
+
+    # Leave out a list without a required skill, or with too few negatives.
     if not any(judged.verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return None
-
     num_negatives = len(candidates) - len(positives)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
@@ -358,7 +359,7 @@ def _fill_list(
     negatives: Sequence[Candidate],
     list_size: int,
 ) -> list[Candidate]:
-    """Fill a list with the best mined negatives.
+    """Complete a list of fixed skills with the best mined negatives.
 
     Args:
         fixed: Gold skills and judged negatives that the list must hold.
@@ -368,9 +369,9 @@ def _fill_list(
 
     Returns:
         The list in order of rank. A fixed skill among the candidates has the rank and the source of
-        its candidate. The other fixed skills have no rank, and follow at the end.
+        its candidate. The other fixed skills follow at the end, unchanged.
     """
-    # Find the rank of the fixed skills.
+    # Take the fixed skills from the candidates if possible.
     fixed_ids = {candidate.skill_id for candidate in fixed}
     ranked = [candidate for candidate in candidates if candidate.skill_id in fixed_ids]
     ranked_ids = {candidate.skill_id for candidate in ranked}

@@ -66,7 +66,7 @@ def word_trigrams(text: str) -> Trigrams:
     if not width:
         return word_hashes
 
-    # Hash all trigrams at once: first their first words, then their second and third words.
+    # Hash all trigrams at once, and add one word of each trigram per iteration.
     num_trigrams = len(words) - width + 1
     hashes = np.zeros(num_trigrams, dtype=np.uint64)  # [trigram]
     for offset in range(width):
@@ -87,7 +87,7 @@ def _distinct(ordered: np.ndarray) -> np.ndarray:
 def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
     """Find the values that occur more than `times` times.
 
-    Equal values are a group. The groups are numbered from 0.
+    The positions of equal values form a group. The groups are numbered from 0.
 
     Returns:
         The positions of these values in `values`, group by group.
@@ -305,8 +305,10 @@ def copies_of(
     for skill_id in known_ids:
         copies = set(ids_by_cluster[cluster_of[skill_id]])
         name = name_key(skills[skill_id].name)
-        for other_id in ids_by_name[name]:
-            if name and jaccard(trigrams_of(skill_id), trigrams_of(other_id)) >= SAME_NAME_OVERLAP:
+        namesakes = ids_by_name[name] if name else []
+        for other_id in namesakes:
+            overlap = jaccard(trigrams_of(skill_id), trigrams_of(other_id))
+            if overlap >= SAME_NAME_OVERLAP:
                 copies.add(other_id)
         copies.discard(skill_id)
         if copies:
@@ -377,7 +379,7 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
         lsh.insert(position, sketch)
 
     # Positions ascend, so the first position in a cluster is the lowest.
-    roots = [linked[position] for position in range(len(sets))]  # one skill for each cluster
+    roots = [linked[position] for position in range(len(sets))]  # each stands for a cluster
     lowest_by_root: dict[int, int] = {}
     for position, root in enumerate(roots):
         lowest_by_root.setdefault(root, position)

@@ -83,7 +83,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     while len(queries) < count and any(passages_by_kind.values()):
         for kind, passages in passages_by_kind.items():
             query, passage = _next_query(kind, passages, skill.name)
-            is_new = query and query.casefold() not in queries
+            is_new = query != "" and query.casefold() not in queries
             if is_new and len(queries) < count:
                 queries[query.casefold()] = query
                 remaining_skill = _without_passage(remaining_skill, kind, passage)

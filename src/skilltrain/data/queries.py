@@ -237,7 +237,8 @@ class _QueryReader:
 
         # Make the query and its judgements.
         id_in_row = values.get("query_id")
-        row = validate(QueryRow, values, f"{where}, query {id_in_row}" if id_in_row else where)
+        row_name = f"{where}, query {id_in_row}" if id_in_row else where
+        row = validate(QueryRow, values, row_name)
         row_id = _optional_line(row.query_id)
         required = sorted({self._kept_id(entry) for entry in row.skill_ids + row.required})
         query = self._make_query(row, row_id, required, path)
