@@ -19,8 +19,8 @@ from llm_server import KEY, LLMServer, Reply, assert_no_key, chat
 from skilltrain.config import validate
 from skilltrain.data.sampling import largest_remainder, sample_skills
 from skilltrain.data.synthesize import (
+    PlannedQuery,
     Synthesize,
-    WantedQuery,
     query_prompt,
 )
 from skilltrain.records import Skill
@@ -348,7 +348,7 @@ def test_near_duplicates_share_a_split(tmp_path):
 def prompts(skill: Skill, **settings: Any) -> tuple[str, str]:
     """Return the system and the user prompt of the first query of a skill."""
     config = validate(Synthesize, {"pool": "p", "out": "o", **settings}, "test")
-    return query_prompt(config, WantedQuery("q", "s", skill, 1, is_terse=False))
+    return query_prompt(config, PlannedQuery("q", "s", skill, 1, is_terse=False))
 
 
 @pytest.mark.parametrize("prompt", ["styles", "skillrouter"])

@@ -61,9 +61,9 @@ class Encode(Stage):
     def run(self, out: Path) -> Summary:
         """Encode the texts that the cache lacks, and return counts of texts and tokens.
 
-        Every rank of a distributed run calls it. Each distinct text is encoded once. Of n ranks,
-        each takes every n-th missing text in order of length, so that all have equal work, also
-        after an interrupted run.
+        Every rank of a distributed run calls this method. Each distinct text is encoded once. The
+        missing texts are sorted by length and dealt out to the ranks in turn. So all ranks have
+        equal work. This is also true if an interrupted run has already encoded some of the texts.
         """
         _join_ranks()
         encoder = open_encoder(self.encoder)
@@ -75,30 +75,34 @@ class Encode(Stage):
         for skill in read_skills(self.pool):
             chunks += settings.chunk_texts(skill)
         skill_kind = "skills" if settings.chunks.windows == 1 else "chunks"
-        inputs_by_kind = {skill_kind: (chunks, settings.max_tokens)}
+        inputs_by_kind = {skill_kind: (chunks, settings.max_tokens)}  # texts and token limit
         if self.queries is not None:
             query_texts = read_table(self.queries, QUERIES).column("text").to_pylist()
             inputs = [settings.template.render_query(text) for text in query_texts]
             inputs_by_kind["queries"] = (inputs, settings.query_max_tokens)
 
-        # Encode them.
+        # Encode the inputs, kind by kind.
         started = monotonic()
         summary: dict[str, Any] = {}
-        total = Counter[str]()  # texts, tokens and slots of all kinds
+        total = Counter[str]()  # texts, tokens and slots (tokens with padding) of all kinds
         for kind, (texts, max_tokens) in inputs_by_kind.items():
             counts = _encode(encoder, kind, texts, max_tokens)
             total += counts
             summary[f"num_{kind}"] = len(texts)
             summary[f"num_{kind}_distinct"] = len(set(texts))
             summary[f"num_{kind}_encoded"] = counts["texts"]
+
+        # Report the speed and the share of padding.
         tokens = total["tokens"]
+        padding = 0.0
         if tokens:
             seconds = monotonic() - started
             speed = f"{tokens:,} tokens in {seconds:,.0f} s ({tokens / seconds:,.0f} tokens/s)"
             say(f"encoded {total['texts']:,} texts, {speed}")
+            padding = round(1 - tokens / total["slots"], 4)
         return summary | {
             "num_tokens": tokens,
-            "padding": round(1 - tokens / total["slots"], 4) if tokens else 0.0,
+            "padding": padding,
             "num_ranks": rank_and_world()[1],
             "dim": encoder.model.dim,
             "vectors": str(encoder.cache.folder),
@@ -108,7 +112,7 @@ class Encode(Stage):
 def _join_ranks() -> None:
     """Connect the processes of `accelerate launch`.
 
-    They use gloo even on GPUs, because they exchange little data.
+    The processes use gloo even on GPUs, because they exchange little data.
     """
     if launched_ranks() > 1:
         is_cpu = default_device().type == "cpu"
@@ -130,44 +134,42 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
         max_tokens: Number of tokens to which an input is cut.
 
     Returns:
-        Numbers of texts, tokens and slots (tokens with padding), over all ranks.
+        Counts over all ranks: `texts`, `tokens`, and `slots` (tokens with padding).
     """
     cache = encoder.cache
     assert cache is not None
     rank, world = rank_and_world()
     keys = text_keys(texts, max_tokens)
+    _check_ranks_agree(encoder, kind, keys)
 
-    # All ranks must have the same model and texts.
-    digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
-    if of_first_rank(digest) != digest:
-        problem = (
-            f"rank {rank} has other weights, another number format or other {kind} than the first"
-        )
-        fix = "give all machines the same files and set precision"
-        raise SkilltrainError("ranks-differ", problem, where=encoder.source, fix=fix)
-
-    # Find the missing texts, longest first, and take the share of this rank.
+    # Find the missing texts. The first rank decides which texts are missing, because the other
+    # ranks may see an older state of the folder.
     distinct_keys, first_positions = np.unique(keys, return_index=True)
-    cache.make()
-    # The first rank decides what is missing: the others may see an older state of the folder.
-    missing_keys = made_by_first_rank(lambda: cache.missing(distinct_keys))
-    missing = first_positions[missing_keys]  # positions in `texts`
-    missing = missing[longest_first([texts[position] for position in missing.tolist()])]
-    share = missing[rank::world]
+    cache.make()  # creates the folder
+    missing_indices = made_by_first_rank(lambda: cache.missing(distinct_keys))
+    missing = first_positions[missing_indices]  # positions in `texts`
 
+    # Deal the missing texts out to the ranks, longest first.
+    missing_texts = [texts[position] for position in missing.tolist()]
+    missing = missing[longest_first(missing_texts)]
+    share = missing[rank::world]  # of this rank
+
+    # Encode the share of this rank.
     description = f"encoding {kind}"
     if world > 1:
         description += f" (rank 0 of {world})"
     counts = Counter[str]()
     share_texts = [texts[position] for position in share.tolist()]
+    share_keys = keys[share]
     for batch, vectors in encoder.encode_texts(share_texts, max_tokens, description, counts):
-        cache.add(keys[share[batch]], vectors)  # `batch` holds positions in `share_texts`
+        cache.add(share_keys[batch], vectors)  # `batch` holds positions in `share_texts`
 
     # Add up the counts of all ranks.
     names = ("texts", "tokens", "slots")
     sums = torch.tensor([counts[name] for name in names])
     if world > 1:
         torch.distributed.all_reduce(sums)
+        # All vectors must now be in the folder that the first rank sees.
         num_lost = len(cache.missing(keys[missing])) if rank == 0 else 0
         if num_lost:
             say(
@@ -175,3 +177,21 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
                 "here: all machines must share this folder"
             )
     return Counter(dict(zip(names, sums.tolist(), strict=True)))
+
+
+def _check_ranks_agree(encoder: SkillEncoder, kind: str, keys: np.ndarray) -> None:
+    """Raise SkilltrainError if this rank has another model or other texts than the first rank.
+
+    Args:
+        encoder: The encoder.
+        kind: Kind of texts, for the message.
+        keys: Keys of the texts (see `text_keys`).
+    """
+    digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
+    if of_first_rank(digest) != digest:
+        rank, _ = rank_and_world()
+        problem = (
+            f"rank {rank} has other weights, another number format or other {kind} than the first"
+        )
+        fix = "give all machines the same files and set precision"
+        raise SkilltrainError("ranks-differ", problem, where=encoder.source, fix=fix)

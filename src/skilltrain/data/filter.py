@@ -99,8 +99,9 @@ class Filter(Stage):
     def run(self, out: Path) -> Summary:
         """Write the candidates without false negatives, and return counts.
 
-        Candidates judged irrelevant or rejected are kept, because a judgement counts more than a
-        similarity. An unjudged candidate is dropped if a layer calls it a false negative.
+        An unjudged candidate is dropped if a layer calls it a false negative. A candidate with the
+        verdict `irrelevant` or `rejected` is kept, because a judgement counts more than a
+        similarity. The setting `judged_positives` decides about candidates with a positive verdict.
         """
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)
@@ -108,9 +109,8 @@ class Filter(Stage):
 
         # Find the false negatives.
         rows = rows_by_query(rankings)
-        pairs, judged_positives = pair_with_golds(
-            rankings, rows, skills, read_verdicts(self.queries)
-        )
+        verdicts = read_verdicts(self.queries)
+        pairs, dropped_positives = pair_with_golds(rankings, rows, skills, verdicts)
         pool = FilterPool(
             skills,
             pairs,
@@ -122,9 +122,9 @@ class Filter(Stage):
         )
         dropped_by_row = find_false_negatives(pool, list(rows), self.layers)
         if self.judged_positives == "drop":
-            dropped_by_row |= judged_positives
+            dropped_by_row.update(dropped_positives)
 
-        # Write the other candidates.
+        # Write the candidates that are not dropped.
         is_kept = np.ones(rankings.num_rows, dtype=bool)
         is_kept[list(dropped_by_row)] = False
         kept_rankings = rankings.filter(pa.array(is_kept))
@@ -154,7 +154,7 @@ class Filter(Stage):
 
 def pair_with_golds(
     rankings: pa.Table,
-    rows: Mapping[str, Positions],
+    rows_by_id: Mapping[str, Positions],
     skills: Sequence[Skill],
     verdicts: Mapping[str, Mapping[str, Verdict]],
 ) -> tuple[Pairs, dict[int, Dropped]]:
@@ -162,22 +162,24 @@ def pair_with_golds(
 
     Args:
         rankings: The candidates of all queries.
-        rows: Rows of the rankings by query id.
+        rows_by_id: Row numbers of each query's candidates in the rankings, by query id.
         skills: The pool.
         verdicts: Verdicts by query id and skill id.
 
     Returns:
-        The pairs, as an array of type PAIR. A candidate of a query without gold skills has one
-        pair, with -1 as the gold skill.
-        A row of DROPPED for each candidate that is a judged positive, by row of the rankings.
+        An array of pairs. A pair has the fields `row` and `rank` of the candidate in the rankings,
+        and the positions `query`, `skill` (the candidate) and `gold` (the gold skill). For a query
+        without gold skills, each candidate has one pair, with -1 as `gold`.
+        A row of DROPPED for each candidate with a positive verdict, by row of the rankings.
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
     sources = texts_of(rankings.column("stage"))
 
-    judged_positives: dict[int, Dropped] = {}
+    dropped_positives: dict[int, Dropped] = {}
     blocks = [np.empty(0, PAIR)]  # one block per query; the empty one is for no queries at all
-    for query_number, (query_id, query_rows) in enumerate(rows.items()):
+    for query_position, (query_id, query_rows) in enumerate(rows_by_id.items()):
+        # Unjudged candidates are paired, and positives are dropped. Negatives are kept unpaired.
         query_verdicts = verdicts.get(query_id, {})
         unjudged_rows: list[int] = []
         for row in query_rows.tolist():
@@ -186,34 +188,38 @@ def pair_with_golds(
                 unjudged_rows.append(row)
             elif verdict in POSITIVE:
                 reason = f"judged {verdict} for this query"
-                judged_positives[row] = Dropped(
+                dropped_positives[row] = Dropped(
                     query_id, skill_ids[row], "judged", reason, source=sources[row]
                 )
 
-        gold_ids = [skill_id for skill_id in positives_of(query_verdicts) if skill_id in positions]
-        golds = [positions[skill_id] for skill_id in gold_ids] or [-1]
-        block = np.empty((len(unjudged_rows), len(golds)), PAIR)  # [candidate, gold skill]
-        block["row"] = np.reshape(unjudged_rows, (-1, 1))
-        block["gold"] = golds
-        block["query"] = query_number
-        blocks.append(block.ravel())
+        # Pair the first candidate with all gold skills, then the second candidate, and so on.
+        gold_ids = positives_of(query_verdicts)
+        golds = [positions[gold_id] for gold_id in gold_ids if gold_id in positions]
+        if not golds:
+            golds = [-1]
+        block = np.empty(len(unjudged_rows) * len(golds), PAIR)
+        block["row"] = np.repeat(unjudged_rows, len(golds))
+        block["gold"] = np.tile(golds, len(unjudged_rows))
+        block["query"] = query_position
+        blocks.append(block)
 
+    # Look up the skill and the rank of each candidate.
     pairs = np.concatenate(blocks)
     pairs["skill"] = [positions[skill_ids[row]] for row in pairs["row"].tolist()]
     pairs["rank"] = rankings.column("rank").to_numpy()[pairs["row"]]
-    return pairs, judged_positives
+    return pairs, dropped_positives
 
 
 def find_false_negatives(
     pool: FilterPool, query_ids: Sequence[str], layers: Sequence[Layer]
 ) -> dict[int, Dropped]:
-    """Find false negatives with the layers, in order.
+    """Find the candidates that the layers call false negatives.
 
-    A layer checks only the candidates that no earlier layer dropped.
+    The layers run in order. A layer checks only the candidates that no earlier layer dropped.
 
     Args:
-        pool: The pairs to check, and data for the layers.
-        query_ids: Ids of the queries that the pairs number.
+        pool: The pairs of a candidate and a gold skill, and data for the layers.
+        query_ids: Query ids. The field `query` of a pair is a position in this list.
         layers: The layers.
 
     Returns:
@@ -223,12 +229,13 @@ def find_false_negatives(
     remaining = pool.pairs
     for layer in layers:
         pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
-        values = layer.check(pool, pairs)  # NaN for a pair whose candidate is kept
-        hits = np.flatnonzero(~np.isnan(values))  # positions of the other pairs
+        values = layer.check(pool, pairs)  # [pair], NaN if the layer keeps the candidate
+        hits = np.flatnonzero(~np.isnan(values))  # positions of pairs whose candidate is dropped
 
-        # A candidate that resembles several gold skills is reported with the first.
+        # If a candidate has several such pairs, only the first is reported.
         rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
         hits = hits[first_hits]
+
         for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
             row = int(pair["row"])
             dropped_by_row[row] = Dropped(

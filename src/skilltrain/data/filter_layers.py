@@ -169,21 +169,27 @@ class JaccardLayer(FilterLayer):
     reason = "body overlap {value:.3f} > {layer.above:g} with a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Compute the exact Jaccard index of each pair that can be above the threshold."""
-        trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
+        """Compare the bodies of each candidate and its gold skill.
 
-        # The index is at most the ratio of the set sizes.
-        num_candidate = trigrams.sizes[pairs["skill"]]  # [pair]
-        num_gold = trigrams.sizes[pairs["gold"]]  # [pair]
-        smaller = np.minimum(num_candidate, num_gold)
-        larger = np.maximum(num_candidate, num_gold)
-        possible = np.flatnonzero(smaller > self.above * larger)
+        Returns:
+            The Jaccard index of each pair above the threshold; NaN for all other pairs.
+        """
+        trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
+        candidates = pairs["skill"]  # [pair]
+        golds = pairs["gold"]  # [pair]
+
+        # Compare only pairs of similar size: the index is at most the ratio of the sizes.
+        candidate_sizes = trigrams.sizes[candidates]  # [pair], numbers of trigrams
+        gold_sizes = trigrams.sizes[golds]  # [pair]
+        smaller = np.minimum(candidate_sizes, gold_sizes)
+        larger = np.maximum(candidate_sizes, gold_sizes)
+        possible = np.flatnonzero(smaller > self.above * larger)  # positions of pairs
 
         values = np.full(len(pairs), np.nan)
-        for i in track(possible.tolist(), "comparing bodies", len(possible)):
-            value = jaccard(trigrams[pairs["gold"][i]], trigrams[pairs["skill"][i]])
+        for position in track(possible.tolist(), "comparing bodies", len(possible)):
+            value = jaccard(trigrams[golds[position]], trigrams[candidates[position]])
             if value > self.above:
-                values[i] = value
+                values[position] = value
         return values
 
 
@@ -201,17 +207,22 @@ class CosineLayer(FilterLayer):
     reason = "cosine {value:.3f} > {layer.above:g} to a gold skill"
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Compare the first chunk of each skill."""
-        vectors = pool.chunks.vectors
-        starts = pool.chunks.starts
-        values = np.empty(len(pairs))
+        """Compare the vectors of the first chunks of each candidate and its gold skill.
+
+        Returns:
+            The cosine of each pair above the threshold; NaN for all other pairs.
+        """
+        vectors = pool.chunks.vectors  # [chunk, dim]
+        first_chunks = pool.chunks.starts  # of each skill
+        cosines = np.empty(len(pairs))
         for begin in range(0, len(pairs), _PAIRS_AT_ONCE):
-            block = slice(begin, begin + _PAIRS_AT_ONCE)
-            skills = vectors[starts[pairs["skill"][block]]]  # [pair, dim]
-            golds = vectors[starts[pairs["gold"][block]]]
+            block = pairs[begin : begin + _PAIRS_AT_ONCE]
+            candidates = vectors[first_chunks[block["skill"]]]  # [pair, dim]
+            golds = vectors[first_chunks[block["gold"]]]  # [pair, dim]
             # No matrix product: its last bits depend on what else is multiplied.
-            values[block] = np.einsum("pd,pd->p", skills, golds, optimize=False)
-        return np.where(values > self.above, values, np.nan)
+            products = np.einsum("pd,pd->p", candidates, golds, optimize=False)  # [pair]
+            cosines[begin : begin + len(block)] = products
+        return np.where(cosines > self.above, cosines, np.nan)
 
 
 class ClusterLayer(FilterLayer):
@@ -263,15 +274,24 @@ class CeilingLayer(FilterLayer):
         return self
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Compare the scores of a candidate and of the query's lowest gold skill."""
-        num_skills = len(pool.skills)
-        queries = pairs["query"].astype(np.int64)
+        """Compare each candidate's score with that of the query's lowest-scored gold skill.
 
-        # Score each query and gold skill once, because many candidates share them. One number
-        # stands for a query and a gold skill.
-        keys, key_of_pair = np.unique(queries * num_skills + pairs["gold"], return_inverse=True)
-        key_scores = pool.query_scores(keys // num_skills, keys % num_skills)
-        gold_scores = key_scores[key_of_pair]  # [pair]
+        Returns:
+            The score of a candidate that is too close to this gold skill, for the pair of both;
+            NaN for all other pairs.
+        """
+        num_skills = len(pool.skills)
+        queries = pairs["query"].astype(np.int64)  # [pair]
+        candidates = pairs["skill"].astype(np.int64)  # [pair]
+
+        # Many pairs have the same query and gold skill, which are scored only once. One code stands
+        # for a query and a gold skill.
+        codes = queries * num_skills + pairs["gold"]  # [pair]
+        distinct_codes, code_positions = np.unique(codes, return_inverse=True)
+        distinct_scores = pool.query_scores(
+            distinct_codes // num_skills, distinct_codes % num_skills
+        )
+        gold_scores = distinct_scores[code_positions]  # [pair]
 
         # Find the lowest score of a query's gold skills.
         lowest_by_query = np.full(len(pool.query_texts), np.inf)
@@ -279,12 +299,14 @@ class CeilingLayer(FilterLayer):
         lowest = lowest_by_query[queries]  # [pair]
 
         # A candidate must stay below this score by the larger of the two margins.
-        scores = pool.query_scores(queries, pairs["skill"].astype(np.int64))
-        relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)
+        scores = pool.query_scores(queries, candidates)  # [pair]
+        relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)  # [pair]
         margins = np.maximum(self.absolute_margin or 0.0, relative_margins)
-        # Only the pair with the lowest gold skill drops the candidate: DROPPED names this skill.
-        is_dropped = (gold_scores == lowest) & (scores > lowest - margins)
-        return np.where(is_dropped, scores, np.nan)
+        is_too_high = scores > lowest - margins
+
+        # Of a candidate's pairs, only the pair with the lowest-scored gold skill is reported.
+        is_reported = is_too_high & (gold_scores == lowest)
+        return np.where(is_reported, scores, np.nan)
 
 
 RankWindows = dict[str, tuple[int, int | None]]
@@ -312,11 +334,15 @@ class RankWindowLayer(FilterLayer):
         return ranks
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Check the ranks that the sources gave. Earlier layers do not change them.
+        """Find the candidates whose rank is outside the window of their source.
+
+        Returns:
+            The rank of each candidate outside its window; NaN for all other candidates.
 
         Raises:
             SkilltrainError: A source of `ranks` has no candidate.
         """
+        # The setting must name sources that occur.
         present = set(pool.sources)
         unknown = sorted(self.ranks.keys() - present)
         if unknown:
@@ -326,8 +352,9 @@ class RankWindowLayer(FilterLayer):
                 "unknown-source", problem, where="layers.rank_window.ranks", fix=fix
             )
 
-        sources = np.array(pool.sources, dtype=object)[pairs["row"]]
-        ranks = pairs["rank"]
+        # Compare the ranks in RANKINGS. Candidates that earlier layers dropped are counted too.
+        sources = np.array(pool.sources, dtype=object)[pairs["row"]]  # [pair]
+        ranks = pairs["rank"]  # [pair]
         is_outside = np.zeros(len(pairs), dtype=bool)
         for source, (first, last) in self.ranks.items():
             is_beyond = ranks < first

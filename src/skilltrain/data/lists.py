@@ -95,13 +95,16 @@ class Lists(Stage):
             is_valid = self.quotas is None or self.quotas.keys() == {JUDGED}
         if not is_valid:
             raise ValueError(
-                "set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's)"
+                "set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's; its "
+                "only quota is 'judged')"
             )
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
         unknown = set(self.best_of).difference(self.quotas or {})
         if unknown:
             raise ValueError(f"best_of: '{min(unknown)}' is no source of 'quotas'")
+
+        # Lists made with quotas always hold all gold skills, so none can be dropped.
         if self.absent_gold == "drop" and (self.list_size is None or self.quotas):
             raise ValueError("absent_gold: drop needs 'list_size', and no 'quotas'")
         return self
@@ -190,7 +193,12 @@ class JudgedSkills(NamedTuple):
 
 
 def _check_sources(rankings: pa.Table, config: Lists) -> None:
-    """Raise SkilltrainError if the sources of the rankings do not fit the settings."""
+    """Raise SkilltrainError if the sources of the rankings do not fit the settings.
+
+    Args:
+        rankings: The candidates. The column `stage` names the source of each candidate.
+        config: Settings of the stage.
+    """
     sources = sorted(rankings.column("stage").unique().to_pylist())
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
 
@@ -200,6 +208,7 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
             "conflicting-settings", problem, where=config.rankings, fix="set quotas instead"
         )
 
+    # A quota may name a source of the rankings, a source plug-in, or the judgements.
     known_sources = {*sources, *plugin_paths("source"), JUDGED}
     quotas = config.quotas or {}
     unknown = [source for source in quotas if source not in known_sources]
@@ -254,6 +263,9 @@ def _list_row(
 ) -> dict[str, Any] | None:
     """Return a list as a row of LISTS.
 
+    The list may lack some positives of the query. This happens only with the setting
+    `absent_gold: drop`, if a positive is not among the top of the ranking.
+
     Args:
         judged: The judged skills of the query.
         candidates: The skills of the list (see `build_list`).
@@ -261,20 +273,23 @@ def _list_row(
         dropped: Rows of DROPPED, to which the positives and lists that are left out are added.
 
     Returns:
-        None if a list has no required skill or fewer than `min_negatives` negatives.
+        The row. None if the list has no required skill or fewer than `min_negatives` negatives.
     """
     query_id = judged.query_id
     skill_ids = [candidate.skill_id for candidate in candidates]
+
+    # Find the positives that are in the list, and report the absent ones.
     positives: list[str] = []
     for skill_id in judged.positives:
         if skill_id in skill_ids:
             positives.append(skill_id)
-        else:  # only with `absent_gold: drop`
+        else:
             reason = f"a positive outside the top {config.list_size}"
             dropped.append(Dropped(query_id, skill_id, "outside_top", reason))
+
+    # Leave out a list without a required skill, or with too few negatives.
     if not any(judged.verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return None
-
     num_negatives = len(candidates) - len(positives)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
@@ -295,10 +310,12 @@ def _list_row(
 def build_list(
     judged: JudgedSkills, candidates: Sequence[Candidate], config: Lists
 ) -> list[Candidate]:
-    """Choose the positives and negatives of one list. Without `list_size`, sample the negatives.
+    """Choose the positives and negatives of one list.
 
-    A known positive is never a negative. The result depends only on the judged skills, the set of
-    candidates and the seed.
+    If `list_size` is not set, the list holds all positives, and negatives sampled by `quotas`.
+    Otherwise it is the top of one ranking. A known positive is never a negative.
+
+    The result depends only on the judged skills, the set of candidates and the seed.
 
     Args:
         judged: The judged skills of the query.
@@ -309,36 +326,61 @@ def build_list(
         The skills of the list, fewer than asked for if there are too few candidates.
     """
     quotas = config.quotas or {}
-    golds = [Candidate(skill_id, GOLD, 0) for skill_id in judged.positives]
+    golds = [Candidate(skill_id, GOLD, 0) for skill_id in judged.positives]  # 0: not ranked
     judged_negatives = _judged_negatives(judged, config.seed)
     mined_negatives = [
         candidate
         for candidate in candidates
         if judged.verdicts.get(candidate.skill_id) not in POSITIVE
     ]
+
+    # Sample negatives for an encoder's list.
     if config.list_size is None:
         seed = f"{config.seed}/{judged.query_id}"
         negatives = judged_negatives + mined_negatives
         return golds + sample_negatives(negatives, quotas, seed, config.best_of)
 
+    # Take the top of the ranking, even if gold skills are absent from it.
     if config.absent_gold == "drop":
         ranked_golds = [
             candidate for candidate in candidates if candidate.skill_id in judged.positives
         ]
-        return sorted(ranked_golds + mined_negatives, key=_rank_key)[: config.list_size]
+        ranking = sorted(ranked_golds + mined_negatives, key=_rank_key)
+        return ranking[: config.list_size]
 
-    # The gold skills and some judged negatives are in every list. Those in the ranking get its rank
-    # and source; the others follow at the end of the list.
-    required = golds + judged_negatives[: quotas.get(JUDGED, 0)]
-    required_ids = {candidate.skill_id for candidate in required}
-    ranked = [candidate for candidate in candidates if candidate.skill_id in required_ids]
+    # Take all gold skills and some judged negatives, and fill the list from the ranking.
+    fixed = golds + judged_negatives[: quotas.get(JUDGED, 0)]
+    return _fill_list(fixed, candidates, mined_negatives, config.list_size)
+
+
+def _fill_list(
+    fixed: Sequence[Candidate],
+    candidates: Sequence[Candidate],
+    negatives: Sequence[Candidate],
+    list_size: int,
+) -> list[Candidate]:
+    """Complete a list of fixed skills with the best mined negatives.
+
+    Args:
+        fixed: Gold skills and judged negatives that the list must hold.
+        candidates: The mined candidates of the query. Some of the fixed skills may be among them.
+        negatives: The candidates that are not positives.
+        list_size: Number of skills in the list. A list with more fixed skills is longer.
+
+    Returns:
+        The list in order of rank. A fixed skill among the candidates has the rank and the source of
+        its candidate. The other fixed skills follow at the end, unchanged.
+    """
+    # Take the fixed skills from the candidates if possible.
+    fixed_ids = {candidate.skill_id for candidate in fixed}
+    ranked = [candidate for candidate in candidates if candidate.skill_id in fixed_ids]
     ranked_ids = {candidate.skill_id for candidate in ranked}
-    unranked = [candidate for candidate in required if candidate.skill_id not in ranked_ids]
+    unranked = [candidate for candidate in fixed if candidate.skill_id not in ranked_ids]
 
-    # Fill the list with the best mined negatives.
-    fill = [candidate for candidate in mined_negatives if candidate.skill_id not in required_ids]
+    # Fill the free slots with the best other negatives.
+    fill = [candidate for candidate in negatives if candidate.skill_id not in fixed_ids]
     fill.sort(key=_rank_key)
-    num_free = max(0, config.list_size - len(required))
+    num_free = max(0, list_size - len(fixed))
     return sorted(ranked + fill[:num_free], key=_rank_key) + unranked
 
 

@@ -161,7 +161,9 @@ def mine_candidates(
     queries: Sequence[Query],
     positives: Sequence[Positions],
 ) -> list[dict[str, Ranked]]:
-    """Mine the candidates of each query. They do not depend on the other queries.
+    """Mine candidates for each query.
+
+    The candidates of a query do not depend on the other queries.
 
     Args:
         config: Settings of the stage.
@@ -177,14 +179,15 @@ def mine_candidates(
         skills,
         queries,
         positives,
-        encoder.encode_queries([query.text for query in queries]),
-        encoder.encode_chunks(skills),
-        config.depth,
-        config.lexical_among,
-        config.seed,
+        query_vectors=encoder.encode_queries([query.text for query in queries]),
+        chunks=encoder.encode_chunks(skills),
+        depth=config.depth,
+        lexical_among=config.lexical_among,  # skills that BM25 ranks: pool or semantic candidates
+        seed=config.seed,
     )
     del encoder  # frees its memory
 
+    # Let each source find its candidates.
     limits = config.limits()
     sources = {name: load_plugin("source", name)() for name in limits}
     candidates: list[dict[str, Ranked]] = []

@@ -53,10 +53,12 @@ def _word_hash(word: str) -> int:
 def word_trigrams(text: str) -> Trigrams:
     """Return the sorted distinct word trigrams of `text` as 64-bit hashes.
 
-    A text of one or two words is one "trigram". SkillRouter (section 4.2) does not say whether its
-    trigrams are of words or characters. Character trigrams do not tell long texts apart: two
-    unrelated bodies of 10,000 characters share a third of them. Words also stay the same when the
-    layout changes.
+    A trigram is three consecutive words. A text of one or two words counts as one trigram.
+
+    SkillRouter (section 4.2) does not say whether its trigrams are of words or of characters. This
+    function takes words for two reasons. Character trigrams do not tell long texts apart: two
+    unrelated bodies of 10,000 characters share a third of them. And words stay the same when the
+    layout of a text changes.
     """
     words = words_of(text)
     word_hashes = np.fromiter(map(_word_hash, words), dtype=np.uint64, count=len(words))
@@ -64,13 +66,15 @@ def word_trigrams(text: str) -> Trigrams:
     if not width:
         return word_hashes
 
-    # Hash all trigrams at once: one array operation per word of a trigram.
-    hashes = np.zeros(len(words) - width + 1, dtype=np.uint64)  # [trigram]
+    # Hash all trigrams at once, and add one word of each trigram per iteration.
+    num_trigrams = len(words) - width + 1
+    hashes = np.zeros(num_trigrams, dtype=np.uint64)  # [trigram]
     for offset in range(width):
-        # Each word of a trigram has its own constant, so that the order of the words counts.
-        mixed = (word_hashes[offset : offset + len(hashes)] + np.uint64(offset)) * _MIX[offset]
+        # The place of a word in the trigram changes its hash, so that the order of words counts.
+        words_at_offset = word_hashes[offset : offset + num_trigrams]  # [trigram]
+        mixed = (words_at_offset + np.uint64(offset)) * _MIX[offset]
         mixed ^= mixed >> np.uint64(29)  # spreads the high bits
-        # The product makes the bits of a word depend on the words before it.
+        # Combine the word with the words before it, as FNV-1a does. Any odd factor will do.
         hashes = (hashes ^ mixed) * _MIX[0]
     return _distinct(np.sort(hashes))
 
@@ -83,9 +87,11 @@ def _distinct(ordered: np.ndarray) -> np.ndarray:
 def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
     """Find the values that occur more than `times` times.
 
+    The positions of equal values form a group. The groups are numbered from 0.
+
     Returns:
-        The positions of these values, with equal values side by side.
-        The number of the value at each position. Equal values have the same number, from 0.
+        The positions of these values in `values`, group by group.
+        The group number at each of these positions.
     """
     order = np.argsort(values, kind="stable")  # the fastest for sets that are sorted already
     ordered = values[order]
@@ -94,9 +100,13 @@ def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions
     is_boundary = np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])
     lengths = np.diff(np.flatnonzero(is_boundary))  # [run]
     is_repeated = lengths > times  # [run]
-    positions = order[np.flatnonzero(np.repeat(is_repeated, lengths))]
-    numbers = np.repeat(np.arange(np.count_nonzero(is_repeated)), lengths[is_repeated])
-    return positions, numbers
+
+    # Keep the positions in the long runs. Each long run is a group.
+    is_in_group = np.repeat(is_repeated, lengths)  # [value], in the order of `ordered`
+    positions = order[np.flatnonzero(is_in_group)]
+    group_sizes = lengths[is_repeated]  # [group]
+    groups = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    return positions, groups
 
 
 def jaccard(first: Trigrams, second: Trigrams) -> float:
@@ -155,24 +165,29 @@ class TrigramSets:
             names: A number for the name of each skill, -1 for a skill without one.
             max_names: Number of names of one trigram, above which it belongs to a template.
         """
-        # Only a trigram of many skills can have many names.
-        positions, numbers = _find_repeated(self.trigrams, max_names)
+        # A trigram of few skills has few names. So look only at trigrams of many skills; each
+        # distinct trigram is a group.
+        positions, groups = _find_repeated(self.trigrams, max_names)
         if not len(positions):
             return self
 
-        # Find the distinct pairs of a trigram and a name, each as one number. The name of a trigram
-        # is that of its skill. Names begin at -1, so that 1 is added.
+        # Find the distinct pairs of a trigram and the name of its skill. One number stands for a
+        # pair. For this, names are counted from 0 instead of -1.
         names_of_trigrams = np.repeat(names, self.sizes)[positions] + 1
         num_names = names.max() + 2
-        pairs = _distinct(np.sort(numbers * num_names + names_of_trigrams, kind="stable"))
+        pairs = groups * num_names + names_of_trigrams
+        distinct_pairs = _distinct(np.sort(pairs, kind="stable"))
 
-        # Count the names of each trigram, and remove the trigrams with too many.
-        trigrams_of_pairs = pairs // num_names
-        is_template = np.bincount(trigrams_of_pairs) > max_names
+        # Count the names of each trigram.
+        num_names_of_group = np.bincount(distinct_pairs // num_names)
+        is_template = num_names_of_group > max_names  # [group]
+
+        # Remove the templates. Each set then starts earlier by the number of trigrams that are
+        # removed before it.
         is_removed = np.zeros(len(self.trigrams), dtype=bool)
-        is_removed[positions] = is_template[numbers]
-        num_removed = np.searchsorted(np.flatnonzero(is_removed), self.starts)  # before each start
-        return TrigramSets(self.trigrams[~is_removed], self.starts - num_removed)
+        is_removed[positions] = is_template[groups]
+        num_removed_before = np.searchsorted(np.flatnonzero(is_removed), self.starts)
+        return TrigramSets(self.trigrams[~is_removed], self.starts - num_removed_before)
 
 
 def _read_block(bodies: Sequence[str]) -> list[Trigrams]:
@@ -209,33 +224,34 @@ class Clusters(Stage):
     def run(self, out: Path) -> Summary:
         """Write CLUSTERS and return counts.
 
-        Only clusters of at least two skills are counted. The sizes of the five largest clusters are
-        given by the first skill id of the cluster.
+        Only clusters of at least two skills are counted. `largest` maps the lowest skill id of a
+        cluster to the cluster's size, for the five largest clusters.
         """
         skills = read_skills(self.pool)
+        # Number of the cluster by skill id, in order of skill id
         clusters = near_duplicate_clusters(skills, self.threshold, self.max_names, self.workers)
         rows = [
             {"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()
         ]
         write_table(rows, CLUSTERS, out)
 
-        sizes = Counter(clusters.values())
-        first_ids: dict[int, str] = {}  # lowest skill id of each cluster
+        lowest_ids: dict[int, str] = {}  # by cluster
         for skill_id, cluster in clusters.items():
-            first_ids.setdefault(cluster, skill_id)
+            lowest_ids.setdefault(cluster, skill_id)
+        sizes = Counter(clusters.values())
         shared_sizes = [size for size in sizes.values() if size > 1]
         return {
             "num_skills": len(skills),
             "num_clusters": len(shared_sizes),
             "num_skills_in_clusters": sum(shared_sizes),
             "largest": {
-                first_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1
+                lowest_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1
             },
         }
 
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
-    """Read a CLUSTERS table. Returns the number of the cluster by skill id.
+    """Read a CLUSTERS table. Returns the number of the cluster by skill id, for all its skills.
 
     Raises:
         SkilltrainError: One of `skill_ids` is in no cluster.
@@ -257,12 +273,13 @@ def copies_of(
 ) -> dict[str, list[str]]:
     """Find the copies of skills: other skills of the pool that do the same job.
 
-    Two skills are copies if they are in one cluster, or if they have the same `name_key` and the
-    Jaccard index of their plain body trigrams is at least .3. Later versions and translations share
-    a skill's name and commands but less than .6 of its trigrams.
+    Two skills are copies in two cases: they are in one cluster of near-duplicates, or they have the
+    same `name_key` and share some trigrams (a Jaccard index of at least `SAME_NAME_OVERLAP`). The
+    second case finds later versions and translations. They keep the name and the commands of a
+    skill, but differ too much for one cluster.
 
     Args:
-        skill_ids: Ids of the skills whose copies are looked for.
+        skill_ids: Ids of the skills whose copies are looked for. Ids outside the pool are ignored.
         skills: The pool by skill id.
         clusters: CLUSTERS table of the pool.
 
@@ -273,21 +290,25 @@ def copies_of(
         SkilltrainError: A skill is in no cluster of the table `clusters`.
     """
     # Group the skills of the pool by cluster and by name.
-    pool_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
-    cluster_of = read_clusters(clusters, pool_ids)
+    known_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
+    cluster_of = read_clusters(clusters, known_ids)
     ids_by_cluster: defaultdict[int | None, list[str]] = defaultdict(list)
     ids_by_name: defaultdict[str, list[str]] = defaultdict(list)
     for skill_id, skill in skills.items():
+        # Only the known ids must have a cluster. Other skills may be in none.
         ids_by_cluster[cluster_of.get(skill_id)].append(skill_id)
         ids_by_name[name_key(skill.name)].append(skill_id)
 
+    # Find the copies of each skill.
     trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
     copies_by_id: dict[str, list[str]] = {}
-    for skill_id in pool_ids:
+    for skill_id in known_ids:
         copies = set(ids_by_cluster[cluster_of[skill_id]])
         name = name_key(skills[skill_id].name)
-        for other_id in ids_by_name[name]:
-            if name and jaccard(trigrams_of(skill_id), trigrams_of(other_id)) >= SAME_NAME_OVERLAP:
+        namesakes = ids_by_name[name] if name else []
+        for other_id in namesakes:
+            overlap = jaccard(trigrams_of(skill_id), trigrams_of(other_id))
+            if overlap >= SAME_NAME_OVERLAP:
                 copies.add(other_id)
         copies.discard(skill_id)
         if copies:
@@ -301,28 +322,38 @@ def near_duplicate_clusters(
     max_names: int | None = None,
     workers: WorkersConfig = _ONE_WORKER,
 ) -> dict[str, int]:
-    """Return the number of each skill's cluster by skill id, in order of id.
+    """Find the clusters of near-duplicate skills.
 
     Two skills are near-duplicates if the Jaccard index of their body trigrams is at least
     `threshold`. Near-duplicates are in one cluster, and so are skills that a chain of
-    near-duplicates links. Clusters are numbered in the order of their lowest skill_id.
+    near-duplicates links.
+
+    Returns:
+        Number of the cluster by skill id, in order of skill id. Clusters are numbered from 0 in the
+        order of their lowest skill id.
     """
+    # Skills of one cluster have the same lowest position, so the position identifies the cluster.
     sets = trigram_sets(skills, max_names, workers)
-    lowest_positions = link_near_duplicates(sets, threshold, workers)
+    lowest_positions = link_near_duplicates(sets, threshold, workers)  # of each skill's cluster
+
+    # Number the clusters in order of skill id.
     skill_ids = [skill.skill_id for skill in skills]
     numbers: dict[int, int] = {}  # number of a cluster by its lowest position
     clusters: dict[str, int] = {}
     for skill_id, lowest in sorted(zip(skill_ids, lowest_positions, strict=True)):
-        clusters[skill_id] = numbers.setdefault(lowest, len(numbers))  # or the next number
+        if lowest not in numbers:
+            numbers[lowest] = len(numbers)
+        clusters[skill_id] = numbers[lowest]
     return clusters
 
 
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
     """Return for each skill the lowest position in its cluster.
 
-    MinHash (Broder 1997) and banding propose pairs: at least 99% of those at the threshold, and
-    more of those above it. The exact Jaccard index confirms them. Pairs that are linked already
-    are not compared.
+    MinHash (Broder 1997) with banding proposes pairs of sets. If a pair's Jaccard index is the
+    threshold, the pair is proposed with a probability of at least 99%. Above it, the probability is
+    higher. The exact Jaccard index then decides whether the pair is linked. A pair whose sets are
+    already in one cluster is not compared.
     """
     from datasketch import MinHashLSH
     from scipy.cluster.hierarchy import DisjointSet
@@ -347,9 +378,12 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
                 linked.merge(position, other)
         lsh.insert(position, sketch)
 
-    # Positions ascend, so the first one in a cluster is its lowest.
-    lowest: dict[int, int] = {}
-    return [lowest.setdefault(linked[position], position) for position in range(len(sets))]
+    # Positions ascend, so the first position in a cluster is the lowest.
+    roots = [linked[position] for position in range(len(sets))]  # each stands for a cluster
+    lowest_by_root: dict[int, int] = {}
+    for position, root in enumerate(roots):
+        lowest_by_root.setdefault(root, position)
+    return [lowest_by_root[root] for root in roots]
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:
@@ -369,13 +403,14 @@ def bands_and_rows(threshold: float) -> tuple[int, int]:
 
 
 def _sketch_block(num_permutations: int, sets: Sequence[Trigrams]) -> list["LeanMinHash"]:
-    """Return the MinHash sketch of each set. The upper 32 bits of trigrams serve as its hashes."""
+    """Return the MinHash sketch of each trigram set."""
     from datasketch import LeanMinHash, MinHash
 
     empty = MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
     sketches: list[LeanMinHash] = []
     for trigrams in sets:
         sketch = empty.copy()
-        sketch.update_batch((trigrams >> np.uint64(32)).tolist())
+        upper_bits = trigrams >> np.uint64(32)  # MinHash needs hashes of 32 bits
+        sketch.update_batch(upper_bits.tolist())
         sketches.append(LeanMinHash(sketch))
     return sketches

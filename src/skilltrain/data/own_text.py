@@ -57,11 +57,11 @@ _LEAD = re.compile(
 
 
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
-    """Make queries from passages of a skill.
+    """Make queries from passages of a skill, and remove these passages from the skill.
 
-    Each kind of passage gives one query before any kind gives a second. In half of the skills the
-    description comes first, in the others after quotes and "when to use" lines. So not every skill
-    loses its description.
+    Each kind of passage gives one query before any kind gives a second. For half of the skills, at
+    random, the description is the first kind. For the other half, quotes and "when to use" lines
+    come before it. These skills often keep their description.
 
     Returns:
         At most `count` queries, and the skill without their passages.
@@ -79,21 +79,23 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
 
     # Take one query of each kind in turn.
     queries: dict[str, str] = {}  # by casefolded text, so that no two are equal
-    rest = skill
+    remaining_skill = skill
     while len(queries) < count and any(passages_by_kind.values()):
         for kind, passages in passages_by_kind.items():
             query, passage = _next_query(kind, passages, skill.name)
-            if not passage or query.casefold() in queries or len(queries) == count:
-                continue
-            queries[query.casefold()] = query
+            is_new = query != "" and query.casefold() not in queries
+            if is_new and len(queries) < count:
+                queries[query.casefold()] = query
+                remaining_skill = _without_passage(remaining_skill, kind, passage)
+    return list(queries.values()), remaining_skill
 
-            # The body often repeats the description, and the description a line of the body.
-            body = rest.body.replace(passage, "")
-            description = rest.description.replace(passage, "")
-            if kind == "description":
-                description = ""
-            rest = replace(rest, description=description, body=body)
-    return list(queries.values()), rest
+
+def _without_passage(skill: Skill, kind: Kind, passage: str) -> Skill:
+    """Remove a passage from the description and the body, which often repeat each other."""
+    description = skill.description.replace(passage, "")
+    if kind == "description":
+        description = ""
+    return replace(skill, description=description, body=skill.body.replace(passage, ""))
 
 
 def _next_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
@@ -121,32 +123,45 @@ def _next_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
 
 
 def _passages(skill: Skill) -> Iterator[tuple[Kind, str]]:
-    """Yield the passages of a skill that may become queries, unchanged, with their kinds."""
+    """Yield the passages of a skill that may become queries, unchanged, with their kinds.
+
+    The kinds are:
+
+    - `description`: the whole description.
+    - `quote`: a quoted request in the description or in a "when to use" section.
+    - `use`: a line without quotes in a "when to use" section.
+    - `heading` and `sentence`: from all other sections, except skipped ones such as installation.
+    """
     yield "description", skill.description
     for quote in _QUOTED.findall(skill.description):
         yield "quote", quote
 
     heading = ""  # of the section that the line is in
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
+        # Split "## Usage" into the mark "##" and the text "Usage". Marks of lists are split too.
         mark, text = _LINE.findall(line.strip())[0]
-        is_heading = mark.startswith("#")
-        if text and is_heading:
-            heading = text
-        if not text or _SKIPPED_HEADING.search(heading):
+        if not text:
             continue
-        is_about_use = _WHEN_TO_USE.search(heading)
+        is_heading = mark.startswith("#")
         if is_heading:
-            if not is_about_use:
-                yield "heading", heading
-        elif is_about_use:
-            quotes = _QUOTED.findall(line)
-            for quote in quotes:
-                yield "quote", quote
-            if not quotes:
-                yield "use", text
-        else:
+            heading = text
+        if _SKIPPED_HEADING.search(heading):
+            continue
+
+        is_about_use = _WHEN_TO_USE.search(heading)
+        quotes = _QUOTED.findall(line)
+        if is_heading and is_about_use:
+            continue  # a heading such as "When to use" is no query
+        if is_heading:
+            yield "heading", heading
+        elif not is_about_use:
             for sentence in filter(None, _SENTENCE_END.split(text)):
                 yield "sentence", sentence
+        elif quotes:
+            for quote in quotes:
+                yield "quote", quote
+        else:
+            yield "use", text
 
 
 def _query_of(passage: str) -> str:

@@ -29,6 +29,7 @@ from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_que
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
+_NO_SKILL = ""  # id in a row of DROPPED whose reason concerns the whole query
 # If a row gives one skill two verdicts, that of the first key here counts.
 VERDICT_KEYS = {
     "skill_ids": Verdict.REQUIRED,
@@ -210,9 +211,11 @@ class _QueryReader:
         self.dropped: list[Dropped] = []
         self._config = config
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
-        # DROPPED beside the pool's SKILLS names the skill that is kept for each duplicate.
-        file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
-        rows = read_table(file, DROPPED).to_pylist() if file.is_file() else []
+
+        # The table DROPPED of the pool lists its duplicates, each with the skill that is kept.
+        # `config.pool` can be the file of SKILLS. The other table is in the same folder.
+        dropped_file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
+        rows = read_table(dropped_file, DROPPED).to_pylist() if dropped_file.is_file() else []
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
         self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
@@ -234,7 +237,8 @@ class _QueryReader:
 
         # Make the query and its judgements.
         id_in_row = values.get("query_id")
-        row = validate(QueryRow, values, f"{where}, query {id_in_row}" if id_in_row else where)
+        row_name = f"{where}, query {id_in_row}" if id_in_row else where
+        row = validate(QueryRow, values, row_name)
         row_id = _optional_line(row.query_id)
         required = sorted({self._kept_id(entry) for entry in row.skill_ids + row.required})
         query = self._make_query(row, row_id, required, path)
@@ -242,24 +246,28 @@ class _QueryReader:
         if "group_id" in values and len(judgements) < 2:
             problem = (
                 f"group '{row_id}' holds {len(judgements)} skill(s): "
-                "a group is judged against one another"
+                "a group is judged by comparing its skills"
             )
             raise SkilltrainError("invalid-row", problem, where=where)
 
-        # Add the query if it is usable and new.
-        earlier = self.queries.get(query.query_id)
+        # Leave out a query that cannot be used.
         if not query.text:
-            self._drop(query, "", "empty_query", f"{where} has no query text")
-        elif not required:
-            self._drop(query, "", "no_gold", f"{where} requires no skill")
-        elif earlier is None:
+            self._drop(query, _NO_SKILL, "empty_query", f"{where} has no query text")
+            return
+        if not required:
+            self._drop(query, _NO_SKILL, "no_gold", f"{where} requires no skill")
+            return
+
+        # Add the query if no earlier row has its id.
+        earlier = self.queries.get(query.query_id)
+        if earlier is None:
             self.queries[query.query_id] = JudgedQuery(query, judgements, where)
         elif row_id:
             problem = f"query_id '{row_id}' stands in {earlier.where} too"
             raise SkilltrainError("repeated-id", problem, where=where)
         else:
-            # An id made from the content repeats only if the content does.
-            self._drop(query, "", "duplicate_query", f"{where} repeats {earlier.where}")
+            # The row has no id of its own. The id was made from the content, which is repeated.
+            self._drop(query, _NO_SKILL, "duplicate_query", f"{where} repeats {earlier.where}")
 
     def _make_query(
         self, row: QueryRow, row_id: str | None, required: list[str], path: Path
@@ -289,9 +297,10 @@ class _QueryReader:
         )
 
     def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
-        """Return the first judgement of each skill in a row, by skill id.
+        """Return the judgements in a row by skill id.
 
-        A later judgement of the skill with another verdict is dropped as a contradiction.
+        If a row judges a skill twice, the first judgement is kept. A second judgement with another
+        verdict is dropped as a contradiction.
         """
         judgements: dict[str, Judgement] = {}
         for key, verdict in VERDICT_KEYS.items():
@@ -308,7 +317,7 @@ class _QueryReader:
                 )
                 first = judgements.setdefault(skill_id, judgement)
                 if first.verdict is not verdict:
-                    reason = f"{where} says {verdict} and another verdict, which is kept"
+                    reason = f"{where} says {verdict}, but also {first.verdict}, which is kept"
                     self._drop(query, skill_id, "contradiction", reason)
         return judgements
 
@@ -319,10 +328,10 @@ class _QueryReader:
         return self._kept_ids.get(entry.skill_id) or entry.skill_id
 
     def consistent_judgements(self) -> list[Judgement]:
-        """Return the judgements of all queries, and drop those that cannot be used.
+        """Return the usable judgements of all queries, and record the others as dropped.
 
-        A judgement is dropped if its skill is not in the pool, or if it is negative and another
-        query of the same text has the skill as a positive.
+        A judgement is dropped in two cases: its skill is not in the pool, or it is negative and
+        another query with the same text has the skill as a positive.
         """
         # File and row of the first positive judgement of each text and skill.
         first_positives: dict[tuple[str, str], str] = {}
@@ -343,15 +352,16 @@ class _QueryReader:
                     )
                     self._drop(query, skill_id, "contradiction", reason)
                 elif skill_id not in self._pool:
-                    filter = "missing_gold" if verdict is Verdict.REQUIRED else "not_in_pool"
+                    code = "missing_gold" if verdict is Verdict.REQUIRED else "not_in_pool"
                     reason = f"{where} says {verdict} of a skill that is not in the pool"
-                    self._drop(query, skill_id, filter, reason)
+                    self._drop(query, skill_id, code, reason)
                 else:
                     consistent.append(judgement)
         return consistent
 
-    def _drop(self, query: Query, skill_id: str, filter: str, reason: str) -> None:
-        self.dropped.append(Dropped(query.query_id, skill_id, filter, reason))
+    def _drop(self, query: Query, skill_id: str, code: str, reason: str) -> None:
+        """Record why a judgement is left out, or with `_NO_SKILL` why the whole query is."""
+        self.dropped.append(Dropped(query.query_id, skill_id, code, reason))
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

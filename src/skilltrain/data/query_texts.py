@@ -90,19 +90,25 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
     """Measure the length and the variety of queries.
 
     Returns:
-        Median and 90th percentile of words per query. Shares of distinct texts, of distinct first
-        three words (openings), of distinct words and of distinct word trigrams (distinct-1 and
-        distinct-3 of Li et al., arXiv 1510.03055). Empty without queries.
+        Measures by name, empty if there are no queries:
+
+        - `median_words`, `p90_words`: median and 90th percentile of words per query.
+        - `distinct_texts`: share of distinct texts.
+        - `distinct_openings`: share of distinct first three words.
+        - `distinct_words`, `distinct_trigrams`: shares of distinct words and word trigrams
+          (distinct-1 and distinct-3 of Li et al., arXiv 1510.03055).
     """
     if not texts:
         return {}
+
+    # Larger sets repeat more words. To compare sets, words are counted in a sample of fixed size.
     words: list[str] = []
     trigrams: list[tuple[str, ...]] = []
-    # Larger sets repeat more words, so that a sample of fixed size is counted.
     for text in sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]:
         query_words = words_of(text)
         words += query_words
         trigrams += zip(query_words, query_words[1:], query_words[2:], strict=False)
+
     items_by_name: dict[str, Sequence[object]] = {
         "texts": texts,
         "openings": [tuple(words_of(text)[:3]) for text in texts],
@@ -156,8 +162,8 @@ def names_skill(query: str, name: str) -> bool:
 def without_name(text: str, name: str) -> str:
     """Remove the words that spell `name` from a text, and put it on one line.
 
-    Case and separators do not matter. Unlike `names_skill`, it does not find other Unicode forms of
-    the letters (NFKC).
+    Case and separators do not matter. Other Unicode forms of the letters, such as full-width
+    letters, are not found.
     """
     words = words_of(name)
     if not words:
@@ -166,7 +172,9 @@ def without_name(text: str, name: str) -> str:
     # Separators may stand between the words, or between the letters of a single word.
     units = words[0] if len(words) == 1 else words
     pattern = r"[\W_]*".join(map(re.escape, units))
-    # A Latin word must be whole. A CJK character is a word of its own.
-    start = rf"(?<![^\W_{CJK}])" if _IS_LATIN.match(words[0]) else ""
-    end = rf"(?![^\W_{CJK}])" if _IS_LATIN.match(words[-1]) else ""
+
+    # A Latin word must be whole: no other letter may touch it. A CJK character is a whole word.
+    letter = rf"[^\W_{CJK}]"  # a letter or digit, but no CJK character
+    start = rf"(?<!{letter})" if _IS_LATIN.match(words[0]) else ""
+    end = rf"(?!{letter})" if _IS_LATIN.match(words[-1]) else ""
     return one_line(re.sub(f"{start}(?i:{pattern}){end}", " ", text))

@@ -37,8 +37,8 @@ from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
 from skilltrain.texts import num_words
 
-# Words for a terse query, as its length in a prompt. The style of `rewrite` begins with "in".
-TERSE: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
+# Length of a terse query as a prompt says it. The style of `rewrite` begins with "in".
+TERSE_LENGTH: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
 
 
 class OwnTextConfig(Config):
@@ -143,42 +143,35 @@ class Synthesize(Stage):
         return f"llm:{self.llm.model}"
 
     def run(self, out: Path) -> Summary:
-        """Write QUERIES, JUDGEMENTS and DROPPED, and return counts.
+        """Plan queries, let them be written, and return counts.
 
-        Every planned query is in QUERIES or in DROPPED.
+        Writes QUERIES, JUDGEMENTS and DROPPED. Every planned query is in QUERIES or in DROPPED.
 
         Raises:
             SkilltrainError: No query was made at all.
         """
         planned, flagged = _plan_queries(self)
+        num_skills = len(planned) // self.num_queries_per_skill  # skills that are asked for
+
+        # Write the texts of the planned queries.
         if isinstance(self.llm, OwnTextConfig):
             outcome = _from_own_text(self, planned, out)
         else:
             outcome = ask(_questions(self, self.llm, planned))
-        num_skills = len(planned) // self.num_queries_per_skill
         if not outcome.values:
             reason = outcome.dropped[0].reason if outcome.dropped else "every skill is flagged"
             problem = f"made no query for {num_skills} skills; the first reason: {reason}"
             fix = ""
             if outcome.used:
-                fix = "answers are kept in llm.cache; set another seed to have others asked for"
+                fix = "llm.cache holds these answers; set another seed to get other answers"
             raise SkilltrainError("nothing-generated", problem, fix=fix)
 
-        origin = self.origin
-        first_id_of = _first_ids_of_clusters(self.clusters)
+        queries, judgements = self._with_judgements(outcome.values)
         dropped = flagged + outcome.dropped
-        queries: list[Query] = []
-        judgements: list[Judgement] = []
-        for query, text in outcome.values:
-            # All skills of a cluster are in one split.
-            split_key = first_id_of.get(query.skill_id, query.skill_id)
-            is_dev = is_drawn(self.dev_share, self.seed, "split", split_key)
-            split = "dev" if is_dev else "train"
-            queries.append(Query(query.query_id, text, "single", origin, split))
-            judgements.append(Judgement(query.query_id, query.skill_id, Verdict.REQUIRED, origin))
         write_queries(queries, judgements, dropped, out)
 
-        total_words = sum(num_words(query.text) for query in queries)
+        texts = [query.text for query in queries]
+        mean_words = sum(map(num_words, texts)) / len(texts)
         return {
             "num_skills": num_skills,
             "num_asked": len(planned),
@@ -186,11 +179,34 @@ class Synthesize(Stage):
             "num_dropped": len(dropped),
             "dropped": counted(row.filter for row in dropped),
             "num_dev": sum(query.split == "dev" for query in queries),
-            "mean_words": round(total_words / len(queries), 1),
-            "origin": origin,
+            "mean_words": round(mean_words, 1),
+            "origin": self.origin,
             **outcome.used,
-            "profile": query_profile([query.text for query in queries]),
+            "profile": query_profile(texts),
         }
+
+    def _with_judgements(
+        self, texts: Sequence[tuple["PlannedQuery", str]]
+    ) -> tuple[list[Query], list[Judgement]]:
+        """Return the written queries with a split, and the judgement of each query.
+
+        All skills of a near-duplicate cluster are in one split.
+
+        Args:
+            texts: Pairs of a planned query and its text.
+        """
+        first_id_of = _first_ids_of_clusters(self.clusters)
+        queries: list[Query] = []
+        judgements: list[Judgement] = []
+        for planned, text in texts:
+            split_key = first_id_of.get(planned.skill_id, planned.skill_id)
+            is_dev = is_drawn(self.dev_share, self.seed, "split", split_key)
+            split = "dev" if is_dev else "train"
+            queries.append(Query(planned.query_id, text, "single", self.origin, split))
+            judgements.append(
+                Judgement(planned.query_id, planned.skill_id, Verdict.REQUIRED, self.origin)
+            )
+        return queries, judgements
 
     def dry_run(self) -> Summary:
         """Count the queries and estimate their cost. Asks no chat model."""
@@ -207,7 +223,7 @@ class Synthesize(Stage):
 
 
 @dataclass(frozen=True, slots=True)
-class WantedQuery:
+class PlannedQuery:
     """A query to be written for a skill.
 
     Attributes:
@@ -222,7 +238,7 @@ class WantedQuery:
     is_terse: bool
 
 
-def _plan_queries(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]:
+def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]]:
     """Plan the queries to write.
 
     Returns:
@@ -238,7 +254,8 @@ def _plan_queries(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]
         raise SkilltrainError("empty-pool", "the pool holds no skill", where=config.pool)
 
     # Ids contain a hash of the settings, so that the queries of several runs can be merged. The
-    # default prompt and style are not hashed: ids of versions without these settings stay the same.
+    # default prompt and style are not hashed. So ids are the same as in earlier versions of the
+    # package, which lacked these two settings.
     settings = (
         config.origin,
         config.seed,
@@ -250,30 +267,30 @@ def _plan_queries(config: Synthesize) -> tuple[list[WantedQuery], list[Dropped]]
         settings += (config.prompt, config.style)
     run_hash = hashlib.sha256(repr(settings).encode()).hexdigest()[:6]
 
-    planned: list[WantedQuery] = []
+    planned: list[PlannedQuery] = []
     for skill in sample_skills(skills, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
             is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
             query_id = f"{skill.skill_id}#{run_hash}-{number}"
-            planned.append(WantedQuery(query_id, skill.skill_id, skill, number, is_terse))
+            planned.append(PlannedQuery(query_id, skill.skill_id, skill, number, is_terse))
     return planned, flagged
 
 
-def query_prompt(config: Synthesize, query: WantedQuery) -> tuple[str, str]:
+def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
     """Return the system and the user message for one query, the same in every attempt."""
     skill = query.skill
     if query.is_terse:
         style = "terse"
-        length = TERSE
+        length = TERSE_LENGTH
     else:
-        # Without a setting, the query draws one of the styles.
+        # If the settings give no style, the query draws one.
         styles = PROMPTS["styles"]["drawn"]
         number = stable_number(config.seed, "style", f"{skill.skill_id}#{query.number}")
         style = config.style or styles[number % len(styles)]
         length = f"about {config.num_words} words"
 
     texts = load_prompt(config.prompt)
-    material = untrusted_skill(skill, 500, config.body_chars)
+    material = untrusted_skill(skill, description_chars=500, body_chars=config.body_chars)
     if texts.get("shows_category"):
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
     return render_prompt(
@@ -288,12 +305,13 @@ def query_prompt(config: Synthesize, query: WantedQuery) -> tuple[str, str]:
 
 
 def _questions(
-    config: Synthesize, llm: LLMConfig, planned: Sequence[WantedQuery]
-) -> Questions[WantedQuery, str]:
+    config: Synthesize, llm: LLMConfig, planned: Sequence[PlannedQuery]
+) -> Questions[PlannedQuery, str]:
     """Return the questions that ask the chat model for the queries."""
-    earlier_texts: set[str] = set()
+    earlier_texts: set[str] = set()  # `usable_query` adds the text of each query
 
-    def read(query: WantedQuery, answer: str) -> str:
+    def read(query: PlannedQuery, answer: str) -> str:
+        """Return the query in an answer, of at most 1.5 times the number of words asked for."""
         max_words = MAX_TERSE_WORDS if query.is_terse else config.num_words * 3 // 2
         return usable_query(answer, earlier_texts, max_words, [query.skill])
 
@@ -304,27 +322,33 @@ def _questions(
 
 
 def _from_own_text(
-    config: Synthesize, planned: Sequence[WantedQuery], out: Path
-) -> Outcome[WantedQuery, str]:
+    config: Synthesize, planned: Sequence[PlannedQuery], out: Path
+) -> Outcome[PlannedQuery, str]:
     """Make queries from the skills' own texts.
 
-    Also writes to `out` the pool without the passages that became queries, and its flags.
+    Also writes the pool to `out`, with its safety flags. The passages that became queries are
+    removed from the skills.
     """
-    values: list[tuple[WantedQuery, str]] = []
+    values: list[tuple[PlannedQuery, str]] = []
     dropped: list[Dropped] = []
     pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    texts: list[str] = []  # of the skill of the loop
+    texts_by_skill: dict[str, list[str]] = {}
     first_owners: dict[str, str] = {}  # id of the first skill with a text, by casefolded text
     for query in planned:
         skill_id = query.skill_id
-        if query.number == 1:
-            texts, rest = own_queries(query.skill, config.num_queries_per_skill, config.seed)
-            pool[skill_id] = rest
+        if skill_id not in texts_by_skill:
+            texts_by_skill[skill_id], pool[skill_id] = own_queries(
+                query.skill, config.num_queries_per_skill, config.seed
+            )
+        texts = texts_by_skill[skill_id]
+
+        # A skill may have fewer passages than planned queries.
         if query.number > len(texts):
             reason = "its own text holds no further passage that can be a query"
             dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
             continue
 
+        # A text that an earlier skill has too is no query.
         text = texts[query.number - 1]
         owner = first_owners.setdefault(text.casefold(), skill_id)
         if owner == skill_id:
@@ -332,6 +356,7 @@ def _from_own_text(
         else:
             reason = "another skill has the same passage"
             dropped.append(Dropped(query.query_id, skill_id, "duplicate", reason, other_id=owner))
+
     write_table(pool.values(), SKILLS, out)
     flags = read_flags(config.pool)
     if flags is not None:
