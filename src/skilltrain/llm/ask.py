@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -183,8 +183,32 @@ def _ask_round(
         faults: Faults of the last answers, by position of the item. This function sets the fault
             of an unusable answer, and removes the fault of an item that gets a value.
     """
+    answers = _collect_answers(questions, attempt, pending, faults)
+    for position in pending:  # in the order of the items
+        item = questions.items[position]
+        try:
+            values[position] = questions.read(item, _usable_text(answers[position]))
+            faults.pop(position, None)
+        except (AnswerError, ValueError) as error:
+            faults[position] = _dropped_row(item, error)
+
+
+def _collect_answers(
+    questions: Questions[ItemT, ValueT],
+    attempt: int,
+    pending: Sequence[int],
+    faults: Mapping[int, Dropped],
+) -> dict[int, Answer]:
+    """Return an answer or an error for each item to ask about, by position of the item.
+
+    Args:
+        questions: The questions.
+        attempt: Number of the round, counted from 0.
+        pending: Positions of the items to ask about.
+        faults: Faults of the last answers, by position of the item. A request quotes the fault.
+    """
     llm = questions.llm
-    answers: dict[int, Answer] = {}  # by position of the item
+    answers: dict[int, Answer] = {}
 
     def request_of(position: int) -> Request:
         return questions.request(questions.items[position], attempt, faults.get(position))
@@ -197,7 +221,7 @@ def _ask_round(
             answers[position] = cached
 
     def ask(position: int) -> tuple[int, Answer]:
-        """Return the position, and the server's answer or an error."""
+        """Return the position of an item, and the server's answer or an error."""
         try:
             return position, llm.complete(request_of(position))
         except AnswerError as error:
@@ -210,15 +234,7 @@ def _ask_round(
         label = f"{questions.description}, attempt {attempt + 1}"
         for position, answer in track(replies, label, len(uncached)):
             answers[position] = answer
-
-    # Read all answers in the order of the items.
-    for position in pending:
-        item = questions.items[position]
-        try:
-            values[position] = questions.read(item, _usable_text(answers[position]))
-            faults.pop(position, None)
-        except (AnswerError, ValueError) as error:
-            faults[position] = _dropped_row(item, error)
+    return answers
 
 
 def _usable_text(answer: Answer) -> str:

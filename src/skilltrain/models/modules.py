@@ -171,8 +171,9 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
 
     # The form yes_no is a chat, whose messages may be query, document and system.
     transformer["modality_config"]["message"] = logits | {"format": "flat"}
-    is_classifier = bool(heads(reranker.network))  # export may have converted the model to one
-    if not is_classifier:
+    # The export as a classifier gives the model a head, whose output is the score.
+    has_head = bool(heads(reranker.network))
+    if not has_head:
         transformer["transformer_task"] = "text-generation"
         transformer["module_output_name"] = "causal_logits"
         yes, no = yes_no_ids(reranker.tokenizer)

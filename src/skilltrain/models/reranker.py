@@ -150,10 +150,12 @@ class Reranker(nn.Module):
         # If the model was exported with a classification head, its only row is the difference.
         head_layers = loading.heads(self.network)
         if head_layers:
-            return at_least_float32(next(head_layers[0].parameters())[0])
+            weight = next(head_layers[0].parameters())  # [1, dim]
+            return at_least_float32(weight[0])
 
-        head = self.network.get_output_embeddings().weight
-        rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
+        weight = self.network.get_output_embeddings().weight  # [vocabulary, dim]
+        ids = on_device(torch.tensor(self.yes_no_ids), weight.device)  # [2]
+        rows = at_least_float32(weight[ids])  # [2, dim]
         return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
