@@ -623,4 +623,4 @@ def test_missing_server_can_drop_all_items(capsys: pytest.CaptureFixture[str]):
     outcome = ask_all(questions, drop_if_down=True)
 
     assert faults(outcome) == ["down"] * 3
-    assert "warning: asking: it goes on without the chat model" in capsys.readouterr().err
+    assert "warning: asking: the run goes on without the chat model" in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_packed_row_holds_every_token_once(texts):
 
     row = packed.join(texts)["input_ids"][0].tolist()
     num_continued = sum(len(text) - shared for text in texts)
-    assert len(row) == packed.positions.shape[1] == shared + num_continued
+    assert len(row) == packed.position_ids.shape[1] == shared + num_continued
     bucket_tokens = []
     for bucket in packed.buckets:
         bucket_tokens += bucket.tokens.flatten()[bucket.real_tokens].tolist()
@@ -203,7 +203,7 @@ def test_packed_row_holds_every_token_once(texts):
     for text, last in zip(texts, packed.ends.tolist(), strict=True):
         continuation = slice(last + 1 - (len(text) - shared), last + 1)
         assert row[:shared] + row[continuation] == text
-        assert packed.positions[0, continuation].tolist() == [*range(shared, len(text))]
+        assert packed.position_ids[0, continuation].tolist() == [*range(shared, len(text))]
 
 
 @given(texts)

@@ -206,7 +206,7 @@ def test_varlen_changes_no_gradient(open_encoder_of):
 
 def test_varlen_needs_a_causal_model(open_encoder_of):
     with raises("unsupported-model"):
-        open_encoder_of("bert").pack_texts()
+        open_encoder_of("bert").enable_packing()
 
 
 def test_rank_without_text_has_zero_gradients(open_encoder_of, monkeypatch):

@@ -55,24 +55,29 @@ def write_form(folder: Path, form: Form) -> None:
         if not isinstance(model, Encoder):
             problem = "only an encoder has this form"
             raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
+        # Replace the modules after the transformer.
         for module_folder in folder.glob("[0-9]_*"):
             shutil.rmtree(module_folder)
         write_modules(model, folder, per_token=True)
-    elif answers_yes_no:  # also for the form `onnx`
+
+    if form == "sequence_classification":
+        if not answers_yes_no:
+            problem = "only a reranker with template.form=yes_no has this form"
+            if isinstance(model, Reranker):
+                problem += "; one of form pair is a classifier already"
+            raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
         _convert_to_classifier(folder)
-    elif form == "sequence_classification":
-        problem = "only a reranker with template.form=yes_no has this form"
-        if isinstance(model, Reranker):
-            problem += "; one of form pair is a classifier already"
-        raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
 
     if form == "onnx":
+        if answers_yes_no:
+            _convert_to_classifier(folder)
         _add_onnx(folder)
+
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
 
 def _convert_to_classifier(folder: Path) -> None:
-    """Replace the output layer of a saved reranker by one row, W_yes - W_no, in place.
+    """Replace the output layer of a saved yes_no reranker by one row, W_yes - W_no, in place.
 
     The scores stay the same.
     """
@@ -81,7 +86,7 @@ def _convert_to_classifier(folder: Path) -> None:
     dtype = read_json(folder / "config.json").get("dtype")
     reranker = open_model(folder, precision="bfloat16" if dtype == "bfloat16" else "float32")
 
-    # An empty classifier gets the layers of the reranker.
+    # Create a classifier without weights, and describe it in its config.json.
     with torch.device("meta"):
         network: Any = AutoModelForSequenceClassification.from_config(reranker.network.config)
     network.config.update(
@@ -93,16 +98,19 @@ def _convert_to_classifier(folder: Path) -> None:
             "sentence_transformers": {"activation_fn": IDENTITY},
         }
     )
+
+    # Give it the layers of the reranker, and the row as its output layer.
     setattr(network, network.base_model_prefix, reranker.network.base_model)
     row = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
-    heads(network)[0].weight = nn.Parameter(row[None].clone())  # [1, hidden]
+    output_layer = heads(network)[0]  # the only layer of its head
+    output_layer.weight = nn.Parameter(row[None].clone())  # [1, hidden]
     reranker.network = network.eval()
 
-    # The files of the classifier replace those of the reranker.
+    # Replace the files of the reranker by those of the classifier.
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
-    write_weights(network, folder, folder)
+    write_weights(network, staging=folder, folder=folder)
     write_modules(reranker, folder)
 
 

@@ -90,16 +90,16 @@ def check_round_trip(folder: Path) -> None:
 
 
 def _plain_outputs(model: Encoder | Reranker, folder: str, is_multi_vector: bool) -> list[Tensor]:
-    """Return what sentence-transformers without skilltrain computes for the probes.
+    """Open a model folder with sentence-transformers alone, and compute its outputs for the probes.
 
     Args:
-        model: Our model, for the texts of the skills.
+        model: The same model, opened by us. Its template gives the texts of the skills.
         folder: Folder of the model.
         is_multi_vector: Whether an encoder returns a vector per token.
 
     Returns:
-        Of a reranker one tensor with the scores of all pairs, query by query. Of an encoder the
-        vector, or vectors, of each query, then of each skill.
+        For a reranker, one tensor with the scores of all pairs, query by query. For an encoder, a
+        tensor for each query, then for each skill: its vector, or the vectors of its tokens.
     """
     from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
@@ -107,9 +107,11 @@ def _plain_outputs(model: Encoder | Reranker, folder: str, is_multi_vector: bool
     if isinstance(model, Reranker):
         pairs = list(product(_PROBE_QUERIES, texts))
         return [CrossEncoder(folder, device="cpu").predict(pairs, convert_to_tensor=True)]
+
     encoder_class = MultiVectorEncoder if is_multi_vector else SentenceTransformer
     encoder = encoder_class(folder, device="cpu")
-    vectors = [*encoder.encode_query(list(_PROBE_QUERIES)), *encoder.encode_document(texts)]
+    vectors = list(encoder.encode_query(list(_PROBE_QUERIES)))
+    vectors += list(encoder.encode_document(texts))
     return [torch.as_tensor(vector) for vector in vectors]
 
 
@@ -135,7 +137,7 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
         paths: Files by their name in the repository.
         repo: Name on the Hub, OWNER/NAME. The repository is created if it does not exist.
         public: Whether everybody may see the repository.
-        into_existing: Whether to replace a repository that holds a README.md alone.
+        into_existing: Whether to replace a repository that holds only a README.md.
 
     Returns:
         URL of the repository.
@@ -153,11 +155,11 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
     from huggingface_hub.utils import logging
 
     set_client_factory(_limited_client)
-    logging.set_verbosity_error()  # a warning of the Hub may hold the token
+    logging.set_verbosity_error()  # the client's log may hold the token
     api = HfApi(library_name="skilltrain")
     url = f"{api.endpoint}/{repo}"
     try:
-        with warnings.catch_warnings(action="ignore"):  # as above
+        with warnings.catch_warnings(action="ignore"):  # a warning may hold the token
             old_names = _open_repository(api, repo, public, into_existing)
             say(f"{url}: uploading")
             # upload_folder would split many files into several commits.
@@ -168,7 +170,9 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
         raise
     except Exception as error:  # the client may raise anything
         message = getattr(error, "server_message", None) or str(error) or type(error).__name__
-        message = message.replace(get_token() or "[key]", "[key]")
+        token = get_token()
+        if token:
+            message = message.replace(token, "[key]")
         problem = f"cannot upload: {printable(message, 200)}"
         fix = (
             "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
@@ -195,7 +199,7 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
         api: `HfApi` of huggingface_hub.
         repo: Name on the Hub, OWNER/NAME.
         public: Whether the repository must be public, or else private.
-        into_existing: Whether it may hold a README.md alone.
+        into_existing: Whether the repository may hold only a README.md.
 
     Raises:
         SkilltrainError: The repository holds something else than a model of skilltrain, or its
@@ -205,7 +209,7 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
 
     try:
         info = api.model_info(repo, timeout=_HUB_SECONDS)
-    except GatedRepoError:
+    except GatedRepoError:  # a kind of RepositoryNotFoundError, but the repository exists
         raise
     except RepositoryNotFoundError:
         api.create_repo(repo, private=not public)

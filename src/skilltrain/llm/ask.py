@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -145,17 +145,18 @@ def ask_all(
             in the cache.
     """
     items = questions.items
-    values: dict[int, ValueT] = {}
-    faults: dict[int, Dropped] = {}
+    values: dict[int, ValueT] = {}  # by position of the item
+    faults: dict[int, Dropped] = {}  # by position of the item
     pending = list(range(len(items)))  # positions of the items to ask about
     try:
         for attempt in range(questions.max_attempts):
+            # A round moves each pending item to `values`, or sets its fault in `faults`.
             _ask_round(questions, attempt, pending, values, faults)
             pending = [i for i, fault in faults.items() if fault.filter not in _FINAL_FAULTS]
     except SkilltrainError as error:
         if not drop_if_down:
             raise
-        say(f"warning: {questions.description}: it goes on without the chat model: {error}")
+        say(f"warning: {questions.description}: the run goes on without the chat model: {error}")
         values = {}
         down = AnswerError("down", error.problem)
         faults = {i: _dropped_row(item, down) for i, item in enumerate(items)}
@@ -172,14 +173,39 @@ def _ask_round(
     values: dict[int, ValueT],
     faults: dict[int, Dropped],
 ) -> None:
-    """Ask once about some items. Store a value or a fault for each of them.
+    """Ask once about some items, and store a value or a fault for each of them.
 
     Args:
         questions: The questions.
         attempt: Number of the round, counted from 0.
         pending: Positions of the items to ask about.
-        values: Values of usable answers by position. The round adds to them.
-        faults: Faults of the last answers by position. The round adds, replaces and removes some.
+        values: Values of usable answers, by position of the item. This function adds values.
+        faults: Faults of the last answers, by position of the item. This function sets the fault
+            of an unusable answer, and removes the fault of an item that gets a value.
+    """
+    answers = _collect_answers(questions, attempt, pending, faults)
+    for position in pending:  # in the order of the items
+        item = questions.items[position]
+        try:
+            values[position] = questions.read(item, _usable_text(answers[position]))
+            faults.pop(position, None)
+        except (AnswerError, ValueError) as error:
+            faults[position] = _dropped_row(item, error)
+
+
+def _collect_answers(
+    questions: Questions[ItemT, ValueT],
+    attempt: int,
+    pending: Sequence[int],
+    faults: Mapping[int, Dropped],
+) -> dict[int, Answer]:
+    """Return an answer or an error for each item to ask about, by position of the item.
+
+    Args:
+        questions: The questions.
+        attempt: Number of the round, counted from 0.
+        pending: Positions of the items to ask about.
+        faults: Faults of the last answers, by position of the item. A request quotes the fault.
     """
     llm = questions.llm
     answers: dict[int, Answer] = {}
@@ -187,7 +213,7 @@ def _ask_round(
     def request_of(position: int) -> Request:
         return questions.request(questions.items[position], attempt, faults.get(position))
 
-    # Cached answers count towards the budget, so they come before any request is sent.
+    # Read cached answers first. Their cost counts towards the budget, which limits the requests.
     for position in pending:
         cached = llm.recall(request_of(position))
         if cached is not None:
@@ -195,7 +221,7 @@ def _ask_round(
             answers[position] = cached
 
     def ask(position: int) -> tuple[int, Answer]:
-        """Return the position, and the model's answer or an error."""
+        """Return the position of an item, and the server's answer or an error."""
         try:
             return position, llm.complete(request_of(position))
         except AnswerError as error:
@@ -206,16 +232,9 @@ def _ask_round(
     if uncached:
         replies = in_threads(ask, uncached, llm.config.concurrency)
         label = f"{questions.description}, attempt {attempt + 1}"
-        answers |= track(replies, label, len(uncached))
-
-    # Read all answers in the order of the items.
-    for position in pending:
-        item = questions.items[position]
-        try:
-            values[position] = questions.read(item, _usable_text(answers[position]))
-            faults.pop(position, None)
-        except (AnswerError, ValueError) as error:
-            faults[position] = _dropped_row(item, error)
+        for position, answer in track(replies, label, len(uncached)):
+            answers[position] = answer
+    return answers
 
 
 def _usable_text(answer: Answer) -> str:

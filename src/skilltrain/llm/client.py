@@ -53,7 +53,7 @@ class Server:
             raise SkilltrainError(
                 "invalid-key",
                 f"the environment variable {config.api_key_env} holds no key: "
-                "a key has no line breaks, and ASCII letters only",
+                "a key has only printable ASCII characters",
             )
 
     @cached_property
@@ -152,7 +152,8 @@ class LLM:
         """Ask the server, cache the answer and return it. Threads may share an LLM.
 
         Raises:
-            AnswerError: The request failed (kind `failed`), or was not sent (kind `budget`).
+            AnswerError: The request was not sent, because the budget is used up.
+            ServerError: The request failed. This is a kind of AnswerError.
             SkilltrainError: Other requests would fail too, or too many requests in a row failed.
         """
         try:
@@ -173,16 +174,21 @@ class LLM:
         return answer
 
     def _ask(self, request: Request) -> Completion:
-        """Return the server's answer to a request, without the key."""
+        """Send a request, and return the answer.
+
+        If the server repeats its API key in the answer, the key is masked.
+        """
         config = self.config
+        limit_name = "max_completion_tokens" if config.is_openai else "max_tokens"
         body: dict[str, Any] = {
             "model": config.model,
             "messages": request.messages(),
             "seed": request.seed,
-            "max_completion_tokens" if config.is_openai else "max_tokens": config.max_tokens,
+            limit_name: config.max_tokens,
         }
         if config.temperature is not None:
             body["temperature"] = config.temperature
+
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))
         except (ValueError, RecursionError):

@@ -30,10 +30,10 @@ def checkpoint_layers(network: Any) -> None:
 
 
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:
-    """Return how many bytes a layer saves per token for the backward pass, without its weights.
+    """Return how many bytes a layer keeps per token for the backward pass, without its weights.
 
-    The network runs on tensors without data, so nothing is computed. This function switches
-    recomputation of layers off.
+    The network runs on tensors without data, so nothing is computed. Afterwards, the recomputation
+    of layers (activation checkpointing) is off.
 
     Args:
         network: Network of an encoder or a reranker.
@@ -41,30 +41,36 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     """
     body = network.base_model
     device = next(body.parameters()).device
-    if device.type == "meta":  # autocast does not support it
-        device = torch.device("cpu")
+    if device.type == "meta":
+        device = torch.device("cpu")  # autocast does not support the device meta
     was_training = network.training
     network.train().activation_checkpointing_disable()
 
+    # Measure the bytes that are kept for texts of N, 2 N and 3 N tokens, N = _NUM_TOKENS.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        # Tensors on the device meta are replaced, so that all are on one device.
+        # Weights on the device meta get a copy on `device`, where the token ids are.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
             if value.is_meta:
                 empty = torch.empty_like(value, device=device)
                 weights[name] = empty.requires_grad_(value.requires_grad)
+
         measurements = []
         for factor in (1, 2, 3):
             ids = torch.zeros(1, factor * _NUM_TOKENS, dtype=torch.long, device=device)
             measurements.append(_saved_bytes(body, weights, ids, dtype))
     network.train(was_training)
 
-    # For n tokens, the bytes are a + b n + c n^2: weights are constant, activations linear, and
-    # attention masks quadratic. Real runs have no masks, which transformers builds here because it
-    # cannot look at the values of the inputs. Solve for b from the bytes for N, 2 N and 3 N tokens.
+    # The bytes for n tokens are a + b n + c n^2: weights are constant, activations grow linearly,
+    # and attention masks quadratically. Only b counts here, because real runs have no masks. In
+    # this function transformers builds them, because it cannot see that no token is padding.
+    #   single = a +   b N +   c N^2
+    #   double = a + 2 b N + 4 c N^2
+    #   triple = a + 3 b N + 9 c N^2
     single, double, triple = measurements
-    mask_bytes = (triple - 2 * double + single) / 2  # c N^2
-    token_bytes = (double - single - 3 * mask_bytes) / _NUM_TOKENS  # b
+    mask_bytes = (triple - 2 * double + single) / 2  # c N^2: the other terms cancel
+    activation_bytes = double - single - 3 * mask_bytes  # b N
+    token_bytes = activation_bytes / _NUM_TOKENS  # b
     return token_bytes / network.config.num_hidden_layers
 
 

@@ -154,12 +154,13 @@ def merge_adapter(network: Any) -> Any:
 
     if getattr(network, "is_quantized", False):
         network.dequantize()
-        network.is_loaded_in_4bit = False
+        network.is_loaded_in_4bit = False  # transformers leaves it set
     for name, module in [*network.named_modules()]:
         if isinstance(module, LoraLayer):
             adapted: Any = module
             linear = adapted.get_base_layer()
-            linear.weight.data += adapted.get_delta_weight(_ADAPTER)  # rounded once
+            # The change is in float32. Only the sum is rounded to the format of the weights.
+            linear.weight.data += adapted.get_delta_weight(_ADAPTER)
             network.set_submodule(name, linear)
     return network.requires_grad_(True)
 
@@ -167,8 +168,13 @@ def merge_adapter(network: Any) -> Any:
 def _prepare_for_cpu(name: str, linear: Any) -> None:
     """Prepare a 4-bit layer for training on a CPU with bitsandbytes 0.50.
 
-    If the CPU multiplies bfloat16, bitsandbytes would repack the weights at the first evaluation,
-    and no gradient would pass through them.
+    bitsandbytes has a second layout of the weights, for CPUs with bfloat16 instructions. It changes
+    to this layout at the first evaluation, and then no gradient passes through the weights. So this
+    function switches the layout off.
+
+    Args:
+        name: Name of the layer, for errors.
+        linear: A `Linear4bit` of bitsandbytes. If it is not on a CPU, it does not change.
 
     Raises:
         SkilltrainError: The rows of the layer are not whole blocks of 64 weights.
@@ -184,7 +190,7 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
             "unsupported-model", fault, fix="train it on a GPU, or with quantize=none"
         )
     linear.support_avx512bf16_for_cpu = False
-    linear.state_dict()  # unpacks weights that were already repacked
+    linear.state_dict()  # its side effect: weights return to the first layout
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:

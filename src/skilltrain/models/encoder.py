@@ -1,6 +1,6 @@
 """Encoder that maps each text to one unit vector."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
-        """Make an encoder, which pads texts until `pack_texts` is called."""
+        """Make an encoder, which pads texts until `enable_packing` is called."""
         super().__init__()
         self.backbone: Any = backbone
         self.tokenizer = tokenizer
@@ -139,25 +139,25 @@ class Encoder(nn.Module):
         rendered = [self.settings.template.render_skill(skill) for skill in skills]
         return self.tokenize(rendered, self.settings.max_tokens)
 
-    def pack_texts(self) -> None:
-        """Put the texts of a micro-batch into one row instead of padding them.
+    def enable_packing(self) -> None:
+        """Let the encoder put the texts of a micro-batch into one row instead of padding them.
 
         Raises:
             SkilltrainError: Packed texts would have other vectors than padded ones.
         """
         uses_last_token = self._is_causal and self.settings.pooling == "last_token"
-        if not uses_last_token or not shared_prompt.can_share(self.backbone):
+        if not uses_last_token or not shared_prompt.can_pack(self.backbone):
             fault = (
                 "varlen needs a causal encoder with last_token pooling whose layers all see the "
                 "whole text"
             )
             raise SkilltrainError("unsupported-model", fault, where="training.varlen")
-        shared_prompt.enable(self.backbone)
+        shared_prompt.enable_packing(self.backbone)
         self.is_packed = True
 
     def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
         """Group texts into micro-batches. Return the positions of the texts of each."""
-        num_shared = 0 if self.is_packed else None
+        num_shared = 0 if self.is_packed else None  # packed texts have no common prompt here
         return micro_batches([*map(len, texts)], token_budget, num_shared)
 
     def num_slots(self, texts: Sequence[Sized]) -> int:
@@ -246,8 +246,8 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     """Collect the settings of an encoder.
 
     A setting that `config` leaves out comes from the model's folder: from the settings that
-    training stored, or from the files of sentence-transformers. If the folder has none, it is the
-    default.
+    training stored, or from the files of sentence-transformers. A setting that the folder does not
+    have either has its default.
 
     Args:
         folder: Folder of the model.
@@ -262,31 +262,53 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     stored = loading.stored_settings(folder, "encoder")
     if stored:
         inherited = stored
-        template_prompts = ("", "")
+        query_prompt = ""  # the stored template has the prompts already
+        skill_prompt = ""
     else:
-        min_query_tokens = EncoderSettings().query_max_tokens
-        foreign = foreign_settings(folder, model_config, config.pooling, min_query_tokens)
+        default_query_tokens = EncoderSettings().query_max_tokens
+        foreign = foreign_settings(folder, model_config, config.pooling, default_query_tokens)
         inherited = foreign.settings
-        template_prompts = (foreign.query_prompt, foreign.skill_prompt)
-        if model_config.model_type.startswith("qwen"):  # unless its files say otherwise
-            inherited = {"pooling": "last_token"} | inherited
+        query_prompt = foreign.query_prompt
+        skill_prompt = foreign.skill_prompt
+        if model_config.model_type.startswith("qwen") and "pooling" not in inherited:
+            inherited["pooling"] = "last_token"
+
     settings = validate(EncoderSettings, inherited | chosen, folder)
-
-    # Reduce a default limit to the model's positions. An explicit limit must fit.
-    updates: dict[str, Any] = {}
-    max_positions = loading.num_positions(model_config)
-    for name in ("max_tokens", "query_max_tokens"):
-        if max_positions and getattr(settings, name) > max_positions:
-            if name in stored or name in chosen:
-                fault = f"{name} exceeds the model's {max_positions} positions"
-                raise SkilltrainError("exceeds-model", fault, where=config.source)
-            updates[name] = max_positions
-
+    settings = _reduce_limits(settings, {*stored, *chosen}, model_config, config.source)
     template = with_fields(settings.template, config.fields)
-    updates["template"] = template.with_prompts(*template_prompts)
-    settings = settings.model_copy(update=updates)
+    template = template.with_prompts(query_prompt, skill_prompt)
+    settings = settings.model_copy(update={"template": template})
     _check_windows(settings, config.source)
     return settings
+
+
+def _reduce_limits(
+    settings: EncoderSettings, explicit: Collection[str], model_config: Any, source: str
+) -> EncoderSettings:
+    """Reduce the token limits to the number of positions that the model has.
+
+    Args:
+        settings: Settings of the encoder.
+        explicit: Names of the settings that must not change.
+        model_config: The model's config.json as an object of transformers.
+        source: Source of the model, for errors.
+
+    Raises:
+        SkilltrainError: An explicit limit exceeds the positions.
+    """
+    max_positions = loading.num_positions(model_config)
+    if not max_positions:
+        return settings
+
+    updates = {}
+    for name in ("max_tokens", "query_max_tokens"):
+        if getattr(settings, name) <= max_positions:
+            continue
+        if name in explicit:
+            fault = f"{name} exceeds the model's {max_positions} positions"
+            raise SkilltrainError("exceeds-model", fault, where=source)
+        updates[name] = max_positions
+    return settings.model_copy(update=updates)
 
 
 def _check_windows(settings: EncoderSettings, source: str) -> None:

@@ -171,13 +171,13 @@ def _download(source: str, weights: bool) -> Path:
         fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
         raise SkilltrainError("download-failed", fault, where=source) from error
 
-    # Offline, the cache may lack some files. Without a settings file, results would differ, so the
-    # user gets a message.
+    # Offline, some files may be missing in the cache, and a missing settings file would change the
+    # results. The cached list of the model's files shows this. Without a list, warn the user.
     try:
         get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
         say(f"{source}: cannot ask the Hub which files the model has; using those in the cache")
-    HUB_REVISIONS[source] = Path(folder).name
+    HUB_REVISIONS[source] = Path(folder).name  # the folder is named by the commit
     return Path(folder)
 
 
@@ -406,17 +406,16 @@ def load_network(
 ) -> Any:
     """Load a network, and check that all its weights come from the folder.
 
+    The files may have a head that the network does not have: it is ignored. They may lack the
+    pooler of a network without a head: vectors do not use it.
+
     Args:
         auto_class: A model class of transformers, such as AutoModel.
         folder: Folder of the model.
         tokenizer: Tokenizer of the model. Each of its tokens must have an embedding.
         options: Arguments of `from_pretrained`, from `loading_options`.
-        new_head: Whether the pooler and the layers on top of the backbone may be missing. They are
+        new_head: Whether the files may also lack the head of the network and its pooler, which are
             then initialised at random.
-
-    Returns:
-        The network. The pooler of a backbone without a head may be missing in the files. Weights
-        of layers on top of the backbone that the network does not have are ignored.
 
     Raises:
         SkilltrainError: The weights do not fit config.json or the tokenizer.
@@ -451,7 +450,7 @@ def load_network(
 
 
 def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
-    """Return the weights that must not be missing.
+    """Return the names of missing weights without which the network cannot be used.
 
     Args:
         network: The loaded network.
@@ -459,18 +458,24 @@ def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bo
         folder: Folder of the model, for errors.
         new_head: Whether the pooler and the head may be missing.
 
+    Returns:
+        Some or all of `missing`. Empty if the network can be used.
+
     Raises:
         SkilltrainError: The head is missing and `new_head` is false.
     """
-    if network.base_model is network:  # no head
-        return {name for name in missing if "pooler." not in name}  # vectors do not use the pooler
-
+    missing_without_pooler = {name for name in missing if "pooler." not in name}
+    if network.base_model is network:  # a network without a head does not use its pooler
+        return missing_without_pooler
     if not missing:
         return set()
-    prefix = f"{network.base_model_prefix}."
-    for name in missing:
-        if name.startswith(prefix) and "pooler." not in name:  # a weight of the backbone
-            return missing
+
+    # If the backbone lacks weights, all missing weights are a fault.
+    backbone_prefix = f"{network.base_model_prefix}."
+    if any(name.startswith(backbone_prefix) for name in missing_without_pooler):
+        return missing
+
+    # Only the head or its pooler is missing.
     if not new_head:
         fault = f"its weights lack the head that gives the score: {min(missing)} is missing"
         raise SkilltrainError(

@@ -26,31 +26,27 @@ def micro_batches(
     Args:
         lengths: Number of tokens of each text.
         token_budget: Maximum number of tokens of a group. A longer text is a group of its own.
-        num_shared: None if the texts of a group are padded to the longest. Otherwise they are
-            packed into one row, in which their first `num_shared` tokens are stored once.
+        num_shared: Number of tokens at the start of each text that a group stores only once,
+            because its texts are packed into one row. None: the texts are padded to the longest.
 
     Returns:
         Positions of the texts of each group.
     """
     groups: Groups = []
-    group: list[int] = []  # the last group
-    size = 0  # its number of tokens
+    size = 0  # number of tokens of the last group
+    longest = 0  # length of its first text
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
-        # The number of tokens of the last group, if it had this text too.
+        # How many tokens the text would add to the last group.
         length = lengths[position]
-        if num_shared is None:
-            longest = lengths[group[0]] if group else length
-            new_size = longest * (len(group) + 1)
-        else:
-            new_size = size + length - num_shared
+        num_added = longest if num_shared is None else length - num_shared
 
-        if group and new_size <= token_budget:
-            group.append(position)
-            size = new_size
+        if groups and size + num_added <= token_budget:
+            groups[-1].append(position)
+            size += num_added
         else:
-            group = [position]
-            groups.append(group)
+            groups.append([position])
             size = length
+            longest = length
     return groups
 
 
@@ -79,12 +75,14 @@ def run_micro_batches(
 ) -> Float[Tensor, "text ..."]:
     """Apply `function` to all texts, one group at a time.
 
+    Groups may be empty, so that all processes of a distributed run have equally many groups. For an
+    empty group, the function runs on the shortest text. This result times 0 is added to all rows,
+    so that all processes also run backward equally often.
+
     Args:
         function: Returns one row per text of a group.
         texts: All texts.
-        groups: Positions of the texts of each group. For an empty group, the function runs on the
-            shortest text, and its result has weight 0. It is part of the graph, so that all ranks
-            run backward equally often.
+        groups: Positions of the texts of each group.
 
     Returns:
         The rows of all texts, in the order of `texts`.
@@ -98,8 +96,9 @@ def run_micro_batches(
             zeros.append(function([min(texts, key=len)]).sum() * 0)
 
     # The outputs are in the order of the groups. Put them back in the order of the texts.
-    positions = [*chain.from_iterable(groups)]
-    rows = torch.cat(outputs)[on_device(np.argsort(positions), outputs[0].device)]
+    positions = [*chain.from_iterable(groups)]  # a permutation, which argsort inverts
+    order = on_device(np.argsort(positions), outputs[0].device)  # [text]
+    rows = torch.cat(outputs)[order]  # [text, ...]
     if zeros:
         return rows + sum(zeros)
     return rows

@@ -92,7 +92,7 @@ def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
         "model_type": "CrossEncoder",
         "default_prompt_name": "instruction" if is_yes_no else None,
         "activation_fn": IDENTITY,
-        **_half_precision_head(reranker),
+        **_float32_head(reranker),
         "__version__": _VERSION,
         "prompts": {"instruction": template.instruction} if is_yes_no else {},
     }
@@ -155,7 +155,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
 def _reranker_modules(reranker: Reranker) -> list[Module]:
     """Return the modules of a reranker.
 
-    They are the transformer and, if the score comes from the logits of yes and no, the module that
+    The first is the transformer. If the score comes from the logits of yes and no, a second module
     reads these logits.
     """
     logits = {"method": "forward", "method_output_name": "logits"}
@@ -171,7 +171,9 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
 
     # The form yes_no is a chat, whose messages may be query, document and system.
     transformer["modality_config"]["message"] = logits | {"format": "flat"}
-    if not heads(reranker.network):
+    # The export as a classifier gives the model a head, whose output is the score.
+    has_head = bool(heads(reranker.network))
+    if not has_head:
         transformer["transformer_task"] = "text-generation"
         transformer["module_output_name"] = "causal_logits"
         yes, no = yes_no_ids(reranker.tokenizer)
@@ -196,8 +198,8 @@ def _truncation(reranker: Reranker) -> str:
     return "longest_first" if is_short else "only_second"
 
 
-def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
-    """Return the setting that keeps the head of a 16-bit model in float32; empty for other models.
+def _float32_head(reranker: Reranker) -> dict[str, list[str]]:
+    """Return the setting that keeps the head of a 16-bit model in float32. Empty for other models.
 
     With a head in 16 bits, candidates with close scores would tie.
     """
@@ -213,4 +215,5 @@ def _half_precision_head(reranker: Reranker) -> dict[str, list[str]]:
             names.append(name)
     if not names:
         return {}
+    # sentence-transformers has the network as attribute `model` of its module 0.
     return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]}

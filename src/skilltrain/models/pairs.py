@@ -56,28 +56,31 @@ class PairIds:
 class PairTokenizer:
     """Tokenizer of queries and skills for a reranker.
 
-    Queries and skills are tokenised only once, and joined as token ids. In the form yes_no, the
-    query's part ends with a line break and the skill's part begins with `<Document>: `. No token
-    spans this border, but a tokenizer may treat the start or the end of a text differently. So each
-    part is tokenised together with the border of the other one, and the tokens of that are dropped.
-    The joined ids equal those of the whole text.
+    Queries and skills are tokenised only once, and joined as token ids. The joined ids equal those
+    of the whole text. In the form yes_no, the query's part ends with a line break, and the skill's
+    part begins with `<Document>: `. No token spans this border, but the tokens of a text may depend
+    on the texts before and after it. So a query is tokenised with `<Document>: ` behind it, and a
+    skill with a line break in front. The tokens of these additions are dropped.
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:
-        """Tokenise the parts that all pairs have in common."""
+        """Tokenise the texts that all pairs have in common."""
         self.template = settings.template
         self.settings = settings
         self.text = TextTokenizer(tokenizer)
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
-        # A skill is tokenised after the end of the query's part, whose tokens are then dropped.
+
+        # In the form yes_no, the tokens of a skill depend on the line break before it. So a skill
+        # is tokenised with a line break in front, and the tokens of the line break are dropped.
         self._query_ending = ""
         self._num_ending_tokens = 0
         skill_prompt = self.template.skill_prompt()
         if skill_prompt:
             self._query_ending = "\n"
-            _, spans = self.text.ids_and_spans(f"\n{skill_prompt}a")  # `a` stands for any skill
-            self._num_ending_tokens = _first_token_from(len("\n"), spans)
+            example = self._query_ending + skill_prompt + "a"  # `a` stands for any skill
+            _, spans = self.text.ids_and_spans(example)
+            self._num_ending_tokens = _num_tokens_before(len(self._query_ending), spans)
 
     def query_ids(self, text: str) -> list[int]:
         """Return the token ids of the query's part.
@@ -95,19 +98,26 @@ class PairTokenizer:
         if not ending:  # the form pair
             return self.text.ids([prompt + text])[0][:limit]
 
+        # The tokens of a query depend on the skill's prompt after it. So the query is tokenised
+        # with this prompt behind it, and the tokens of this prompt are dropped.
+        skill_prompt = self.template.skill_prompt()
+
         # Truncate the text until at most `limit` tokens overlap it. Each shorter text is tokenised
         # again, because its last word may be split in another way.
-        start = len(prompt)  # the text's first character
+        text_start = len(prompt)
         while True:
-            end = start + len(text)
-            whole = prompt + text + ending + self.template.skill_prompt()
-            ids, spans = self.text.ids_and_spans(whole)
-            # Starts of the tokens that overlap the text.
-            token_starts = [first for first, stop in spans if stop > start and first < end]
+            text_end = text_start + len(text)
+            ids, spans = self.text.ids_and_spans(prompt + text + ending + skill_prompt)
+
+            # Where the tokens that overlap the text start.
+            token_starts = [start for start, end in spans if end > text_start and start < text_end]
             if len(token_starts) <= limit:
-                skill_start = end + len(ending)
-                return ids[: _first_token_from(skill_start, spans)]
-            text = text[: max(0, token_starts[limit] - start)]
+                skill_start = text_end + len(ending)
+                return ids[: _num_tokens_before(skill_start, spans)]
+
+            # Cut the text before the first token that exceeds the limit.
+            num_chars = token_starts[limit] - text_start
+            text = text[: max(0, num_chars)]  # a token may start in the prompt
 
     def skill_ids(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Return the token ids of each skill's part, without truncation."""
@@ -141,8 +151,8 @@ def _as_list(ids: TokenIds) -> list[int]:
     return ids if isinstance(ids, list) else [int(token_id) for token_id in ids]
 
 
-def _first_token_from(character: int, spans: Sequence[tuple[int, int]]) -> int:
-    """Return the index of the first token that starts at or after a character."""
+def _num_tokens_before(character: int, spans: Sequence[tuple[int, int]]) -> int:
+    """Return how many tokens start before a character. Spans are (start, end) of each token."""
     for number, (start, _) in enumerate(spans):
         if start >= character:
             return number

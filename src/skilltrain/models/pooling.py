@@ -57,16 +57,19 @@ def max_sim(
     mean of these cosines, where ColBERT takes their sum.
 
     Args:
-        queries: Unit vectors of each query's tokens. A rank may have no query.
+        queries: Unit vectors of each query's tokens. In distributed training, a process may have no
+            query.
         skills: Unit vectors of each skill's tokens.
     """
-    tokens = torch.cat([skills[0][:0], *queries])  # [token of any query, dim]
+    no_tokens = skills[0][:0]  # [0, dim], because torch.cat needs a tensor if there is no query
+    tokens = torch.cat([no_tokens, *queries])  # [token of any query, dim]
     with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
         # One skill at a time, so that only the positions of the maxima are saved for the gradient.
         best_cosines = [(tokens @ skill.T).max(1).values for skill in skills]
         by_token = torch.stack(best_cosines, 1)  # [token of any query, skill]
+
     if not queries:
-        return by_token
+        return by_token  # [0, skill]
     by_query = by_token.split([len(query) for query in queries])
     return torch.stack([cosines.mean(0) for cosines in by_query])
 
@@ -107,7 +110,7 @@ class ForeignSettings(NamedTuple):
 
 
 def foreign_settings(
-    folder: Path, model_config: Any, pooling: Pooling | None, min_query_tokens: int
+    folder: Path, model_config: Any, pooling: Pooling | None, default_query_tokens: int
 ) -> ForeignSettings:
     """Read the settings of a sentence-transformers model. There are none for other models.
 
@@ -115,7 +118,8 @@ def foreign_settings(
         folder: Folder of the model.
         model_config: The model's config.json as an object of transformers.
         pooling: Pooling that the user chose, if any. It replaces that of the files.
-        min_query_tokens: Lowest token limit of queries, unless the files have one for queries.
+        default_query_tokens: Our default token limit of queries. If the files limit all texts to
+            fewer tokens, and have no limit for queries, this is the limit of queries.
 
     Raises:
         SkilltrainError: The model has modules, a pooling or a prompt that skilltrain does not
@@ -129,8 +133,9 @@ def foreign_settings(
     config = validate(_SentenceTransformersConfig, content, folder)
     module_folders = _module_folders(config.modules, folder)
 
-    # As documented, encode_document uses the first of _SKILL_PROMPTS that exists. Release 6.2 uses
-    # the last two only if the caller names them.
+    # The documents' prompt may have several names. Take the first that exists, as
+    # sentence-transformers documents it for `encode_document`. In fact its release 6.2 uses only
+    # the first name, unless the caller of that method gives another.
     prompts = {name: text for name, text in config.prompts.items() if text is not None}
     query_prompt = prompts.get("query", "")
     skill_prompt = next((prompts[name] for name in _SKILL_PROMPTS if name in prompts), "")
@@ -153,7 +158,7 @@ def foreign_settings(
             )
 
     transformer_folder = module_folders.get("Transformer", folder)
-    settings |= _token_limits(folder, transformer_folder, model_config, min_query_tokens)
+    settings |= _token_limits(folder, transformer_folder, model_config, default_query_tokens)
     return ForeignSettings(settings, query_prompt, skill_prompt)
 
 
@@ -210,14 +215,17 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
 
 
 def _token_limits(
-    folder: Path, transformer_folder: Path, model_config: Any, min_query_tokens: int
+    folder: Path, transformer_folder: Path, model_config: Any, default_query_tokens: int
 ) -> dict[str, int]:
-    """Return the token limits of skills and queries, if there are any, by name of our setting.
+    """Return the token limits of skills and queries by name of our setting.
 
     The limit of all texts comes from sentence-transformers' settings, else from the tokenizer. It
-    is never above the model's positions. Queries may have at least `min_query_tokens`, unless they
-    have a limit of their own: the template already limits their characters, and a query often
-    states its task at the end.
+    is never above the model's positions. For queries it is raised to `default_query_tokens`, unless
+    the files have a limit for queries. The template already limits a query's characters, and a
+    query often states its task at the end.
+
+    Returns:
+        `max_tokens` and `query_max_tokens`. A setting without a limit is left out.
     """
     # Find the settings of the transformer.
     content = read_json_object(transformer_folder / "sentence_bert_config.json")
@@ -235,14 +243,13 @@ def _token_limits(
             limit = tokenizer_limit
     limit = _smallest(limit, num_positions(model_config))
 
-    # Raise it for queries.
-    query_limit = limit
-    if limit is not None and not config.query_length:
-        query_limit = max(limit, min_query_tokens)
-
+    # Find the limits of skills and queries.
+    query_limit = _smallest(config.query_length, limit)
+    if limit is not None and config.query_length is None:
+        query_limit = max(limit, default_query_tokens)
     limits = {
         "max_tokens": _smallest(config.document_length, limit),
-        "query_max_tokens": _smallest(config.query_length, query_limit),
+        "query_max_tokens": query_limit,
     }
     return {name: value for name, value in limits.items() if value is not None}
 

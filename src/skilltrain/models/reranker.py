@@ -61,20 +61,21 @@ class Reranker(nn.Module):
         settings: Template and token limits.
         pair_tokenizer: Tokenizer of untrusted queries and skills.
         yes_no_ids: Token ids of `yes` and `no` for the form yes_no, else None.
-        is_packed: Whether the pairs of a query form one row, in which the query occurs once.
+        is_packed: Whether the pairs of a query form one row, in which their common beginning, the
+            prompt with the query, occurs once.
     """
 
     def __init__(self, network: Any, tokenizer: Any, settings: RerankerSettings) -> None:
-        """Make a reranker, and let its network pack pairs if possible."""
+        """Make a reranker, which packs the pairs of a query if its network supports it."""
         super().__init__()
         self.network: Any = network
         self.tokenizer = tokenizer
         self.settings = settings
         self.pair_tokenizer = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
-        self.is_packed = self.yes_no_ids is not None and shared_prompt.can_share(network)
+        self.is_packed = self.yes_no_ids is not None and shared_prompt.can_pack(network)
         if self.is_packed:
-            shared_prompt.enable(network)
+            shared_prompt.enable_packing(network)
 
     @property
     def device(self) -> torch.device:
@@ -139,9 +140,9 @@ class Reranker(nn.Module):
     def score_vector(self) -> Float[Tensor, "dim"] | None:
         """Return the vector whose product with the last hidden state is the score.
 
-        It is the head's row of `yes` minus its row of `no`, in float32 or wider. The form pair has
-        no such vector, and returns None. A step calls this only once, because the gradient of each
-        call is as large as the embeddings of the whole vocabulary.
+        It is the head's row of `yes` minus its row of `no`, in float32 or wider. It is None if
+        `template.form` is `pair`. Call this only once in a training step: for each call, the
+        backward pass makes a gradient as large as the embeddings of the whole vocabulary.
         """
         if self.yes_no_ids is None:
             return None
@@ -149,10 +150,12 @@ class Reranker(nn.Module):
         # If the model was exported with a classification head, its only row is the difference.
         head_layers = loading.heads(self.network)
         if head_layers:
-            return at_least_float32(next(head_layers[0].parameters())[0])
+            weight = next(head_layers[0].parameters())  # [1, dim]
+            return at_least_float32(weight[0])
 
-        head = self.network.get_output_embeddings().weight
-        rows = at_least_float32(head[on_device(torch.tensor(self.yes_no_ids), head.device)])
+        weight = self.network.get_output_embeddings().weight  # [vocabulary, dim]
+        ids = on_device(torch.tensor(self.yes_no_ids), weight.device)  # [2]
+        rows = at_least_float32(weight[ids])  # [2, dim]
         return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
@@ -166,15 +169,16 @@ class Reranker(nn.Module):
 
         Args:
             pairs: Pairs with or without embeddings.
-            score_vector: Result of `score_vector()`.
+            score_vector: Result of `score_vector()`. None if `template.form` is `pair`.
         """
-        # The form yes_no.
+        # A pair in the form yes_no is one text. Its score comes from the last hidden state.
         if score_vector is not None:
             last = self._last_hidden(pairs)  # [pair, dim]
             with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score
                 return at_least_float32(last) @ score_vector
 
-        # The form pair. BERT marks the second segment, XLM-R has only one segment.
+        # In the form pair, a classification head scores two segments. BERT marks the second one,
+        # XLM-R has no marks.
         inputs, mask = self._inputs(pairs)
         num_segments = getattr(self.network.config, "type_vocab_size", None) or 0
         if num_segments > 1:
@@ -249,7 +253,7 @@ def load_reranker(
     folder = loading.resolve_model(config.source)
     may_be_encoder = new_head and config.template is not None
     if may_be_encoder and loading.is_encoder(folder):
-        stored = {}  # its settings are those of an encoder
+        stored = {}  # ignore its settings, which are those of an encoder
     else:
         stored = loading.stored_settings(folder, "reranker")
 
@@ -262,7 +266,7 @@ def load_reranker(
     settings = settings.model_copy(update={"template": template})
 
     all_options = {**loading.loading_options(config, model_config, device), **options}
-    all_options.pop("add_pooling_layer", None)  # False, but the head uses the pooler
+    all_options.pop("add_pooling_layer", None)  # it switches off the pooler, which the head needs
     if is_causal and settings.template.form == "yes_no":
         network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:
@@ -290,13 +294,16 @@ def _settings(
         SkilltrainError: The form yes_no does not fit the model.
     """
     chosen = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
-    if is_causal and "template" not in stored | chosen:
-        chosen["template"] = {"form": "yes_no"}
-    settings = validate(RerankerSettings, stored | chosen, folder)
+    values = stored | chosen
+    if is_causal:
+        values.setdefault("template", {"form": "yes_no"})
+    settings = validate(RerankerSettings, values, folder)
 
-    # A causal model that was exported with a classification head still has the stored form yes_no.
+    # An export may have replaced the head of a causal model by a classification head. The model is
+    # then no CausalLM any more, but its stored form is still yes_no.
     was_causal = stored.get("template", {}).get("form") == "yes_no"
-    if settings.template.form == "yes_no" and not (is_causal or was_causal):
+    can_answer_yes_no = is_causal or was_causal
+    if settings.template.form == "yes_no" and not can_answer_yes_no:
         fault = "template.form=yes_no needs a causal language model"
         raise SkilltrainError("unsupported-model", fault, where=config.source)
     return settings
@@ -324,7 +331,8 @@ def _reduce_limits(
             raise SkilltrainError(
                 "exceeds-model", f"max_tokens exceeds the model's {limit} positions", where=where
             )
-        settings = RerankerSettings.model_validate(explicit | {"max_tokens": limit})
+        # Validate again: the default of query_max_tokens depends on max_tokens.
+        settings = RerankerSettings.model_validate({**explicit, "max_tokens": limit})
 
     # The query must leave room for a skill.
     room = PairTokenizer(tokenizer, settings).room_for_query()

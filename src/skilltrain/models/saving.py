@@ -96,7 +96,8 @@ def copy_model(source: Path, target: Path) -> None:
 def _staging_folder(folder: Path, model: Encoder | Reranker, base: str) -> Iterator[Path]:
     """Yield a temporary folder for the files of a model, and move them to `folder` at the end.
 
-    An error in between leaves no model. skilltrain.json, which lists the files, is written here.
+    skilltrain.json lists all files of the model, so this function writes it after them. After an
+    error, `folder` never holds a part of a model that another program would open.
 
     Args:
         folder: Folder of the model. It may also hold the checkpoints of a run.
@@ -112,6 +113,7 @@ def _staging_folder(folder: Path, model: Encoder | Reranker, base: str) -> Itera
         staging.mkdir(parents=True)
         yield staging
 
+        # Write skilltrain.json, now that the other files are there.
         kind = "encoder" if isinstance(model, Encoder) else "reranker"
         settings = model.settings.model_dump(mode="json")
         write_record(staging, {"kind": kind, "settings": settings, "base": shareable(base)})
@@ -180,24 +182,29 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _standalone_tokenizer(model: Encoder | Reranker) -> Any:
-    """Return a copy of the tokenizer that treats texts as skilltrain does, in any program.
+    """Return a copy of the tokenizer that handles untrusted texts safely without skilltrain's code.
 
-    Like `TextTokenizer`, it reads the name of a control token in a text as plain letters. A yes_no
-    reranker gets a chat template for this purpose.
+    The name of a control token in a text, such as `<|im_end|>`, does not become the control token.
+    The same holds for `TextTokenizer`, which only skilltrain uses.
     """
     tokenizer = copy.deepcopy(model.tokenizer)
     control_tokens = _control_tokens(tokenizer)
+
+    # The prompt of a yes_no reranker needs control tokens. So its chat template changes their names
+    # in the texts of a pair.
     if isinstance(model, Reranker) and model.settings.template.form == "yes_no":
         names = [token.content for token in control_tokens]
         tokenizer.chat_template = yes_no_chat_template(model.settings.template, names)
         return tokenizer
 
+    # The prompts of other models need no control tokens. `split_special_tokens` makes the tokenizer
+    # read the names of special tokens as plain letters, so mark all control tokens as special.
     backend = tokenizer.backend_tokenizer
     backend.add_special_tokens([as_special(token) for token in control_tokens])
     tokenizer.split_special_tokens = True
     tokenizer.init_kwargs["split_special_tokens"] = True
     if isinstance(model, Encoder) and model.settings.pooling == "last_token":
-        _append_end_token(tokenizer)
+        _append_pad_token(tokenizer)
     return tokenizer
 
 
@@ -213,30 +220,33 @@ def _control_tokens(tokenizer: Any) -> list[Any]:
     return sorted(control_tokens, key=lambda token: token.content)
 
 
-def _append_end_token(tokenizer: Any) -> None:
-    """Let the tokenizer append the pad token to every text, as `Encoder.tokenize` does.
+def _append_pad_token(tokenizer: Any) -> None:
+    """Let the tokenizer append its pad token to every text, as `Encoder.tokenize` does.
 
     The tokenizer of Qwen3-Embedding does so already, that of the base model Qwen3 does not.
     """
     if tokenizer("a")["input_ids"][-1] == tokenizer.pad_token_id:
         return
-    end = tokenizer.pad_token
-    ending = processors.TemplateProcessing(
-        single=f"$A {end}",
-        pair=f"$A $B {end}",
-        special_tokens=[(end, tokenizer.pad_token_id)],
+
+    pad = tokenizer.pad_token
+    append_pad = processors.TemplateProcessing(
+        single=f"$A {pad}",  # $A and $B stand for the texts
+        pair=f"$A $B {pad}",
+        special_tokens=[(pad, tokenizer.pad_token_id)],
     )
+    # Run it after the step that the tokenizer already has, if any.
     backend = tokenizer.backend_tokenizer
-    existing = [backend.post_processor] if backend.post_processor else []
-    backend.post_processor = processors.Sequence([*existing, ending])
+    steps = [backend.post_processor] if backend.post_processor else []
+    backend.post_processor = processors.Sequence([*steps, append_pad])
 
 
 def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[str]) -> str:
-    """Return a chat template that formats a pair as Qwen3-Reranker expects it.
+    """Return a chat template that formats a query and a skill as Qwen3-Reranker expects them.
 
-    The roles are query, document and, for another instruction, system. A text could end its own
-    message by the name of a control token, so the template inserts a space into such names.
-    skilltrain needs no space, because it reads them as plain letters.
+    A chat has one message with the role `query` and one with the role `document`. A message with
+    the role `system` replaces the instruction. The chat template inserts a space into each name of
+    a control token in a text. Otherwise such a text could end its own message. This is for other
+    programs: skilltrain does not use the chat template.
 
     Args:
         template: Template of the reranker.
@@ -250,6 +260,7 @@ def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[st
         "SEPARATOR": template.separator,
         "QUERY_CHARS": template.query_chars or 10**9,  # without a limit, the whole query
     }
+    # The variables are set above the text of the chat template, as in {%- set SUFFIX = "..." -%}.
     lines = [
         f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}"
         for name, value in variables.items()

@@ -30,7 +30,7 @@ class Bucket:
     """Continuations of similar length. They are padded, and share one attention call.
 
     Attributes:
-        tokens: Position of each token in the row. Padding repeats a continuation's last token.
+        tokens: Position in the row of each token. Padding repeats a continuation's last token.
         real_tokens: Indices of the flattened `tokens` that are not padding.
         mask: Whether a token attends to a key. Keys are the prompt, then the continuation.
     """
@@ -54,15 +54,33 @@ class Bucket:
         longest = lengths[0]
         sizes = torch.tensor(lengths)[:, None]  # [text, 1]
         firsts = start + sizes.cumsum(0) - sizes  # [text, 1], position of the first token
+
+        # Find the row's token for each place in the bucket. Shorter continuations are padded with
+        # their last token.
         offsets = torch.arange(longest)  # [token]
-        tokens = firsts + torch.minimum(offsets, sizes - 1)  # [text, token]
-        real_tokens = (offsets < sizes).flatten().nonzero()[:, 0]  # [index]
+        padded_offsets = torch.minimum(offsets, sizes - 1)  # [text, token]
+        tokens = firsts + padded_offsets  # [text, token]
+        is_real = offsets < sizes  # [text, token]
+        real_tokens = is_real.flatten().nonzero()[:, 0]  # indices into text * token
 
         # Every token attends to the whole prompt, and causally to its continuation.
         mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
         return cls(
             on_device(tokens, device), on_device(real_tokens, device), on_device(mask, device)
         )
+
+    def split_row(
+        self, row: Float[Tensor, "1 head row_token dim"]
+    ) -> Float[Tensor, "text head token dim"]:
+        """Return the vectors of each continuation, padded."""
+        return row[0][:, self.tokens].transpose(0, 1)
+
+    def join_row(
+        self, continuations: Float[Tensor, "text head token dim"]
+    ) -> Float[Tensor, "head index dim"]:
+        """Join the vectors of all continuations to a row, without padding."""
+        padded_row = continuations.transpose(0, 1).flatten(1, 2)  # [head, text * token, dim]
+        return padded_row[:, self.real_tokens]
 
 
 class PackedTexts:
@@ -72,16 +90,16 @@ class PackedTexts:
 
     Attributes:
         num_prompt: Number of tokens of the prompt.
-        order: Indices of the texts in the order of their continuations.
-        lengths: Lengths of the continuations, in that order.
+        order: Indices of the texts in the order of their continuations in the row.
+        lengths: Lengths of the continuations, in the order of the row.
         was_used: Whether the model has called `attend`.
-        positions: Position of each token in its text.
-        ends: Position in the row of each text's last token.
-        buckets: All continuations, in that order.
+        position_ids: Position of each token in its text.
+        ends: Position in the row of each text's last token, in the order of the texts.
+        buckets: All continuations, in the order of the row.
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
-        """Arrange texts in a row.
+        """Arrange texts in a row: the prompt, then the rest of every text, longest first.
 
         Args:
             texts: The texts, of which only the lengths are read.
@@ -93,12 +111,13 @@ class PackedTexts:
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
         self.was_used = False
 
-        positions = [*range(num_prompt)]
-        ends = [0] * len(texts)
+        # Position ids count from the start of a text, so each continuation starts at `num_prompt`.
+        position_ids = [*range(num_prompt)]
+        ends = [0] * len(texts)  # in the order of `texts`
         for index, length in zip(self.order, self.lengths, strict=True):
-            positions += range(num_prompt, num_prompt + length)
-            ends[index] = len(positions) - 1
-        self.positions: Int[Tensor, "1 token"] = on_device(torch.tensor([positions]), device)
+            position_ids += range(num_prompt, num_prompt + length)
+            ends[index] = len(position_ids) - 1  # the row's last token so far
+        self.position_ids: Int[Tensor, "1 token"] = on_device(torch.tensor([position_ids]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
         self.buckets = self._make_buckets(device)
 
@@ -130,15 +149,16 @@ class PackedTexts:
         if isinstance(segments[0], Tensor):
             return {"inputs_embeds": torch.cat(segments)[None]}
         ids = np.concatenate(segments).astype(np.int64)[None]
-        return {"input_ids": on_device(ids, self.positions.device)}
+        return {"input_ids": on_device(ids, self.position_ids.device)}
 
     def attend(
         self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Compute attention of all texts.
+        """Compute attention of all texts, which form one row.
 
-        The prompt attends causally to itself. A continuation attends to the whole prompt, and
-        causally to itself.
+        The row has the common prompt of the texts, then the continuation of each text. The prompt
+        attends causally to itself. A continuation attends to the whole prompt, and causally to
+        itself.
 
         Args:
             query: Queries of all tokens of the row.
@@ -147,28 +167,28 @@ class PackedTexts:
             **settings: Scale and dropout of SDPA.
         """
         sdpa = torch.nn.functional.scaled_dot_product_attention
+        outputs: list[Tensor] = []  # each [head, token, dim]
+
+        # The prompt. Each of these is [1, head, prompt token, dim].
         length = self.num_prompt
         prompt_query = query[:, :, :length]
         prompt_key = key[:, :, :length]
         prompt_value = value[:, :, :length]
-        outputs: list[Tensor] = []  # each [head, token, dim]
         if length:
             output = sdpa(prompt_query, prompt_key, prompt_value, is_causal=True, **settings)
             outputs.append(output[0])
 
+        # The continuations. A bucket has those of similar length, which share one call.
         for bucket in self.buckets:
-            # Each [text, head, token, dim].
-            queries = query[0][:, bucket.tokens].transpose(0, 1)
-            keys = key[0][:, bucket.tokens].transpose(0, 1)
-            values = value[0][:, bucket.tokens].transpose(0, 1)
-            # Put the prompt before the continuation of each text.
-            shape = (len(bucket.tokens), -1, -1, -1)
-            keys = torch.cat([prompt_key.expand(shape), keys], 2)
-            values = torch.cat([prompt_value.expand(shape), values], 2)
+            queries = bucket.split_row(query)  # [text, head, token, dim]
+            keys = bucket.split_row(key)
+            values = bucket.split_row(value)
+            # Put the prompt before the continuation of each text: [text, head, key, dim].
+            num_texts = len(queries)
+            keys = torch.cat([prompt_key.expand(num_texts, -1, -1, -1), keys], 2)
+            values = torch.cat([prompt_value.expand(num_texts, -1, -1, -1), values], 2)
             output = sdpa(queries, keys, values, attn_mask=bucket.mask, **settings)
-            # Join the continuations again, without padding.
-            row = output.transpose(0, 1).flatten(1, 2)  # [head, token of all texts, dim]
-            outputs.append(row[:, bucket.real_tokens])
+            outputs.append(bucket.join_row(output))
         return torch.cat(outputs, 1).transpose(0, 1)[None]  # [1, token, head, dim]
 
 
@@ -189,14 +209,21 @@ class VarlenTexts(PackedTexts):
     ) -> Float[Tensor, "1 token head dim"]:
         """Compute attention of all texts. Each text attends causally to itself.
 
-        If torch's flash attention does not support the inputs, the texts are computed in buckets.
+        torch's flash attention needs a GPU and bfloat16, and has no dropout. In all other cases,
+        this method calls the slower one of `PackedTexts`.
+
+        Args:
+            query: Queries of all tokens of the row.
+            key: Keys, with as many heads as the queries.
+            value: Values, with as many heads as the queries.
+            **settings: Scale and dropout of SDPA.
         """
         if not query.is_cuda or value.dtype != torch.bfloat16 or settings["dropout_p"]:
             return super().attend(query, key, value, **settings)
         from torch.nn.attention.varlen import varlen_attn
 
         starts = self.starts
-        longest = self.lengths[0]
+        longest = self.lengths[0]  # lengths are in descending order
         output: Any = varlen_attn(
             query[0].transpose(0, 1),  # [token, head, dim]
             key[0].transpose(0, 1),
@@ -230,18 +257,18 @@ def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor
     """Run a decoder on packed texts, and return the hidden state of each text's last token.
 
     Args:
-        decoder: The decoder of a network for which `enable` was called.
+        decoder: The decoder of a network for which `enable_packing` was called.
         packed: The texts' places in the row.
         texts: Token ids or embedded tokens of each text.
     """
     inputs = packed.join(texts)
-    output = decoder(**inputs, position_ids=packed.positions, use_cache=False, packed=packed)
+    output = decoder(**inputs, position_ids=packed.position_ids, use_cache=False, packed=packed)
     if not packed.was_used:
         raise RuntimeError(f"{type(decoder).__name__} does not hand its arguments on to attention")
     return output.last_hidden_state[0, packed.ends]
 
 
-def can_share(network: Any) -> bool:
+def can_pack(network: Any) -> bool:
     """Return whether the texts of a causal language model can be packed.
 
     Its attention must be replaceable, include all previous tokens, and not cap its logits.
@@ -253,8 +280,8 @@ def can_share(network: Any) -> bool:
     return network._supports_attention_backend and {*layer_types} == {"full_attention"}
 
 
-def enable(network: Any) -> None:
-    """Let `network` use `shared_prompt_attention`. It is plain SDPA for texts that are padded."""
+def enable_packing(network: Any) -> None:
+    """Let `network` use `shared_prompt_attention`, which is plain SDPA for padded texts."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -279,7 +306,7 @@ def shared_prompt_attention(
     packed: PackedTexts | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "row token head dim"], None]:
-    """Compute attention as transformers' AttentionInterface requires.
+    """Compute attention of packed or padded texts, as transformers' AttentionInterface requires.
 
     Args:
         module: The attention layer.
@@ -287,7 +314,7 @@ def shared_prompt_attention(
         key: Keys. Several query heads may share a key head.
         value: Values.
         attention_mask: Mask of padded texts.
-        packed: The packed texts. None: the texts are padded, and plain SDPA is computed.
+        packed: The packed texts, which are one row. None: the texts are padded, one row each.
         **options: Scale and dropout, by the names of transformers.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -295,11 +322,11 @@ def shared_prompt_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
-    packed.was_used = True
-    # Cast here once, as autocast would do in every bucket.
+    packed.was_used = True  # `last_hidden` checks that the decoder has handed `packed` on
+    # `packed.attend` calls SDPA several times. Cast once, as autocast would do in each call.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    # Give every query head a key head.
+    # Repeat the key heads, so that every query head has its own.
     heads_per_key_head = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads_per_key_head, 1)
     value = value.repeat_interleave(heads_per_key_head, 1)

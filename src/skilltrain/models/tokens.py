@@ -52,7 +52,8 @@ class TextTokenizer:
         self.backend.no_padding()
         self.backend.no_truncation()
 
-        # Mark control tokens as special, so that the backend splits their names.
+        # With `encode_special_tokens`, the backend reads the names of special tokens in a text as
+        # plain letters. So mark all control tokens as special.
         control_tokens = {
             token_id: token
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -61,13 +62,15 @@ class TextTokenizer:
         self.backend.add_special_tokens([as_special(token) for token in control_tokens.values()])
         self.backend.encode_special_tokens = True
 
-        # Texts may still contain the control tokens of a Unigram vocabulary. They are removed later.
+        # A Unigram vocabulary has its control tokens as words too, so the backend still finds them
+        # in texts. The methods below then remove them. Find out whether this is such a backend:
+        # does it return a control token for the name of one?
         self._control_ids = set(control_tokens) - {tokenizer.unk_token_id}
         names = [token.content for token in control_tokens.values()]
-        encodings = self.backend.encode_batch(names, add_special_tokens=False)
-        self._finds_control_tokens = any(
-            not self._control_ids.isdisjoint(encoding.ids) for encoding in encodings
-        )
+        ids_in_names: set[int] = set()
+        for encoding in self.backend.encode_batch(names, add_special_tokens=False):
+            ids_in_names.update(encoding.ids)
+        self._finds_control_tokens = bool(ids_in_names & self._control_ids)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each whole text, without any special token."""
@@ -128,19 +131,27 @@ def tokenize_texts(
         Token ids by key. They are views of one int32 array, which takes 4 bytes per token. Lists
         would take 40.
     """
-    # Read or make the token ids of all texts.
+    # Read the token ids from the cache, or make them.
     distinct_texts = list(dict.fromkeys(texts.values()))
-    file = cache / f"{_fingerprint(distinct_texts, identity)}.tokens" if cache else None
-    values = _read(file) if file else None
+    file = None
+    values = None
+    if cache is not None:
+        file = cache / f"{_fingerprint(distinct_texts, identity)}.tokens"
+        values = _read(file)
     if values is None:
         values = _tokenize_in_blocks(distinct_texts, tokenize)
-        if file:
+        if file is not None:
             _write(file, values)
 
-    # Split them by text.
-    lengths, ids = np.split(values, [len(distinct_texts)])
+    # The values are the number of tokens of each text, then the token ids of all texts.
+    num_texts = len(distinct_texts)
+    lengths = values[:num_texts]
+    ids = values[num_texts:]
+
+    # Split the ids by text.
     ends = np.cumsum(lengths, dtype=np.int64)
-    ids_by_text = dict(zip(distinct_texts, np.split(ids, ends[:-1]), strict=False))
+    ids_of_texts = np.split(ids, ends)[:-1]  # nothing is after the last end
+    ids_by_text = dict(zip(distinct_texts, ids_of_texts, strict=True))
     return {key: ids_by_text[text] for key, text in texts.items()}
 
 
@@ -185,7 +196,11 @@ def _fingerprint(texts: Iterable[Any], identity: str) -> str:
 
 
 def _read(file: Path) -> Int32[np.ndarray, "length_or_token"] | None:
-    """Read the values that `_write` stored. Return None if the file is missing or damaged."""
+    """Read token ids from the cache. Return None if the file is missing or damaged.
+
+    Returns:
+        The number of tokens of each text, followed by the token ids of all texts.
+    """
     try:
         content = file.read_bytes()
     except OSError:

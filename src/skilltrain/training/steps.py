@@ -146,7 +146,7 @@ class EncoderStep(_Step[Encoder]):
     ) -> None:
         super().__init__(encoder, loss, data, settings)
         if settings.varlen:
-            encoder.pack_texts()
+            encoder.enable_packing()
         self.context = ScoreContext.of(data, loss, settings.in_batch)
 
     def forward(self, batch: Sequence[TrainingList] | TextsToEncode) -> Float[Tensor, "..."]:
