@@ -158,42 +158,59 @@ def compare(
     comparisons: list[Comparison] = []
     for measure in measures:
         query_ids = defined_queries(results, all_queries, measure)
-        if not query_ids:
-            continue
-
-        clusters = results[0].clusters_of(query_ids)
-        values: dict[str, np.ndarray] = {}  # [query], by name of the system
-        for result in results:
-            values[result.name] = values_of(result, query_ids, [measure])[:, 0]
-        pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
-        differences = np.stack(pair_differences, axis=1)  # [query, pair]
-        bootstrapped = paired_differences(differences, clusters)
-
-        # Count the clusters in which a system is better.
-        sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
-        sums = np.round(sums, _DECIMALS)
-        for number, (baseline, system) in enumerate(pairs):
-            interval, p = bootstrapped[number]
-            cluster_differences = sums[:, number]  # [cluster]
-            num_better = int((cluster_differences > 0).sum())
-            num_worse = int((cluster_differences < 0).sum())
-            if num_better + num_worse <= MAX_EXACT:
-                p = sign_test(cluster_differences)
-            comparisons.append(
-                Comparison(
-                    system=system,
-                    baseline=baseline,
-                    measure=measure,
-                    difference=interval,
-                    num_better=num_better,
-                    num_worse=num_worse,
-                    p=p,
-                )
-            )
+        if query_ids:
+            comparisons += _compare_by(measure, results, pairs, query_ids)
 
     # Sort by pair. Within a pair, the measures stay in order.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
     return with_holm(comparisons)
+
+
+def _compare_by(
+    measure: str,
+    results: Sequence[SystemResult],
+    pairs: Sequence[tuple[str, str]],
+    query_ids: Sequence[str],
+) -> list[Comparison]:
+    """Compare pairs of systems by one measure, without Holm's correction.
+
+    Args:
+        measure: Name of the measure.
+        results: The systems.
+        pairs: Names of baseline and system.
+        query_ids: Queries for which the measure has a value.
+    """
+    clusters = results[0].clusters_of(query_ids)
+    values: dict[str, np.ndarray] = {}  # [query], by name of the system
+    for result in results:
+        values[result.name] = values_of(result, query_ids, [measure])[:, 0]
+    pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
+    differences = np.stack(pair_differences, axis=1)  # [query, pair]
+    bootstrapped = paired_differences(differences, clusters)  # interval and p-value of each pair
+
+    sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
+    sums = np.round(sums, _DECIMALS)
+    comparisons: list[Comparison] = []
+    for number, (baseline, system) in enumerate(pairs):
+        interval, p = bootstrapped[number]
+        # Count the clusters in which the system is better or worse.
+        cluster_differences = sums[:, number]  # [cluster]
+        num_better = int((cluster_differences > 0).sum())
+        num_worse = int((cluster_differences < 0).sum())
+        if num_better + num_worse <= MAX_EXACT:
+            p = sign_test(cluster_differences)
+        comparisons.append(
+            Comparison(
+                system=system,
+                baseline=baseline,
+                measure=measure,
+                difference=interval,
+                num_better=num_better,
+                num_worse=num_worse,
+                p=p,
+            )
+        )
+    return comparisons
 
 
 def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
