@@ -122,8 +122,8 @@ class Cascade:
 
         stages: list[RankedStage] = []
         candidates = None
+        earlier_rankers: list[RankerConfig] = []
         for number, ranker in enumerate(rankers, 1):
-            earlier_rankers = rankers[: number - 1]
             ranker_run = self._run_once(ranker, earlier_rankers, candidates, system.name)
             candidates = ranker_run.rankings
             stage = RankedStage(
@@ -134,12 +134,14 @@ class Cascade:
                 latencies=(),
                 counts=ranker_run.counts,
             )
-            if number < len(rankers):
-                next_ranker = rankers[number]  # `number` counts from 1
+            later_rankers = rankers[number:]  # `number` counts from 1
+            if later_rankers:
+                next_ranker = later_rankers[0]
                 stage = replace(stage, num_passed=next_ranker.num_read)
             if num_timed and number <= num_timeable:
                 stage = self._add_latencies(stage, ranker_run, num_timed)
             stages.append(stage)
+            earlier_rankers.append(ranker)
 
         last = stages.pop()
         rankings = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}

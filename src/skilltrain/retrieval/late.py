@@ -132,11 +132,12 @@ class Late:
 
         scores_by_query: list[dict[str, float]] = [{} for _ in queries]
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
+        # Score one block of queries at a time. A block is a list of positions in `queries`.
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
-            # `block` holds positions of queries.
-            query_vectors: dict[int, Tensor] = {}  # [token, dim], by position of the query
-            for index, vectors in self._encode([token_ids[position] for position in block]):
-                query_vectors[block[index]] = vectors
+            query_vectors: dict[int, Tensor] = {}  # [token, dim], by position in `queries`
+            block_ids = [token_ids[position] for position in block]
+            for index_in_block, vectors in self._encode(block_ids):
+                query_vectors[block[index_in_block]] = vectors
 
             # For each skill to score, the positions of the queries that need its score.
             queries_by_skill: dict[str, list[int]] = {}

@@ -162,17 +162,18 @@ class BM25Index:
         new_texts = [texts[position] for position in new_positions.tolist()]
         new_counts = self._count_texts(new_texts)  # [new text, term]
 
-        # The previous index stores its counts as a compressed sparse matrix [term, previous text].
+        # The previous index holds a compressed sparse matrix: values, columns and starts of rows.
         num_previous = len(previous.keys)
         matrix = (previous.counts, previous.texts, previous.starts)
-        by_term = csr_array(matrix, shape=(len(previous.starts) - 1, num_previous))
+        num_terms = len(previous.starts) - 1  # the last start is the end
+        by_term = csr_array(matrix, shape=(num_terms, num_previous))  # [term, previous text]
         previous_counts = by_term.T.tocsr()  # [previous text, term]
         # Terms keep their numbers, so new terms are added as columns at the end.
         previous_counts.resize((num_previous, new_counts.shape[1]))
 
-        # Stack both, and take the row of each text. The new texts follow the previous ones.
+        # Stack both, and take the row of each text. The rows of new texts follow the previous ones.
         stacked_counts = vstack([previous_counts, new_counts]).tocsr()
-        rows = previous_positions
+        rows = previous_positions.copy()  # [text]
         rows[new_positions] = num_previous + np.arange(len(new_positions))
         return stacked_counts[rows]
 

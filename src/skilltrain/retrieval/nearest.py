@@ -110,7 +110,7 @@ class ChunkVectors:
         num_spare = _NUM_SPARE
         while len(unsure):
             width = min(k + num_spare, self.num_skills)
-            selected = self._search(queries[unsure], width)  # [query, width]
+            selected = self._search(queries[unsure], width)  # [unsure query, width]
             rows = np.repeat(unsure, width)
             exact = self.scores(queries, rows, selected.ravel()).reshape(selected.shape)
             order = np.lexsort((selected, -exact), axis=1)[:, :k]

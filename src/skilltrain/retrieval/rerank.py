@@ -112,12 +112,7 @@ class Rerank:
         pairs_by_query: list[QueryPairs] = []
         for query in track(queries, "tokenizing", len(queries)):
             skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
-            key_by_skill = self._tokenize(skill_ids)
-            distinct_keys = dict.fromkeys(key_by_skill.values())
-            # Another thread may clear `_scores` later, but not this dict of the query's scores.
-            score_by_key = self._scores.setdefault(query, {})
-            new_keys = [key for key in distinct_keys if key not in score_by_key]
-            pairs_by_query.append(QueryPairs(key_by_skill, score_by_key, new_keys))
+            pairs_by_query.append(self._pairs(query, skill_ids))
 
         # Both maps are lazy: the loop below makes and scores the pairs, query by query.
         pair_lists = map(self._pair_ids, queries, pairs_by_query)
@@ -136,6 +131,15 @@ class Rerank:
             ranking = candidates[query.query_id]
             rankings[query.query_id] = reorder(ranking, keep, score_by_skill, self.first_weight)
         return rankings
+
+    def _pairs(self, query: Query, skill_ids: Sequence[str]) -> QueryPairs:
+        """Pair a query with its candidates, and look up the scores that are known."""
+        key_by_skill = self._tokenize(skill_ids)
+        distinct_keys = dict.fromkeys(key_by_skill.values())
+        # Another thread may clear `_scores` later, but not this dict of the query's scores.
+        score_by_key = self._scores.setdefault(query, {})
+        new_keys = [key for key in distinct_keys if key not in score_by_key]
+        return QueryPairs(key_by_skill, score_by_key, new_keys)
 
     def _pair_ids(self, query: Query, pairs: QueryPairs) -> list[PairIds]:
         """Return the token ids of the query's new pairs."""

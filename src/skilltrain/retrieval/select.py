@@ -165,7 +165,7 @@ class Chooser:
                 items.append(config.make_ask(query, skills))
         questions = questions_of(config, llm, config.prompt, items)
         if items:
-            estimate_cost(questions)  # also prints it
+            estimate_cost(questions)  # prints the cost
 
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()

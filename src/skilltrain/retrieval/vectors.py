@@ -164,7 +164,8 @@ def cached_vectors(
         if dim != vectors.shape[1]:
             problem = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
             fix = "it has changed: name another cache folder"
-            raise SkilltrainError("changed-model", problem, where=cache and cache.folder, fix=fix)
+            where = cache.folder if cache else None
+            raise SkilltrainError("changed-model", problem, where=where, fix=fix)
         rows = missing_rows[positions]
         if cache:
             cache.add(keys[rows], encoded)
