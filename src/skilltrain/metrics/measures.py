@@ -206,17 +206,15 @@ def parse_measure(text: str) -> Measure:
 
     # List all measures as one writes them, such as `nDCG@k`.
     form_by_name: dict[str, str] = {}
-    for measure_name in measure_names:
-        form_by_name[measure_name] = (
-            f"{measure_name}@k" if has_cutoff(measure_name) else measure_name
-        )
+    for option in measure_names:
+        form_by_name[option] = f"{option}@k" if has_cutoff(option) else option
     fix = f"measures are {', '.join(form_by_name.values())}, with a whole k from 1"
 
     # Suggest the measure whose name in lower case is the nearest.
     problem = f"unknown measure '{text}'"
     name_by_spelling = {"r": "Recall", "p": "Precision"}
-    for measure_name in measure_names:
-        name_by_spelling[measure_name.lower()] = measure_name
+    for option in measure_names:
+        name_by_spelling[option.lower()] = option
     spelling = name.partition("@")[0].lower()
     nearest_spellings = difflib.get_close_matches(spelling, name_by_spelling, n=1, cutoff=0.4)
     if nearest_spellings:
@@ -338,15 +336,15 @@ def check_relevance(relevance: Relevance) -> None:
 def resolve_alternatives(
     ranking: Sequence[str], relevance: Relevance, copies: bool = False
 ) -> Relevance:
-    """Replace each gold skill by the skill in `ranking` that serves the same need and comes first.
+    """Replace each gold skill by the first skill in `ranking` that can take its place.
 
-    That skill is the gold skill itself, one of its alternatives, or one of its copies. A gold skill
-    stays if the ranking holds no such skill.
+    The gold skill itself and its alternatives can take its place. Copies (near-duplicates) can too
+    if `copies` is true. If the ranking has none of these skills, the gold skill stays.
 
     Args:
         ranking: Ranked skill ids.
         relevance: The skills that the query asks for.
-        copies: Whether copies of a gold skill count. Copies are near-duplicates.
+        copies: Whether a copy can take the place of a gold skill.
 
     Returns:
         A relevance without alternatives and copies.

@@ -201,9 +201,8 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     - `direction`: from the query's language to those of its gold skills, such as `zh2en`.
     - `domain`: the super-domains of the gold skills' categories (domains.yaml).
     - `query length`: terse or long, by words. A CJK character counts as a word.
-    - `description length`: how long the descriptions of the gold skills are on average, compared
-      with other tasks: `Q1` is the quarter of the tasks with the shortest (see `quartiles`). It is
-      left out if the pool has no gold skill.
+    - `description length`: from `Q1`, the quarter of the tasks whose gold skills have the shortest
+      descriptions, to `Q4` (see `quartiles`). It is left out if the pool has no gold skill.
 
     If the benchmark has a label `direction` or `domain`, its value is used.
 
@@ -256,7 +255,7 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
         "direction": tuple(sorted(directions)),
         "domain": tuple(sorted(domains)),
     }
-    labels.update(task.labels)
+    labels.update(task.labels)  # may replace both
     labels[LENGTH] = "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long"
     labels[DESCRIPTION] = length_quarter
     return labels
@@ -290,7 +289,7 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     ranks = rankdata(list(lengths.values()))
     queries_by_quarter: dict[int, list[str]] = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        # Queries that are shorter, and half of those that are equally long (with this query).
+        # Number of shorter queries, plus half the number of equally long ones (this one included).
         num_below = rank - 0.5
         quarter = int(4 * num_below // len(lengths))  # 0 to 3
         queries_by_quarter.setdefault(quarter, []).append(query_id)

@@ -146,7 +146,7 @@ def make_benchmark(
     gold_skills: Sequence[Skill] | None = None,
     notes: Sequence[str] = (),
 ) -> Benchmark:
-    """Make a benchmark.
+    """Make a benchmark from the tasks of one split, or of all splits.
 
     Args:
         folder: Folder of the benchmark.

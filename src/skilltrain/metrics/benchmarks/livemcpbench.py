@@ -164,13 +164,13 @@ def _notes(
     num_tools = 0
     num_missing = 0  # needed tools that no server offers
     num_incomplete = 0  # tasks that need such a tool
-    unscored: list[str] = []  # ids of tasks that need no tool that a server offers
+    unscored: list[str] = []  # ids of tasks without gold
     for task_id, row in rows.items():
         missing = [name for name in row.tools if name not in skill_ids_by_name]
         num_tools += len(row.tools)
         num_missing += len(missing)
         num_incomplete += bool(missing)
-        if len(missing) == len(row.tools):  # also if the task names no tool
+        if len(missing) == len(row.tools):  # true as well if the task names no tool
             unscored.append(task_id)
 
     notes = []

@@ -59,8 +59,8 @@ def read_unserved(file: Path) -> list[Query]:
 def read_tables(folder: Path, split: str | None) -> Benchmark:
     """Read a benchmark from our tables.
 
-    Required skills are gold or alternatives of gold skills (see `_relevance_of`). Steps of compound
-    tasks are in plans.parquet, if it exists.
+    A required skill is gold. If several required skills do the same, one is gold, and the others
+    are its alternatives. Steps of compound tasks are in plans.parquet, if it exists.
 
     Args:
         folder: Folder of the tables.
@@ -87,10 +87,11 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     for query in queries:
         rows = rows_by_query.get(query.query_id, [])
         relevance = _relevance_of(verdicts.get(query.query_id, {}), rows)
-        reasons = dict.fromkeys(row["reason"] for row in rows if row["reason"])
+        reasons = [row["reason"] for row in rows if row["reason"]]
+        labels = {"reason": tuple(dict.fromkeys(reasons))}  # each reason once
         step_rows = steps_by_query.get(query.query_id, [])
         steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
-        tasks.append(task_of(query, relevance, {"reason": tuple(reasons)}, file, steps))
+        tasks.append(task_of(query, relevance, labels, file, steps))
     return make_benchmark(folder, tasks, split)
 
 
