@@ -288,7 +288,7 @@ def test_livemcpbench_tools_are_pool(live_benchmark: Benchmark):
 def test_livemcpbench_notes_missing_candidates(live_benchmark: Benchmark):
     assert ids(live_benchmark) == ["t1", "t2"]
     assert live_benchmark.notes == (
-        "2 of 5 needed tools (2 tasks) have no candidate and are no gold",
+        "2 of 5 needed tools (2 tasks) are offered by no server, so they cannot be gold",
         "1 of 3 tasks have no gold and are not scored: t3",
     )
 
@@ -332,7 +332,9 @@ def test_published_livemcpbench_finds_tools_by_name(tmp_path: Path):
 
     (task,) = benchmark.tasks
     assert task.relevance == gold("disk/write", "cloud/fetch", **{"cloud/write": "disk/write"})
-    assert benchmark.notes == ("1 of 3 needed tools (1 tasks) have no candidate and are no gold",)
+    assert benchmark.notes == (
+        "1 of 3 needed tools (1 tasks) are offered by no server, so they cannot be gold",
+    )
 
 
 @pytest.mark.parametrize(
@@ -521,7 +523,7 @@ def qrels(rows: str) -> Files:
             "relevance.json, task t: gt_skill_ids: ",
         ),
         (router("t", "[" * 100_000), r"relevance\.json: is not JSON: maximum recursion depth"),
-        ({}, r"is not a benchmark \(one holds tasks.jsonl and tools.jsonl"),
+        ({}, r"is not a benchmark \(a benchmark holds tasks.jsonl and tools.jsonl"),
     ],
 )
 def test_faulty_files_are_named(tmp_path: Path, files: Files, message: str):

@@ -207,7 +207,7 @@ def test_small_blocks_do_not_change_vectors(open_encoder_of, monkeypatch, name, 
     texts = texts_of(50)
     expected = encode_one_by_one(model, texts, 24)
     num_tokens = sum(map(len, model.tokenize(texts, 24)))
-    monkeypatch.setattr(dense, "_BLOCK", 16)
+    monkeypatch.setattr(dense, "_TEXTS_PER_BLOCK", 16)
     monkeypatch.setattr(dense, "_TOKENIZED_AT_ONCE", 5)
     monkeypatch.setattr(dense, "_ENOUGH_TOKENS", 40)
     if packed:
@@ -237,7 +237,7 @@ def test_slow_model_yields_before_block_ends(open_encoder_of, monkeypatch):
 def test_tokenizing_ahead_gives_same_tokens(open_encoder_of, monkeypatch):
     model = open_encoder_of("bert")
     texts = texts_of(30)
-    monkeypatch.setattr(dense, "_BLOCK", 8)
+    monkeypatch.setattr(dense, "_TEXTS_PER_BLOCK", 8)
     expected = list(dense._tokenize_blocks(model, texts, 24))
     monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if on a GPU
 

@@ -208,7 +208,7 @@ def encode_and_die(rank: int, num_files: int, recipe: Path) -> None:
         if int(os.environ.get("RANK", "0")) == rank and len(written) == num_files:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    dense._BLOCK = 8
+    dense._TEXTS_PER_BLOCK = 8
     VectorCache.add = add_and_die
     main(["encode", str(recipe)])
 

@@ -144,8 +144,10 @@ def resampled_means(
     step = max(1, _MAX_CELLS // num_clusters)
     for start in range(0, RESAMPLES, step):
         num_resamples = min(step, RESAMPLES - start)
+        # Numbers of the drawn clusters: [resample, draw].
         draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))
-        # Count the draws of all resamples at once: each resample has its own range of numbers.
+        # One bincount counts all resamples. So add an offset to the draws of each resample: those
+        # of resample i become the numbers from i * num_clusters.
         draws += np.arange(num_resamples)[:, None] * num_clusters
         counts = np.bincount(draws.ravel(), minlength=draws.size)
         counts = counts.reshape(draws.shape)  # [resample, cluster]

@@ -145,8 +145,8 @@ def compare(
 
     Returns:
         The comparisons, pair by pair. Holm's correction is over all of them, so request only those
-        that you draw conclusions from. A bootstrap p-value is at least .0002. Among more than 250
-        comparisons it therefore cannot fall below .05.
+        that you draw conclusions from. A bootstrap p-value is at least .0002. With more than 250
+        comparisons, its corrected value is therefore never below .05.
 
     Raises:
         SkilltrainError: The systems have different queries, or only some have a value for a query.
@@ -158,40 +158,59 @@ def compare(
     comparisons: list[Comparison] = []
     for measure in measures:
         query_ids = defined_queries(results, all_queries, measure)
-        if not query_ids:
-            continue
-
-        clusters = results[0].clusters_of(query_ids)
-        values = {system.name: values_of(system, query_ids, [measure])[:, 0] for system in results}
-        pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
-        differences = np.stack(pair_differences, axis=1)  # [query, pair]
-        bootstrapped = paired_differences(differences, clusters)
-
-        # Count the clusters in which a system is better.
-        sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
-        sums = np.round(sums, _DECIMALS)
-        for number, (baseline, system) in enumerate(pairs):
-            interval, p = bootstrapped[number]
-            column = sums[:, number]
-            num_better = int((column > 0).sum())
-            num_worse = int((column < 0).sum())
-            if num_better + num_worse <= MAX_EXACT:
-                p = sign_test(column)
-            comparisons.append(
-                Comparison(
-                    system=system,
-                    baseline=baseline,
-                    measure=measure,
-                    difference=interval,
-                    num_better=num_better,
-                    num_worse=num_worse,
-                    p=p,
-                )
-            )
+        if query_ids:
+            comparisons += _compare_by(measure, results, pairs, query_ids)
 
     # Sort by pair. Within a pair, the measures stay in order.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
     return with_holm(comparisons)
+
+
+def _compare_by(
+    measure: str,
+    results: Sequence[SystemResult],
+    pairs: Sequence[tuple[str, str]],
+    query_ids: Sequence[str],
+) -> list[Comparison]:
+    """Compare pairs of systems by one measure, without Holm's correction.
+
+    Args:
+        measure: Name of the measure.
+        results: The systems.
+        pairs: Names of baseline and system.
+        query_ids: Queries for which the measure has a value.
+    """
+    clusters = results[0].clusters_of(query_ids)
+    values: dict[str, np.ndarray] = {}  # [query], by name of the system
+    for result in results:
+        values[result.name] = values_of(result, query_ids, [measure])[:, 0]
+    pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
+    differences = np.stack(pair_differences, axis=1)  # [query, pair]
+    bootstrapped = paired_differences(differences, clusters)  # interval and p-value of each pair
+
+    sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
+    sums = np.round(sums, _DECIMALS)
+    comparisons: list[Comparison] = []
+    for number, (baseline, system) in enumerate(pairs):
+        interval, p = bootstrapped[number]
+        # Count the clusters in which the system is better or worse.
+        cluster_differences = sums[:, number]  # [cluster]
+        num_better = int((cluster_differences > 0).sum())
+        num_worse = int((cluster_differences < 0).sum())
+        if num_better + num_worse <= MAX_EXACT:
+            p = sign_test(cluster_differences)
+        comparisons.append(
+            Comparison(
+                system=system,
+                baseline=baseline,
+                measure=measure,
+                difference=interval,
+                num_better=num_better,
+                num_worse=num_worse,
+                p=p,
+            )
+        )
+    return comparisons
 
 
 def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
@@ -209,19 +228,20 @@ def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
     """Return the two-sided p-value of the exact sign test.
 
-    It is twice the one-sided p-value in the direction of the mean. Under the null hypothesis, a
-    coin decides for each differing query which system is better. For values of 0 and 1 this is
-    McNemar's exact test. If most queries differ against the direction of the mean, p is 1.
+    It is twice the one-sided p-value in the direction of the mean, and at most 1. Under the null
+    hypothesis, a coin decides for each differing query which system is better. For values of 0 and
+    1 this is McNemar's exact test. If the mean is positive but most differences are negative, or
+    the reverse, p is 1.
 
     Args:
         differences: Value of one system minus value of the other, for each query.
     """
     from scipy.stats import binomtest
 
-    direction = np.sign(np.round(differences.sum(), _DECIMALS))
-    signs = np.sign(differences)
+    direction = np.sign(np.round(differences.sum(), _DECIMALS))  # 1, 0 or -1
+    signs = np.sign(differences)  # [query]
     num_differing = np.count_nonzero(signs)
-    if not direction or not num_differing:
+    if direction == 0 or num_differing == 0:
         return 1.0
     num_agreeing = np.count_nonzero(signs == direction)
     test = binomtest(num_agreeing, num_differing, alternative="greater")

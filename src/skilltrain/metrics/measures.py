@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -198,23 +198,29 @@ def parse_measure(text: str) -> Measure:
     match = _MEASURE.fullmatch(text)
     assert match is not None, "the pattern matches every text"
     name, cutoff, copies = match.groups()
-    names = plugin_paths("measure")
-    is_known = name in names or ":" in name
+    measure_names = plugin_paths("measure")
+    is_import_path = ":" in name  # a measure of the user, as `module:function`
+    is_known = is_import_path or name in measure_names
     if is_known and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
 
-    # Suggest the measure whose name is the nearest.
+    # List all measures as one writes them, such as `nDCG@k`.
+    form_by_name: dict[str, str] = {}
+    for option in measure_names:
+        form_by_name[option] = f"{option}@k" if has_cutoff(option) else option
+    fix = f"measures are {', '.join(form_by_name.values())}, with a whole k from 1"
+
+    # Suggest the measure whose name in lower case is the nearest.
     problem = f"unknown measure '{text}'"
-    forms = {option: f"{option}@k" if has_cutoff(option) else option for option in names}
     name_by_spelling = {"r": "Recall", "p": "Precision"}
-    name_by_spelling |= {option.lower(): option for option in names}
+    for option in measure_names:
+        name_by_spelling[option.lower()] = option
     spelling = name.partition("@")[0].lower()
-    nearest = difflib.get_close_matches(spelling, name_by_spelling, n=1, cutoff=0.4)
-    if nearest:
-        form = forms[name_by_spelling[nearest[0]]]
-        suggestion = form.replace("@k", f"@{cutoff or 10}")
+    nearest_spellings = difflib.get_close_matches(spelling, name_by_spelling, n=1, cutoff=0.4)
+    if nearest_spellings:
+        nearest_name = name_by_spelling[nearest_spellings[0]]
+        suggestion = form_by_name[nearest_name].replace("@k", f"@{cutoff or 10}")
         problem += f", did you mean '{suggestion}'?"
-    fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
     raise SkilltrainError("unknown-measure", problem, fix=fix)
 
 
@@ -300,8 +306,9 @@ def check_relevance(relevance: Relevance) -> None:
     """Check that a ranking can score above 0, and that the values make sense.
 
     Raises:
-        SkilltrainError: No skill is gold, a gold skill has no positive gain, a gain is not a number
-            from 0 to 1,000, or an alternative or copy has a gain or no gold skill.
+        SkilltrainError: A check fails. A gain is a number from 0 to 1,000, at least one skill is
+            gold, and all gold skills have a positive gain. Alternatives and copies belong to a gold
+            skill, and have no gain themselves.
     """
     gold = relevance.gold
     gains = relevance.gains
@@ -317,7 +324,8 @@ def check_relevance(relevance: Relevance) -> None:
             problem = f"gold skill '{skill_id}' has no positive gain"
             raise SkilltrainError("invalid-relevance", problem)
 
-    for skill_id, gold_id in (*relevance.alternatives.items(), *relevance.copies.items()):
+    # Check the alternatives, and then the copies.
+    for skill_id, gold_id in chain(relevance.alternatives.items(), relevance.copies.items()):
         problem = f"skill '{skill_id}' stands for '{gold_id}'"
         if gold_id not in gold:
             raise SkilltrainError("invalid-relevance", f"{problem}, which is not gold")
@@ -328,31 +336,34 @@ def check_relevance(relevance: Relevance) -> None:
 def resolve_alternatives(
     ranking: Sequence[str], relevance: Relevance, copies: bool = False
 ) -> Relevance:
-    """Replace each gold skill by the first skill in `ranking` that can replace it.
+    """Replace each gold skill by the first skill in `ranking` that can take its place.
 
-    These are the gold skill itself, its alternatives and its copies. If the ranking has none of
-    them, the gold skill stays.
+    The gold skill itself and its alternatives can take its place. Copies (near-duplicates) can too
+    if `copies` is true. If the ranking has none of these skills, the gold skill stays.
 
     Args:
         ranking: Ranked skill ids.
         relevance: The skills that the query asks for.
-        copies: Whether copies can replace a gold skill.
+        copies: Whether a copy can take the place of a gold skill.
 
     Returns:
         A relevance without alternatives and copies.
     """
-    gold_ids = relevance.alternatives  # by the skill that replaces it
+    gold_by_replacement = relevance.alternatives
     if copies:
-        gold_ids = {**relevance.copies, **relevance.alternatives}
-    if not gold_ids:
+        gold_by_replacement = {**relevance.copies, **relevance.alternatives}
+    if not gold_by_replacement:
         return relevance
 
-    first_ids: dict[str, str] = {}  # by gold skill
+    # The first replacement of each gold skill, by the id of the gold skill.
+    first_replacements: dict[str, str] = {}
     for skill_id in ranking:
-        gold_id = gold_ids.get(skill_id, skill_id)
+        gold_id = gold_by_replacement.get(skill_id, skill_id)
         if gold_id in relevance.gold:
-            first_ids.setdefault(gold_id, skill_id)
+            first_replacements.setdefault(gold_id, skill_id)
 
-    gold = frozenset(first_ids.get(gold_id, gold_id) for gold_id in relevance.gold)
-    gains = {first_ids.get(skill_id, skill_id): gain for skill_id, gain in relevance.gains.items()}
+    gold = frozenset(first_replacements.get(gold_id, gold_id) for gold_id in relevance.gold)
+    gains: dict[str, float] = {}
+    for skill_id, gain in relevance.gains.items():
+        gains[first_replacements.get(skill_id, skill_id)] = gain
     return Relevance(gold, gains)

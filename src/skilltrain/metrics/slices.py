@@ -159,8 +159,8 @@ def description_length_gaps(
 ) -> tuple[Row, ...]:
     """Compare each system with the one before it, on each slice by description length.
 
-    SkillRouter reports these gaps of a system that sees names and descriptions to one that sees
-    whole skills. Queries without a value of the measure are left out.
+    SkillRouter reports the gap between a system that sees names and descriptions, and a system
+    that sees whole skills. Queries without a value of the measure are left out.
 
     Args:
         results: Systems in the order of the comparison.
@@ -198,38 +198,48 @@ def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
     """Return the labels of each query: those of the benchmark, and four computed ones.
 
-    - `direction`: from the query's language to those of its gold skills, such as `zh2en`. A label
-      of the benchmark with this name takes precedence, and likewise for `domain`.
+    - `direction`: from the query's language to those of its gold skills, such as `zh2en`.
     - `domain`: the super-domains of the gold skills' categories (domains.yaml).
     - `query length`: terse or long, by words. A CJK character counts as a word.
-    - `description length`: the quarter of the tasks (see `quartiles`) by the mean number of words
-      in the descriptions of the gold skills. It is left out if the pool has no gold skill.
+    - `description length`: from `Q1`, the quarter of the tasks whose gold skills have the shortest
+      descriptions, to `Q4` (see `quartiles`). It is left out if the pool has no gold skill.
+
+    If the benchmark has a label `direction` or `domain`, its value is used.
 
     Args:
         tasks: Tasks of a benchmark.
         skills: Skills of the pool by id.
     """
+    # Gold skills, and mean length of their descriptions in words, by query id.
     gold_skills: dict[str, list[Skill]] = {}
-    description_words: dict[str, float] = {}
+    description_lengths: dict[str, float] = {}
     for task in tasks:
+        query_id = task.query.query_id
         gold = [skills[skill_id] for skill_id in gold_in_pool(task.relevance, skills)]
-        gold_skills[task.query.query_id] = gold
+        gold_skills[query_id] = gold
         if gold:
-            lengths = [num_words(skill.description) for skill in gold]
-            description_words[task.query.query_id] = fmean(lengths)
-    quarters = quartiles(description_words)
+            description_lengths[query_id] = fmean(num_words(skill.description) for skill in gold)
+    length_quarters = quartiles(description_lengths)
 
     labels = {}
     for task in tasks:
         query_id = task.query.query_id
-        quarter = quarters.get(query_id, "")
-        all_labels = _labels_of_query(task, gold_skills[query_id], quarter)
+        length_quarter = length_quarters.get(query_id, "")
+        all_labels = _labels_of_query(task, gold_skills[query_id], length_quarter)
         labels[query_id] = {label: value for label, value in all_labels.items() if value}
     return labels
 
 
-def _labels_of_query(task: Task, gold: Sequence[Skill], quarter: str) -> Labels:
-    """Return the labels of one query (see `labels_of`). A value may be empty."""
+def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> Labels:
+    """Return the labels of one query. A value may be empty.
+
+    A label `direction` or `domain` of the task replaces the computed label.
+
+    Args:
+        task: The query and the labels that its benchmark gives.
+        gold: Gold skills of the query that are in the pool.
+        length_quarter: Value of the label `description length`, such as `Q1, 4–11 words`.
+    """
     text = task.query.text
     language = language_of(text)
     if not language and text.isascii():
@@ -241,13 +251,14 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], quarter: str) -> Labels:
             directions.add(f"{language}2{skill.lang}")
         if skill.category in _domain_by_category():
             domains.add(_domain_by_category()[skill.category])
-    return {
+    labels: dict[str, str | tuple[str, ...]] = {
         "direction": tuple(sorted(directions)),
         "domain": tuple(sorted(domains)),
-        **task.labels,  # may replace the two above, but not the two below
-        LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
-        DESCRIPTION: quarter,
     }
+    labels.update(task.labels)  # may replace both
+    labels[LENGTH] = "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long"
+    labels[DESCRIPTION] = length_quarter
+    return labels
 
 
 @cache
@@ -274,10 +285,13 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """
     from scipy.stats import rankdata
 
-    ranks = rankdata(list(lengths.values()))  # equal lengths have their mean rank, from 1
+    # Ranks count from 1. Equal lengths have their mean rank, so a rank may end in .5.
+    ranks = rankdata(list(lengths.values()))
     queries_by_quarter: dict[int, list[str]] = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        quarter = int(4 * (rank - 0.5) // len(lengths))  # exact: ranks are multiples of 1/2
+        # Number of shorter queries, plus half the number of equally long ones (this one included).
+        num_below = rank - 0.5
+        quarter = int(4 * num_below // len(lengths))  # 0 to 3
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
     names = {}
@@ -286,5 +300,6 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
         quarter_lengths = [lengths[query_id] for query_id in query_ids]
         shortest = min(quarter_lengths)
         longest = max(quarter_lengths)
-        names |= dict.fromkeys(query_ids, f"Q{number}, {shortest:.0f}–{longest:.0f} words")
+        for query_id in query_ids:
+            names[query_id] = f"Q{number}, {shortest:.0f}–{longest:.0f} words"
     return names

@@ -29,8 +29,9 @@ from skilltrain.templates import SkillTemplate
 from skilltrain.terminal import say, track
 
 _CACHE = Path("~/.cache/skilltrain/embeddings")
-_ANY_LENGTH = 0  # texts are cut by characters here, and by tokens on the server
-_TOO_LONG = (400, 413, 422)  # how servers refuse a text that is too long, or too many texts
+_NO_TOKEN_LIMIT = 0  # texts are cut by characters here, and by tokens on the server
+# HTTP statuses with which servers refuse a text that is too long, or too many texts.
+_TOO_LONG_STATUSES = (400, 413, 422)
 _RUN_AGAIN = "run again later; vectors so far are kept"
 
 
@@ -73,6 +74,7 @@ class ApiConfig(ServerConfig, RankerConfig):
 
         Returns:
             Counts of requests, texts and tokens, and their price, by key of a stage's summary.
+            `num_kept_texts` counts the texts in the cache.
         """
         encoder = ApiEncoder(self)
         budget = encoder.server.budget
@@ -80,8 +82,8 @@ class ApiConfig(ServerConfig, RankerConfig):
         texts |= {self.render_query(query.text) for query in queries}
         new_texts = [*texts]
         if encoder.cache:
-            missing = encoder.cache.missing(text_keys(new_texts, _ANY_LENGTH))
-            new_texts = [new_texts[position] for position in missing]
+            keys = text_keys(new_texts, _NO_TOKEN_LIMIT)
+            new_texts = [new_texts[position] for position in encoder.cache.missing(keys)]
         return {
             "model": self.model,
             "num_requests": math.ceil(len(new_texts) / self.batch_size),
@@ -154,7 +156,10 @@ class ApiEncoder:
             raise SkilltrainError("empty-text", "has no text to embed", where=name_by_text[""])
 
         return cached_vectors(
-            texts, _ANY_LENGTH, self.cache, lambda new_texts: self._send(new_texts, name_by_text)
+            texts,
+            _NO_TOKEN_LIMIT,
+            self.cache,
+            lambda new_texts: self._send(new_texts, name_by_text),
         )
 
     def _send(self, texts: list[str], name_by_text: Mapping[str, str]) -> EncodedTexts:
@@ -220,7 +225,7 @@ class ApiEncoder:
         """
         section = self.config.section
         url = self.config.base_url
-        if isinstance(error, ServerError) and error.status in _TOO_LONG:
+        if isinstance(error, ServerError) and error.status in _TOO_LONG_STATUSES:
             sizes = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
             problem = f"{url} refused {sizes}: {error.reason}"
             fix = f"lower skill.body_chars, query_chars or batch_size of {section}"

@@ -73,13 +73,14 @@ class RankedStage:
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
 
     def joined(self, other: "RankedStage") -> "RankedStage":
-        """Add the answers of the same ranker to other queries, over another pool."""
-        rankings = self.rankings | other.rankings
-        seconds = self.seconds * len(self.rankings) + other.seconds * len(other.rankings)
+        """Join with `other`: the same ranker's answers to other queries, over another pool."""
+        rankings = {**self.rankings, **other.rankings}
+        own_seconds = self.seconds * len(self.rankings)
+        other_seconds = other.seconds * len(other.rankings)
         return replace(
             self,
             rankings=rankings,
-            seconds=seconds / len(rankings),
+            seconds=(own_seconds + other_seconds) / len(rankings),
             latencies=self.latencies + other.latencies,
             gpu_bytes=max(self.gpu_bytes, other.gpu_bytes),
         )
@@ -112,61 +113,84 @@ class Cascade:
             One stage per ranker. The rankings of the last one are cut to `self.depth`.
         """
         rankers = with_keeps(system.rankers, self.depth)
-        num_local = _num_local(rankers)
-        if num_timed and num_local < len(rankers):
-            untimed = f", from {rankers[num_local].kind} on" if num_local else ""
+        num_timeable = _num_before_remote(rankers)
+        if num_timed and num_timeable < len(rankers):
+            first_untimed = rankers[num_timeable]
+            untimed = f", from {first_untimed.kind} on" if num_timeable else ""
             reason = "not timed, for it asks a server or reads rankings from a file"
             say(f"{system.name}{untimed}: {reason}")
 
         stages: list[RankedStage] = []
         candidates = None
+        earlier_rankers: list[RankerConfig] = []
         for number, ranker in enumerate(rankers, 1):
-            run = self._run_last(rankers[:number], candidates, system.name)
-            candidates = run.rankings
-            num_passed = rankers[number].num_read if number < len(rankers) else None
+            ranker_run = self._run_once(ranker, earlier_rankers, candidates, system.name)
+            candidates = ranker_run.rankings
             stage = RankedStage(
                 name=f"{system.name}/{number} {ranker.kind}",
                 kind=ranker.kind,
-                rankings=run.rankings,
-                seconds=run.seconds,
+                rankings=ranker_run.rankings,
+                seconds=ranker_run.seconds,
                 latencies=(),
-                counts=run.counts,
-                num_passed=num_passed,
+                counts=ranker_run.counts,
             )
-            if num_timed and number <= num_local:
-                stage = self._add_latencies(stage, run, num_timed)
+            later_rankers = rankers[number:]  # `number` counts from 1
+            if later_rankers:
+                next_ranker = later_rankers[0]
+                stage = replace(stage, num_passed=next_ranker.num_read)
+            if num_timed and number <= num_timeable:
+                stage = self._add_latencies(stage, ranker_run, num_timed)
             stages.append(stage)
+            earlier_rankers.append(ranker)
 
         last = stages.pop()
         rankings = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
         return (*stages, replace(last, name=system.name, rankings=rankings))
 
-    def _run_last(
-        self, rankers: Sequence[RankerConfig], candidates: Rankings | None, system_name: str
+    def _run_once(
+        self,
+        ranker: RankerConfig,
+        earlier_rankers: Sequence[RankerConfig],
+        candidates: Rankings | None,
+        system_name: str,
     ) -> RankerRun:
-        """Run the last of `rankers` on the candidates of the others, or return its earlier run.
+        """Run a ranker, or return its earlier run after the same rankers.
+
+        Args:
+            ranker: Settings of the ranker.
+            earlier_rankers: Rankers that ran before it, in order.
+            candidates: Rankings of the last of these; None if there is none.
+            system_name: Name of the system for errors.
 
         Raises:
             SkilltrainError: A score is not finite.
         """
+        rankers = [*earlier_rankers, ranker]
         key = repr(rankers)
         if key in self._runs:
             return self._runs[key]
 
-        ranker = rankers[-1]
         run = run_ranker(ranker, self.queries, candidates, self.pool)
         for ranking in run.rankings.values():
             if not all(math.isfinite(score) for _, score in ranking):
                 problem = f"ranker {len(rankers)}, {ranker.kind}, gave scores that are no numbers"
                 raise SkilltrainError("not-a-number", problem, where=f"system {system_name}")
-        if not any(member.is_in_training for member in flatten_rankers(rankers)):
-            self._runs[key] = replace(run, by_leg=())
+
+        # Keep the run for the next system. A model in training changes, so it must run again.
+        depends_on_training = any(member.is_in_training for member in flatten_rankers(rankers))
+        if not depends_on_training:
+            self._runs[key] = replace(run, by_leg=())  # frees rankings that are not used here
         return run
 
     def _add_latencies(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:
         """Measure latencies and GPU memory of a ranker, and add them to its stage.
 
         The queries run one at a time, after one to warm up.
+
+        Args:
+            stage: The stage without latencies.
+            run: The run of the ranker for all queries together.
+            num_timed: Number of queries to measure.
         """
         latencies: list[float] = []
         gpu_bytes = 0
@@ -187,20 +211,21 @@ class Cascade:
                 if number == 0:  # the warm-up
                     continue
                 latencies.append(timed_run.seconds)
-                if peak > allocated:
+                uses_gpu = peak > allocated
+                if uses_gpu:
                     gpu_bytes = max(gpu_bytes, peak)
         return replace(stage, latencies=tuple(latencies), gpu_bytes=gpu_bytes)
 
-    def release(self, later: Iterable[SystemConfig]) -> None:
-        """Free all models and vectors that no `later` system needs."""
+    def release_unneeded(self, later_systems: Iterable[SystemConfig]) -> None:
+        """Free all models and vectors that no later system needs."""
         needed_keys = {OWN}
-        for system in later:
+        for system in later_systems:
             needed_keys |= {ranker.key for ranker in flatten_rankers(system.rankers)}
         opened = self.pool.opened.items()
         self.pool.opened = {key: value for key, value in opened if key in needed_keys}
 
 
-def _num_local(rankers: Sequence[RankerConfig]) -> int:
+def _num_before_remote(rankers: Sequence[RankerConfig]) -> int:
     """Return the number of rankers before the first remote one."""
     for number, ranker in enumerate(rankers):
         if any(member.is_remote for member in flatten_rankers([ranker])):
@@ -238,7 +263,8 @@ def run_systems(
     for number, system in enumerate(systems, 1):
         say(f"{system.name}: {len(queries)} queries over {len(skills)} skills")
         stages[system.name] = cascade.run(system, num_timed)
-        cascade.release(systems[number:])
+        later_systems = systems[number:]  # `number` counts from 1
+        cascade.release_unneeded(later_systems)
     return stages
 
 

@@ -27,7 +27,7 @@ from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import EncodedTexts, VectorCache, Vectors, cached_vectors
 from skilltrain.terminal import progress
 
-_BLOCK = 2048  # texts whose token ids are in memory at once
+_TEXTS_PER_BLOCK = 2048  # texts to tokenize at once, and vectors to save at once
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
 _MAX_SECONDS_BETWEEN_YIELDS = 60  # so that the cache saves the vectors of a slow model
 _ENOUGH_TOKENS = 512  # larger micro-batches are no faster on a CPU
@@ -167,7 +167,7 @@ class SkillEncoder:
         last_yield = started
         positions: list[int] = []
         vectors: list[Tensor] = []
-        with progress(description, len(texts), 0) as show:
+        with progress(description, len(texts)) as show:
             for batch_positions, batch in self._micro_batches(texts, max_tokens):
                 positions += batch_positions
                 vectors.append(self.model(batch))
@@ -180,7 +180,7 @@ class SkillEncoder:
                 show(counts["texts"], f"{speed:,.0f} tokens/s")
                 is_last = counts["texts"] == len(texts)
                 is_late = now - last_yield > _MAX_SECONDS_BETWEEN_YIELDS
-                if is_last or is_late or len(positions) >= _BLOCK:
+                if is_last or is_late or len(positions) >= _TEXTS_PER_BLOCK:
                     yield np.array(positions), self._finite_rows(vectors)
                     positions = []
                     vectors = []
@@ -189,9 +189,18 @@ class SkillEncoder:
     def _micro_batches(
         self, texts: Sequence[str], max_tokens: int
     ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
-        """Yield (positions in `texts`, token ids of these texts) of each micro-batch."""
-        is_cpu = self.model.device.type == "cpu"
-        min_tokens = _ENOUGH_TOKENS if is_cpu else self.token_budget
+        """Yield (positions in `texts`, token ids of these texts) of each micro-batch.
+
+        Args:
+            texts: Texts to encode.
+            max_tokens: Number of tokens to which texts are cut.
+        """
+        # Texts of the same length form micro-batches of at least this size. A GPU is fast only with
+        # full micro-batches.
+        min_tokens = self.token_budget
+        if self.model.device.type == "cpu":
+            min_tokens = _ENOUGH_TOKENS
+
         for start, token_ids in _tokenize_blocks(self.model, texts, max_tokens):
             lengths = [len(ids) for ids in token_ids]
             for group in even_groups(lengths, self.token_budget, min_tokens):
@@ -217,11 +226,16 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     """
     if opened is None:
         opened = {}
-    key = repr(source.model_dump(include={*OpenConfig.model_fields}))
-    folder = source.cache if isinstance(source, EncoderSource) else None
+    # Rankers share a model if these settings are equal, even if their other settings differ.
+    model_settings = source.model_dump(include=set(OpenConfig.model_fields))
+    key = repr(model_settings)
     model, identity = opened.get(key, (None, ""))
-    # A cache needs the identity: a hash of the weights as they are before they are packed.
-    if model is None or (folder and not identity):
+
+    # A cache needs the identity: a hash of the weights as they are before they are packed. A model
+    # that was packed without one is loaded again.
+    folder = source.cache if isinstance(source, EncoderSource) else None
+    lacks_identity = folder is not None and not identity
+    if model is None or lacks_identity:
         model = load_encoder(source, default_device()).requires_grad_(False)
         identity = _identity(model) if folder else ""
         pack_linear_layers(model.backbone, source.token_budget)
@@ -254,14 +268,14 @@ def _tokenize_blocks(
 
     def tokenize(start: int) -> list[np.ndarray]:
         token_ids = []
-        block = texts[start : start + _BLOCK]
+        block = texts[start : start + _TEXTS_PER_BLOCK]
         for first in range(0, len(block), _TOKENIZED_AT_ONCE):
             some_texts = block[first : first + _TOKENIZED_AT_ONCE]
             for ids in model.tokenize(some_texts, max_tokens):
                 token_ids.append(np.asarray(ids, np.int32))
         return token_ids
 
-    starts = range(0, len(texts), _BLOCK)
+    starts = range(0, len(texts), _TEXTS_PER_BLOCK)
     if model.device.type == "cpu":
         yield from zip(starts, map(tokenize, starts), strict=True)
         return
@@ -269,7 +283,8 @@ def _tokenize_blocks(
         next_block = thread.submit(tokenize, 0)
         for start in starts:
             token_ids = next_block.result()
-            next_block = thread.submit(tokenize, start + _BLOCK)
+            # After the last block, this tokenizes no texts.
+            next_block = thread.submit(tokenize, start + _TEXTS_PER_BLOCK)
             yield start, token_ids
 
 

@@ -30,7 +30,7 @@ class RankerRun:
     Attributes:
         config: Settings of the ranker.
         candidates: Rankings of the previous ranker; None for the first one, which ranks the pool.
-        by_leg: Rankings of each leg.
+        by_leg: Rankings of each leg: of each ranker that is fused, or only of the ranker itself.
         rankings: Rankings of the ranker.
         seconds: Mean time of a query.
         counts: Counts of a ranker that asks a chat model.
@@ -82,14 +82,21 @@ def run_ranker(
 ) -> RankerRun:
     """Run one ranker. See `run_rankers` for the arguments.
 
+    A ranker that fuses others has several legs, which are the rankers that it fuses. Any other
+    ranker is its own only leg.
+
     In a distributed run, all processes return the rankings of the first one, because rounding
     could give them different rankings.
     """
     legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
     leg_top_ks = config.leg_top_ks(candidates)
     must_exclude = candidates is None and len(excluded_ids) > 0
-    # Find enough skills to leave some out. Fused rankers already find more than they return.
-    num_spare = len(excluded_ids) if must_exclude and len(legs) == 1 else 0
+
+    # Find more skills than needed if some are left out later. Legs that are fused already do.
+    num_spare = 0
+    is_fused = len(legs) > 1
+    if must_exclude and not is_fused:
+        num_spare = len(excluded_ids)
 
     started = time.perf_counter()
     by_leg: list[Rankings] = []
@@ -106,7 +113,7 @@ def run_ranker(
         combined[query.query_id] = config.combine(leg_rankings)
     seconds = (time.perf_counter() - started) / len(queries)
 
-    combined = of_first_rank(combined)
+    combined = of_first_rank(combined)  # the rankings of the first process
     counts = getattr(legs[0], "counts", {})  # a ranker that asks a chat model has one leg
     return RankerRun(config, candidates, by_leg, combined, seconds, counts)
 

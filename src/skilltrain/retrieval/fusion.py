@@ -84,51 +84,55 @@ class FuseConfig(RankerConfig):
 
 
 def fuse(
-    legs: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
+    rankings: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
 ) -> Ranking:
     """Fuse several rankings of one query into one.
 
     Args:
-        legs: The rankings.
+        rankings: The rankings.
         weights: Weight of each ranking.
-        method: `z` adds weight * z-score. `rrf` adds weight / (rrf_k + rank), and nothing if the
-            leg lacks the skill (reciprocal rank fusion; Cormack et al., 2009).
+        method: What a ranking adds to the score of a skill. `z` adds weight * z-score, and a skill
+            that the ranking lacks has its lowest score. `rrf` adds weight / (rrf_k + rank), and
+            nothing to a skill that the ranking lacks (reciprocal rank fusion; Cormack et al.,
+            2009).
         rrf_k: The constant of `rrf`.
 
     Returns:
-        All skills of the legs, best first. Ties keep the order in which the legs list the skills.
+        All ranked skills, best first. Ties keep the order in which the rankings list the skills.
     """
-    skill_ids = [*dict.fromkeys(skill_id for skill_id, _ in chain.from_iterable(legs))]
+    all_pairs = chain.from_iterable(rankings)
+    skill_ids = list(dict.fromkeys(skill_id for skill_id, _ in all_pairs))  # without duplicates
     if not skill_ids:
         return []
 
-    # Add one leg at a time: a matrix product may round equal columns differently.
+    # Add one ranking at a time. A matrix product may round the sums of equal skills differently, so
+    # that they would not tie.
     totals = np.zeros(len(skill_ids))
-    for leg, weight in zip(legs, weights, strict=True):
+    for ranking, weight in zip(rankings, weights, strict=True):
         if method == "z":
-            totals += weight * _z_scores(leg, skill_ids)
+            totals += weight * _z_scores(ranking, skill_ids)
         else:
-            totals += weight * _reciprocal_ranks(leg, skill_ids, rrf_k)
+            totals += weight * _reciprocal_ranks(ranking, skill_ids, rrf_k)
 
     order = np.argsort(-totals, kind="stable")
     return [(skill_ids[position], float(totals[position])) for position in order]
 
 
 def _reciprocal_ranks(
-    leg: Ranking, skill_ids: Sequence[str], rrf_k: int
+    ranking: Ranking, skill_ids: Sequence[str], rrf_k: int
 ) -> Float64[np.ndarray, " skill"]:
-    """Return 1 / (rrf_k + rank) of each skill, or 0 if the leg lacks it."""
-    values = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(leg, 1)}
+    """Return 1 / (rrf_k + rank) of each skill, or 0 if the ranking lacks it."""
+    values = {skill_id: 1 / (rrf_k + rank) for rank, (skill_id, _) in enumerate(ranking, 1)}
     return np.array([values.get(skill_id, 0.0) for skill_id in skill_ids])
 
 
-def _z_scores(leg: Ranking, skill_ids: Sequence[str]) -> Float64[np.ndarray, " skill"]:
+def _z_scores(ranking: Ranking, skill_ids: Sequence[str]) -> Float64[np.ndarray, " skill"]:
     """Return the z-score of each skill over all of `skill_ids`.
 
-    Skills that the leg lacks have its lowest score. If all scores are equal but for rounding, all
-    z-scores are 0.
+    Skills that the ranking lacks have its lowest score. If all scores are equal but for rounding,
+    all z-scores are 0.
     """
-    score_by_id = dict(leg)
+    score_by_id = dict(ranking)
     lowest = min(score_by_id.values(), default=0.0)
     scores = np.array([score_by_id.get(skill_id, lowest) for skill_id in skill_ids])
     if np.ptp(scores) <= 1e-12 * np.abs(scores).max():

@@ -127,46 +127,54 @@ class Late:
         skill_ids_by_query: list[list[str]] = []
         for query in queries:
             skill_ids_by_query.append([skill_id for skill_id, _ in candidates[query.query_id]])
-        # Skills with the same text share the score of the first one.
-        first_ids = self._first_with_text(chain.from_iterable(skill_ids_by_query))
+        # Of the skills with the same text, only the first one is scored.
+        first_ids = self._first_with_same_text(chain.from_iterable(skill_ids_by_query))
 
-        scores: list[dict[str, float]] = [{} for _ in queries]  # by id of the first skill
+        scores_by_query: list[dict[str, float]] = [{} for _ in queries]
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
+        # Score one block of queries at a time. A block is a list of positions in `queries`.
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
-            encoded = self._encode([token_ids[position] for position in block])
-            vectors = {block[index]: tokens for index, tokens in encoded}  # by query position
+            query_vectors: dict[int, Tensor] = {}  # [token, dim], by position in `queries`
+            block_ids = [token_ids[position] for position in block]
+            for index_in_block, vectors in self._encode(block_ids):
+                query_vectors[block[index_in_block]] = vectors
+
+            # For each skill to score, the positions of the queries that need its score.
             queries_by_skill: dict[str, list[int]] = {}
             for position in block:
-                skill_ids = skill_ids_by_query[position]
-                for skill_id in dict.fromkeys(first_ids[skill_id] for skill_id in skill_ids):
+                scored_ids = [first_ids[skill_id] for skill_id in skill_ids_by_query[position]]
+                for skill_id in dict.fromkeys(scored_ids):  # without repetitions
                     queries_by_skill.setdefault(skill_id, []).append(position)
-            self._score_block(vectors, queries_by_skill, scores)
+            self._add_scores(scores_by_query, query_vectors, queries_by_skill)
 
         rankings = {}
-        for query, skill_ids, values in zip(queries, skill_ids_by_query, scores, strict=True):
-            ranking = [(skill_id, values[first_ids[skill_id]]) for skill_id in skill_ids]
+        for position, query in enumerate(queries):
+            scores = scores_by_query[position]
+            skill_ids = skill_ids_by_query[position]
+            ranking = [(skill_id, scores[first_ids[skill_id]]) for skill_id in skill_ids]
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 
-    def _score_block(
+    def _add_scores(
         self,
-        vectors: Mapping[int, Float[Tensor, "token dim"]],
+        scores_by_query: Sequence[dict[str, float]],
+        query_vectors: Mapping[int, Float[Tensor, "token dim"]],
         queries_by_skill: Mapping[str, Sequence[int]],
-        scores: Sequence[dict[str, float]],
     ) -> None:
         """Score the pairs of a block of queries and their skills.
 
         Args:
-            vectors: Token vectors of each query, by the query's position.
+            scores_by_query: Score by skill id for each query. The new scores are added here.
+            query_vectors: Token vectors of each query of the block, by the query's position.
             queries_by_skill: Positions of the queries to score with each skill.
-            scores: Score by skill id for each query. The new scores are added.
         """
         skills = self._token_vectors(queries_by_skill)
-        for skill_id, tokens in track(skills, "late interaction", len(queries_by_skill)):
+        for skill_id, skill_vectors in track(skills, "late interaction", len(queries_by_skill)):
             positions = queries_by_skill[skill_id]
-            values = max_sim([vectors[position] for position in positions], [tokens])[:, 0]
-            for position, value in zip(positions, values.tolist(), strict=True):
-                scores[position][skill_id] = value
+            vectors = [query_vectors[position] for position in positions]
+            scores = max_sim(vectors, [skill_vectors])[:, 0]  # [query]
+            for position, score in zip(positions, scores.tolist(), strict=True):
+                scores_by_query[position][skill_id] = score
 
     @torch.inference_mode()
     def save_part(
@@ -184,38 +192,39 @@ class Late:
             stored: Vectors to copy, of skills that have not changed.
             positions: Position of each skill in `stored`; -1 for a new or changed skill.
         """
-        new = self.over({skill.skill_id: skill for skill in skills})
-        skill_ids = [*new._first_with_text(new.skills).values()]  # equal texts have the same id
-        num_uses = Counter(skill_ids)
+        ranker = self.over({skill.skill_id: skill for skill in skills})
+        # Replace each skill by the first one with the same text, so that a text is encoded once.
+        first_by_skill = ranker._first_with_same_text(ranker.skills)
+        first_ids = list(first_by_skill.values())  # one id per skill, with repetitions
+        num_uses = Counter(first_ids)
 
         # Copy the stored vectors of skills that have not changed.
-        rows_by_skill: dict[str, np.ndarray] = {}
+        rows_by_id: dict[str, np.ndarray] = {}
         if stored is not None:
-            for skill_id, position in zip(skill_ids, positions, strict=True):
+            for first_id, position in zip(first_ids, positions, strict=True):
                 if position >= 0:
-                    rows_by_skill[skill_id] = stored.rows_of_skill(position)
+                    rows_by_id[first_id] = stored.rows_of_skill(position)
 
         counts: list[int] = []  # rows of each skill
         with (folder / "tokens.bin").open("wb") as file:
             starts = range(0, len(skills), _SKILLS_AT_ONCE)
             for start in track(starts, "encoding tokens", len(starts)):
-                block = skill_ids[start : start + _SKILLS_AT_ONCE]
-                missing = [
-                    skill_id for skill_id in dict.fromkeys(block) if skill_id not in rows_by_skill
-                ]
-                for skill_id, tokens in new._token_vectors(missing):
-                    rows_by_skill[skill_id] = _as_rows(tokens)
-                for skill_id in block:
-                    rows = rows_by_skill[skill_id]
+                block = first_ids[start : start + _SKILLS_AT_ONCE]
+                distinct_ids = dict.fromkeys(block)
+                missing_ids = [first_id for first_id in distinct_ids if first_id not in rows_by_id]
+                for first_id, vectors in ranker._token_vectors(missing_ids):
+                    rows_by_id[first_id] = _as_rows(vectors)
+                for first_id in block:
+                    rows = rows_by_id[first_id]
                     file.write(rows.tobytes())
                     counts.append(len(rows))
                     # Free the rows after their last use.
-                    num_uses[skill_id] -= 1
-                    if num_uses[skill_id] == 0:
-                        del rows_by_skill[skill_id]
+                    num_uses[first_id] -= 1
+                    if num_uses[first_id] == 0:
+                        del rows_by_id[first_id]
         np.save(folder / "starts.npy", starts_of(counts))
 
-    def _first_with_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
+    def _first_with_same_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
         """Return, for each skill, the first of the skills that have the same text."""
         first_by_text: dict[str, str] = {}
         first_ids = {}
@@ -233,13 +242,14 @@ class Late:
     ) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
         """Yield the id and the token vectors of each skill.
 
-        The vectors are stored or encoded. Long texts are encoded first.
+        Vectors are read if they are stored, and encoded otherwise, long texts first.
         """
         if self.stored is not None:
             for skill_id in skill_ids:
                 rows = self.stored.rows_of_skill(self._positions[skill_id])
-                tokens = torch.from_numpy(rows["values"] * rows["scale"][:, None])
-                yield skill_id, tokens.to(self.encoder.device)
+                # A row holds 8-bit values, and the scale by which they are multiplied.
+                vectors = rows["values"] * rows["scale"][:, None]  # [token, dim]
+                yield skill_id, torch.from_numpy(vectors).to(self.encoder.device)
             return
 
         texts = {skill_id: self._render(skill_id) for skill_id in skill_ids}
@@ -248,8 +258,8 @@ class Late:
         for start in range(0, len(texts), _SKILLS_AT_ONCE):
             block = long_first[start : start + _SKILLS_AT_ONCE]
             token_ids = self.encoder.tokenize([texts[skill_id] for skill_id in block], max_tokens)
-            for position, tokens in self._encode(token_ids):
-                yield block[position], tokens
+            for position, vectors in self._encode(token_ids):
+                yield block[position], vectors
 
     def _encode(
         self, texts: Sequence[TokenIds]

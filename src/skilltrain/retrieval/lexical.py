@@ -122,22 +122,29 @@ class BM25Index:
             SkilltrainError: The texts have no term.
         """
         self.keys = text_keys(texts, max_tokens=0)  # texts are not cut
-        self.vocabulary = Vocabulary(previous.vocabulary.numbers if previous else ())
+        self.vocabulary = Vocabulary()
+        if previous is not None:
+            # Terms keep their numbers.
+            self.vocabulary = Vocabulary(stems=previous.vocabulary.numbers)
         counts = self._count_terms(texts, previous)  # [text, term]
         if not counts.nnz:
             problem = f"none of the {len(texts)} texts holds a word to index for lexical search"
             raise SkilltrainError("empty-text", problem)
 
         lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
-        by_term = counts.T.tocsr()
+        by_term = counts.T.tocsr()  # [term, text]
+        text_positions = by_term.indices.astype(np.int32)  # [posting]
         self.counts = by_term.data
-        self.texts = by_term.indices.astype(np.int32)
+        self.texts = text_positions
         self.starts = by_term.indptr.astype(np.int64)
-        num_texts = np.diff(self.starts)  # by term
-        saturation = K1 * (1 - B + B * lengths / lengths.mean())  # by text
-        frequencies = self.counts / (self.counts + saturation[self.texts])
-        idf = np.repeat(_idf(len(texts), num_texts), num_texts)
-        self.weights = (idf * frequencies).astype(np.float32)
+
+        # The parts of the BM25 formula.
+        saturation = K1 * (1 - B + B * lengths / lengths.mean())  # [text]
+        frequencies = self.counts / (self.counts + saturation[text_positions])  # [posting]
+        num_texts_with_term = np.diff(self.starts)  # [term]
+        idf = _idf(len(texts), num_texts_with_term)  # [term]
+        posting_idf = np.repeat(idf, num_texts_with_term)  # [posting]
+        self.weights = (posting_idf * frequencies).astype(np.float32)
 
     def _count_terms(self, texts: Sequence[str], previous: "BM25Index | None") -> Any:
         """Return the sparse matrix of counts [text, term]. New terms get numbers.
@@ -147,24 +154,35 @@ class BM25Index:
         from scipy.sparse import csr_array, vstack
 
         if previous is None:
-            return self._count_new(texts)
-        rows = positions_in(previous.keys, self.keys)
-        new_positions = np.flatnonzero(rows < 0)
-        new_counts = self._count_new([texts[position] for position in new_positions.tolist()])
+            return self._count_texts(texts)
 
-        # Previous counts [text, term], with columns for the new terms.
+        # Count the terms of texts that the previous index lacks.
+        previous_positions = positions_in(previous.keys, self.keys)  # [text]; -1 for a new text
+        new_positions = np.flatnonzero(previous_positions < 0)
+        new_texts = [texts[position] for position in new_positions.tolist()]
+        new_counts = self._count_texts(new_texts)  # [new text, term]
+
+        # The previous index holds a compressed sparse matrix: values, columns and starts of rows.
         num_previous = len(previous.keys)
-        postings = (previous.counts, previous.texts, previous.starts)
-        by_term = csr_array(postings, shape=(len(previous.starts) - 1, num_previous))
-        counts = by_term.T.tocsr()
-        counts.resize((num_previous, new_counts.shape[1]))
+        matrix = (previous.counts, previous.texts, previous.starts)
+        num_terms = len(previous.starts) - 1  # the last start is the end
+        by_term = csr_array(matrix, shape=(num_terms, num_previous))  # [term, previous text]
+        previous_counts = by_term.T.tocsr()  # [previous text, term]
+        # Terms keep their numbers, so new terms are added as columns at the end.
+        previous_counts.resize((num_previous, new_counts.shape[1]))
 
-        # Each text has its row in the previous or in the new counts.
+        # Stack both, and take the row of each text. The rows of new texts follow the previous ones.
+        stacked_counts = vstack([previous_counts, new_counts]).tocsr()
+        rows = previous_positions.copy()  # [text]
         rows[new_positions] = num_previous + np.arange(len(new_positions))
-        return vstack([counts, new_counts]).tocsr()[rows]
+        return stacked_counts[rows]
 
-    def _count_new(self, texts: Sequence[str]) -> Any:
-        """Count the terms of all texts. Returns a sparse matrix [text, term]."""
+    def _count_texts(self, texts: Sequence[str]) -> Any:
+        """Count the terms of each text. Terms that the vocabulary lacks are added to it.
+
+        Returns:
+            Sparse matrix [text, term].
+        """
         from scipy.sparse import csr_array
 
         terms = array("i")  # 4 bytes per term
@@ -216,23 +234,29 @@ class BM25Index:
         return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
 
     def matching_words(self, query: str, position: int) -> list[str]:
-        """Return the words of a query that a text contains, in this or another form.
+        """Return the words of a query that a text contains, without repetitions.
 
-        Words that add most to the score come first.
+        The text may contain a word in another form: `files` matches `file`. Words that add most to
+        the score come first.
 
         Args:
             query: The query.
             position: Position of the text.
         """
-        words: dict[int, str] = {}  # by term
-        scores: dict[int, float] = {}
-        for word, number in self.vocabulary.numbered_words(query):
-            start, end = self.starts[number : number + 2].tolist()
-            posting = start + int(np.searchsorted(self.texts[start:end], position))
+        word_by_term: dict[int, str] = {}
+        score_by_term: dict[int, float] = {}
+        for word, term in self.vocabulary.numbered_words(query):
+            # Find the posting of the term and the text.
+            start = int(self.starts[term])
+            end = int(self.starts[term + 1])
+            text_positions = self.texts[start:end]  # of texts with the term, ascending
+            posting = start + int(np.searchsorted(text_positions, position))
             if posting < end and self.texts[posting] == position:
-                words.setdefault(number, word)
-                scores[number] = scores.get(number, 0.0) + float(self.weights[posting])
-        return [words[number] for number in sorted(scores, key=lambda number: -scores[number])]
+                word_by_term.setdefault(term, word)
+                weight = float(self.weights[posting])
+                score_by_term[term] = score_by_term.get(term, 0.0) + weight
+        terms = sorted(score_by_term, key=lambda term: -score_by_term[term])
+        return [word_by_term[term] for term in terms]
 
     def search(self, queries: Sequence[str], k: int) -> SearchResult:
         """Return the `k` best texts of each query. Ties go to the lower position."""
@@ -296,13 +320,19 @@ def _idf(
 
 
 def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k"]:
-    """Return the positions of the `k` highest scores, best first. Ties go to the lower position."""
+    """Return the positions of the `k` highest scores, best first. Ties go to the lower position.
+
+    `k` is at most the number of scores.
+    """
     if k <= 0:
         return np.empty(0, dtype=np.int64)
-    kth_position = len(scores) - k  # in ascending order
+
+    # In ascending order, the k-th highest score is the k-th from the end.
+    kth_position = len(scores) - k
     kth_score = np.partition(scores, kth_position)[kth_position]
-    # The positions above the k-th score, best first, and then those with the k-th score.
-    above = np.flatnonzero(scores > kth_score)
-    above = above[np.argsort(-scores[above], kind="stable")]
+
+    # Positions with a higher score, best first, and then those with the k-th score.
+    higher = np.flatnonzero(scores > kth_score)
+    higher = higher[np.argsort(-scores[higher], kind="stable")]
     ties = np.flatnonzero(scores == kth_score)
-    return np.concatenate([above, ties])[:k]
+    return np.concatenate([higher, ties])[:k]

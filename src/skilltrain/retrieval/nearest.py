@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from skilltrain.files import read_json, write_json
-from skilltrain.records import Query, Rankings
+from skilltrain.records import Query, Ranking, Rankings
 from skilltrain.retrieval.vectors import Positions, Vectors
 from skilltrain.templates import ChunkPool
 
@@ -61,7 +61,7 @@ class ChunkVectors:
         return len(self.starts) - 1
 
     def scores(
-        self, queries: Vectors, rows: Positions, positions: Positions
+        self, queries: Vectors, query_rows: Positions, skill_positions: Positions
     ) -> Float32[np.ndarray, " pair"]:
         """Score pairs of a query and a skill in double precision.
 
@@ -70,21 +70,25 @@ class ChunkVectors:
 
         Args:
             queries: Vectors of the queries.
-            rows: Row in `queries` of each pair.
-            positions: Position of the skill of each pair.
+            query_rows: For each pair, the row of its query in `queries`.
+            skill_positions: For each pair, the position of its skill.
         """
         # List the chunks of all pairs, pair after pair. Those of pair i begin at `pair_starts[i]`.
-        num_chunks = np.diff(self.starts)[positions]
-        pair_starts = starts_of(num_chunks)
-        pair_of_chunk = np.repeat(np.arange(len(positions)), num_chunks)
-        shifts = self.starts[positions] - pair_starts[:-1]
-        chunks = np.arange(len(pair_of_chunk)) + shifts[pair_of_chunk]
+        num_chunks = np.diff(self.starts)[skill_positions]  # [pair]
+        pair_starts = starts_of(num_chunks)  # [pair and end]
+        pair_of_chunk = np.repeat(np.arange(len(skill_positions)), num_chunks)  # [listed chunk]
 
-        cosines = np.empty(len(chunks), dtype=np.float32)
-        for start in range(0, len(chunks), _CHUNKS_AT_ONCE):
+        # The row in `self.vectors` of each listed chunk: the first chunk of its skill, plus the
+        # number of chunks of the same pair that are listed before.
+        numbers_in_pair = np.arange(len(pair_of_chunk)) - pair_starts[pair_of_chunk]
+        first_chunks = self.starts[skill_positions]  # [pair]
+        vector_rows = first_chunks[pair_of_chunk] + numbers_in_pair  # [listed chunk]
+
+        cosines = np.empty(len(vector_rows), dtype=np.float32)
+        for start in range(0, len(vector_rows), _CHUNKS_AT_ONCE):
             block = slice(start, start + _CHUNKS_AT_ONCE)
-            products = queries[rows[pair_of_chunk[block]]].astype(np.float64)  # [chunk, dim]
-            products *= self.vectors[chunks[block]]
+            products = queries[query_rows[pair_of_chunk[block]]].astype(np.float64)  # [chunk, dim]
+            products *= self.vectors[vector_rows[block]]
             cosines[block] = products.sum(axis=1)
         return pool_chunks(cosines[None], pair_starts, self.pool)[0]
 
@@ -99,11 +103,14 @@ class ChunkVectors:
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         positions = np.empty((len(queries), k), np.int64)
         scores = np.empty((len(queries), k), np.float32)
-        unsure = np.arange(len(queries) if k else 0)  # rows of queries to search
+        if k == 0:
+            return positions, scores
+
+        unsure = np.arange(len(queries))  # rows of queries to search
         num_spare = _NUM_SPARE
         while len(unsure):
             width = min(k + num_spare, self.num_skills)
-            selected = self._search(queries[unsure], width)  # [query, width]
+            selected = self._search(queries[unsure], width)  # [unsure query, width]
             rows = np.repeat(unsure, width)
             exact = self.scores(queries, rows, selected.ravel()).reshape(selected.shape)
             order = np.lexsort((selected, -exact), axis=1)[:, :k]
@@ -112,7 +119,10 @@ class ChunkVectors:
 
             if width == self.num_skills:
                 break
-            may_miss_one = exact.min(axis=1) >= scores[unsure, -1] - _ROUNDING
+            # A skill that was not selected may still be better than the k-th.
+            worst_selected = exact.min(axis=1)  # [unsure query]
+            kth_best = scores[unsure, -1]  # [unsure query]
+            may_miss_one = worst_selected >= kth_best - _ROUNDING
             unsure = unsure[may_miss_one]
             num_spare *= 4
         return positions, scores
@@ -204,28 +214,30 @@ class PoolRanker:
         return {skill_id: position for position, skill_id in enumerate(self.skill_ids)}
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best skills of each query, or of its candidates.
+        """Return the `keep` best skills for each query, among all skills or its candidates.
 
         Ties keep the order of the pool, or of the candidates.
         """
-        # Positions and scores of the skills for each query.
+        # Positions of skills, and their scores: one array per query.
+        positions: Iterable[Positions]
+        scores: Iterable[np.ndarray]
         texts = [query.text for query in queries]
         if candidates is None:
-            scored = zip(*self.index.search(texts, keep), strict=True)
+            positions, scores = self.index.search(texts, keep)
         else:
-            positions: list[Positions] = []
-            for query in queries:
-                ranking = candidates[query.query_id]
-                row = [self.position_by_id[skill_id] for skill_id, _ in ranking]
-                positions.append(np.array(row, dtype=np.int64))
-            scored = zip(positions, self.index.candidate_scores(texts, positions), strict=True)
+            positions = [self._positions_of(candidates[query.query_id]) for query in queries]
+            scores = self.index.candidate_scores(texts, positions)
 
         rankings = {}
-        for query, (row, scores) in zip(queries, scored, strict=True):
-            pairs = zip(row.tolist(), scores.tolist(), strict=True)
-            ranking = [(self.skill_ids[int(position)], score) for position, score in pairs]
+        for query, query_positions, query_scores in zip(queries, positions, scores, strict=True):
+            skill_ids = [self.skill_ids[position] for position in query_positions.tolist()]
+            ranking = list(zip(skill_ids, query_scores.tolist(), strict=True))
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
+
+    def _positions_of(self, ranking: Ranking) -> Positions:
+        positions = [self.position_by_id[skill_id] for skill_id, _ in ranking]
+        return np.array(positions, dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ class SavedConfig(RankerConfig):
     def open(self, opened: dict[str, Any]) -> "SavedRankings":
         """Read the rankings.
 
+        Args:
+            opened: Not used, because there is no model to share.
+
         Raises:
             SkilltrainError: Two tables rank the same query.
         """
@@ -50,7 +53,7 @@ class SavedConfig(RankerConfig):
                 problem = f"query '{min(repeated_ids)}' is ranked in an earlier table as well"
                 raise SkilltrainError("repeated-id", problem, where=path)
             rankings |= new_rankings
-        return SavedRankings(self.rankings[0], rankings, ())
+        return SavedRankings(path=self.rankings[0], rankings=rankings, pool=())
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ class SavedRankings:
         return replace(self, pool=skills.keys())
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the first `keep` saved skills of each query, or those among its candidates.
+        """Return the saved ranking of each query, cut to `keep` skills.
 
-        A query without a saved ranking gets an empty ranking, with a warning.
+        If there are candidates, skills that are not among them are removed before the cut. A query
+        without a saved ranking gets an empty ranking, with a warning.
 
         Raises:
             SkilltrainError: The pool lacks a skill of a saved ranking.
@@ -88,8 +92,10 @@ class SavedRankings:
                 problem = f"{count} are not in the pool, first '{unknown_ids[0]}'"
                 where = f"{self.path}, query {query_id}"
                 raise SkilltrainError("unknown-skill", problem, where=where)
-            allowed_ids = self.pool if candidates is None else dict(candidates[query_id])
-            rankings[query_id] = [pair for pair in ranking if pair[0] in allowed_ids][:keep]
+            if candidates is not None:
+                candidate_ids = {skill_id for skill_id, _ in candidates[query_id]}
+                ranking = [pair for pair in ranking if pair[0] in candidate_ids]
+            rankings[query_id] = ranking[:keep]
 
         unranked = [query.query_id for query in queries if query.query_id not in self.rankings]
         if unranked:

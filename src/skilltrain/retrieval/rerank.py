@@ -67,13 +67,13 @@ class QueryPairs:
     """Pairs of one query with its candidates.
 
     Attributes:
-        keys: Key of each candidate by skill id.
-        scores: Scores by key. Those of new pairs are added.
+        key_by_skill: Key of each candidate by skill id.
+        score_by_key: Scores of the query's pairs. Those of new pairs are added.
         new_keys: Keys without a score, each once.
     """
 
-    keys: Mapping[str, TextKey]
-    scores: dict[TextKey, float]
+    key_by_skill: Mapping[str, TextKey]
+    score_by_key: dict[TextKey, float]
     new_keys: Sequence[TextKey]
 
 
@@ -88,7 +88,8 @@ class Rerank:
         skills: The pool.
         token_budget: Padded tokens per micro-batch.
         first_weight: Weight of the previous ranker's score, which is added.
-        forward: For a model in training: yields the scores of each list of pairs.
+        forward: Scores lists of pairs with a model in training, and yields the scores of each list.
+            None for another model.
     """
 
     reranker: Reranker
@@ -110,23 +111,35 @@ class Rerank:
 
         pairs_by_query: list[QueryPairs] = []
         for query in track(queries, "tokenizing", len(queries)):
-            keys = self._tokenize([skill_id for skill_id, _ in candidates[query.query_id][:keep]])
-            scores = self._scores.setdefault(query, {})
-            new_keys = [key for key in dict.fromkeys(keys.values()) if key not in scores]
-            # Hold `scores` here, because another thread may clear `_scores`.
-            pairs_by_query.append(QueryPairs(keys, scores, new_keys))
+            skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
+            pairs_by_query.append(self._pairs(query, skill_ids))
 
         # Both maps are lazy: the loop below makes and scores the pairs, query by query.
-        lists = map(self._pair_ids, queries, pairs_by_query)
-        new_scores = self.forward(lists) if self.forward else map(self._score, lists)
+        pair_lists = map(self._pair_ids, queries, pairs_by_query)
+        if self.forward is not None:  # the model is in training
+            score_lists = self.forward(pair_lists)
+        else:
+            score_lists = map(self._score, pair_lists)
+
         rankings = {}
         progress = track(queries, "reranking", len(queries))
-        for query, pairs, values in zip(progress, pairs_by_query, new_scores, strict=True):
-            pairs.scores.update(zip(pairs.new_keys, values, strict=True))
-            by_skill = {skill_id: pairs.scores[key] for skill_id, key in pairs.keys.items()}
+        for query, pairs, new_scores in zip(progress, pairs_by_query, score_lists, strict=True):
+            pairs.score_by_key.update(zip(pairs.new_keys, new_scores, strict=True))
+            score_by_skill: dict[str, float] = {}
+            for skill_id, key in pairs.key_by_skill.items():
+                score_by_skill[skill_id] = pairs.score_by_key[key]
             ranking = candidates[query.query_id]
-            rankings[query.query_id] = reorder(ranking, keep, by_skill, self.first_weight)
+            rankings[query.query_id] = reorder(ranking, keep, score_by_skill, self.first_weight)
         return rankings
+
+    def _pairs(self, query: Query, skill_ids: Sequence[str]) -> QueryPairs:
+        """Pair a query with its candidates, and look up the scores that are known."""
+        key_by_skill = self._tokenize(skill_ids)
+        distinct_keys = dict.fromkeys(key_by_skill.values())
+        # Another thread may clear `_scores` later, but not this dict of the query's scores.
+        score_by_key = self._scores.setdefault(query, {})
+        new_keys = [key for key in distinct_keys if key not in score_by_key]
+        return QueryPairs(key_by_skill, score_by_key, new_keys)
 
     def _pair_ids(self, query: Query, pairs: QueryPairs) -> list[PairIds]:
         """Return the token ids of the query's new pairs."""
@@ -160,8 +173,8 @@ def reorder(
         ranking: Ranking of the previous ranker.
         keep: Number of skills to sort. Ties keep their order.
         scores: Score of each of these skills, by its id.
-        first_weight: Weight of the previous ranker's score, which is added. With few lists to
-            learn from, the two models err on different queries.
+        first_weight: Weight of the previous ranker's score, which is added. The sum helps if the
+            reranker learned from few examples, because both rankers err on different queries.
 
     Returns:
         The new ranking. Appended skills get scores without meaning, below those of sorted skills.

@@ -100,10 +100,10 @@ class ChoosingConfig(AskingConfig):
         num_candidates = min(self.keep, len(skills))
         if num_candidates < self.min_candidates:
             queries = ()
-        asks = [self.ask(query, rng.sample(skills, num_candidates)) for query in queries]
-        return questions_of(self, LLM(self.llm), self.prompt, asks)
+        items = [self.make_ask(query, rng.sample(skills, num_candidates)) for query in queries]
+        return questions_of(self, LLM(self.llm), self.prompt, items)
 
-    def ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
+    def make_ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
         """Return what the model sees of a query and its candidates.
 
         Args:
@@ -149,28 +149,30 @@ class Chooser:
     def over(self, skills: Mapping[str, Skill]) -> Self:
         return replace(self, skills=skills, counts={})
 
-    def ask(
+    def ask_model(
         self, llm: LLM, queries: Sequence[Query], candidates: Rankings, keep: int
     ) -> Outcome[Ask, Any]:
-        """Ask about the first `keep` candidates of each query.
+        """Ask the chat model about the first `keep` candidates of each query.
 
-        Answers that are not usable give a warning.
+        A query with too few candidates is not asked about. If the server cannot be reached, or an
+        answer is not usable, the outcome lacks the query, and there is a warning.
         """
         config = self.config
-        asks: list[Ask] = []
+        items: list[Ask] = []  # one per query
         for query in queries:
             skills = [self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep]]
             if len(skills) >= config.min_candidates:
-                asks.append(config.ask(query, skills))
-        questions = questions_of(config, llm, config.prompt, asks)
-        if asks:
-            estimate_cost(questions)
+                items.append(config.make_ask(query, skills))
+        questions = questions_of(config, llm, config.prompt, items)
+        if items:
+            estimate_cost(questions)  # prints the cost
+
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
         if outcome.dropped:
             unusable = self.counts["unusable"]
             reasons = ", ".join(f"{count} {kind}" for kind, count in unusable.items())
-            share = f"{len(outcome.dropped)} of {len(asks)}"
+            share = f"{len(outcome.dropped)} of {len(items)}"
             say(f"{questions.description}: no usable answer for {share}: {reasons}")
         return outcome
 
@@ -184,7 +186,7 @@ class Select(Chooser):
         If the model is down, or an answer is not usable, the order stays, with a warning.
         """
         assert candidates is not None, "a chat model needs candidates"
-        outcome = self.ask(LLM(self.config.llm), queries, candidates, keep)
+        outcome = self.ask_model(LLM(self.config.llm), queries, candidates, keep)
         chosen_ids = {item.query_id: skill_id for item, skill_id in outcome.values}
         rankings = {}
         for query in queries:

@@ -59,13 +59,15 @@ class VectorCache:
         for path in sorted(self.folder.glob("*.npz")):
             try:
                 with np.load(path) as file:
+                    # For each row of the file, the position of its key in `keys`, or -1.
                     positions = positions_in(keys, file["keys"])
-                    rows = np.flatnonzero(positions >= 0)  # of the file
-                    if not vectors.size:
+                    needed_rows = np.flatnonzero(positions >= 0)
+                    if not vectors.size:  # the first file tells the length of the vectors
                         vectors = np.empty((len(keys), file["dim"]), dtype=np.float32)
-                    if len(rows):
-                        vectors[positions[rows]] = file["vectors"][rows]
-                        is_cached[positions[rows]] = True
+                    if len(needed_rows):
+                        needed_positions = positions[needed_rows]
+                        vectors[needed_positions] = file["vectors"][needed_rows]
+                        is_cached[needed_positions] = True
             except FileNotFoundError:
                 continue  # another process has merged it
             except _DAMAGED:
@@ -87,7 +89,7 @@ class VectorCache:
         if not len(keys):
             return
         self._write(keys, vectors)
-        # A merge may fail (full disk, damaged file, another process). A later one is enough.
+        # A merge may fail (full disk, damaged file, another process). The next call tries again.
         with suppress(SkilltrainError, *_DAMAGED):
             paths = sorted(self.folder.glob("*.npz"))
             small = [path for path in paths if path.stat().st_size < _SMALL_BYTES]
@@ -130,40 +132,45 @@ def cached_vectors(
     Args:
         texts: The texts. Equal texts are encoded once.
         max_tokens: Number of tokens to which `encode` cuts texts.
-        cache: Cache to read, and to which new vectors are added at once; None for no cache.
+        cache: Cache to read, and to which vectors are added as soon as they are encoded; None for
+            no cache.
         encode: Encodes distinct texts. Long ones come first, so that memory peaks at the start.
 
     Raises:
         SkilltrainError: New vectors have another length than those in the cache.
     """
-    keys = text_keys(texts, max_tokens)
-    distinct, first_positions, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    is_cached = np.zeros(len(distinct), dtype=bool)
-    vectors = np.empty((len(distinct), 0), dtype=np.float32)  # [distinct text, dim]
+    # `vectors` has one row per distinct key. `row_of_text` gives the row of each text.
+    all_keys = text_keys(texts, max_tokens)
+    keys, first_positions, row_of_text = np.unique(all_keys, return_index=True, return_inverse=True)
+    is_cached = np.zeros(len(keys), dtype=bool)
+    vectors = np.empty((len(keys), 0), dtype=np.float32)  # [distinct key, dim]
     if cache:
-        is_cached, vectors = cache.read(distinct)
+        is_cached, vectors = cache.read(keys)
     if is_cached.all():
-        return vectors[inverse]
+        return vectors[row_of_text]
 
-    # Encode the other texts, long ones first.
-    missing = np.flatnonzero(~is_cached)  # positions in `distinct`
-    new_texts = [texts[int(position)] for position in first_positions[missing]]
-    order = longest_first(new_texts)
-    missing = missing[order]
+    # Encode the texts of the other rows, long ones first.
+    missing_rows = np.flatnonzero(~is_cached)
+    missing_texts = [texts[int(position)] for position in first_positions[missing_rows]]
+    order = longest_first(missing_texts)
+    missing_rows = missing_rows[order]
+    missing_texts = [missing_texts[int(position)] for position in order]
     if cache:
         cache.make()
-    for positions, encoded in encode([new_texts[int(position)] for position in order]):
+    for positions, encoded in encode(missing_texts):
         dim = encoded.shape[1]
-        if not vectors.size:
-            vectors = np.empty((len(distinct), dim), dtype=np.float32)
+        if not vectors.size:  # the cache is empty, so the length of the vectors was not known
+            vectors = np.empty((len(keys), dim), dtype=np.float32)
         if dim != vectors.shape[1]:
             problem = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
             fix = "it has changed: name another cache folder"
-            raise SkilltrainError("changed-model", problem, where=cache and cache.folder, fix=fix)
+            where = cache.folder if cache else None
+            raise SkilltrainError("changed-model", problem, where=where, fix=fix)
+        rows = missing_rows[positions]
         if cache:
-            cache.add(distinct[missing[positions]], encoded)
-        vectors[missing[positions]] = encoded
-    return vectors[inverse]
+            cache.add(keys[rows], encoded)
+        vectors[rows] = encoded
+    return vectors[row_of_text]
 
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:

@@ -231,7 +231,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
 
     # Release their models. Evaluations need only those of the other rankers.
     later_rankers = {"rankers": config.rankers[num_earlier:]}
-    cascade.release([config.system.model_copy(update=later_rankers)])
+    cascade.release_unneeded([config.system.model_copy(update=later_rankers)])
 
     # Count the gold skills that they miss.
     num_gold = 0

@@ -119,8 +119,8 @@ def task_of(
 ) -> Task:
     """Make a task, and add the labels kind, origin and split.
 
-    A query without a kind is `single` if exactly one skill is gold, else `multi` (SkillRouter,
-    appendix A).
+    The label `kind` is `single` if exactly one skill is gold, else `multi` (SkillRouter, appendix
+    A). A query that has no kind gets the same value.
 
     Args:
         query: The query.
@@ -129,11 +129,12 @@ def task_of(
         where: File or line that errors name.
         steps: Steps of a compound task, if they are known.
     """
-    kind = "single" if len(relevance.gold) == 1 else "multi"
-    all_labels = {**labels, "kind": kind, "origin": query.origin, "split": query.split}
-    filled = {name: value for name, value in all_labels.items() if value}
-    query = replace(query, kind=query.kind or kind)
-    return Task(query, relevance, filled, steps=tuple(steps), where=where)
+    kind_label = "single" if len(relevance.gold) == 1 else "multi"
+    all_labels = {**labels, "kind": kind_label, "origin": query.origin, "split": query.split}
+    filled_labels = {name: value for name, value in all_labels.items() if value}
+    if not query.kind:
+        query = replace(query, kind=kind_label)
+    return Task(query, relevance, filled_labels, steps=tuple(steps), where=where)
 
 
 def make_benchmark(
@@ -145,7 +146,7 @@ def make_benchmark(
     gold_skills: Sequence[Skill] | None = None,
     notes: Sequence[str] = (),
 ) -> Benchmark:
-    """Make a benchmark.
+    """Make a benchmark from the tasks of one split, or of all splits.
 
     Args:
         folder: Folder of the benchmark.
@@ -158,7 +159,7 @@ def make_benchmark(
         notes: Sentences for the report.
 
     Raises:
-        SkilltrainError: There is no task, a query has two splits, or no ranking could score.
+        SkilltrainError: There is no task, a query has two splits, or `check_relevance` fails.
     """
     scored = _tasks_by_query(folder, tasks, split)
     if gold_skills is None:
@@ -221,9 +222,10 @@ def name_of(folder: Path) -> str:
 
 
 def as_tier(benchmark: Benchmark) -> Benchmark:
-    """Make a benchmark a tier: add its name to its query ids, and as the label `tier`.
+    """Make a benchmark a tier: one of several benchmarks that `join_tiers` joins into one.
 
-    The query `sum-columns` of the tier `easy` becomes `sum-columns@easy`.
+    Its name becomes part of its query ids, and the label `tier`. For example, the query
+    `sum-columns` of the tier `easy` becomes `sum-columns@easy`.
     """
     tier = benchmark.name
     tasks: list[Task] = []
@@ -231,13 +233,19 @@ def as_tier(benchmark: Benchmark) -> Benchmark:
         query_id = task.query.query_id
         query = replace(task.query, query_id=f"{query_id}@{tier}")
         labels = {**task.labels, "tier": tier}
+        # All tiers use the original query id as cluster, so the bootstrap draws a query together
+        # with its repetitions in other tiers.
         tasks.append(replace(task, query=query, labels=labels, cluster=query_id))
     unscored = frozenset(f"{query_id}@{tier}" for query_id in benchmark.unscored)
     return replace(benchmark, tasks=tuple(tasks), unscored=unscored)
 
 
 def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
-    """Join tiers (see `as_tier`) into one benchmark. Each is ranked over its own pool."""
+    """Join several benchmarks, which are ranked over different pools, into one.
+
+    Args:
+        tiers: The benchmarks, made by `as_tier`. Each keeps its own pool.
+    """
     if len(tiers) == 1:
         return tiers[0]
     name, count = Counter(tier.name for tier in tiers).most_common(1)[0]
@@ -278,10 +286,11 @@ def gold_in_pool(relevance: Relevance, pool: Container[str]) -> list[str]:
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
-    """Check that a pool has the gold skills, and remove gains of skills that it lacks.
+    """Check that a pool has the gold skills, and remove gains of other skills that it lacks.
 
     A perfect ranking then has nDCG 1, as in the released evaluation. SkillRouter's easy pool, for
-    example, lacks the degraded copies.
+    example, lacks the degraded copies. A gold skill keeps its gain even if the pool lacks it,
+    because the pool then has an alternative that takes its place.
 
     Args:
         benchmark: The benchmark.
@@ -299,9 +308,11 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     for task in benchmark.tasks:
         relevance = task.relevance
         gold = relevance.gold
-        alternatives = relevance.alternatives.items()
-        replaced = {gold_id for skill_id, gold_id in alternatives if skill_id in pool}
-        for gold_id in sorted(gold - pool - replaced):
+        replaceable_ids: set[str] = set()  # gold skills with an alternative in the pool
+        for alternative_id, gold_id in relevance.alternatives.items():
+            if alternative_id in pool:
+                replaceable_ids.add(gold_id)
+        for gold_id in sorted(gold - pool - replaceable_ids):
             missing.append(f"gold skill '{gold_id}' of query '{task.query.query_id}'")
 
         gains: dict[str, float] = {}
@@ -321,8 +332,9 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
 def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[str]]) -> Benchmark:
     """Add the copies of gold skills to each task, and a note that counts the tasks with copies.
 
-    A judged skill is never a copy, because the judgement says more. A copy of two gold skills
-    counts for the one with the lower id.
+    Copies of a gold skill's alternatives count for the gold skill too. A judged skill is never a
+    copy, because the judgement says more. A copy of several skills counts for the one with the
+    lowest id.
 
     Args:
         benchmark: The benchmark.
@@ -331,14 +343,17 @@ def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[st
     tasks: list[Task] = []
     for task in benchmark.tasks:
         relevance = task.relevance
-        # Gold skill by the id of each skill that may have copies.
-        gold_ids = {gold_id: gold_id for gold_id in relevance.gold} | {**relevance.alternatives}
-        judged = {*relevance.gains, *relevance.alternatives}
+        # Gold skills stand for themselves, and alternatives for their gold skill.
+        gold_by_skill = {gold_id: gold_id for gold_id in relevance.gold}
+        gold_by_skill.update(relevance.alternatives)
+
+        judged_ids = {*relevance.gains, *relevance.alternatives}
         copies: dict[str, str] = {}
-        for skill_id in sorted(gold_ids, reverse=True):  # the lowest id is written last
+        # The lowest id comes last, so its copies replace those of higher ids.
+        for skill_id in sorted(gold_by_skill, reverse=True):
             for copy_id in copies_by_skill.get(skill_id, ()):
-                if copy_id not in judged:
-                    copies[copy_id] = gold_ids[skill_id]
+                if copy_id not in judged_ids:
+                    copies[copy_id] = gold_by_skill[skill_id]
         tasks.append(replace(task, relevance=replace(relevance, copies=copies)))
     num_with_copies = sum(bool(task.relevance.copies) for task in tasks)
     note = (

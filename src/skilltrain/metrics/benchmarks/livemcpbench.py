@@ -104,28 +104,29 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     """
     if (folder / "tools.jsonl").exists():
         tools = read_rows(_ToolRow, folder / "tools.jsonl")
-        entries = read_rows(_TaskRow, folder / "tasks.jsonl")
+        task_rows = read_rows(_TaskRow, folder / "tasks.jsonl")
     else:
         tools = _published_tools(folder / SERVERS)
-        entries = _published_tasks(folder / ANNOTATIONS)
-    pool = rows_by_id("skill", tools)
-    rows = rows_by_id("task", entries)
+        task_rows = _published_tasks(folder / ANNOTATIONS)
+    tools_by_id = rows_by_id("skill", tools)
+    task_rows_by_id = rows_by_id("task", task_rows)
 
     skill_ids_by_name: dict[str, list[str]] = {}
-    for skill_id, tool in pool.items():
+    for skill_id, tool in tools_by_id.items():
         skill_ids_by_name.setdefault(tool.name, []).append(skill_id)
 
-    tasks: list[Task] = []
-    for task_id, row in rows.items():
+    tasks: list[Task] = []  # tasks with at least one gold skill
+    for task_id, row in task_rows_by_id.items():
         relevance = _relevance_of(row.tools, skill_ids_by_name)
         if relevance.gold:
             query = Query(task_id, row.query, kind="", origin=_ORIGIN, split="test")
             steps = map(GoldStep, row.steps)
             tasks.append(task_of(query, relevance, {"category": row.category}, folder, steps))
 
-    notes = _notes(rows, skill_ids_by_name)
-    skills = [tool.skill() for tool in pool.values()]
-    return make_benchmark(folder, tasks, split, query_ids=rows, pool=skills, notes=notes)
+    notes = _notes(task_rows_by_id, skill_ids_by_name)
+    skills = [tool.skill() for tool in tools_by_id.values()]
+    all_task_ids = task_rows_by_id.keys()  # also those of tasks without gold
+    return make_benchmark(folder, tasks, split, query_ids=all_task_ids, pool=skills, notes=notes)
 
 
 def _relevance_of(
@@ -133,7 +134,8 @@ def _relevance_of(
 ) -> Relevance:
     """Make the relevance of a task that needs some tools.
 
-    The first tool of a name is gold, and the others of that name are its alternatives.
+    Tools of several servers may have the same name. The first tool with a needed name is gold, and
+    the others are its alternatives.
 
     Args:
         tool_names: Names of the needed tools.
@@ -143,32 +145,38 @@ def _relevance_of(
     alternatives: dict[str, str] = {}
     for name in tool_names:
         if name in skill_ids_by_name:
-            gold_id, *other_ids = skill_ids_by_name[name]
+            gold_id, *alternative_ids = skill_ids_by_name[name]
             gains[gold_id] = 1.0
-            alternatives |= dict.fromkeys(other_ids, gold_id)
+            for alternative_id in alternative_ids:
+                alternatives[alternative_id] = gold_id
     return Relevance(frozenset(gains), gains, alternatives)
 
 
 def _notes(
     rows: Mapping[str, _TaskRow], skill_ids_by_name: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return sentences about tools and tasks that are not scored."""
+    """Return sentences about tools and tasks that are not scored.
+
+    Args:
+        rows: Row of each task by its id.
+        skill_ids_by_name: Ids of the tools with each name.
+    """
     num_tools = 0
-    num_missing = 0  # tools that no server offers
+    num_missing = 0  # needed tools that no server offers
     num_incomplete = 0  # tasks that need such a tool
-    unscored: list[str] = []
+    unscored: list[str] = []  # ids of tasks without gold
     for task_id, row in rows.items():
         missing = [name for name in row.tools if name not in skill_ids_by_name]
         num_tools += len(row.tools)
         num_missing += len(missing)
         num_incomplete += bool(missing)
-        if len(missing) == len(row.tools):
+        if len(missing) == len(row.tools):  # true as well if the task names no tool
             unscored.append(task_id)
 
     notes = []
     if num_missing:
         tools = f"{num_missing} of {num_tools} needed tools ({num_incomplete} tasks)"
-        notes.append(f"{tools} have no candidate and are no gold")
+        notes.append(f"{tools} are offered by no server, so they cannot be gold")
     if unscored:
         count = f"{len(unscored)} of {len(rows)} tasks"
         first = ", ".join(unscored[:3])
@@ -184,13 +192,16 @@ def _published_tasks(file: Path) -> Iterator[tuple[str, _TaskRow]]:
 
 
 def _published_tools(file: Path) -> Iterator[tuple[str, _ToolRow]]:
-    """Yield (file, tool) for the published tools, server by server."""
+    """Yield (file, tool) for the published tools, server by server.
+
+    A server of the file is `{"name": …, "tools": {toolset name: {"tools": [tool, …]}}}`.
+    """
     for server in read_json(file):
-        for key, group in server["tools"].items():
-            for tool in group["tools"]:
+        for toolset_name, toolset in server["tools"].items():
+            for tool in toolset["tools"]:
                 schema = tool.get("inputSchema") or {}
                 values = {
-                    "skill_id": f"{key}/{tool['name']}",
+                    "skill_id": f"{toolset_name}/{tool['name']}",
                     "server": server["name"],
                     "server_description": server.get("description") or "",
                     "name": tool["name"],

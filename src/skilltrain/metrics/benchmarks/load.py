@@ -59,9 +59,8 @@ def read_unserved(file: Path) -> list[Query]:
 def read_tables(folder: Path, split: str | None) -> Benchmark:
     """Read a benchmark from our tables.
 
-    A required skill is gold, and gains are VERDICT_GAINS. A required skill whose `group` is another
-    required skill is an alternative to that one (stage `equivalents`). Steps of compound tasks are
-    in plans.parquet, if it exists.
+    A required skill is gold. If several required skills do the same, one is gold, and the others
+    are its alternatives. Steps of compound tasks are in plans.parquet, if it exists.
 
     Args:
         folder: Folder of the tables.
@@ -88,10 +87,11 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     for query in queries:
         rows = rows_by_query.get(query.query_id, [])
         relevance = _relevance_of(verdicts.get(query.query_id, {}), rows)
-        reasons = dict.fromkeys(row["reason"] for row in rows if row["reason"])
+        reasons = [row["reason"] for row in rows if row["reason"]]
+        labels = {"reason": tuple(dict.fromkeys(reasons))}  # each reason once
         step_rows = steps_by_query.get(query.query_id, [])
         steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
-        tasks.append(task_of(query, relevance, {"reason": tuple(reasons)}, file, steps))
+        tasks.append(task_of(query, relevance, labels, file, steps))
     return make_benchmark(folder, tasks, split)
 
 
@@ -100,16 +100,21 @@ def _relevance_of(
 ) -> Relevance:
     """Make the relevance of a query.
 
+    The stage `equivalents` groups required skills that do the same. A group is named by the id of
+    one of its skills. This skill is gold, and the others of the group are its alternatives. A
+    required skill without a group is gold too.
+
     Args:
         verdicts: Verdict by skill id.
         judgement_rows: Rows of the query in the table of judgements.
     """
     required = {skill_id for skill_id, verdict in verdicts.items() if verdict is Verdict.REQUIRED}
-    groups = {row["skill_id"]: row["group"] for row in judgement_rows}
+    gold_by_skill = {row["skill_id"]: row["group"] for row in judgement_rows}
     alternatives: dict[str, str] = {}
-    for skill_id, group in groups.items():
-        if skill_id in required and group in required and group != skill_id:
-            alternatives[skill_id] = group
+    for skill_id, gold_id in gold_by_skill.items():
+        are_required = skill_id in required and gold_id in required
+        if are_required and skill_id != gold_id:
+            alternatives[skill_id] = gold_id
 
     gains: dict[str, float] = {}
     for skill_id, verdict in verdicts.items():
@@ -162,5 +167,5 @@ def _load(path: Path, split: str | None) -> Benchmark:
         if (path / reader.marker).exists():
             return reader.read(path, split)
     forms = ", or ".join(reader.form for reader in readers)
-    fix = f"one holds {forms}; `skilltrain queries` makes one of files of your own"
+    fix = f"a benchmark holds {forms}; `skilltrain queries` makes one from your own files"
     raise SkilltrainError("not-a-benchmark", "is not a benchmark", where=path, fix=fix)

@@ -90,7 +90,7 @@ class Admit(Chooser):
         """
         assert candidates is not None, "a chat model needs candidates"
         llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
-        relevancy = self.ask(llm, queries, candidates, keep)
+        relevancy = self.ask_model(llm, queries, candidates, keep)
         admitted = self._admit(llm, relevancy)
         rankings: Rankings = {}
         for query in queries:
@@ -117,7 +117,7 @@ class Admit(Chooser):
         relevant = []
         admitted = {}
         for item, skills in outcome.values:
-            relevant += [config.ask(item.query, [skill], skill.skill_id) for skill in skills]
+            relevant += [config.make_ask(item.query, [skill], skill.skill_id) for skill in skills]
             admitted[item.query_id] = {skill.skill_id for skill in skills}
 
         # Without the second filter nothing is asked, and all counts are 0.
