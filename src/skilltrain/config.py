@@ -202,10 +202,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe file, and leave its key `recipe` out.
+    """Read the settings in a recipe file.
 
-    `recipe` is no setting. Its line opens a Python string that holds all settings, so that the file
-    is also a Python program, which `accelerate launch` can run.
+    The key `recipe` is left out, because it is no setting. The line with this key makes the file a
+    Python program as well, so that `accelerate launch` can run it.
     """
     check_regular(path)
     try:
@@ -443,8 +443,9 @@ def _follow(
     """
     path: list[str] = []
     sections: list[type[BaseModel]] = [config_class]
-    expected_tag = ""  # pydantic's location has this tag after a section of a union
+    expected_tag = ""
     for key in location:
+        # If a tag has chosen the class of a section, this tag follows directly after the section.
         is_tag = key == expected_tag
         expected_tag = ""
         if is_tag:
@@ -457,19 +458,28 @@ def _follow(
             continue
         path.append(str(key))
         values = values[key]
+        sections = _inner_sections(sections, key)
 
-        # Find the classes of this value. A position in a list is the key of no class. Such an item
-        # keeps the classes of the list.
-        inner_sections: list[type[BaseModel]] = []
-        for section in sections:
-            if key in section.model_fields:
-                inner_sections += sections_of(section.model_fields[key])
-        if inner_sections:
-            sections = inner_sections
+        # If this section may have several classes, its tag chooses one.
         if len(sections) > 1 and isinstance(values, Mapping):
             sections = _chosen_sections(sections, values)
             expected_tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
+
+
+def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[BaseModel]]:
+    """Return the settings classes that the value of a key may have.
+
+    Args:
+        sections: Classes that the section with the key may have. They are returned if no field has
+            this key: the section is a list then, and the key is a position in it.
+        key: Name of a field, or position in a list.
+    """
+    inner_sections: list[type[BaseModel]] = []
+    for section in sections:
+        if key in section.model_fields:
+            inner_sections += sections_of(section.model_fields[key])
+    return inner_sections if inner_sections else sections
 
 
 def _chosen_sections(

@@ -85,8 +85,8 @@ def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
 
     Only plug-ins of other packages are included.
     """
-    # A plug-in is named in the settings, or an object in the settings is of a plug-in's class. The
-    # name of a measure is a text only in the dump of the settings: `nDCG@10`.
+    # The settings hold a plug-in as its name, or as an object of the plug-in's class. The name of a
+    # measure is a text only in the dump of the settings: `nDCG@10`.
     values = [*_values_in(config), *_values_in(config.model_dump(mode="json"))]
 
     # Find the module of each plug-in, and of the class of any other value.

@@ -49,7 +49,7 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe and a record are written beside the output. The record holds the format, the
+    The resolved recipe and a record are written into the same folder. The record holds the format, the
     recipe, fingerprints of inputs and plug-ins, `finished` and `summary`.
 
     If the folder already holds the same finished run, its summary is returned. Only a stage with
@@ -119,7 +119,7 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
             fix="run it without accelerate launch",
         )
 
-    # A finished run is not run again. The main process checks that its settings are those of `stage`.
+    # A finished run is not run again. The main process checks that its settings have not changed.
     record = record_of(stage.out)
     if record.get("finished"):
         return record["summary"]

@@ -270,8 +270,8 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
     Args:
         stages: Names of the stages that a recipe may have.
     """
-    # A file that begins with the line `recipe: r"""` is a recipe and a Python program. To YAML, this
-    # line is a key `recipe` with a text. To Python, it opens a string that holds the settings.
+    # A recipe that begins with the line `recipe: r"""` is also a Python program. To YAML, the line
+    # is a key with a text. To Python, it opens a string that holds all settings.
     recipe_schema = {
         "type": "string",
         "description": "not a setting; the line that makes the recipe a Python program, too",

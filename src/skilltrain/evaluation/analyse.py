@@ -203,7 +203,6 @@ def stage_recalls(
         skills that the next ranker reads. The recall of later rankers is at most the recall at
         `num_passed`, and their Hit@1 is at most the hit rate at `num_passed`.
     """
-    relevances = benchmark.relevances
     rows = []
     for system, stages in stages_by_system.items():
         if len(stages) == 1:
@@ -215,17 +214,33 @@ def stage_recalls(
             # Without a number, the next ranker reads whole rankings.
             num_passed = min(stage.num_passed, longest) if stage.num_passed else longest
 
-            cutoffs = {k for k in STAGE_CUTOFFS if k <= longest}
-            cutoffs.add(num_passed)
-            measures = [Measure("Recall", k) for k in sorted(cutoffs)]
-            measures += [Measure("Precision", k) for k in sorted(cutoffs)]
-            measures += [Measure("MRR", longest), Measure("Hit", num_passed)]
-            scores = per_query(stage.skill_ids(), relevances, measures)
-            result = SystemResult(system, scores, {}, benchmark.clusters)
-            means = means_of([result], list(relevances), list(map(str, measures)))[system]
+            means = _stage_means(stage, benchmark, longest, num_passed)
             row: Row = {"system": system, "stage": f"{number} {stage.kind}"}
             rows.append(row | {"num_passed": num_passed, "means": means})
     return rows
+
+
+def _stage_means(
+    stage: RankedStage, benchmark: Benchmark, longest: int, num_passed: int
+) -> dict[str, Interval]:
+    """Return the mean of each measure over the queries for one ranker.
+
+    Args:
+        stage: Rankings of the ranker.
+        benchmark: Tasks with their gold skills.
+        longest: Length of the longest ranking.
+        num_passed: Number of skills that the next ranker reads.
+    """
+    cutoffs = {k for k in STAGE_CUTOFFS if k <= longest}
+    cutoffs.add(num_passed)
+    measures = [Measure("Recall", k) for k in sorted(cutoffs)]
+    measures += [Measure("Precision", k) for k in sorted(cutoffs)]
+    measures += [Measure("MRR", longest), Measure("Hit", num_passed)]
+
+    scores = per_query(stage.skill_ids(), benchmark.relevances, measures)
+    result = SystemResult(stage.name, scores, rankings={}, clusters=benchmark.clusters)
+    means = means_of([result], list(benchmark.relevances), list(map(str, measures)))
+    return means[stage.name]
 
 
 def latencies(stages_by_system: Mapping[str, Sequence[RankedStage]]) -> list[Row]:

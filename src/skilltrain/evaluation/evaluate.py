@@ -209,6 +209,8 @@ def _load(config: Evaluate) -> _Data:
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
+
+    # A benchmark may come with a pool for each of its tiers.
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
     if config.systems and not has_pools:
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
@@ -241,17 +243,34 @@ def _load(config: Evaluate) -> _Data:
         names.add(file.stem)
         predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
 
-    # Find the near-duplicates of gold skills. Some measures count these copies as gold.
     if config.clusters is not None:
-        if not skills_by_id:
-            problem = "near-duplicates are found by texts of skills, and there is no pool"
-            raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
-        needed_ids = []
-        for task in benchmark.tasks:
-            needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
-        copies = copies_of(needed_ids, skills_by_id, config.clusters)
-        benchmark = add_copies(benchmark, copies)
+        benchmark = _add_near_duplicates(benchmark, skills_by_id, config.clusters)
     return _Data(benchmark, pools, skills_by_id, predictions)
+
+
+def _add_near_duplicates(
+    benchmark: Benchmark, skills: Mapping[str, Skill], clusters: Path
+) -> Benchmark:
+    """Return the benchmark with the near-duplicates of its gold skills.
+
+    Some measures count these copies as gold.
+
+    Args:
+        benchmark: Tasks with their gold skills.
+        skills: Skills by id.
+        clusters: CLUSTERS table of the skills.
+
+    Raises:
+        SkilltrainError: There are no skills.
+    """
+    if not skills:
+        problem = "near-duplicates are found by texts of skills, and there is no pool"
+        raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
+    needed_ids = []
+    for task in benchmark.tasks:
+        needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
+    copies = copies_of(needed_ids, skills, clusters)
+    return add_copies(benchmark, copies)
 
 
 def _rank(
@@ -273,7 +292,8 @@ def _rank(
     """
     stages_by_system = {}
     chat_counts = {}
-    depth = max(config.depth, *(measure.cutoff for measure in config.scored))
+    cutoffs = [measure.cutoff for measure in config.scored]
+    depth = max([config.depth, *cutoffs])
     num_timed = config.analysis.num_timed
     for tier, pool in zip(data.benchmark.tiers_or_self, data.pools, strict=True):
         queries = list(tier.queries)
@@ -291,6 +311,7 @@ def _rank(
             if is_first_tier:
                 stages_by_system[system] = list(stages)
             else:
+                # The same rankers have ranked the queries of earlier tiers.
                 pairs = zip(stages_by_system[system], stages, strict=True)
                 stages_by_system[system] = [earlier.joined(later) for earlier, later in pairs]
     return stages_by_system, chat_counts

@@ -324,7 +324,7 @@ def check_list(
 
     # A negative must not share a property with a positive, such as its name or its cluster. Skills
     # that both lack a property do not share it.
-    getters = dict(NEGATIVE_CHECKS)
+    getters = dict(NEGATIVE_CHECKS)  # by check, the function that returns a skill's property
     getters["cluster"] = lambda skill: clusters.get(skill.skill_id)
     for check, get_property in getters.items():
         properties = {get_property(skill) for skill in positives}

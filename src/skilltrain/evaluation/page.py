@@ -251,12 +251,13 @@ def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
         last = max(first + 1, math.ceil(math.log10(high)))
         return Axis(tuple(10.0**power for power in range(first, last + 1)), logarithmic)
 
-    # Take the smallest step that needs at most _MAX_STEPS steps. If none does, more steps are drawn.
+    # Take the smallest step that needs at most _MAX_STEPS steps. If there is none, take the largest
+    # step, and draw more of them.
     large_enough = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
     step = large_enough[0] if large_enough else _STEPS[-1]
 
-    # The first and the last tick as multiples of the step. The tolerance keeps a value that is on a
-    # tick, but for a rounding error, from adding another tick.
+    # The first and the last tick as multiples of the step. Without the tolerance, the rounding error
+    # of a value that is on a tick would add another tick.
     first = math.floor(low / step + _TOLERANCE)
     last = max(first + 1, math.ceil(high / step - _TOLERANCE))
     return Axis(tuple(round(n * step, 9) for n in range(first, last + 1)))

@@ -105,8 +105,8 @@ class Report:
                 ranking = result.rankings.get(query_id, ())
                 # An equivalent of a gold skill takes its place if it is ranked higher.
                 gold = self.relevance_for(query_id, ranking).gold
-                gold_ranks = (rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold)
-                ranks[result.name][query_id] = next(gold_ranks, None)
+                gold_ranks = [rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold]
+                ranks[result.name][query_id] = gold_ranks[0] if gold_ranks else None
         return ranks
 
     def relevance_for(self, query_id: str, ranking: Sequence[str]) -> Relevance:

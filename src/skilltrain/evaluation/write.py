@@ -97,11 +97,15 @@ def _common_values(report: Report) -> dict[str, Any]:
         name, _, _ = measure.removesuffix(COPIES).partition("@")
         meanings[name] = meaning_of(name)
 
+    # The templates expect rows of every known analysis, also of those that did not run.
+    analysis: dict[str, Any] = {kind: () for kind in ANALYSES}
+    analysis.update(report.analysis)
+
     # Known analyses have templates of their own. Plug-ins add other analyses.
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
     return {
         "report": report,
-        "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
+        "analysis": analysis,
         "other_analyses": other_analyses,
         "meanings": meanings,
         "level": f"{LEVEL:.0%}",
