@@ -49,8 +49,8 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe and a record are written into the same folder. The record holds the format, the
-    recipe, fingerprints of inputs and plug-ins, `finished` and `summary`.
+    The resolved recipe and a record are written into the folder, too. The record holds the format,
+    the recipe, fingerprints of inputs and plug-ins, `finished` and `summary`.
 
     If the folder already holds the same finished run, its summary is returned. Only a stage with
     `on_ranks` is run again, because some of its results outside the folder may be missing.

@@ -256,8 +256,8 @@ def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
     large_enough = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
     step = large_enough[0] if large_enough else _STEPS[-1]
 
-    # The first and the last tick as multiples of the step. Without the tolerance, the rounding error
-    # of a value that is on a tick would add another tick.
+    # The first and the last tick as multiples of the step. Without the tolerance, a rounding error
+    # in a value that is on a tick would add another tick.
     first = math.floor(low / step + _TOLERANCE)
     last = max(first + 1, math.ceil(high / step - _TOLERANCE))
     return Axis(tuple(round(n * step, 9) for n in range(first, last + 1)))

@@ -98,7 +98,7 @@ def _common_values(report: Report) -> dict[str, Any]:
         meanings[name] = meaning_of(name)
 
     # The templates expect rows of every known analysis, also of those that did not run.
-    analysis: dict[str, Any] = {kind: () for kind in ANALYSES}
+    analysis: dict[str, Any] = dict.fromkeys(ANALYSES, ())
     analysis.update(report.analysis)
 
     # Known analyses have templates of their own. Plug-ins add other analyses.
