@@ -457,6 +457,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
         systems.append(SystemResult(variant, scores, rankings={}))
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
+
     rows = []
     for variant, runs in runs_by_variant.items():
         row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
@@ -464,6 +465,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
             row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
         rows.append(row)
 
+    # Compare with the baseline, unless all its cells failed.
     pairs = []
     if grid.baseline in runs_by_variant:
         variants = [variant for variant in runs_by_variant if variant != grid.baseline]
