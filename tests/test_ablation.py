@@ -223,7 +223,7 @@ FAULTS = [  # setting, part of the error
     ),
     (
         "steps.pool.sources='{train}'",
-        "step 'pool' of variant 'clean': needs a step that needs this one",
+        "step 'pool' of variant 'clean': depends on itself: a step that it reads needs its folder",
     ),
     (
         "steps.a/b={stage: pool}",

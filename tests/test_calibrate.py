@@ -96,7 +96,7 @@ def test_extreme_logits_do_not_overflow():
     ],
 )
 def test_fit_needs_probability_with_top_score(trace, fits):
-    assert CALIBRATOR.fits(trace) == fits
+    assert CALIBRATOR.answers(trace) == fits
 
 
 def test_fit_follows_frequencies():

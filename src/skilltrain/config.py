@@ -124,24 +124,27 @@ _RecipeLoader.add_constructor("tag:yaml.org,2002:timestamp", _RecipeLoader.const
 
 
 def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
-    """Count the nodes of a YAML tree, with all aliases expanded.
+    """Count the nodes of a YAML tree, its root included, with all aliases expanded.
 
     Args:
         node: Root of the tree.
-        sizes: Number of nodes below each node that was counted before. This call adds to it.
+        sizes: Number of nodes of each tree that was counted before, by its root. This call adds
+            all trees inside `node`, and `node` itself.
 
     Raises:
-        SkilltrainError: There are more than _MAX_NODES.
+        SkilltrainError: There are more than _MAX_NODES, or an alias refers to a node around it.
     """
     if node not in sizes:
-        # A node that contains an alias to itself gets this size, so that the count ends.
+        # An alias inside the tree may refer to its root. Then the recursion finds this size, and
+        # the sum below exceeds the limit.
         sizes[node] = _MAX_NODES
         children: Iterable[yaml.Node] = ()
         if isinstance(node, yaml.SequenceNode):
             children = node.value
         elif isinstance(node, yaml.MappingNode):
             children = itertools.chain.from_iterable(node.value)  # pairs of key and value
-        sizes[node] = 1 + sum(_count_nodes(child, sizes) for child in children)
+        num_below = sum(_count_nodes(child, sizes) for child in children)
+        sizes[node] = 1 + num_below
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
         raise SkilltrainError(
@@ -199,7 +202,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe file, without the key `recipe`: the line that makes the file valid Python."""
+    """Read the settings in a recipe file.
+
+    The key `recipe` is left out, because it is no setting. The line with this key makes the file a
+    Python program as well, so that `accelerate launch` can run it.
+    """
     check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -332,29 +339,53 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     """
     path, sections = _follow(config_class, fault["loc"], values)
     key = ".".join(path)
-    allowed = itertools.chain.from_iterable(section.model_fields for section in sections)
-    keys = sorted(set(allowed))
+    allowed_keys = itertools.chain.from_iterable(section.model_fields for section in sections)
+    keys = sorted(set(allowed_keys))
     kind = fault["type"]
     if kind == "extra_forbidden":
-        # A removed setting is listed by its name, by `section.name` or by `stage.key`.
-        names = (path[-1], ".".join(path[-2:]), f"{values.get('stage')}.{key}")
-        for name in names:
-            if name in REMOVED:
-                return f"unknown key '{key}'{removed_advice(name)}"
-        return f"unknown key '{key}'{_nearest(path[-1], keys)} allowed here: {', '.join(keys)}"
+        return _describe_unknown_key(path, keys, values.get("stage"))
     if kind == "missing":
-        return f"missing key '{'.'.join([*path, str(fault['loc'][-1])])}'"
+        missing_key = ".".join([*path, str(fault["loc"][-1])])
+        return f"missing key '{missing_key}'"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _describe_tag(path, sections, fault)
 
     subject = f"{key}: " if key else ""
-    value = _short(fault["input"])
     if kind in ("model_type", "model_attributes_type"):
+        value = _short(fault["input"])
         return f"{subject}must be a section of keys ({', '.join(keys)}), found {value}"
+    return subject + _describe_value(fault)
 
-    # Shorten pydantic's message, and add the value that it is about.
+
+def _describe_unknown_key(path: Sequence[str], keys: Sequence[str], stage: object) -> str:
+    """Describe a key that its section does not have.
+
+    Args:
+        path: Keys that lead to the unknown key, which is the last.
+        keys: Keys that the section may have.
+        stage: Name of the recipe's stage. None: the settings are not those of a stage.
+    """
+    key = ".".join(path)
+
+    # `REMOVED` names a removed setting as `name`, `section.name` or `stage.key`.
+    section_and_name = ".".join(path[-2:])
+    for removed_name in (path[-1], section_and_name, f"{stage}.{key}"):
+        if removed_name in REMOVED:
+            return f"unknown key '{key}'{removed_advice(removed_name)}"
+    return f"unknown key '{key}'{_suggestion(path[-1], keys)}allowed here: {', '.join(keys)}"
+
+
+def _describe_value(fault: Any) -> str:
+    """Describe a setting with a wrong value, without its key: `must be a path, found 3`.
+
+    Args:
+        fault: An item of pydantic's `ValidationError.errors()`.
+    """
+    kind = fault["type"]
+
+    # Shorten pydantic's message, and add the wrong value.
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    end = f", found {value}"
+    end = f", found {_short(fault['input'])}"
     if kind == "value_error":
         end = ""  # the messages of our own validators name the value
     elif kind == "path_type":
@@ -365,7 +396,7 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         message = f"must hold at least {fault['ctx']['min_length']}"
     elif kind == "literal_error":
         end += removed_advice(fault["input"])
-    return f"{subject}{message[:1].lower()}{message[1:]}{end}"
+    return f"{message[:1].lower()}{message[1:]}{end}"
 
 
 def _describe_tag(path: Sequence[str], sections: Sequence[type[BaseModel]], fault: Any) -> str:
@@ -378,14 +409,21 @@ def _describe_tag(path: Sequence[str], sections: Sequence[type[BaseModel]], faul
     """
     tag = fault["ctx"]["discriminator"].strip("'")
     key = ".".join([*path, tag])
-    choices = sorted({tags[tag] for tags in map(tags_of, sections) if tag in tags})
+
+    # The allowed values of the tag, such as `dense` and `lexical` for the tag `kind`.
+    allowed_values = set()
+    for section in sections:
+        tag_values = tags_of(section)
+        if tag in tag_values:
+            allowed_values.add(tag_values[tag])
+    choices = sorted(allowed_values)
     if fault["type"] == "union_tag_not_found":
         return f"missing key '{key}': choose from {', '.join(choices)}"
 
     value = str(fault["ctx"]["tag"])
     advice = removed_advice(value)
     if not advice:
-        advice = f"{_nearest(value, choices)} choose from {', '.join(choices)}"
+        advice = f"{_suggestion(value, choices)}choose from {', '.join(choices)}"
     return f"{key}: unknown choice '{value}'{advice}"
 
 
@@ -405,40 +443,53 @@ def _follow(
     """
     path: list[str] = []
     sections: list[type[BaseModel]] = [config_class]
-    tag = ""  # of the section just entered
+    expected_tag = ""
     for key in location:
-        is_tag = key == tag
-        tag = ""
+        # If a tag has chosen the class of a section, this tag follows directly after the section.
+        is_tag = key == expected_tag
+        expected_tag = ""
         if is_tag:
             continue
+
+        # Skip a key that the settings do not hold. It names a class of a union, or is missing.
         is_item = isinstance(values, Sequence) and isinstance(key, int)
         is_setting = isinstance(values, Mapping) and key in values
         if not is_item and not is_setting:
-            continue  # the setting is missing
+            continue
         path.append(str(key))
         values = values[key]
+        sections = _inner_sections(sections, key)
 
-        # An item of a list has the classes of the list.
-        inner_sections: list[type[BaseModel]] = []
-        for section in sections:
-            if key in section.model_fields:
-                inner_sections += sections_of(section.model_fields[key])
-        if inner_sections:
-            sections = inner_sections
+        # If this section may have several classes, its tag chooses one.
         if len(sections) > 1 and isinstance(values, Mapping):
             sections = _chosen_sections(sections, values)
-            tag = next(iter(tags_of(sections[0]).values()), "")
+            expected_tag = next(iter(tags_of(sections[0]).values()), "")
     return path, sections
 
 
-def _chosen_sections(
-    sections: list[type[BaseModel]], values: Mapping[str, Any]
-) -> list[type[BaseModel]]:
-    """Return the classes that the tags of a section choose, or all classes if they choose none.
+def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[BaseModel]]:
+    """Return the settings classes that the value of a key may have.
 
     Args:
-        sections: Classes that the section may have.
-        values: Settings of the section.
+        sections: Classes that the section with the key may have. They are returned if no field has
+            this key: the section is a list then, and the key is a position in it.
+        key: Name of a field, or position in a list.
+    """
+    inner_sections: list[type[BaseModel]] = []
+    for section in sections:
+        if key in section.model_fields:
+            inner_sections += sections_of(section.model_fields[key])
+    return inner_sections if inner_sections else sections
+
+
+def _chosen_sections(
+    section_classes: list[type[BaseModel]], values: Mapping[str, Any]
+) -> list[type[BaseModel]]:
+    """Return the classes that the tags in `values` choose, or all classes if they choose none.
+
+    Args:
+        section_classes: Classes that a section may have.
+        values: Settings of the section. Its tag, such as `kind: dense`, chooses the class.
     """
     # A tag may be an import path, `package.module:Class`.
     for tag in ("name", "kind"):
@@ -447,15 +498,22 @@ def _chosen_sections(
         if isinstance(plugin, type) and issubclass(plugin, BaseModel):
             return [plugin]
 
-    # A class is chosen if all its tags are among the values.
-    chosen = [section for section in sections if tags_of(section).items() <= values.items()]
-    return chosen if chosen else sections
+    # A class is chosen if `values` holds each of its tags with the same value.
+    chosen = []
+    for section_class in section_classes:
+        tags = tags_of(section_class)
+        if all(values.get(name) == value for name, value in tags.items()):
+            chosen.append(section_class)
+    return chosen if chosen else section_classes
 
 
-def _nearest(word: str, choices: Sequence[str]) -> str:
-    """Return a suggestion of the choice that resembles `word`, or ";" if none does."""
+def _suggestion(word: str, choices: Sequence[str]) -> str:
+    """Return the middle of an error: `, did you mean 'CHOICE'? `, or `; ` if no choice is similar.
+
+    The error names `word` before it, and the choices after it.
+    """
     similar = difflib.get_close_matches(word, choices, n=1)
-    return f", did you mean '{similar[0]}'?" if similar else ";"
+    return f", did you mean '{similar[0]}'? " if similar else "; "
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
@@ -464,7 +522,13 @@ def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
 
 
 def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[BaseModel]]:
-    """Return the settings classes in a type, whose metadata may be the marker of a plug-in."""
+    """Return the settings classes in a type, such as `A` and `B` in `list[A | B]`.
+
+    Args:
+        annotation: The type.
+        metadata: Other arguments of `Annotated` for this type. If one is a `OneOf`, the type is the
+            base class of plug-ins, and the classes of all plug-ins are returned.
+    """
     for marker in metadata:
         if isinstance(marker, OneOf):
             return marker.classes()

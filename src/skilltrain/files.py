@@ -20,8 +20,8 @@ from skilltrain.errors import SkilltrainError, reason_of
 
 LOCAL_FILE = "local.json"
 """Absolute paths of this machine, in the folder of a pool or a router. It is never shared."""
-BROKEN_LINES = (OSError, EOFError, ValueError, zlib.error)
-"""Errors of `numbered_lines` and `json_object` for a file that is not JSON Lines."""
+LINE_ERRORS = (OSError, EOFError, ValueError, zlib.error)
+"""Exceptions that `numbered_lines` and `json_object` raise for a file that is not JSON Lines."""
 
 _HOME_FOLDER = re.compile(r"(/(home|Users)/|[A-Za-z]:\\Users\\|~)[^/\\]*")
 _PARENT_FOLDERS = re.compile(r"\A(/|~|[A-Za-z]:\\).*[/\\](?=[^/\\])", re.DOTALL)
@@ -239,13 +239,13 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         SkilltrainError: The file is missing, or a line is not a JSON object.
     """
     check_regular(path)
-    number = 0  # of the last line that could be read
+    number = 0  # the line that the error names: the broken line, or the last one before it
     try:
         for number, line in numbered_lines(path):
             yield f"{path}, line {number}", json_object(line)
     except FileNotFoundError as error:
         raise SkilltrainError("not-found", "no such file", where=path) from error
-    except BROKEN_LINES as error:
+    except LINE_ERRORS as error:
         raise SkilltrainError(
             "not-json", f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
         ) from error
@@ -258,7 +258,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         Pairs of a line number, counted from 1, and the line.
 
     Raises:
-        BROKEN_LINES: The file cannot be read, or a line is longer than 64 MiB.
+        OSError, EOFError or zlib.error: The file cannot be read.
+        ValueError: A line is longer than 64 MiB.
     """
     open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with open_file(path, "rb") as file:

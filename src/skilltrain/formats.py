@@ -27,17 +27,21 @@ class Format:
             fix: What the user can do about an older format.
 
         Raises:
-            SkilltrainError: The format is newer than `number` or older than `oldest`.
+            SkilltrainError: The folder's format is newer than `self.number`, the format of new
+                folders, or older than `self.oldest`.
         """
-        stored = record.get("format", 0) if isinstance(record, dict) else 0
-        if not isinstance(stored, int) or stored > self.number:
+        stored_number = record.get("format", 0) if isinstance(record, dict) else 0
+
+        # This version writes whole numbers, so anything else is from a newer version.
+        is_number = isinstance(stored_number, int)
+        if not is_number or stored_number > self.number:
             raise SkilltrainError(
                 "newer-format",
                 "was made by a newer skilltrain; upgrade",
                 where=where,
                 fix="pip install --upgrade skilltrain",
             )
-        if stored < self.oldest:
+        if stored_number < self.oldest:
             raise SkilltrainError(
                 "older-format",
                 "was made by an older skilltrain, in a format that is no longer read",

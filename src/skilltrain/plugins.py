@@ -139,7 +139,9 @@ def load_plugin(kind: str, name: str) -> Any:
         )
     plugin = import_path(path)
     if name not in BUILT_IN[kind]:
-        LOADED[name] = path.partition(":")[0]
+        # Remember the module, because the record of a run holds a fingerprint of its source.
+        module, _, _ = path.partition(":")
+        LOADED[name] = module
     return plugin
 
 

@@ -37,11 +37,12 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
     The facts name no path, user or token.
 
     Args:
-        config: Settings of the run. Of the models in `HUB_REVISIONS`, those that the settings name
-            are recorded.
+        config: Settings of the run. Models that the settings name are recorded with their Hub
+            revision, if this process has loaded them from the Hub.
     """
     commit, _, dirty = checkout_commit().partition("-")
     texts = {value for value in _values_in(config) if isinstance(value, str)}
+    hub_models = sorted(name for name in HUB_REVISIONS if name in texts)
     return {
         "commit": commit or None,
         "is_dirty": bool(dirty),
@@ -51,7 +52,7 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
         "transformers": version("transformers"),
         "device": _device_name(),
         "num_processes": launched_ranks(),
-        "hub_revisions": {name: HUB_REVISIONS[name] for name in sorted(texts & {*HUB_REVISIONS})},
+        "hub_revisions": {name: HUB_REVISIONS[name] for name in hub_models},
     }
 
 
@@ -84,17 +85,22 @@ def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
 
     Only plug-ins of other packages are included.
     """
-    # Settings hold a plug-in as an object, whose class is the plug-in, or by its name. Some names
-    # are texts only when the settings are dumped.
+    # The settings hold a plug-in as its name, or as an object of the plug-in's class. The name of a
+    # measure is a text only in the dump of the settings: `nDCG@10`.
+    values = [*_values_in(config), *_values_in(config.model_dump(mode="json"))]
+
+    # Find the module of each plug-in, and of the class of any other value.
     modules: dict[str, str] = {}
-    for value in (*_values_in(config), *_values_in(config.model_dump(mode="json"))):
+    for value in values:
         if isinstance(value, str):
-            name, _, _ = value.partition("@")  # the measure `nDCG@10` has the name `nDCG`
+            name, _, _ = value.partition("@")  # without the cutoff of a measure
             if name in LOADED:
                 modules[name] = LOADED[name]
         value_class = type(value)
-        modules[f"{value_class.__module__}:{value_class.__qualname__}"] = value_class.__module__
+        class_path = f"{value_class.__module__}:{value_class.__qualname__}"
+        modules[class_path] = value_class.__module__
 
+    # Leave out the classes of Python, pydantic and this package.
     return {
         name: _source_fingerprint(module)
         for name, module in modules.items()

@@ -49,9 +49,11 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe and a record are written beside the output. The record holds the format, the
-    recipe, fingerprints of inputs and plug-ins, `finished` and `summary`. If the folder already
-    holds the same finished run, the stage is not run again.
+    The resolved recipe and a record are written into the folder, too. The record holds the format,
+    the recipe, fingerprints of inputs and plug-ins, `finished` and `summary`.
+
+    If the folder already holds the same finished run, its summary is returned. Only a stage with
+    `on_ranks` is run again, because some of its results outside the folder may be missing.
 
     Args:
         stage: The stage.
@@ -77,18 +79,22 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
         "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
         "plugins": plugin_fingerprints(stage),
     }
-    is_training = isinstance(stage, TrainingStage)
-    if is_training:
+    may_resume = False
+    if isinstance(stage, TrainingStage):  # no other run can be unfinished
+        may_resume = resume
         remove_leftovers(out)
-    summary = _finished_run(out, comparable_identity(identity), resume and is_training)
+    summary = _finished_run(out, comparable_identity(identity), may_resume)
     if summary is not None:
         if stage.on_ranks:
-            return stage.run(out)
+            return stage.run(out)  # writes only the results that are missing outside `out`
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
 
-    # Run the stage. The commit is cached now, because it may change before the record is written.
+    # Read the commit now, because the checkout may change during the run. The value is cached, and
+    # `_write_record` uses it.
     checkout_commit()
+
+    # Run the stage.
     record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
@@ -99,7 +105,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
 
 
 def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
-    """Run a stage in a process that is not the main one. It writes no record.
+    """Run a stage in a process that is not the main one, and write no record.
 
     Raises:
         SkilltrainError: The stage runs in the main process only.
@@ -112,7 +118,8 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
             f"the stage {stage.stage} runs in one process",
             fix="run it without accelerate launch",
         )
-    # Only the main process checks that a finished run is the same run.
+
+    # A finished run is not run again. The main process checks that its settings have not changed.
     record = record_of(stage.out)
     if record.get("finished"):
         return record["summary"]
@@ -203,20 +210,22 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        reads = is_input(field)
+        is_input_field = is_input(field)
+        if is_input_field and isinstance(value, dict):
+            value = list(value)  # the keys of such a map are the paths
 
-        # Number the items of a list. Of a map with paths as keys, number the keys.
+        # Each item of a list has a key of its own: `sources.0`, `sources.1`.
         items = {name: value}
-        if isinstance(value, list | tuple) or (reads and isinstance(value, dict)):
+        if isinstance(value, list | tuple):
             items = {f"{name}.{number}": item for number, item in enumerate(value)}
 
         for key, item in items.items():
             if isinstance(item, BaseModel):
                 for inner_key, path in input_paths(item).items():
                     paths[f"{key}.{inner_key}"] = path
-            elif reads and isinstance(item, Path):
+            elif is_input_field and isinstance(item, Path):
                 paths[key] = item
-            elif reads and isinstance(item, str):
+            elif is_input_field and isinstance(item, str):
                 # A model is named by a folder, a Hub id or a package.
                 folder = Path(item).expanduser()
                 if folder.is_dir():

@@ -153,21 +153,27 @@ class Stage(Config):
         # A summary that an earlier version wrote may lack a value.
         values: dict[str, Any] = defaultdict(lambda: "?")
 
-        # Texts among the settings, such as paths, are quoted for the shell.
+        # A training recipe has its pool and its lists in the section `data`. The lines name them as
+        # `{pool}` and `{lists}`, as in the other stages.
         settings = self.model_dump(mode="json")
-        settings |= settings.get("data", {})
+        settings.update(settings.get("data", {}))
+
+        # If the run wrote a pool, the next command reads this one. The stage `synthesize` writes
+        # one without the passages that it cuts out of skills as queries.
         if (self.out / "skills.parquet").is_file():
-            settings["pool"] = str(self.out)  # the pool without the passages that became queries
+            settings["pool"] = str(self.out)
+
+        # Texts among the settings, such as paths, are quoted for the shell.
         for name, value in settings.items():
             values[name] = shlex.quote(value) if isinstance(value, str) else value
 
         # Numbers in the summary are written for a person.
-        values |= {name: _in_words(value) for name, value in summary.items()}
-        values |= {
-            "near": shlex.quote(str(self.out.parent)),
-            "base": _BASE_ENCODER,
-            "quotas": _QUOTAS,
-        }
+        for name, value in summary.items():
+            values[name] = _in_words(value)
+
+        values["near"] = shlex.quote(str(self.out.parent))  # the folder of this and other runs
+        values["base"] = _BASE_ENCODER
+        values["quotas"] = _QUOTAS
         lines = [f"{self.out}: {self.result.format_map(values)}"]
         if self.next_command:
             lines.append(f"next: skilltrain {self.next_command.format_map(values)}")
@@ -249,7 +255,8 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
         allowed = ", ".join(plugin_paths("stage"))
         raise SkilltrainError(code, f"{problem}; allowed: {allowed}", where=where)
 
-    # The class accepts only its own name. An import path is put back after the validation.
+    # The recipe may name the class by an import path, but the class accepts only its own name.
+    # Validate with this name, then restore the import path.
     stage_class = load_stage(str(name))
     accepted_names = get_args(stage_class.model_fields["stage"].annotation)
     if accepted_names:
@@ -263,9 +270,11 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
     Args:
         stages: Names of the stages that a recipe may have.
     """
+    # A recipe that begins with the line `recipe: r"""` is also a Python program. To YAML, the line
+    # is a key with a text. To Python, it opens a string that holds all settings.
     recipe_schema = {
         "type": "string",
-        "description": "the line that makes the file valid Python; not a setting",
+        "description": "not a setting; the line that makes the recipe a Python program, too",
     }
 
     # Collect the definitions of all stages in one place, because references lead to the root.

@@ -78,11 +78,17 @@ def progress(
         yield show
 
 
-def _plain_progress(description: str, total: int | None, done: int) -> Callable[[int, str], None]:
+def _plain_progress(
+    description: str, total: int | None, num_before: int
+) -> Callable[[int, str], None]:
     """Return a function that prints the progress as a plain line, at most every 30 seconds.
 
-    The function is called with the number of completed items and a note. The arguments of
-    `_plain_progress` are those of `progress`.
+    The function is called with the number of completed items and a note.
+
+    Args:
+        description: First word of the line.
+        total: Number of items. None: unknown.
+        num_before: Number of items that were completed before the start.
     """
     start_time = time.monotonic()
     last_line_time = start_time
@@ -100,8 +106,9 @@ def _plain_progress(description: str, total: int | None, done: int) -> Callable[
 
         # Estimate the remaining time from the items completed since the start.
         remaining = "-:--:--"
-        if completed > done:
-            seconds_per_item = (now - start_time) / (completed - done)
+        num_since_start = completed - num_before
+        if num_since_start > 0:
+            seconds_per_item = (now - start_time) / num_since_start
             remaining = timedelta(seconds=round(seconds_per_item * (total - completed)))
         percent = 100 * completed // max(1, total)
         say(f"{description} {completed:,}/{total:,} ({percent}%)  eta {remaining}  {note}")

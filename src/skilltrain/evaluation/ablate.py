@@ -125,8 +125,8 @@ def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, lis
     for seed, variant in itertools.product(grid.seeds, grid.variants):
         cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
         # If a variant does not use the seed, its evaluations have the same folders for all seeds.
-        earlier_cells = [earlier for earlier in cells if earlier.variant == variant]
-        if all(earlier.evaluations != cell.evaluations for earlier in earlier_cells):
+        earlier_folders = [earlier.evaluations for earlier in cells if earlier.variant == variant]
+        if cell.evaluations not in earlier_folders:
             cells.append(cell)
     _check_evaluations(grid, cells)
     return grid, cells
@@ -142,48 +142,68 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
         Settings of each run by the name of its step, a run after those that it reads. Steps that
         lead to no evaluation are left out.
     """
-    where = f"variant '{variant}'"
-    recipes = _variant_recipes(grid, variant)
-    runs_folder = grid.runs or grid.out / "steps"
-    runs = {}
-    values: dict[str, Any] = {} if _SEED in recipes else {_SEED: seed}
-    begun_steps = set()
+    resolver = _RunResolver(grid, variant, seed)
+    for name, recipe in resolver.recipes.items():
+        if recipe["stage"] in EVALUATIONS:
+            resolver.value_of(name)
+    if not resolver.runs:
+        problem = f"has no step of stage {' or '.join(EVALUATIONS)}"
+        raise SkilltrainError("invalid-ablation", problem, where=resolver.where)
+    return resolver.runs
 
-    def resolve(name: str) -> Any:
-        """Return the value of `{name}`: the seed, or the folder of a step, whose run is added."""
-        if name in values:
-            return values[name]
-        if name not in recipes:
+
+class _RunResolver:
+    """Resolver of the runs of one variant with one seed.
+
+    Attributes:
+        where: The variant, for errors.
+        recipes: Recipe of each step by its name. Its texts may hold references `{NAME}`.
+        runs: Settings of each run resolved so far by the name of its step.
+    """
+
+    def __init__(self, grid: AblationConfig, variant: str, seed: int) -> None:
+        self.where = f"variant '{variant}'"
+        self.recipes = _variant_recipes(grid, variant)
+        self.runs: dict[str, Any] = {}
+        self._runs_folder = grid.out / "steps" if grid.runs is None else grid.runs
+        self._begun_steps: set[str] = set()
+        self._values: dict[str, Any] = {}  # of the references that are resolved, by name
+        if _SEED not in self.recipes:  # a step may have the name `seed`
+            self._values[_SEED] = seed
+
+    def value_of(self, name: str) -> Any:
+        """Return the value of a reference `{NAME}`: the seed, or the folder of a step.
+
+        If the run of the step is not resolved yet, it is resolved and added to `runs`.
+        """
+        if name in self._values:
+            return self._values[name]
+        if name not in self.recipes:
             problem = f"'{{{name}}}' is no step"
-            fix = f"steps: {', '.join(recipes)}; plain braces are written {{{{ }}}}"
-            raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
-        step = f"step '{name}' of {where}"
-        if name in begun_steps:
-            problem = "needs a step that needs this one"
-            raise SkilltrainError("invalid-ablation", problem, where=step)
-        begun_steps.add(name)
+            fix = f"steps: {', '.join(self.recipes)}; plain braces are written {{{{ }}}}"
+            raise SkilltrainError("invalid-ablation", problem, where=self.where, fix=fix)
+        where = f"step '{name}' of {self.where}"
 
-        # Resolve the steps that this step reads. Their folders need not exist yet.
-        recipe = _fill(recipes[name], resolve)
-        config = parse_recipe(recipe | {"out": str(runs_folder / name)}, step)
-        check_inputs(config, pending=[run.out for run in runs.values()])
+        # A step that is begun but has no value yet waits for this one: a cycle.
+        if name in self._begun_steps:
+            problem = "depends on itself: a step that it reads needs its folder"
+            raise SkilltrainError("invalid-ablation", problem, where=where)
+        self._begun_steps.add(name)
+
+        # Resolve the steps that this step reads. Their folders are made later.
+        recipe = _fill(self.recipes[name], self.value_of)
+        config = parse_recipe(recipe | {"out": str(self._runs_folder / name)}, where)
+        later_folders = [run.out for run in self.runs.values()]
+        check_inputs(config, pending=later_folders)
 
         # Name the folder by what decides the results.
         identity = comparable_identity({"recipe": config.model_dump(mode="json")})
         identity["plugins"] = plugin_fingerprints(config)
         digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        folder = runs_folder / f"{name}-{digest[:12]}"
-        runs[name] = config.model_copy(update={"out": folder})
-        values[name] = folder
+        folder = self._runs_folder / f"{name}-{digest[:12]}"
+        self.runs[name] = config.model_copy(update={"out": folder})
+        self._values[name] = folder
         return folder
-
-    for name, recipe in recipes.items():
-        if recipe["stage"] in EVALUATIONS:
-            resolve(name)
-    if not runs:
-        problem = f"has no step of stage {' or '.join(EVALUATIONS)}"
-        raise SkilltrainError("invalid-ablation", problem, where=where)
-    return runs
 
 
 def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
@@ -220,8 +240,14 @@ def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
 
 
 def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
-    """Check that each evaluation ranks with one system, and scores all variants alike."""
-    tasks: dict[str, Any] = {}  # by step, of its first cell
+    """Check the settings of all evaluations.
+
+    Raises:
+        SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`. Or
+            it has other queries or measures in one variant than in another.
+    """
+    # What each evaluation scores in its first cell: benchmark, split and measures.
+    scored_by_step: dict[str, Any] = {}
     for cell in cells:
         for step in cell.evaluations:
             config = cell.runs[step]
@@ -229,15 +255,17 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             measures = [str(measure) for measure in config.scored]
             if config.num_systems != 1:
                 problem = f"an evaluation of an ablation has one system, found {config.num_systems}"
-                fix = "make a step, or a variant, of each"
+                fix = "give each system a step or a variant of its own"
                 raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
             missing = [measure for measure in grid.compare if measure not in measures]
             if missing:
                 problem = f"measures: {missing[0]}, which `compare` names, is missing"
                 raise SkilltrainError("invalid-ablation", problem, where=where)
 
-            task = (config.benchmark, config.split, measures)
-            if task != tasks.setdefault(step, task):
+            # Variants can only be compared if the step scores the same in all of them.
+            scored = (config.benchmark, config.split, measures)
+            scored_by_step.setdefault(step, scored)
+            if scored != scored_by_step[step]:
                 problem = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
                 raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
@@ -307,7 +335,9 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _run_step(step: str, config: Any) -> str:
-    """Run a step of a cell. A training run that was stopped continues from its newest checkpoint.
+    """Run one step: one stage of the chain of a variant.
+
+    A training run that was stopped continues from its newest checkpoint.
 
     Args:
         step: Name of the step, for the error.
@@ -341,7 +371,10 @@ def _run_step(step: str, config: Any) -> str:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    shutil.rmtree(config.out / CHECKPOINTS, ignore_errors=True)  # three times the model's size
+
+    # Delete the checkpoints, which a finished run does not need. Each is three times as large as
+    # the model.
+    shutil.rmtree(config.out / CHECKPOINTS, ignore_errors=True)
     return ""
 
 
@@ -353,16 +386,21 @@ def make_results(
     Args:
         grid: Settings.
         cells: All cells.
-        errors: Error by the name of a cell, for cells that failed. The tables are without them.
+        errors: Error by the name of a cell, for cells that failed. The tables leave out these
+            cells.
     """
     finished = [cell for cell in cells if str(cell) not in errors]
     steps = finished[0].evaluations if finished else {}
     tables = [_table(grid, step, finished) for step in steps]
 
-    # Holm's correction is over the differences of all tables together.
-    corrected = iter(with_holm(_all_differences(tables)))
+    # Holm's correction is over the differences of all tables together. Afterwards each table gets
+    # its own differences back, which are still in the order of the tables.
+    corrected = with_holm(_all_differences(tables))
+    start = 0
     for table in tables:
-        table["differences"] = [next(corrected) for _ in table["differences"]]
+        end = start + len(table["differences"])
+        table["differences"] = list(corrected[start:end])
+        start = end
 
     rows = []
     for cell in cells:
@@ -399,8 +437,9 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
         cells: Cells that did not fail.
 
     Returns:
-        The table for ablation.json. Of each variant, `metrics` are means with intervals over
-        queries, and `seed_sd` the standard deviations (n − 1) of the means of several seeds.
+        The table for ablation.json. A variant has the mean of each measure over queries, with its
+        interval, as `metrics`. If the variant ran with several seeds, `seed_sd` is the standard
+        deviation (n − 1) of the seeds' means.
     """
     measures = [str(measure) for measure in cells[0].runs[step].scored]
     runs_by_variant: dict[str, list[Scores]] = {}
@@ -413,9 +452,12 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
 
     # A variant counts as one system, with the mean over its seeds as the score of a query.
     mean_scores = {variant: _mean_over_seeds(runs) for variant, runs in runs_by_variant.items()}
-    systems = [SystemResult(variant, scores, {}) for variant, scores in mean_scores.items()]
+    systems = []
+    for variant, scores in mean_scores.items():
+        systems.append(SystemResult(variant, scores, rankings={}))
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
+
     rows = []
     for variant, runs in runs_by_variant.items():
         row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
@@ -423,9 +465,11 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
             row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
         rows.append(row)
 
-    has_baseline = grid.baseline in runs_by_variant
-    compared = [variant for variant in runs_by_variant if variant != grid.baseline]
-    pairs = [(grid.baseline, variant) for variant in compared if has_baseline]
+    # Compare with the baseline, unless all its cells failed.
+    pairs = []
+    if grid.baseline in runs_by_variant:
+        variants = [variant for variant in runs_by_variant if variant != grid.baseline]
+        pairs = [(grid.baseline, variant) for variant in variants]
     return {
         "evaluation": step,
         "num_queries": len(query_ids),

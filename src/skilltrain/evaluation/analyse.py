@@ -29,7 +29,7 @@ from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 
 STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
-_RIGHT_OR_WRONG = "Hit@1"  # measure that says whether a system got a query right
+_OUTCOME_MEASURE = "Hit@1"  # 1 if a system got a query right, otherwise 0
 _NO_LIMIT = 10**9  # characters
 
 
@@ -98,27 +98,30 @@ def run_input_analyses(config: AnalysisConfig, inputs: Inputs) -> dict[str, list
 
 
 def run_result_analyses(
-    config: AnalysisConfig, report: Report, stages: Mapping[str, Sequence[RankedStage]]
+    config: AnalysisConfig, report: Report, stages_by_system: Mapping[str, Sequence[RankedStage]]
 ) -> dict[str, list[Row]]:
     """Run the analyses of rankings.
 
     Args:
         config: Settings.
         report: Report with the rows of `run_input_analyses`.
-        stages: Answers of each ranker by system.
+        stages_by_system: For each system, the rankings of each of its rankers in order.
 
     Returns:
         Rows by kind. Kinds of `config.more` include the rows of `run_input_analyses`.
     """
     rows: dict[str, list[Row]] = {"outcomes": []}
-    values_by_query = chain.from_iterable(result.per_query.values() for result in report.results)
-    if all(_RIGHT_OR_WRONG in values for values in values_by_query):
+
+    # Outcomes need Hit@1 of each query: was the answer right?
+    measure_values = chain.from_iterable(result.per_query.values() for result in report.results)
+    has_outcomes = all(_OUTCOME_MEASURE in values for values in measure_values)
+    if has_outcomes:
         # Systems that are next to each other in the recipe are compared.
         for baseline, system in pairwise(report.results):
-            rows["outcomes"].append(outcomes(baseline, system, _RIGHT_OR_WRONG))
+            rows["outcomes"].append(outcomes(baseline, system, _OUTCOME_MEASURE))
 
-    rows["stages"] = stage_recalls(stages, report.benchmark)
-    rows["latencies"] = latencies(stages)
+    rows["stages"] = stage_recalls(stages_by_system, report.benchmark)
+    rows["latencies"] = latencies(stages_by_system)
     for analysis in config.more:
         input_rows = report.analysis[analysis.kind]
         rows[analysis.kind] = [*input_rows, *analysis.analyse_results(report)]
@@ -174,92 +177,133 @@ def unserved_separation(
     unserved_ids = [query.query_id for query in unserved]
     separations = {}
     for system, rankings in rankings_by_system.items():
-        best_scores = dict.fromkeys(rankings, -math.inf)  # an empty ranking scores lowest
+        best_scores = {}
         for query_id, ranking in rankings.items():
+            best_score = -math.inf  # an empty ranking scores lowest
             if ranking:
-                _, best_scores[query_id] = ranking[0]
+                _, best_score = ranking[0]
+            best_scores[query_id] = best_score
         served_scores = [best_scores[query_id] for query_id in query_ids]
         unserved_scores = [best_scores[query_id] for query_id in unserved_ids]
         separations[system] = separation(served_scores, unserved_scores)
     return separations
 
 
-def stage_recalls(stages: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark) -> list[Row]:
+def stage_recalls(
+    stages_by_system: Mapping[str, Sequence[RankedStage]], benchmark: Benchmark
+) -> list[Row]:
     """Score each ranker of the systems that have several rankers (SkillFlow, table 3).
+
+    Args:
+        stages_by_system: For each system, a stage for each of its rankers, in order.
+        benchmark: Tasks with their gold skills.
 
     Returns:
         A row for each ranker: means of measures at several cutoffs, and `num_passed`, the number of
-        skills that the next ranker reads. Later rankers cannot exceed the recall at `num_passed`.
-        The hit rate at `num_passed` is the Hit@1 of a perfect next ranker.
+        skills that the next ranker reads. The recall of later rankers is at most the recall at
+        `num_passed`, and their Hit@1 is at most the hit rate at `num_passed`.
     """
-    relevances = benchmark.relevances
     rows = []
-    for system, ranked in stages.items():
-        if len(ranked) == 1:
+    for system, stages in stages_by_system.items():
+        if len(stages) == 1:
             continue
-        for number, stage in enumerate(ranked, 1):
-            longest = max(1, *map(len, stage.rankings.values()))
-            num_passed = longest
-            if stage.num_passed:
-                num_passed = min(stage.num_passed, longest)
-            cutoffs = sorted({num_passed, *(k for k in STAGE_CUTOFFS if k <= longest)})
-            measures = [Measure("Recall", k) for k in cutoffs]
-            measures += [Measure("Precision", k) for k in cutoffs]
-            measures += [Measure("MRR", longest), Measure("Hit", num_passed)]
-            scores = per_query(stage.skill_ids(), relevances, measures)
-            result = SystemResult(system, scores, {}, benchmark.clusters)
-            means = means_of([result], list(relevances), list(map(str, measures)))[system]
+        for number, stage in enumerate(stages, 1):
+            lengths = [len(ranking) for ranking in stage.rankings.values()]
+            longest = max([1, *lengths])
+
+            # Without a number, the next ranker reads whole rankings.
+            num_passed = min(stage.num_passed, longest) if stage.num_passed else longest
+
+            means = _stage_means(stage, benchmark, longest, num_passed)
             row: Row = {"system": system, "stage": f"{number} {stage.kind}"}
             rows.append(row | {"num_passed": num_passed, "means": means})
     return rows
 
 
-def latencies(stages: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
+def _stage_means(
+    stage: RankedStage, benchmark: Benchmark, longest: int, num_passed: int
+) -> dict[str, Interval]:
+    """Return the mean of each measure over the queries for one ranker.
+
+    Args:
+        stage: Rankings of the ranker.
+        benchmark: Tasks with their gold skills.
+        longest: Length of the longest ranking.
+        num_passed: Number of skills that the next ranker reads.
+    """
+    cutoffs = {k for k in STAGE_CUTOFFS if k <= longest}
+    cutoffs.add(num_passed)
+    measures = [Measure("Recall", k) for k in sorted(cutoffs)]
+    measures += [Measure("Precision", k) for k in sorted(cutoffs)]
+    measures += [Measure("MRR", longest), Measure("Hit", num_passed)]
+
+    scores = per_query(stage.skill_ids(), benchmark.relevances, measures)
+    result = SystemResult(stage.name, scores, rankings={}, clusters=benchmark.clusters)
+    means = means_of([result], list(benchmark.relevances), list(map(str, measures)))
+    return means[stage.name]
+
+
+def latencies(stages_by_system: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
     """Return the latency of each ranker that was timed and, if all were, of the whole system.
 
+    Args:
+        stages_by_system: For each system, a stage for each of its rankers, in order.
+
     Returns:
-        A row for each ranker, and one for the stage `total`. `mean`, `p50` and `p95` are seconds of
-        a query that was ranked alone, `qps` is queries per second, and `num` the number of queries.
-        `gpu_gib` is the peak GPU memory, and `gpu_seconds` the time for which 1,000 queries occupy
-        the GPU. Both are None without a GPU.
+        Rows of `_latency_row`. The row of a whole system has the stage `total`.
     """
     rows = []
-    for system, ranked in stages.items():
-        # The rankers of each row.
-        groups: dict[str, Sequence[RankedStage]] = {}
-        for number, stage in enumerate(ranked, 1):
+    for system, stages in stages_by_system.items():
+        num_timed = 0
+        for number, stage in enumerate(stages, 1):
             if stage.latencies:
-                groups[f"{number} {stage.kind}"] = [stage]
-        if len(groups) == len(ranked):
-            groups["total"] = ranked
-
-        for name, group in groups.items():
-            seconds = np.sum([stage.latencies for stage in group], axis=0)  # [query]
-            mean = float(seconds.mean())
-            p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
-            row: Row = {"system": system, "stage": name}
-            row |= {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
-            row |= {"gpu_gib": None, "gpu_seconds": None, "num": len(seconds)}
-            gpu_stages = [stage for stage in group if stage.gpu_bytes]
-            if gpu_stages:
-                gpu_seconds = sum(float(np.mean(stage.latencies)) for stage in gpu_stages)
-                row["gpu_gib"] = max(stage.gpu_bytes for stage in gpu_stages) / 2**30
-                row["gpu_seconds"] = 1000 * gpu_seconds
-            rows.append(row)
+                rows.append(_latency_row(system, f"{number} {stage.kind}", [stage]))
+                num_timed += 1
+        if num_timed == len(stages):
+            rows.append(_latency_row(system, "total", stages))
     return rows
+
+
+def _latency_row(system: str, name: str, stages: Sequence[RankedStage]) -> Row:
+    """Return the latency of rankers that run one after the other.
+
+    Args:
+        system: Name of the system.
+        name: Name of the row: its key `stage`.
+        stages: One stage for each ranker.
+
+    Returns:
+        A row. `mean`, `p50` and `p95` are seconds of a query that was ranked alone. `qps` is the
+        number of queries per second, and `num` the number of queries. `gpu_gib` is the peak GPU
+        memory, and `gpu_seconds` the GPU time of 1,000 queries. Both are None without a GPU.
+    """
+    seconds = np.sum([stage.latencies for stage in stages], axis=0)  # [query]
+    mean = float(seconds.mean())
+    p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
+    row: Row = {"system": system, "stage": name}
+    row |= {"mean": mean, "p50": p50, "p95": p95, "qps": 1 / mean}
+    row |= {"gpu_gib": None, "gpu_seconds": None, "num": len(seconds)}
+
+    gpu_stages = [stage for stage in stages if stage.gpu_bytes]
+    if gpu_stages:
+        seconds_per_query = sum(float(np.mean(stage.latencies)) for stage in gpu_stages)
+        row["gpu_gib"] = max(stage.gpu_bytes for stage in gpu_stages) / 2**30
+        row["gpu_seconds"] = 1000 * seconds_per_query
+    return row
 
 
 def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Row:
     """Return the share of skills that a model sees whole (SkillFlow, figure 6).
 
-    The fields of such a skill that the template shows are within the template's limits of
-    characters, and within `max_tokens`. For a reranker, the query counts as empty.
+    The template shows some fields of a skill. The model sees the skill whole if neither a limit of
+    characters in the template nor `max_tokens` cuts these fields. A reranker reads the skill with a
+    query, which counts as empty here.
     """
     if isinstance(config, RerankConfig):
-        pairs = load_reranker(config, default_device()).pair_tokenizer
-        template = pairs.template.skill
-        tokenizer = pairs.text
-        max_skill_tokens = pairs.settings.max_tokens - pairs.num_fixed
+        pair_tokenizer = load_reranker(config, default_device()).pair_tokenizer
+        template = pair_tokenizer.template.skill
+        tokenizer = pair_tokenizer.text
+        max_skill_tokens = pair_tokenizer.settings.max_tokens - pair_tokenizer.num_fixed
     else:
         encoder = load_encoder(config, default_device())
         template = encoder.settings.template.skill

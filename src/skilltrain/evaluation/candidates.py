@@ -171,9 +171,9 @@ class Teacher(Stage):
             raise SkilltrainError("unknown-skill", problem, where=self.pool, fix=fix)
 
         # Score the skills of each list.
-        members = {row["query_id"]: row["skill_ids"] for row in lists}
-        list_queries = [queries[query_id] for query_id in members]
-        scores = member_scores(self.rankers, list_queries, members, skills)
+        skill_ids_by_query = {row["query_id"]: row["skill_ids"] for row in lists}
+        list_queries = [queries[query_id] for query_id in skill_ids_by_query]
+        scores = member_scores(self.rankers, list_queries, skill_ids_by_query, skills)
         rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
         write_table(rows, LISTS, out)
         for spec in (QUERIES, JUDGEMENTS):

@@ -209,11 +209,14 @@ def _load(config: Evaluate) -> _Data:
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
+
+    # A benchmark may come with a pool for each of its tiers.
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
     if config.systems and not has_pools:
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
 
-    # The pool of each tier: its own, or the given pool with the tier's gold skills.
+    # Every tier of the benchmark is ranked over one pool: its own, or the given pool with the gold
+    # skills of the tier added.
     skills = None if config.pool is None else read_pool(config.pool)
     pools: list[Mapping[str, Skill]] = []
     tiers = []
@@ -224,7 +227,9 @@ def _load(config: Evaluate) -> _Data:
         else:
             pool = tier.with_gold(skills)
         pools.append(pool)
-        tiers.append(check_pool(tier, pool.keys()) if pool else tier)
+        if pool:  # predictions can also be scored without a pool
+            tier = check_pool(tier, pool.keys())
+        tiers.append(tier)
         skills_by_id |= pool
     benchmark = join_tiers(tiers)
 
@@ -238,53 +243,75 @@ def _load(config: Evaluate) -> _Data:
         names.add(file.stem)
         predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
 
-    # Near-duplicates of gold skills, for measures with copies.
     if config.clusters is not None:
-        if not skills_by_id:
-            problem = "copies are found by the skills' texts"
-            raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
-        needed_ids = []
-        for task in benchmark.tasks:
-            needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
-        copies = copies_of(needed_ids, skills_by_id, config.clusters)
-        benchmark = add_copies(benchmark, copies)
+        benchmark = _add_near_duplicates(benchmark, skills_by_id, config.clusters)
     return _Data(benchmark, pools, skills_by_id, predictions)
+
+
+def _add_near_duplicates(
+    benchmark: Benchmark, skills: Mapping[str, Skill], clusters: Path
+) -> Benchmark:
+    """Return the benchmark with the near-duplicates of its gold skills.
+
+    Some measures count these copies as gold.
+
+    Args:
+        benchmark: Tasks with their gold skills.
+        skills: Skills by id.
+        clusters: CLUSTERS table of the skills.
+
+    Raises:
+        SkilltrainError: There are no skills.
+    """
+    if not skills:
+        problem = "near-duplicates are found by texts of skills, and there is no pool"
+        raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
+    needed_ids = []
+    for task in benchmark.tasks:
+        needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
+    copies = copies_of(needed_ids, skills, clusters)
+    return add_copies(benchmark, copies)
 
 
 def _rank(
     config: Evaluate, data: _Data, unserved: Sequence[Query]
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
-    """Run all systems. The queries of each tier of the benchmark are ranked over its pool.
+    """Rank the queries of the benchmark with all systems.
+
+    A benchmark may consist of several tiers, such as `easy` and `hard`. The queries of a tier are
+    ranked over the pool of this tier.
 
     Args:
         config: Settings. Rankings are at least as long as the largest cutoff of a measure.
         data: Benchmark and pools.
-        unserved: Further queries, which are ranked over the first pool.
+        unserved: Further queries, for which no skill fits. They are ranked over the first pool.
 
     Returns:
-        The answers of each ranker by system, and the counts of the rankers that ask a chat model,
-        by the name of the ranker and the tier.
+        The rankings of each ranker by system, and the counts of each ranker that asks a chat model.
+        The key of the counts is the name of the ranker, or `RANKER, TIER` if there are tiers.
     """
     stages_by_system = {}
     chat_counts = {}
-    depth = max(config.depth, *(measure.cutoff for measure in config.scored))
+    cutoffs = [measure.cutoff for measure in config.scored]
+    depth = max([config.depth, *cutoffs])
     num_timed = config.analysis.num_timed
     for tier, pool in zip(data.benchmark.tiers_or_self, data.pools, strict=True):
-        queries = tier.queries
+        queries = list(tier.queries)
         is_first_tier = not stages_by_system
         if is_first_tier:
-            queries += unserved
-        tier_name = f", {tier.name}" if data.benchmark.tiers else ""
+            queries.extend(unserved)
+        tier_suffix = f", {tier.name}" if data.benchmark.tiers else ""
         ranked = run_systems(config.systems, queries, list(pool.values()), depth, num_timed)
 
-        # Join the answers of each ranker over all tiers.
+        # Join the rankings of each ranker over all tiers.
         for system, stages in ranked.items():
             for stage in stages:
                 if stage.counts:
-                    chat_counts[f"{stage.name}{tier_name}"] = stage.counts
+                    chat_counts[f"{stage.name}{tier_suffix}"] = stage.counts
             if is_first_tier:
                 stages_by_system[system] = list(stages)
             else:
+                # The same rankers have ranked the queries of earlier tiers.
                 pairs = zip(stages_by_system[system], stages, strict=True)
                 stages_by_system[system] = [earlier.joined(later) for earlier, later in pairs]
     return stages_by_system, chat_counts
@@ -375,7 +402,7 @@ def _report(
         ranked_ids: Ranked skill ids by system and query id.
         skills: Skills by id, for their names.
         notes: Sentences for the report.
-        provenance: What was evaluated, by title.
+        provenance: Lines about what was evaluated. The key of a line is its title, such as `Pool`.
     """
     results = []
     for name, rankings in ranked_ids.items():

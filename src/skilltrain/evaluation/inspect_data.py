@@ -103,9 +103,10 @@ def inspect_lists(
     if pool is not None:
         _check_table(pool, SKILLS)
     if folder in page.resolve().parents:
-        problem = "is in the folder of the lists, which a page would change"
+        problem = "is inside the folder of the lists, and a page there would change this input"
         raise SkilltrainError("overwrites-input", problem, where=page, fix="set --out")
 
+    # Find the runs that made the lists, and the inputs of these runs.
     trail = follow_runs(folder)
     values = page_values(_read_rows([lists], LISTS), trail, pool, max_lists)
     write_text(page, html_page("lists", **values, trail=trail, short_body=SHORT_BODY))
@@ -126,11 +127,8 @@ def _check_table(path: Path, spec: TableSpec) -> None:
 
 
 def follow_runs(folder: Path) -> Trail:
-    """Follow the records of runs from the lists in `folder` back to the pool.
-
-    A pool or queries without a record are not reported as missing: they need not come from a stage.
-    """
-    trail = Trail(folder, [], {name: [] for name in _INPUTS}, [])
+    """Follow the records of runs from the lists in `folder` back to the pool."""
+    trail = Trail(folder, runs=[], inputs={name: [] for name in _INPUTS}, missing=[])
     if not record_of(folder):
         trail.missing.append(f"{folder}: no record of its run ({RUN_FILE})")
 
@@ -150,12 +148,15 @@ def follow_runs(folder: Path) -> Trail:
                 continue
             path = Path(recipe[name]).expanduser()
             if not path.exists():
-                path = folder.parent / path.name  # where it is if all runs were moved together
+                # All runs may have been moved together. Then the input is beside the lists.
+                path = folder.parent / path.name
             if path.exists():
                 path = path.resolve()
                 trail.inputs[name].append(path)
                 folders.append(path if path.is_dir() else path.parent)
             elif name in ("lists", "rankings"):
+                # Only a stage writes these, so its record is missing. A pool or queries may come
+                # from elsewhere.
                 trail.missing.append(f"{name} of stage {recipe['stage']}: {recipe[name]}")
     return trail
 
@@ -321,9 +322,13 @@ def check_list(
     for check, is_suspect in POSITIVE_CHECKS.items():
         findings[check] = {skill.skill_id for skill in positives if is_suspect(text, skill)}
 
-    # A negative must not share a property with a positive, such as its name or its cluster.
-    property_of = {**NEGATIVE_CHECKS, "cluster": lambda skill: clusters.get(skill.skill_id)}
-    for check, get in property_of.items():
-        properties = {get(skill) for skill in positives} - {None, ""}
-        findings[check] = {skill.skill_id for skill in negatives if get(skill) in properties}
+    # A negative must not share a property with a positive, such as its name or its cluster. Skills
+    # that both lack a property do not share it.
+    getters = dict(NEGATIVE_CHECKS)  # by check, the function that returns a skill's property
+    getters["cluster"] = lambda skill: clusters.get(skill.skill_id)
+    for check, get_property in getters.items():
+        properties = {get_property(skill) for skill in positives}
+        properties -= {None, ""}
+        suspects = [skill for skill in negatives if get_property(skill) in properties]
+        findings[check] = {skill.skill_id for skill in suspects}
     return {check: skill_ids for check, skill_ids in findings.items() if skill_ids}

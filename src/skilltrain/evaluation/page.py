@@ -55,6 +55,7 @@ def cell(value: object) -> str:
 @cache
 def _environment(markdown: bool) -> Environment:
     """Return the Jinja environment for Markdown documents or for HTML pages."""
+    # Jinja itself escapes HTML. `visible` only replaces characters that nobody can see.
     escape = escape_markdown if markdown else visible
 
     def finalize(value: Any) -> Any:
@@ -72,7 +73,7 @@ def _environment(markdown: bool) -> Environment:
     )
     environment.filters |= {"cell": cell, "shorten": shorten, "median": median, "zip": zip}
     for function in _FORMATS:
-        # As plain text, the dots and signs of numbers would be escaped in Markdown.
+        # Markdown needs no escapes in formatted numbers: `-0.5` would become `\-0.5`.
         environment.filters[function.__name__] = _as_markup(function) if markdown else function
     return environment
 
@@ -250,9 +251,13 @@ def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
         last = max(first + 1, math.ceil(math.log10(high)))
         return Axis(tuple(10.0**power for power in range(first, last + 1)), logarithmic)
 
-    # The smallest step that needs at most _MAX_STEPS steps.
+    # Take the smallest step that needs at most _MAX_STEPS steps. If there is none, take the largest
+    # step, and draw more of them.
     large_enough = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
     step = large_enough[0] if large_enough else _STEPS[-1]
+
+    # The first and the last tick as multiples of the step. Without the tolerance, a rounding error
+    # in a value that is on a tick would add another tick.
     first = math.floor(low / step + _TOLERANCE)
     last = max(first + 1, math.ceil(high / step - _TOLERANCE))
     return Axis(tuple(round(n * step, 9) for n in range(first, last + 1)))

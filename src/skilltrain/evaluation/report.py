@@ -103,9 +103,10 @@ class Report:
             ranks[result.name] = {}
             for query_id in self.tasks:
                 ranking = result.rankings.get(query_id, ())
+                # An equivalent of a gold skill takes its place if it is ranked higher.
                 gold = self.relevance_for(query_id, ranking).gold
-                gold_ranks = (rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold)
-                ranks[result.name][query_id] = next(gold_ranks, None)
+                gold_ranks = [rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold]
+                ranks[result.name][query_id] = gold_ranks[0] if gold_ranks else None
         return ranks
 
     def relevance_for(self, query_id: str, ranking: Sequence[str]) -> Relevance:
@@ -137,7 +138,8 @@ class Report:
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        if not self.overall.best(measure):
+        are_all_equal = not self.overall.best(measure)
+        if are_all_equal:
             return f"All systems have the same {measure}, {means[best]}."
 
         sentence = f"{best} has the highest {measure}, {means[best]}"
@@ -145,9 +147,9 @@ class Report:
             key = (comparison.system, comparison.baseline, comparison.measure)
             if key == (best, self.systems[0], measure):
                 p = p_equals(comparison.p_holm)
-                reading = comparison.reading
+                reading = comparison.reading  # above, below or not told apart
                 if reading == "not told apart":
-                    reading += " from"
+                    reading = "not told apart from"
                 details = f"difference {comparison.difference}, {p} after Holm"
                 return f"{sentence}: {reading} {comparison.baseline} ({details})."
         return f"{sentence}."
@@ -162,7 +164,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
-        analysis = {key: [] for key in ANALYSES} | {"unserved": {}} | dict(self.analysis)
+        # An analysis that did not run is empty: a list of no rows or, for `unserved`, a map.
+        analysis: dict[str, Any] = {kind: [] for kind in ANALYSES}
+        analysis["unserved"] = {}
+        analysis.update(self.analysis)
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,

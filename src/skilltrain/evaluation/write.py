@@ -91,15 +91,23 @@ def report_page(report: Report) -> str:
 
 def _common_values(report: Report) -> dict[str, Any]:
     """Return the variables that the templates of the page and of the Markdown file share."""
-    # Names of the measures without cutoffs and copies: Hit@1 (copies) → Hit.
-    names = [measure.removesuffix(COPIES).partition("@")[0] for measure in report.measures]
+    # Explain each measure once, under its name without cutoff and copies: Hit@1 (copies) → Hit.
+    meanings = {}
+    for measure in report.measures:
+        name, _, _ = measure.removesuffix(COPIES).partition("@")
+        meanings[name] = meaning_of(name)
+
+    # The templates expect rows of every known analysis, also of those that did not run.
+    analysis: dict[str, Any] = dict.fromkeys(ANALYSES, ())
+    analysis.update(report.analysis)
+
     # Known analyses have templates of their own. Plug-ins add other analyses.
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
     return {
         "report": report,
-        "analysis": dict.fromkeys(ANALYSES, ()) | dict(report.analysis),
+        "analysis": analysis,
         "other_analyses": other_analyses,
-        "meanings": {name: meaning_of(name) for name in names},
+        "meanings": meanings,
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "seed": SEED,
@@ -246,14 +254,16 @@ def _layer_plot(model: Row) -> LayerPlot:
     last_layer = len(layers) - 1
     if last_layer == 0:
         layers = layers * 2  # a line needs two points
-    step = 100 / (len(layers) - 1)
+    step = 100 / (len(layers) - 1)  # percent of the width between two layers
     points: dict[str, list[Point]] = {}
-    for field in FIELDS_SEEN["full"]:
+    for field in ("name", "description", "body"):
         points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
 
-    # Number the first layer, the last layer, and three layers between them.
+    # Number the first layer, the last layer, and three layers between them. If there are fewer than
+    # five layers, some of these are the same.
     numbered_layers = sorted({quarter * last_layer // 4 for quarter in range(5)})
-    return LayerPlot(points, [(step * n, n + 1) for n in numbered_layers])
+    ticks = [(step * n, n + 1) for n in numbered_layers]
+    return LayerPlot(points, ticks)
 
 
 # Terminal ------------------------------------------------------------------------------------

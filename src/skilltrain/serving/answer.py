@@ -162,8 +162,8 @@ class Calibrator(Config):
         logits = trace.features(self.rankers) @ np.array(self.weights) + self.intercept
         return (1 + np.tanh(logits / 2)) / 2  # the logistic function, without overflow
 
-    def fits(self, trace: Trace) -> bool:
-        """Return whether any skill serves the task."""
+    def answers(self, trace: Trace) -> bool:
+        """Return whether the router answers the task, because some skill probably serves it."""
         for score, limit in zip(trace.top_scores(self.rankers), self.least, strict=True):
             if score < limit:
                 return False

@@ -94,11 +94,13 @@ class Calibrate(Stage):
         cases = _route_cases(router, benchmark.tasks)
         calibrator = fit_calibrator(cases, self)
 
-        # Each query has two cases, one after the other.
-        metrics = _cross_validate(cases, np.repeat(folds, 2), self)
+        # Each query has two cases, one after the other: with and without the skills that serve it.
+        # Both are in the fold of the query.
+        case_folds = np.repeat(folds, 2)
+        metrics = _cross_validate(cases, case_folds, self)
         if self.unserved is not None:
             traces = [router.trace(query.text) for query in read_unserved(self.unserved)]
-            metrics["unserved"] = share([calibrator.fits(trace) for trace in traces])
+            metrics["unserved"] = share([calibrator.answers(trace) for trace in traces])
 
         calibration = Calibration(
             system=record.rankers,
@@ -145,7 +147,8 @@ def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
         right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
 
         for is_served in (True, False):
-            trace = router.trace(task.query.text, () if is_served else right_ids)
+            excluded_ids = () if is_served else right_ids
+            trace = router.trace(task.query.text, without=excluded_ids)
             is_right = [skill_id in right_ids for skill_id, _ in trace.ranking]
             cases.append(Case(trace, np.array(is_right, dtype=bool), is_served))
     return cases
@@ -155,8 +158,8 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
     Args:
-        cases: Routed queries. The probabilities are fitted to all of them, and the limits only to
-            those that some skill serves.
+        cases: Routed queries. The probabilities are fitted to all queries. The limits are fitted
+            only to queries for which the pool has a right skill.
         config: Settings of the stage.
 
     Raises:
@@ -166,12 +169,14 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
-    # Only the first skills of each ranking count: [row, feature] and [row].
+    # A row is one of the first skills of a ranking. Lower ranks do not count.
     rankers = tuple(cases[0].trace.rankings_by_ranker)
-    weights, intercept = fit_logistic(
-        np.concatenate([case.trace.features(rankers)[:_MAX_RANK] for case in cases]),
-        np.concatenate([case.is_right[:_MAX_RANK] for case in cases]),
-    )
+    features = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
+    labels = [case.is_right[:_MAX_RANK] for case in cases]
+    rows = np.concatenate(features)  # [row, feature]
+    weights, intercept = fit_logistic(rows, np.concatenate(labels))
+
+    # These limits refuse no query. `least` still lacks a limit for each ranker.
     unlimited = Calibrator(
         rankers=rankers,
         weights=tuple(weights.tolist()),
@@ -185,16 +190,17 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
 
 
 def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
-    """Return the calibrator with its limits.
+    """Return the calibrator with its limits `threshold`, `least` and `miss`.
 
-    They are the lowest best probability (`threshold`), the lowest top score by each ranker
-    (`least`), and the highest probability to be wrong of a skill in the likely set (`miss`).
+    A query is answered if its best skill has at least the probability `threshold`, and if the best
+    score by each ranker is at least this ranker's limit in `least`. A skill is in the likely set if
+    its probability to be wrong is at most `miss`.
 
     Args:
         calibrator: Calibrator with fitted probabilities and without limits.
         cases: Queries that some skill serves.
-        config: `answered` is the share of them that the router is to answer, and `contained` the
-            share of them whose likely set is to hold a right skill.
+        config: `answered` is the share of these queries that the router is to answer. `contained`
+            is the share of these queries whose likely set is to hold a right skill.
     """
     best_probabilities = []  # of any skill, by query
     best_right_probabilities = []  # of a right skill, by query
@@ -205,16 +211,22 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
     # [query, ranker]
     top_scores = np.array([case.trace.top_scores(calibrator.rankers) for case in cases])
 
-    # A query is refused if its best probability or any ranker's top score is below its limit. Each
-    # of these limits may refuse the same part of the share 1 - answered.
+    # The share 1 - answered of the queries may be refused. It is divided equally among `threshold`
+    # and the limits in `least`.
     num_limits = 1 + len(calibrator.rankers)
-    level = 1 - (1 - config.answered) / num_limits
-    limits = {
-        "threshold": bound(np.array(best_probabilities), level),
-        "least": tuple(bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T),
-        "miss": 1 - bound(np.array(best_right_probabilities), config.contained),
-    }
-    return calibrator.model_copy(update=limits)
+    refused_by_each = (1 - config.answered) / num_limits
+    level = 1 - refused_by_each  # share of the queries that reach one limit
+
+    threshold = bound(np.array(best_probabilities), level)
+    least = [bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T]
+    lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
+    return calibrator.model_copy(
+        update={
+            "threshold": threshold,
+            "least": tuple(least),
+            "miss": 1 - lowest_likely_probability,
+        }
+    )
 
 
 def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
@@ -257,9 +269,10 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
 
 
 def bound(values: np.ndarray, level: float, lowest: float = 0.0) -> float:
-    """Return the bound that a new query's value reaches with a probability of at least `level`.
+    """Return the lower bound that the value of a new query reaches with the probability `level`.
 
-    It is the (n + 1)(1 - level)-th lowest of the n values. Source: split conformal prediction
+    The probability is at least `level`. The bound is the (n + 1)(1 - level)-th lowest of the n
+    values. Source: split conformal prediction
     (Angelopoulos and Bates 2021, section 1).
 
     Args:
@@ -274,13 +287,20 @@ def bound(values: np.ndarray, level: float, lowest: float = 0.0) -> float:
 def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate) -> dict[str, Any]:
     """Return metrics of calibrators on the cases that they were not fitted on.
 
-    `calibration_error` and `risk_coverage` count all cases. `falsely_answered` counts cases that no
-    skill serves, and the other metrics count cases that some skill serves.
-
     Args:
         cases: Routed queries.
         folds: [case] Fold of each case.
         config: Settings of the stage.
+
+    Returns:
+        Metrics by name.
+
+        - Over all cases: `calibration_error` and `risk_coverage`.
+        - Over cases that no skill serves: the share that is answered (`falsely_answered`).
+        - Over cases that some skill serves: the share whose first skill is right (`right`), the
+          share that is answered (`answered`), the share of right first skills among the answered
+          cases (`right_if_answered`), the share whose likely set holds a right skill (`contained`),
+          and the mean size of the likely set (`num_likely`).
     """
     calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, [case.trace for case in cases], strict=True))
@@ -288,7 +308,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     # One value for each case.
     served = np.array([case.is_served for case in cases])
     right = np.array([case.first_is_right for case in cases])
-    answered = np.array([calibrator.fits(trace) for calibrator, trace in pairs])
+    answered = np.array([calibrator.answers(trace) for calibrator, trace in pairs])
     num_likely = np.array([calibrator.num_likely(trace) for calibrator, trace in pairs])
     confidence = np.array(
         [max(calibrator.probabilities(trace), default=0.0) for calibrator, trace in pairs]
@@ -395,8 +415,8 @@ def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple
     order = np.argsort(-probabilities, kind="stable")
     num_wrong = np.cumsum(~is_right[order])  # num_wrong[n - 1]: among the n most certain answers
     points = []
-    for tenth in range(1, _NUM_BINS + 1):
-        num_answers = round(len(order) * tenth / _NUM_BINS)
+    for level in range(1, _NUM_BINS + 1):
+        num_answers = round(len(order) * level / _NUM_BINS)
         if num_answers:
             risk = float(num_wrong[num_answers - 1]) / num_answers
             points.append((round(num_answers / len(order), 4), round(risk, 4)))

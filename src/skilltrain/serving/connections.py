@@ -30,8 +30,8 @@ class LineHandler(logging.Handler):
     _last_line = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record, unless it reports that a client has closed its connection."""
-        with suppress(Exception):
+        """Print a record, unless its line equals the last one or a client closed its connection."""
+        with suppress(Exception):  # the server must not fail because a line cannot be printed
             line = record.getMessage()
             error = record.exc_info[1] if record.exc_info else None
             if isinstance(error, ClientDisconnect):

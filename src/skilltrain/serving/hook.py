@@ -47,7 +47,8 @@ def main() -> None:
         finally:
             os._exit(0)
 
-    # The agent must go on whatever hangs or fails here.
+    # The agent must go on, whatever hangs or fails here. Either the thread ends the process after
+    # its answer, or this function ends it when the time is over.
     try:
         _thread.start_new_thread(print_skills, ())
         time.sleep(_SECONDS)

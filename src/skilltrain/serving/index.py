@@ -111,22 +111,28 @@ class IndexRecord(Config):
             contents: Skills of the router.
             calibration: Left out if it belongs to other rankers or models.
         """
-        store = partial(_to_stored_path, router, local_paths)
-        rankers = [
-            _change_paths(ranker.with_default_values().model_dump(mode="json"), store)
-            for ranker in system.rankers
-        ]
+        # `stored_path(path)` returns a path as the record holds it. A path outside the router's
+        # folder is added to `local_paths`.
+        stored_path = partial(_to_stored_path, router, local_paths)
+        rankers = []
+        for ranker in system.rankers:
+            settings = ranker.with_default_values().model_dump(mode="json")
+            rankers.append(_change_paths(settings, stored_path))
         sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
-        models = {
-            store(source): model_fingerprint(source) for source in sorted(filter(None, sources))
-        }
+        models = {}
+        for source in sorted(filter(None, sources)):
+            models[stored_path(source)] = model_fingerprint(source)
         if calibration and (calibration.system, calibration.models) != (rankers, models):
             calibration = None
 
         return cls(
-            pool=store(str(contents.pool)),
-            sources={store(str(path)): len(skills) for path, skills in contents.skills.items()},
-            watched=[store(str(path)) for path in contents.skills if path in contents.watched],
+            pool=stored_path(str(contents.pool)),
+            sources={
+                stored_path(str(path)): len(skills) for path, skills in contents.skills.items()
+            },
+            watched=[
+                stored_path(str(path)) for path in contents.skills if path in contents.watched
+            ],
             rankers=rankers,
             models=models,
             calibration=calibration,
@@ -211,15 +217,20 @@ class Index(RouterState):
                     raise _damage(folder, error) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
-        """Assign skills to the sources that the index has for their ids.
+        """Group skills by source: the folder or file that each was read from.
 
-        A skill that the index lacks is assigned to the first source.
+        The index knows the source of a skill by its id. A skill that the index does not have is
+        assigned to the first source.
         """
+        # `folders` begins with the sources. The folders of the pool follow.
         sources = self.folders[: len(self.record.sources)]
+
+        # The skills of the index are in the order of the sources.
         source_by_id: dict[str, Path] = {}
-        skill_ids = iter(self.skills)  # of the first source, then of the second, and so on
+        skill_ids = iter(self.skills)
         for source, num_skills in zip(sources, self.record.sources.values(), strict=True):
-            source_by_id |= dict.fromkeys(islice(skill_ids, num_skills), source)
+            for skill_id in islice(skill_ids, num_skills):
+                source_by_id[skill_id] = source
 
         skills_by_source: dict[Path, list[Skill]] = {source: [] for source in sources}
         for skill in skills:
@@ -262,16 +273,17 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
         server = ranker.server
         if server is None:
             continue
-        url = server.base_url  # an allowed URL may end in a slash
-        if allowed is not None and url not in allowed and f"{url}/" not in allowed:
+        url = server.base_url
+        # An allowed URL may end in a slash.
+        is_allowed = allowed is None or url in allowed or f"{url}/" in allowed
+        if not is_allowed:
             problem = f"this router sends texts to {url}"
             fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
-        elif not server.api_key_env.endswith("_API_KEY"):
+            raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
+        if not server.api_key_env.endswith("_API_KEY"):
             problem = f"this router reads the environment variable {server.api_key_env}"
             fix = "only names that end in _API_KEY are read"
-        else:
-            continue
-        raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
+            raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
 
 
 def current_generation(router: Path) -> Path:
@@ -313,33 +325,41 @@ def _generation_numbers(router: Path) -> dict[Path, int]:
 
 
 def _load_generation(folder: Path) -> Index:
-    """Load a generation, and check that it is complete."""
+    """Load a generation of a router, and check that it is complete.
+
+    Args:
+        folder: Folder of the generation, such as `index-3` in the router's folder.
+    """
+    # The record describes the generation.
     record_file = folder / RECORD
     if not record_file.is_file():
         raise OSError(f"it lacks {RECORD}")
     stamp = file_stamps(folder)
     values = read_json(record_file)
-    ROUTER.check(values, folder, _MAKE_AGAIN)
+    ROUTER.check(values, folder, _MAKE_AGAIN)  # the number of the format
     record = validate(IndexRecord, values, record_file)
     for name, size in record.files.items():
         file = path_inside(folder, name, record_file)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
 
+    # Load the skills, and what each ranker has stored about them.
     router = folder.parent
     system = record.system(router)
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
-    keys = np.load(folder / KEYS_FILE)
-    stored_parts = {
-        ranker.key: ranker.stored_part.load(folder / name)
-        for name, ranker in storing_rankers(system).items()
-    }
-    counts = {len(skills), len(keys)} | {part.num_skills for part in stored_parts.values()}
+    keys = np.load(folder / KEYS_FILE)  # [skill]
+    stored_parts = {}
+    for name, ranker in storing_rankers(system).items():
+        stored_parts[ranker.key] = ranker.stored_part.load(folder / name)
+
+    # All files must be about the same number of skills.
+    counts = {len(skills), len(keys)}
+    counts.update(part.num_skills for part in stored_parts.values())
     if counts != {sum(record.sources.values())}:
         raise ValueError("its parts are of different pools")
 
+    # `Index.contents` expects the sources at the beginning of `folders`.
     pool = Path(_from_stored_path(router, record.pool))
-    # The sources come first: `Index.contents` takes them from there.
     folders = [Path(_from_stored_path(router, name)) for name in record.sources]
     folders += skill_folders(pool)
     return Index(system, skills, folders, pool, folder, record, keys, stored_parts, stamp)
@@ -379,8 +399,9 @@ def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
 def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str:
     """Return a path as an index stores it, so that the router's folder can be moved.
 
-    A path below the folder becomes `./…`. Another path is added to `local_paths` and becomes its
-    key. A relative name without a file, such as `package:NAME`, is returned as it is.
+    A path in the router's folder becomes `./…`. Any other path gets a key `local:NAME-HASH`. The
+    path is added to `local_paths` under this key, and the key is returned. A relative name without
+    a file, such as `package:NAME`, is returned as it is.
     """
     path = Path(name).expanduser()
     if not path.is_absolute() and not path.exists():

@@ -89,25 +89,33 @@ class BuildIndex(Stage):
 
 
 def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
-    """Return the rankers and the skills. Settings that are null have the router's own value."""
+    """Return the rankers and the skills for the next generation of a router.
+
+    If `pool` or `rankers` is null, it is taken from the router in the folder `out`.
+    """
     index: Index | None = None
     pool = config.pool
     rankers = config.rankers
     try:
         index = Index.open(config.out)
-        pool = pool or index.pool
-        rankers = rankers or index.system.rankers
+        if pool is None:
+            pool = index.pool
+        if rankers is None:
+            rankers = index.system.rankers
     except SkilltrainError as error:
         # A router that cannot be opened matters only if its settings are needed.
         if pool is None or rankers is None:
             fix = "give pool=… and rankers=…"
             raise SkilltrainError(error.code, error.problem, where=error.where, fix=fix) from error
 
+    # Rankers of the settings may use any server. Those of a router may come from somebody else, so
+    # their servers must be allowed.
     system = SystemConfig(name="router", rankers=rankers)
-    # A router may come from somebody else, so its servers must be allowed.
-    check_servers(system, None if config.rankers else config.allow_servers, config.out)
+    allowed_servers = None if config.rankers else config.allow_servers  # None allows all
+    check_servers(system, allowed_servers, config.out)
     check_rankers(system)
 
+    # Read the pool. If it is still the router's pool, read its watched folders as well.
     skills = read_by_source(pool)
     watched: Sequence[Path] = ()
     if index is not None and index.pool == pool.resolve():
@@ -125,8 +133,9 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
     skills, the skill of the second source gets another id.
 
     Raises:
-        SkilltrainError: A folder that is no source yet has skills of a source that is not watched.
-            If they were removed from the folder, the router would still have them.
+        SkilltrainError: A folder that is watched for the first time has a skill that the router has
+            from another source, which is not watched. This happens when the folder has moved. A
+            skill that is removed from the new folder would stay in the router, from the old source.
     """
     old_categories = {skill.skill_id: skill.category for skill in contents.all_skills()}
     skills_by_source = dict(contents.skills)
@@ -139,19 +148,23 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
         except SkilltrainError:  # the folder has no skill
             skills = []
 
-        unwatched = _sources_with(contents, folder, skills) - {*folders}
+        # The skills of a new folder must not be in the router already, from an unwatched source.
+        unwatched = _sources_with(contents, folder, skills) - set(folders)
         if folder not in contents.skills and unwatched:
             problem = f"has skills of {min(unwatched)}, which is not watched"
             fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
             raise SkilltrainError("unwatched-folder", problem, where=folder, fix=fix)
 
+        # Keep the old category of a skill that has none.
         for position, skill in enumerate(skills):
-            category = skill.category or old_categories.get(skill.skill_id, skill.category)
-            skills[position] = replace(skill, category=category)
+            if not skill.category and skill.skill_id in old_categories:
+                old_category = old_categories[skill.skill_id]
+                skills[position] = replace(skill, category=old_category)
         skills_by_source[folder] = skills
 
+    # Several sources may use the same id.
     if len(skills_by_source) > 1:
-        merged, _ = merge_sources([*skills_by_source.values()], drop_duplicates=False)
+        merged, _ = merge_sources(list(skills_by_source.values()), drop_duplicates=False)
         skills_by_source = dict(zip(skills_by_source, merged, strict=True))
     return contents._replace(skills=skills_by_source, watched={*contents.watched, *folders})
 
@@ -276,19 +289,21 @@ def _write_generation(
 
     router = folder.parent
     with staged_folder(folder) as staged:
-        # What each ranker stores about the pool.
-        for name, ranker in storing_rankers(record.system(router)).items():
-            (staged / name).mkdir()
+        # Each ranker stores its data about the pool in a folder of its own: `part-1`, `part-2`.
+        for part_name, ranker in storing_rankers(record.system(router)).items():
+            part_folder = staged / part_name
+            part_folder.mkdir()
             model = open_model(ranker, models, router)
-            model.save_part(staged / name, skills, old_data.get(ranker.key), positions)
+            old_part = old_data.get(ranker.key)
+            model.save_part(part_folder, skills, old_part, positions)
 
         np.save(staged / KEYS_FILE, keys)
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
 
-        # The record comes last, because it lists the sizes of the others.
+        # The record comes last, because it lists the sizes of all other files.
         files: dict[str, int] = {}
-        for file in staged.rglob("*.*"):  # folders have no dot in their names
+        for file in staged.rglob("*.*"):  # only files have a dot in their names
             files[str(file.relative_to(staged))] = file.stat().st_size
         finished = record.model_copy(update={"files": files})
         write_json(staged / RECORD, finished.model_dump(mode="json"))

@@ -68,17 +68,19 @@ class _OpenPool:
         ranking_by_label: dict[str, Ranking] = {}
 
         def observe(run: RankerRun) -> None:
-            """Record the rankings of a ranker, or of each ranker that it fuses."""
-            for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
+            """Record the ranking of a ranker. If it fuses rankers (`legs`), record one of each."""
+            for config, rankings in zip(run.config.legs, run.by_leg, strict=True):
                 # A ranker may run again on a few candidates. Its first ranking is of the pool.
-                ranking_by_label.setdefault(self.labels[leg.key], rankings[query.query_id])
+                label = self.labels[config.key]
+                ranking_by_label.setdefault(label, rankings[query.query_id])
 
+        # The rankers are open, so they need no skills to be opened over.
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
-        pool = OpenRankers((), self.rankers)
-        rankings = run_rankers(configs, [query], None, pool, observe, excluded_ids)
+        open_rankers = OpenRankers(skills=(), opened=self.rankers)
+        rankings = run_rankers(configs, [query], None, open_rankers, observe, excluded_ids)
         ranking = rankings[query.query_id][: configs[-1].keep]
 
-        # Only the highest score of BM25 depends on the query.
+        # The highest score that BM25 can give depends on the query. For other rankers it is fixed.
         max_scores: dict[str, float] = {}
         for key, ranker in self.rankers.items():
             if isinstance(ranker, PoolRanker) and isinstance(ranker.index, BM25Index):
@@ -88,11 +90,11 @@ class _OpenPool:
     def explain(self, query: Query, trace: Trace, skill: Skill) -> Explanation:
         """Explain why a skill was chosen for a query.
 
-        The words are of the first BM25 index that has any. The part of the body is of the first
-        vector index that has one.
+        The explanation has the rank and the score by each ranker, the words of the query that the
+        skill contains, and the part of its body that is most similar to the query.
         """
-        terms: list[str] = []
-        window: tuple[int, int] | None = None
+        terms: list[str] = []  # from the first BM25 index that has a word of the query
+        window: tuple[int, int] | None = None  # from the first vector index with parts of bodies
         for key, ranker in self.rankers.items():
             if not isinstance(ranker, PoolRanker):
                 continue
@@ -212,7 +214,7 @@ class Router:
             skills.append(pool.routed_skill(query, trace, rank, probability))
         if calibrator is None:
             return Answer(tuple(skills), fits=bool(skills), num_likely=None)
-        return Answer(tuple(skills), calibrator.fits(trace), calibrator.num_likely(trace))
+        return Answer(tuple(skills), calibrator.answers(trace), calibrator.num_likely(trace))
 
     def trace(self, task: str, without: Collection[str] = ()) -> Trace:
         """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
@@ -222,7 +224,7 @@ class Router:
         """Replace the skills of this router and of its folder. Only new texts are encoded.
 
         Args:
-            skills: All skills, or contents that were derived from the current index.
+            skills: All skills, or `Contents` made from `self.index`.
 
         Returns:
             Counts of all, new, changed and gone skills.
@@ -231,17 +233,19 @@ class Router:
             SkilltrainError: The router has no folder, another process is writing, or one has
                 replaced the index that the contents were derived from.
         """
+        # A list of all skills replaces whatever is there now. Contents must still belong to the
+        # current index, so that they do not undo the change of another process.
         if not isinstance(skills, Contents):
             self.refresh()
-        pool = self._current
-        index = pool.index
+        current = self._current
+        index = current.index
         if index is None:
             fix = "make one with skilltrain index"
             raise SkilltrainError("no-router", "this router is in no folder", fix=fix)
 
         contents = skills if isinstance(skills, Contents) else index.contents(skills)
-        router = index.folder.parent
-        counts = write_index(router, index.system, contents, pool.models, previous=index)
+        router_folder = index.folder.parent
+        counts = write_index(router_folder, index.system, contents, current.models, previous=index)
         self.refresh()
         return counts
 
@@ -268,13 +272,17 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         state: Rankers' settings and skills.
         models: Open models by the rankers' `key`. Models that have to be opened are added.
     """
-    index = state if isinstance(state, Index) else None
-    if index and not models:  # open models were checked when they were opened
-        index.check_models()
+    index: Index | None = None
+    stored_parts: Mapping[str, Any] = {}  # what rankers have stored about the pool
+    router_folder: Path | None = None
+    if isinstance(state, Index):  # the state was loaded from a router's folder
+        index = state
+        stored_parts = index.stored_parts
+        router_folder = index.folder.parent
+        if not models:  # open models were checked when they were opened
+            index.check_models()
     check_rankers(state.system)
 
-    stored_parts = index.stored_parts if index else {}
-    folder = index.folder.parent if index else None
     labels: dict[str, str] = {}
     rankers: dict[str, Ranker] = {}
     counts: Counter[str] = Counter()
@@ -289,8 +297,8 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         labels[key] = config.label if count == 1 else f"{config.label} {count}"
 
         if config.components:
-            continue
-        model = open_model(config, models, folder)
+            continue  # it only fuses other rankers, and there is nothing to open
+        model = open_model(config, models, router_folder)
         if key in stored_parts:
             ranker = model.over(state.skills, stored_parts[key])
         else:

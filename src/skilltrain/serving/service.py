@@ -157,8 +157,10 @@ class Service:
         self.flagged = flagged
         self.log = log
         self.registry = CollectorRegistry()
-        self._last_faults: dict[str, str] = {}  # by task, "" after a success
-        self._last_update: object = None  # state of files and index that was last read
+        # Error in the last run of each background task, by the task's name; "" after a success.
+        self._last_faults: dict[str, str] = {}
+        # The watched files and the index as they were after the last update.
+        self._last_state: object = None
 
         num_skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         num_skills.set_function(lambda: len(self.router.skills))
@@ -295,7 +297,7 @@ class Service:
         """
         self.router.refresh()
         stamps = [file_stamps(folder, SOURCE_FILES) for folder in watched_folders]
-        if not watched_folders or (stamps, self.router.index) == self._last_update:
+        if not watched_folders or (stamps, self.router.index) == self._last_state:
             return
 
         old_ids = self.router.skills.keys()
@@ -303,7 +305,7 @@ class Service:
         removed_ids = old_ids - self.router.skills.keys()
         if removed_ids:
             say(f"removed from the router: {', '.join(sorted(removed_ids))}")
-        self._last_update = (stamps, self.router.index)
+        self._last_state = (stamps, self.router.index)
 
     async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
         while True:

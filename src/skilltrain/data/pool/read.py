@@ -23,7 +23,7 @@ from skilltrain.data.pool.skill_file import (
     skill_from_row,
 )
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import BROKEN_LINES, json_object, numbered_lines, read_local
+from skilltrain.files import LINE_ERRORS, json_object, numbered_lines, read_local
 from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import SKILLS, read_skills, table_path
@@ -420,7 +420,7 @@ def _read_jsonl(path: Path) -> SkillsOrDropped:
                 yield Dropped("", "", "not_json", f"{where} is no JSON object: {error}")
             else:
                 yield skill_from_row(row, where, name)
-    except BROKEN_LINES as error:
+    except LINE_ERRORS as error:
         if not number:
             raise SkilltrainError(
                 "unreadable-file", f"cannot be read: {reason_of(error)}", where=path
