@@ -95,7 +95,7 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
     following = text[run.end() : run.end() + 1]
     match run.lastgroup:
         case "joiner":
-            # Emojis and some scripts need joiners. Between two Latin letters they only split a word.
+            # Emojis and some scripts need joiners. Between Latin letters they only split a word.
             splits_word = all(map(_is_written_without_joiners, (previous, following)))
             return len(characters) <= _MAX_JOINERS and not splits_word
         case "direction":
