@@ -299,7 +299,7 @@ def save_trained(
     """
     # Use the CPU, because the GPU may still hold the model.
     model = load_model(config, torch.device("cpu"))
-    load_weights(model, "model", checkpoint)
+    load_weights(model, "model.", checkpoint)
     if adapter_only:
         save_adapter(model, out, config.model.source)
         return
