@@ -33,7 +33,7 @@ from skilltrain.training.checkpoint import (
     save_checkpoint,
 )
 from skilltrain.training.dev import Dev
-from skilltrain.training.engine import check_shared, shards_weights, shares_state
+from skilltrain.training.engine import check_folder_is_shared, shards_weights, shares_state
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule
@@ -146,7 +146,7 @@ def train(
             error names the step's queries.
         StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
     """
-    check_shared(accelerator, run.checkpoints)
+    check_folder_is_shared(accelerator, run.checkpoints)
     old_checkpoints = checkpoints(run.checkpoints)
     if old_checkpoints and not run.resume:
         raise SkilltrainError(
