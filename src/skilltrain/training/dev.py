@@ -277,7 +277,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
 
 def _num_before_model(config: DevConfig) -> int:
     """Return the number of rankers that run before the model in training."""
-    for number, ranker in enumerate(config.rankers):
-        if any(member.is_in_training for member in flatten_rankers([ranker])):
-            return number
-    raise AssertionError("the settings check that a ranker is the model in training")
+    number = 0
+    while not any(member.is_in_training for member in flatten_rankers([config.rankers[number]])):
+        number += 1
+    return number
