@@ -64,7 +64,7 @@ def encoder_opener(
         text_by_key = {(text, max_tokens): text for text in texts}
         tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
         token_ids.update(tokenize_texts(text_by_key, tokenize))
-    row_by_key = {key: row for row, key in enumerate(token_ids)}  # row of the vectors
+    row_by_key = {key: row for row, key in enumerate(token_ids)}  # row of each text's vector
 
     def open_model(step_module: Any) -> Any:
         all_texts = TextsToEncode([*token_ids.values()])
@@ -168,7 +168,7 @@ class Dev:
 
 
 def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) -> Dev:
-    """Load the dev benchmark, and run the rankers that precede the model in training.
+    """Load the dev benchmark, and run the rankers that come before the model in the cascade.
 
     Args:
         config: Settings of the benchmark.
@@ -176,8 +176,8 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
         training_pool: Pool of the training data, which is ranked if `config` names no other.
 
     Raises:
-        SkilltrainError: Gold skills are not in the pool, or the preceding rankers find none of
-            them.
+        SkilltrainError: Gold skills are not in the pool, or the rankers before the model find no
+            gold skill.
     """
     check_systems([config.system], has_model=True)
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -251,7 +251,7 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
     later_system = config.system.model_copy(update={"rankers": config.rankers[num_earlier:]})
     cascade.release([later_system])
 
-    # Find the gold skills that are not among their candidates.
+    # Find the gold skills that are not among the candidates of these rankers.
     num_gold = 0
     missed: list[str] = []  # query id of each missed gold skill
     for task in tasks:

@@ -48,8 +48,10 @@ def export_run(
     """
     config, summary = _read_run(run)
 
+    is_final_model = bool(summary) and checkpoint is None
+
     # Check that the arguments fit together and fit the run.
-    if published.reports and (checkpoint is not None or not summary):
+    if published.reports and not is_final_model:
         fault = "a report is about the final model of a finished run"
         fix = "leave out --report or --checkpoint"
         raise SkilltrainError("conflicting-settings", fault, where="--report", fix=fix)
@@ -59,13 +61,12 @@ def export_run(
         raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
 
     final_checkpoint = summary.get("checkpoint")  # None for an unfinished run
-    is_final_model = bool(summary) and checkpoint is None
     exported_checkpoint = final_checkpoint
     with staged_folder(out) as staged:
         if is_final_model and not adapter_only:
             copy_model(run, staged)
         else:
-            # Without a final checkpoint, this is the newest one.
+            # If both names are None, this is the newest checkpoint.
             source = _find_checkpoint(run, checkpoint or final_checkpoint)
             exported_checkpoint = source.name
             if exported_checkpoint != final_checkpoint:
@@ -90,7 +91,7 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     """Return the settings and the summary of a run. The summary of an unfinished run is empty.
 
     Raises:
-        SkilltrainError: It is no training run, or another release wrote it.
+        SkilltrainError: The folder holds no training run, or another release wrote it.
     """
     record = record_of(run)
     if not record:

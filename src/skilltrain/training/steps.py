@@ -172,14 +172,14 @@ class EncoderStep(_Step[Encoder]):
 
     def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
         """Return the loss of a batch, summed over the queries of this rank."""
-        # Tokens of the queries and distinct skills of all ranks.
+        # Collect the token ids of the queries and distinct skills of all ranks.
         skill_ids = self._distinct_skills(batch)
         queries = [self.query_ids[training_list.query] for training_list in batch]
         skills = [self.skill_ids[skill_id] for skill_id in skill_ids]
         has_late_loss = self.settings.late_interaction is not None
         num_tokens = max(map(len, [*queries, *skills])) if has_late_loss else 0
 
-        # Encode every n-th query and skill on this one of n ranks.
+        # Encode this rank's share: with n ranks, every n-th query and every n-th skill.
         rank, world = rank_and_world()
         local_queries = queries[rank::world]
         local_skills = skills[rank::world]
