@@ -315,7 +315,7 @@ def test_checkpoint_without_weight_is_refused(whole, saved_weights, tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
 
     with raises("changed-model"):
-        load_weights(load_model(whole.config, CPU), "model", tmp_path)
+        load_weights(load_model(whole.config, CPU), "model.", tmp_path)
 
 
 @pytest.fixture

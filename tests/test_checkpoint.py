@@ -242,7 +242,7 @@ def test_pickle_of_other_programs_is_never_opened(run, tmp_path, file):
 
 @pytest.fixture
 def late_markers(monkeypatch):
-    """Paths of the markers of `check_shared`, which appear 0.2 seconds late."""
+    """Paths of the markers of `check_folder_is_shared`, which appear 0.2 seconds late."""
     paths = []
 
     def write_late(path, text):
@@ -255,7 +255,7 @@ def late_markers(monkeypatch):
 
 
 def test_late_file_is_waited_for(tmp_path, late_markers):
-    engine.check_shared(Accelerator(cpu=True), tmp_path)
+    engine.check_folder_is_shared(Accelerator(cpu=True), tmp_path)
 
     (marker,) = late_markers
 
@@ -264,7 +264,7 @@ def test_late_file_is_waited_for(tmp_path, late_markers):
 
 def test_each_check_has_its_own_marker(tmp_path, late_markers):
     for _ in range(2):
-        engine.check_shared(Accelerator(cpu=True), tmp_path)
+        engine.check_folder_is_shared(Accelerator(cpu=True), tmp_path)
 
     first, second = late_markers
 
@@ -275,7 +275,7 @@ def test_folder_that_is_not_shared_is_refused(tmp_path, late_markers, monkeypatc
     monkeypatch.setattr(engine, "_VISIBILITY_TIMEOUT", 0.0)
 
     with raises("folder-not-shared"):
-        engine.check_shared(Accelerator(cpu=True), tmp_path)
+        engine.check_folder_is_shared(Accelerator(cpu=True), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -271,12 +271,12 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
         (
             TrainReranker,
             {"rankers": RERANK[1:]},
-            r"the first one finds skills, for instance {kind: saved, ra",
+            r"the first one must find skills, for instance {kind: saved, ra",
         ),
         (
             TrainEncoder,
             {"rankers": RERANK},
-            r"an encoder in training is {kind: dense, source: self}",
+            r"an encoder in training must be {kind: dense, source: self}",
         ),
         (
             TrainReranker,

@@ -317,7 +317,7 @@ SELF = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]
             {"training": {"varlen": True}},
             r"late_interaction needs all tokens' vectors, and training\.varlen",
         ),
-        ({"dev": {"benchmark": "b", "rankers": SELF}}, "an encoder in training is"),
+        ({"dev": {"benchmark": "b", "rankers": SELF}}, "an encoder in training must be"),
     ],
 )
 def test_recipe_of_late_interaction_is_refused(settings, message):

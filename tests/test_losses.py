@@ -344,7 +344,7 @@ NO_TAG = "unknown 'name' matryoshka"
         (
             "infonce",
             {"directions": ["query_to_skill", "query_to_query"], "partition": "per_direction"},
-            "query_to_query holds no positive to find, so partition must be joint",
+            "query_to_query has only negatives and no positives, so partition must be joint",
         ),
         (
             "infonce",

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from skilltrain.config import Config
-from skilltrain.losses.list_losses import contrast, positives_against
+from skilltrain.losses.list_losses import contrast, weighted_cross_entropy
 from skilltrain.losses.scored_batch import (
     Direction,
     Loss,
@@ -66,33 +66,43 @@ class InfoNCE(Loss):
 
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
-        """Check that directions, partition and push_share can be combined."""
+        """Check that `directions`, `partition` and `push_share` can be combined."""
         if "query_to_skill" not in self.directions:
             raise ValueError(
                 "directions must hold query_to_skill: it compares a query with its positive"
             )
+
+        # query_to_query and skill_to_skill only add negatives to the common denominator.
         same_side = sorted({"query_to_query", "skill_to_skill"}.intersection(self.directions))
         if self.partition == "per_direction" and same_side:
             raise ValueError(
-                f"{same_side[0]} holds no positive to find, so partition must be joint"
+                f"{same_side[0]} has only negatives and no positives, so partition must be joint"
             )
-        if self.push_share and self.needs.directions:
+
+        if self.push_share and len(self.directions) > 1:
             raise ValueError("push_share is for directions: [query_to_skill] alone")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """Return the loss, summed over queries."""
+        """Return the loss, summed over queries.
+
+        There are four variants: with `push_share`, from queries to skills only, and more directions
+        in one common denominator (joint) or in one loss each (per_direction).
+        """
         if self.push_share:
             return self._pull_and_push(batch)
-        if not self.needs.directions:
+        if len(self.directions) == 1:  # query_to_skill
             return contrast(batch, self.temperature)
-        if self.partition == "joint":  # one denominator for all directions
+        if self.partition == "joint":
             return contrast(batch, self.temperature, self._log_extra_negatives(batch))
 
-        log_negatives = self._log_negatives(batch)["skill_to_query"]
-        loss_over_queries = positives_against(log_negatives, batch, batch.scores, self.temperature)
-        loss_over_skills = contrast(batch, self.temperature)
-        return (loss_over_skills + loss_over_queries) / 2
+        # per_direction: a skill is contrasted with queries, and a query is contrasted with skills.
+        log_negatives = self._log_negatives(batch)["skill_to_query"]  # [positive]
+        skill_to_query_loss = weighted_cross_entropy(
+            log_negatives, batch, batch.scores, self.temperature
+        )
+        query_to_skill_loss = contrast(batch, self.temperature)
+        return (query_to_skill_loss + skill_to_query_loss) / 2
 
     def _pull_and_push(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """Return the weighted sum of a loss without rejected skills and a loss against them."""
@@ -104,26 +114,29 @@ class InfoNCE(Loss):
         return (1 - self.push_share) * pull_loss + self.push_share * push_loss
 
     def _log_extra_negatives(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
-        """Return the log of the denominator terms that the other directions add to each positive.
+        """Return the logsumexp of further negatives of each positive, from all directions.
 
-        Query to skill is not one of them.
+        The negatives of query_to_skill are not included, because `contrast` adds them.
         """
         row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
         log_negatives = self._log_negatives(batch)
-        terms: list[Tensor] = []  # each [positive]
+        log_terms: list[Tensor] = []  # each [positive]
         if "skill_to_query" in log_negatives:
-            terms.append(log_negatives["skill_to_query"])
-            terms.append(batch.scores[row, column] / self.temperature)  # GTE has this pair twice
+            log_terms.append(log_negatives["skill_to_query"])
+            # The paper of GTE has the positive pair in this direction's sum too.
+            log_terms.append(batch.scores[row, column] / self.temperature)
         if "query_to_query" in log_negatives:
-            terms.append(log_negatives["query_to_query"][row])
+            log_by_query = log_negatives["query_to_query"]  # [query]
+            log_terms.append(log_by_query[row])
         if "skill_to_skill" in log_negatives:
-            terms.append(log_negatives["skill_to_skill"])
-        return torch.stack(terms).logsumexp(0)
+            log_terms.append(log_negatives["skill_to_skill"])
+        return torch.stack(log_terms).logsumexp(0)
 
     def _log_negatives(self, batch: ScoredBatch) -> dict[Direction, Float[Tensor, "row"]]:
         """Return the logsumexp of the negatives of each row, by direction.
 
-        Rows are queries or positives (see `ScoredBatch`). A row without negatives has -inf.
+        The direction query_to_query has a row for each query, the others one for each positive. A
+        row without negatives has -inf.
         """
         vectors = batch.vectors
         _, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]

@@ -15,50 +15,59 @@ def contrast(
     temperature: float,
     log_extra_negatives: Float[Tensor, "positive"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Return the cross-entropy of each positive p against candidates n of lower gain.
+    """Return the cross-entropy of each positive against the candidates of lower gain.
 
-    The result is the sum over queries of
+    Each positive has a softmax of its own, over itself and the candidates of its query that have
+    a lower gain. So positives of the same gain do not push each other down. With one positive,
+    this is the softmax cross-entropy of SkillRouter (equations 1 and 2).
 
-        -sum_p w_p log(e^{s_p/t} / (e^{s_p/t} + e^{m_p} + sum_{n: g_n < g_p} e^{s_n/t})),
+    The loss of one query, with positives p and other candidates n, is
 
-    where w_p is g_p divided by the sum of the positives' gains, and m_p is `log_extra_negatives`.
-    With one positive and no further negatives, this is the softmax cross-entropy of SkillRouter
-    (equations 1 and 2). Positives of the same gain do not push each other down.
+        -sum_p w_p log(e^{s_p/t} / (e^{s_p/t} + sum_{n: g_n < g_p} e^{s_n/t} + e^{m_p})).
+
+    The weight w_p is the gain of p divided by the gains of all positives of the query. The term
+    e^{m_p} stands for further negatives, and is absent without them.
 
     Args:
         batch: Scores s and gains g.
         temperature: Temperature t.
-        log_extra_negatives: Logsumexp of further negatives of each positive.
+        log_extra_negatives: m_p, the logsumexp of the further negatives of each positive.
+
+    Returns:
+        The sum over queries.
     """
+    # Mark the candidates of lower gain. Each positive is a (row, column) of the scores.
     scores = batch.filled(0.0)
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
-    gains = batch.gains[row, column][:, None]
+    gains = batch.gains[row, column][:, None]  # [positive, 1]
     is_lower = batch.valid[row] & (batch.gains[row] < gains)  # [positive, candidate]
-    logits = scores[row] / temperature
-    log_negatives = logits.masked_fill(~is_lower, -torch.inf).logsumexp(1)
+
+    # Sum the negatives of each positive.
+    logits = scores[row] / temperature  # [positive, candidate]
+    log_negatives = logits.masked_fill(~is_lower, -torch.inf).logsumexp(1)  # [positive]
     if log_extra_negatives is not None:
         log_negatives = torch.stack([log_negatives, log_extra_negatives]).logsumexp(0)
-    return positives_against(log_negatives, batch, scores, temperature)
+    return weighted_cross_entropy(log_negatives, batch, scores, temperature)
 
 
-def positives_against(
+def weighted_cross_entropy(
     log_negatives: Float[Tensor, "positive"],
     batch: ScoredBatch,
     scores: Float[Tensor, "query candidate"],
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Return the cross-entropy of each positive against its negatives, summed over positives.
+    """Return the weighted sum of the cross-entropy of each positive against its negatives.
 
-    The weight of a positive is its share of the gains of its query's positives.
+    The weight of a positive is its share in the gains of its query's positives.
 
     Args:
         log_negatives: Logsumexp of each positive's negatives, already divided by `temperature`.
-        batch: Gains and positives.
+        batch: Gains, and which candidates are positives.
         scores: Scores of all candidates.
         temperature: The scores of the positives are divided by it.
     """
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
-    weights = gain_shares(batch, batch.is_positive)[row, column]
+    weights = gain_shares(batch, batch.is_positive)[row, column]  # [positive]
     differences = log_negatives - scores[row, column] / temperature  # [positive]
     # softplus(n - p) = -log(e^p / (e^p + e^n))
     return (weights * torch.nn.functional.softplus(differences)).sum()

@@ -79,7 +79,7 @@ class ScoredBatch:
         scores: Scores of the model. No gradient goes through those of invalid candidates.
         gains: Relevance of each candidate, from its label. The trainer subtracts the gain of an
             irrelevant skill, so unjudged in-batch negatives have 0, and rejected skills less.
-        valid: Whether the candidate counts.
+        valid: Whether the candidate takes part in the loss.
         optional_teacher_scores: For a loss that needs `teacher_scores`. Every valid candidate then
             has one.
         positive: Whether the candidate is relevant; None if those with a gain above 0 are.

@@ -177,14 +177,14 @@ def load_checkpoint(
     Without a checkpoint, do nothing and return None.
 
     Raises:
-        SkilltrainError: A run with another launch wrote it (`launch_of`), or a part of it is
-            missing, damaged, or would run code.
+        SkilltrainError: The checkpoint was written with another launcher, device or number of
+            processes (`launch_of`), or one of its files is missing, damaged, or would run code.
     """
     paths = checkpoints(folder)
     if not paths:
         return None
 
-    # Check that the launch is the same.
+    # Check that the launcher, the device and the number of processes are the same.
     newest = paths[-1]
     state = _read_state(newest)
     launch = launch_of(accelerator)
@@ -196,7 +196,8 @@ def load_checkpoint(
 
     # Restore the weights, the optimiser and the random states.
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        load_weights(cast(nn.Module, accelerator.unwrap_model(model)), "", newest)
+        step_module = cast(nn.Module, accelerator.unwrap_model(model))
+        load_weights(step_module, prefix="", checkpoint=newest)
     try:
         _load_states(accelerator, model, optimizer, newest)
     except pickle.UnpicklingError as error:
@@ -213,12 +214,13 @@ def load_checkpoint(
     return state.position
 
 
-def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint into a module. Its frozen weights do not change.
+def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
+    """Load the weights of a checkpoint into a module. Frozen weights of the module do not change.
 
     Args:
-        module: The step module, or its submodule `name`. Each rank may have a part of its weights.
-        name: Name of the submodule, or an empty string for the step module.
+        module: The step module or its model. Each rank may have a part of its weights.
+        prefix: Start of the stored names of the module's weights: `model.` for the model, an empty
+            string for the step module.
         checkpoint: Folder of the checkpoint.
 
     Raises:
@@ -226,12 +228,12 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
     """
     file = checkpoint / WEIGHTS_FILE
     try:
-        stored = {key.removeprefix(f"{name}."): value for key, value in load_file(file).items()}
+        stored = {key.removeprefix(prefix): value for key, value in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
         raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
 
-    # Leave frozen weights out, and divide the weights that the ranks share.
+    # Leave frozen weights out, and shard a stored weight like the weight of the module.
     current = module.state_dict(keep_vars=True)
     frozen = set()
     for key, value in current.items():
@@ -239,21 +241,24 @@ def load_weights(module: nn.Module, name: str, checkpoint: Path) -> None:
             frozen.add(key)
             stored.pop(key, None)
         elif isinstance(value, DTensor) and key in stored:
-            whole = stored[key].to(value.device)
+            full_weight = stored[key].to(value.device)
             stored[key] = distribute_tensor(
-                whole, value.device_mesh, value.placements, src_data_rank=None
+                full_weight, value.device_mesh, value.placements, src_data_rank=None
             )
 
-    # Find weights that only the checkpoint or only the module has.
+    # Load the weights. Find those that only the checkpoint or only the module has.
     try:
-        missing, mismatches = module.load_state_dict(stored, strict=False)
-        # Tied weights are stored under one of their names.
+        missing, unexpected = module.load_state_dict(stored, strict=False)
+        mismatches = [*unexpected]
+        # Tied weights are one tensor with several names, and are stored under one of the names.
         loaded_ids = {id(value) for key, value in current.items() if key not in missing}
         for key in missing:
-            if id(current[key]) not in loaded_ids and key not in frozen:
+            is_tied = id(current[key]) in loaded_ids
+            if not is_tied and key not in frozen:
                 mismatches.append(key)
     except RuntimeError as error:  # a weight has another shape
-        mismatches = [str(error).splitlines()[-1].strip()]
+        last_line = str(error).splitlines()[-1]
+        mismatches = [last_line.strip()]
     if mismatches:
         fault = f"the checkpoint does not fit the recipe's model: {mismatches[0]}"
         raise SkilltrainError("changed-model", fault, where=checkpoint)
@@ -263,7 +268,7 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     """Collect the trained weights and the buffers on the first rank. All ranks must call this.
 
     Returns:
-        Weights by name, on the CPU. Tied weights have one name. On other ranks there are none.
+        Weights by name, on the CPU. A tied weight has one name. Other ranks return no weights.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         options = StateDictOptions(
@@ -275,10 +280,10 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     if not accelerator.is_main_process:
         return {}
 
-    # Gathered weights are copies, so only the model tells which of them are tied.
+    # The gathered weights have a tied weight under all its names. `named_parameters` lists it once.
     module = cast(nn.Module, accelerator.unwrap_model(model))
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    names |= {name for name, _ in module.named_buffers()}
+    names.update(name for name, _ in module.named_buffers())
     return {
         name: value.detach().cpu().contiguous() for name, value in weights.items() if name in names
     }
@@ -338,16 +343,16 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
     else:
         _restore_moments(optimizer, load_file(folder / _optimizer_file(accelerator)))
 
-    # If the run had fewer ranks, this one may have no file. It then keeps its random state.
+    # A run with whole models may resume on more ranks than before. A rank that did not exist then
+    # has no file, and keeps its current random state.
     random_file = folder / _random_file(accelerator)
-    needs_file = accelerator.process_index == 0 or shards_weights(accelerator)
-    if not needs_file and not random_file.is_file():
-        return
-    random_states = load_file(random_file)
-    torch.set_rng_state(random_states["cpu"])
-    device = accelerator.device
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(random_states[device.type])
+    must_exist = accelerator.process_index == 0 or shards_weights(accelerator)
+    if must_exist or random_file.is_file():
+        random_states = load_file(random_file)
+        torch.set_rng_state(random_states["cpu"])
+        device = accelerator.device
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(random_states[device.type])
 
 
 def _random_file(accelerator: Accelerator) -> str:
@@ -362,7 +367,7 @@ def _optimizer_file(accelerator: Accelerator) -> str:
 
 
 def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
-    """Restore the state of the optimiser.
+    """Restore the state of the optimiser: the moments of each parameter, and its number of steps.
 
     Args:
         optimizer: The optimiser that the accelerator has prepared.
@@ -377,29 +382,44 @@ def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
 
     states: dict[int, dict[str, Tensor]] = {}
     for key, value in moments.items():
-        number, _, name = key.partition(".")
-        if value.ndim:  # a moment, not the number of steps
-            # Make a tensor that is sharded like its parameter.
-            whole = torch.zeros_like(parameters[int(number)])
-            local = whole.to_local() if isinstance(whole, DTensor) else whole
-            if value.shape != local.shape:
-                raise ValueError(
-                    f"the optimiser holds {tuple(value.shape)} for a weight of {tuple(local.shape)}"
-                )
-            local.copy_(value)
-            value = whole
-        states.setdefault(int(number), {})[name] = value
+        number_text, _, name = key.partition(".")
+        number = int(number_text)
+        if value.ndim:  # a moment; the number of steps has no dimension
+            value = _shard_like(parameters[number], value)
+        states.setdefault(number, {})[name] = value
     optimizer.load_state_dict(
         {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
     )
 
 
+def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:
+    """Return values of a parameter as a tensor that is sharded over the ranks like the parameter.
+
+    Args:
+        parameter: The parameter. Under FSDP2, it is a DTensor.
+        local_values: This rank's part of the values.
+
+    Raises:
+        ValueError: This rank's part of the parameter has another shape.
+    """
+    result = torch.zeros_like(parameter)
+    local_part = result.to_local() if isinstance(result, DTensor) else result  # shares the memory
+    if local_values.shape != local_part.shape:
+        raise ValueError(
+            f"the optimiser holds {tuple(local_values.shape)} for a weight of "
+            f"{tuple(local_part.shape)}"
+        )
+    local_part.copy_(local_values)
+    return result
+
+
 @contextmanager
 def _plain_data_only() -> Iterator[None]:
-    """Let torch.load refuse everything that could run code, although DeepSpeed asks for it.
+    """Let torch.load refuse a file that could run code, in the body of the `with` statement.
 
-    The allowed classes hold numbers and settings in DeepSpeed's files, and creating them is
-    harmless.
+    DeepSpeed calls torch.load with weights_only=False. The environment variable overrides this.
+    Three classes of DeepSpeed are allowed, because its files contain them. They only hold numbers
+    and settings.
     """
     # DeepSpeed is an optional dependency.
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +41,42 @@ OpenModel = Callable[[Any], Any]
 def encoder_opener(
     encoder: Encoder, queries: Sequence[Query], skills: Mapping[str, Skill]
 ) -> OpenModel:
-    """Return the function that opens an encoder in training as a ranker of `skills`.
+    """Return the function `open_model`, which opens an encoder in training as a ranker of `skills`.
 
-    All texts are tokenised here, once. The function encodes them in one call of the step module,
-    and the ranker looks their vectors up.
+    All texts are tokenised here, once. Whenever `open_model` is called, it encodes all texts in one
+    call of the step module. The ranker then looks the vectors of its texts up.
+
+    Args:
+        encoder: The encoder in training.
+        queries: Queries to rank the skills for.
+        skills: Skills by id.
     """
     settings = encoder.settings
     query_texts = [settings.template.render_query(query.text) for query in queries]
-    skill_texts = chain.from_iterable(map(settings.chunk_texts, skills.values()))
-    inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
+    skill_texts: list[str] = []
+    for skill in skills.values():
+        skill_texts += settings.chunk_texts(skill)
 
     # Each distinct text is encoded once, so equal skills have equal scores.
     token_ids: dict[tuple[str, int], np.ndarray] = {}  # by text and token limit
+    inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
     for texts, max_tokens in inputs:
+        text_by_key = {(text, max_tokens): text for text in texts}
         tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
-        token_ids |= tokenize_texts({(text, max_tokens): text for text in texts}, tokenize)
-    rows = {text_and_limit: row for row, text_and_limit in enumerate(token_ids)}
+        token_ids.update(tokenize_texts(text_by_key, tokenize))
+    row_by_key = {key: row for row, key in enumerate(token_ids)}  # row of each text's vector
 
-    def open_model(model: Any) -> Any:
-        vectors = _check_finite(model(TextsToEncode([*token_ids.values()]))).cpu().numpy()
+    def open_model(step_module: Any) -> Any:
+        all_texts = TextsToEncode([*token_ids.values()])
+        vectors = _check_finite(step_module(all_texts)).cpu().numpy()  # [text, dim]
 
         def look_up(texts: Sequence[str], max_tokens: int) -> Vectors:
-            return vectors[[rows[text, max_tokens] for text in texts]]
+            rows = [row_by_key[text, max_tokens] for text in texts]
+            return vectors[rows]
 
-        return SkillEncoder(encoder, OWN, token_budget=0, forward=look_up).over(skills)
+        # `look_up` takes the place of the forward pass, so there are no micro-batches to limit.
+        ranker = SkillEncoder(encoder, source=OWN, token_budget=0, forward=look_up)
+        return ranker.over(skills)
 
     return open_model
 
@@ -157,7 +168,7 @@ class Dev:
 
 
 def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) -> Dev:
-    """Load the dev benchmark for a model in training, and run the rankers before the model.
+    """Load the dev benchmark, and run the rankers that come before the model in the cascade.
 
     Args:
         config: Settings of the benchmark.
@@ -165,7 +176,8 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
         training_pool: Pool of the training data, which is ranked if `config` names no other.
 
     Raises:
-        SkilltrainError: Gold skills are not in the pool, or none of them reaches the model.
+        SkilltrainError: Gold skills are not in the pool, or the rankers before the model find no
+            gold skill.
     """
     check_systems([config.system], has_model=True)
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -183,9 +195,9 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     else:
         open_model = reranker_opener(model, skills)
 
-    # Rank as deep as the largest cutoff and every ranker need.
+    # Rank as many skills as the largest cutoff of a measure, and as any ranker keeps.
     cutoffs = [measure.cutoff for measure in config.measures]
-    keeps = [ranker.keep or 0 for ranker in config.rankers]
+    keeps = [ranker.keep for ranker in config.rankers if ranker.keep is not None]
     cascade = Cascade(queries, [*skills.values()], depth=max(cutoffs + keeps))
     _check_candidates(config, cascade, benchmark.tasks)
     return Dev(config, benchmark.relevances, cascade, open_model)
@@ -213,27 +225,33 @@ def _sample_pool(
 
 
 def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
-    """Run the rankers before the model in training, and warn of gold skills that they miss.
+    """Check that the rankers before the model in training find gold skills for it to rank.
 
-    The cascade keeps their rankings for all evaluations.
+    The cascade keeps the rankings of these rankers for all evaluations. If they miss some gold
+    skills, a warning says how many.
+
+    Args:
+        config: Settings of the dev benchmark.
+        cascade: Queries and pool.
+        tasks: Queries with their judgements.
 
     Raises:
-        SkilltrainError: They find no gold skill.
+        SkilltrainError: These rankers find no gold skill.
     """
-    # Run the rankers before the model.
-    num_earlier = 0
-    while not any(part.is_in_training for part in flatten_rankers([config.rankers[num_earlier]])):
-        num_earlier += 1
+    num_earlier = _num_before_model(config)
     if num_earlier == 0:
         return
-    rankers = tuple(with_keeps(config.rankers, cascade.depth)[:num_earlier])
-    rankings = cascade.run(SystemConfig(name="dev", rankers=rankers))[-1].skill_ids()
 
-    # Release their models. Evaluations need only those of the other rankers.
-    later_rankers = {"rankers": config.rankers[num_earlier:]}
-    cascade.release_unneeded([config.system.model_copy(update=later_rankers)])
+    # Run the rankers before the model.
+    rankers = with_keeps(config.rankers, cascade.depth)
+    earlier_system = SystemConfig(name="dev", rankers=tuple(rankers[:num_earlier]))
+    rankings = cascade.run(earlier_system)[-1].skill_ids()
 
-    # Count the gold skills that they miss.
+    # Free their models. Evaluations run only the later rankers again.
+    later_system = config.system.model_copy(update={"rankers": config.rankers[num_earlier:]})
+    cascade.release_unneeded([later_system])
+
+    # Find the gold skills that are not among the candidates of these rankers.
     num_gold = 0
     missed: list[str] = []  # query id of each missed gold skill
     for task in tasks:
@@ -242,16 +260,24 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
         num_gold += len(gold)
         missed += [query_id for skill_id in gold if skill_id not in rankings[query_id]]
 
-    where = "among the candidates of the rankers before the model"
     if len(missed) == num_gold:
         raise SkilltrainError(
             "missing-gold-skill",
-            f"no gold skill of the {len(tasks)} dev queries is {where}",
+            f"no gold skill of the {len(tasks)} dev queries is among the candidates of the rankers "
+            "before the model",
             where="dev.rankers",
             fix="choose others, of this benchmark",
         )
     if missed:
         say(
             f"dev: {len(missed):,} of {num_gold:,} gold skills ({len(set(missed)):,} queries) "
-            f"are not {where} and count as missed"
+            "are not among the candidates of the rankers before the model and count as missed"
         )
+
+
+def _num_before_model(config: DevConfig) -> int:
+    """Return the number of rankers that run before the model in training."""
+    number = 0
+    while not any(member.is_in_training for member in flatten_rankers([config.rankers[number]])):
+        number += 1
+    return number

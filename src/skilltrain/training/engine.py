@@ -49,7 +49,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     else:
         torch.set_float32_matmul_precision("high")  # TF32
         if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(os.environ):
-            # Texts of unequal lengths do not fragment memory that grows in segments.
+            # Expandable segments keep texts of unequal lengths from fragmenting the memory.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
     # Create the accelerator.
@@ -62,7 +62,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # no copy of each gradient
     ]
     accelerator = Accelerator(
-        cpu=on_cpu and not deepspeed,
+        cpu=on_cpu and not deepspeed,  # with cpu=True, accelerate would ignore DeepSpeed
         mixed_precision="bf16" if mixed else "no",
         kwargs_handlers=handlers if launched_ranks() > 1 else None,
     )
@@ -111,18 +111,22 @@ def launch_of(accelerator: Accelerator) -> str:
     return f"{accelerator.num_processes} x {method} on {device}"
 
 
-def check_shared(accelerator: Accelerator, folder: Path) -> None:
-    """Check that all ranks see the same folder: process 0 writes a file, the others look for it.
+def check_folder_is_shared(accelerator: Accelerator, folder: Path) -> None:
+    """Check that all ranks see the same folder.
 
-    All ranks must call this before any of them uses the folder. A rank whose listing of the folder
-    shows the new file will also see every checkpoint.
+    The first rank writes a file into the folder, and all ranks look for it. A rank that finds it in
+    the listing of the folder will also see every checkpoint. All ranks must call this before any of
+    them uses the folder.
 
     Raises:
-        SkilltrainError: On every rank, if one of them does not see the file.
+        SkilltrainError: A rank does not see the file. All ranks raise this error.
     """
     if accelerator.num_processes == 1:
         return
-    marker = folder / of_first_rank(f".seen-by-all-{secrets.token_hex(6)}")
+
+    # Write the file. All ranks get the random name that the first rank has chosen.
+    name = of_first_rank(f".seen-by-all-{secrets.token_hex(6)}")
+    marker = folder / name
     if accelerator.is_main_process:
         write_text(marker, "")
     accelerator.wait_for_everyone()
@@ -210,21 +214,26 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
 
 
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Set DeepSpeed's own settings, because its defaults clip gradients and fail to save.
+    """Set DeepSpeed's settings that must follow the recipe, or whose defaults fail.
 
-    DeepSpeed does not accumulate gradients: skilltrain does, and accelerate tells DeepSpeed at each
-    backward pass whether a step follows.
+    Args:
+        accelerator: Accelerator of the run, which uses DeepSpeed.
+        config: Settings of the training run.
     """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # transformers would load empty weights under ZeRO-3
+    unset_hf_deepspeed_config()  # otherwise transformers loads empty weights under ZeRO-3
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
     settings = plugin.deepspeed_config
     settings["train_micro_batch_size_per_gpu"] = config.batch_size // accelerator.num_processes
+    # skilltrain accumulates gradients itself. accelerate tells DeepSpeed at each backward pass
+    # whether a step follows.
     settings["gradient_accumulation_steps"] = 1
-    settings["gradient_clipping"] = config.max_grad_norm
+    settings["gradient_clipping"] = config.max_grad_norm  # by default 1.0, whatever the recipe says
+    # Accept PyTorch's AdamW, also if its state is on the CPU.
     settings["zero_allow_untested_optimizer"] = True
     settings["zero_force_ds_cpu_optimizer"] = False
+    # Let a checkpoint gather the whole weights, which ZeRO-3 refuses by default.
     if plugin.zero_stage == 3:
         settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 
 from skilltrain.terminal import launched_ranks
 from skilltrain.training.loop import Batch, Training, largest_batch, step_batches
@@ -18,18 +17,23 @@ _NUM_SAMPLED_BATCHES = 100  # their padding is computed, and taken for that of a
 
 
 def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
-    """Count what a training run computes, for `--dry-run`.
+    """Count what a training run reads and computes, for `--dry-run`.
 
     `list_tokens` counts a skill once for each of its lists, although a step encodes it once.
+
+    Returns:
+        Counts and shares by summary key.
     """
     lists = step.data.lists
     max_tokens = step.model.settings.max_tokens
     tokens = 0
     for training_list in lists:
+        # Lengths of the skills. For a reranker, they include the query.
         tokens += sum(min(length, max_tokens) for length in step.lengths(training_list))
         if isinstance(step, EncoderStep):
             tokens += len(step.query_ids[training_list.query])
-    return counts_of(step) | {
+    return {
+        **counts_of(step),
         "num_queries": len({training_list.query for training_list in lists}),
         "num_steps": sum(1 for _ in step_batches(lists, config)),
         "positives_cut_share": truncated_share(step),
@@ -39,49 +43,64 @@ def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
 
 
 def measure_run(training: Training) -> dict[str, float]:
-    """Run the largest batch. Return the peak memory of this rank, and the hours of all batches.
+    """Run the largest batch, to estimate the memory and the time of the training run.
 
-    The hours are in proportion to tokens. Evaluations and checkpoints are not included.
+    Evaluations and checkpoints are not included in the time.
+
+    Returns:
+        `memory_mib`, the peak memory of this rank, and `hours`, the time of all batches.
     """
-    step = training.step
+    step = training.step_module
     steps = step_batches(step.data.lists, training.config)
     batches: Sequence[Batch] = [*chain.from_iterable(steps)]
     largest = largest_batch(step, batches)
     seconds = training.probe_memory(largest)
 
-    sample = batches[:: max(1, len(batches) // _NUM_SAMPLED_BATCHES)]
-    mean_slots = fmean(sum(step.slots(batch)) for batch in sample)
-    hours = seconds / 3600 * len(batches) * mean_slots / sum(step.slots(largest))
+    # Compute the padding of every n-th batch only, because it takes time.
+    interval = max(1, len(batches) // _NUM_SAMPLED_BATCHES)
+    sample = batches[::interval]
+    mean_tokens = fmean(sum(step.slots(batch)) for batch in sample)  # with padding
+    largest_tokens = sum(step.slots(largest))  # with padding
+
+    # The time of a batch is proportional to its tokens.
+    hours_if_all_largest = seconds / 3600 * len(batches)
+    hours = hours_if_all_largest * mean_tokens / largest_tokens
     peak = peak_bytes(training.accelerator.device)
     return {"memory_mib": round(peak / 2**20, 1), "hours": float(f"{hours:.2g}")}
 
 
 def counts_of(step: StepModule) -> dict[str, int]:
-    """Count lists, skills, pairs and parameters. Call it before a launcher shards the model."""
+    """Count lists, skills, pairs and parameters, by summary key.
+
+    Call this function before a launcher shards the model, because it counts the parameters of this
+    process.
+    """
+    num_parameters = 0
+    num_trained = 0
+    for parameter in step.parameters():
+        size = parameter.numel()
+        if parameter.dtype == torch.uint8:  # a byte holds two 4-bit weights
+            size *= 2
+        num_parameters += size
+        if parameter.requires_grad:
+            num_trained += size
+
     lists = step.data.lists
-    # A byte holds two 4-bit weights.
-    sizes = {p: p.numel() * (2 if _is_four_bit(p) else 1) for p in step.parameters()}
     return {
         "num_lists": len(lists),
         "num_skills": len({skill.skill_id for skill in step.data.skills.values()}),
         "num_pairs": sum(len(training_list.skill_ids) for training_list in lists),
         "num_positives": sum(sum(training_list.is_positive) for training_list in lists),
-        "num_parameters": sum(sizes.values()),
-        "num_trained_parameters": sum(size for p, size in sizes.items() if p.requires_grad),
+        "num_parameters": num_parameters,
+        "num_trained_parameters": num_trained,
     }
 
 
-def _is_four_bit(parameter: nn.Parameter) -> bool:
-    return parameter.dtype == torch.uint8
-
-
 def truncated_share(step: StepModule) -> float:
-    """Return the share of positives whose text is truncated.
-
-    An encoder's token ids are already truncated, so a text of exactly `max_tokens` tokens counts.
-    """
+    """Return the share of positives whose text is longer than `max_tokens`, and truncated."""
     limit = step.model.settings.max_tokens
     if isinstance(step, EncoderStep):
+        # An encoder's texts are already truncated. One of exactly `max_tokens` tokens counts too.
         limit -= 1
     is_truncated: list[bool] = []  # of each positive
     for training_list in step.data.lists:

@@ -12,7 +12,7 @@ from skilltrain.export.card import Published, RunRecord, model_card, rename_mode
 from skilltrain.export.forms import open_model, write_form
 from skilltrain.export.push import check_folder, upload
 from skilltrain.files import staged_folder, write_text
-from skilltrain.formats import RUN
+from skilltrain.formats import RUN as RUN_FORMAT
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
@@ -48,8 +48,10 @@ def export_run(
     """
     config, summary = _read_run(run)
 
+    is_final_model = bool(summary) and checkpoint is None
+
     # Check that the arguments fit together and fit the run.
-    if published.reports and (checkpoint is not None or not summary):
+    if published.reports and not is_final_model:
         fault = "a report is about the final model of a finished run"
         fix = "leave out --report or --checkpoint"
         raise SkilltrainError("conflicting-settings", fault, where="--report", fix=fix)
@@ -58,42 +60,47 @@ def export_run(
         fix = "export without --adapter"
         raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
 
-    final_name = summary.get("checkpoint")  # None for an unfinished run
-    name = final_name
+    final_checkpoint = summary.get("checkpoint")  # None for an unfinished run
+    exported_checkpoint = final_checkpoint
     with staged_folder(out) as staged:
-        # Copy the saved model of a finished run, or make the model of a checkpoint.
-        if summary and checkpoint is None and not adapter_only:
+        if is_final_model and not adapter_only:
             copy_model(run, staged)
         else:
-            source = _find_checkpoint(run, checkpoint or final_name)
-            name = source.name
-            if name != final_name:
-                summary = {}  # it describes another checkpoint
+            # If both names are None, this is the newest checkpoint.
+            source = _find_checkpoint(run, checkpoint or final_checkpoint)
+            exported_checkpoint = source.name
+            if exported_checkpoint != final_checkpoint:
+                summary = {}  # it describes the final model
             save_trained(config, source, staged, summary, adapter_only)
 
         if form is not None:
             write_form(staged, form)
 
+        # Write the model card. It names the checkpoint, unless it is the final one.
         if not adapter_only:
             settings = open_model(staged, "meta").settings
             recipe = config.model_dump(mode="json")
-            exported = name if name != final_name else None
-            record = RunRecord(settings, recipe, summary, exported, form, run)
+            is_final_checkpoint = exported_checkpoint == final_checkpoint
+            card_checkpoint = None if is_final_checkpoint else exported_checkpoint
+            record = RunRecord(settings, recipe, summary, card_checkpoint, form, run)
             write_text(staged / "README.md", model_card(record, published))
-    return {"out": str(out), "stage": config.stage, "checkpoint": name}
+    return {"out": str(out), "stage": config.stage, "checkpoint": exported_checkpoint}
 
 
 def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     """Return the settings and the summary of a run. The summary of an unfinished run is empty.
 
     Raises:
-        SkilltrainError: It is no training run, or another release wrote it.
+        SkilltrainError: The folder holds no training run, or another release wrote it.
     """
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
         raise SkilltrainError("no-run", f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
-    RUN.check(record, run, f"train again: skilltrain train {run / RECIPE_FILE} out=…")
+    train_again = f"train again: skilltrain train {run / RECIPE_FILE} out=…"
+    RUN_FORMAT.check(record, run, fix=train_again)
+
+    # Load the settings.
     recipe = load_recipe(run / RECIPE_FILE)
     name = str(recipe.get("stage"))
     stage = load_stage(name)
@@ -148,7 +155,8 @@ def push_model(
         published: Facts for the model card that the run does not know.
         form: Form of the model, if not the one that training saves.
         public: Whether the repository is public.
-        into_existing: Whether to replace a README.md that is the only file of the repository.
+        into_existing: Whether to upload into an existing repository that holds only a README.md.
+            The README.md is replaced.
         dry_run: Whether to check everything but send nothing.
 
     Returns:
@@ -159,7 +167,10 @@ def push_model(
     """
     assert published.repo is not None
     record = record_of(run)  # empty for an export
-    _check_pushable(run, record, has_facts=bool(form or published.license or published.reports))
+    has_options = bool(form or published.license or published.reports)
+    _check_pushable(run, record, has_options)
+
+    # Export a run, or copy an export, and upload the files.
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
         if record:
@@ -175,13 +186,14 @@ def push_model(
     return {"url": url, "files": sizes, "card": card}
 
 
-def _check_pushable(run: Path, record: Mapping[str, Any], has_facts: bool) -> None:
+def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> None:
     """Check that a folder can be pushed: a finished run, or an export.
 
     Args:
         run: The folder.
         record: Record of the run; empty for an export.
-        has_facts: Whether the user gives facts for the model card. An export already has its card.
+        has_options: Whether the user gives a form, a licence or reports. An export cannot take
+            them, because it already has its form and its model card.
 
     Raises:
         SkilltrainError: The folder cannot be pushed.
@@ -191,7 +203,7 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_facts: bool) -> No
         raise SkilltrainError(
             "unfinished-run", "this training has not finished", where=run, fix=fix
         )
-    if not record and has_facts:
+    if not record and has_options:
         fix = "give --form, --license and --report to `skilltrain export`"
         raise SkilltrainError(
             "conflicting-settings",

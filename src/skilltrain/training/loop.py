@@ -33,7 +33,7 @@ from skilltrain.training.checkpoint import (
     save_checkpoint,
 )
 from skilltrain.training.dev import Dev
-from skilltrain.training.engine import check_shared, shards_weights, shares_state
+from skilltrain.training.engine import check_folder_is_shared, shards_weights, shares_state
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule
@@ -146,7 +146,8 @@ def train(
             error names the step's queries.
         StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
     """
-    check_shared(accelerator, run.checkpoints)
+    # Refuse to overwrite the checkpoints of an earlier run.
+    check_folder_is_shared(accelerator, run.checkpoints)
     old_checkpoints = checkpoints(run.checkpoints)
     if old_checkpoints and not run.resume:
         raise SkilltrainError(
@@ -155,6 +156,7 @@ def train(
             where=old_checkpoints[-1],
             fix="--resume, or another out",
         )
+
     training = Training(accelerator, step_module, config, run)
     training.run_remaining_steps()
     checkpoint = best_checkpoint(run.checkpoints) or checkpoints(run.checkpoints)[-1]
@@ -165,8 +167,8 @@ class Training:
     """A training run in progress.
 
     Attributes:
-        step: The step module itself. Its data and token counts are read here.
-        model: The same module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
+        step_module: The model with its loss. Its data and token counts are read here.
+        model: The step module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
         optimizer: The optimiser, wrapped by the launcher.
         position: Progress of the run.
         seconds_at_checkpoint: Seconds of the run until its last checkpoint.
@@ -178,14 +180,14 @@ class Training:
         """Prepare the model and the optimiser. To resume, restore the newest checkpoint.
 
         Raises:
-            SkilltrainError: Checkpoints exist although `run` does not resume, or cannot be read.
+            SkilltrainError: The newest checkpoint cannot be read, or does not fit the model.
         """
         set_seed(config.seed)
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
 
         self.accelerator = accelerator
-        self.step = step
+        self.step_module = step
         self.config = config
         self.run = run
         optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
@@ -211,19 +213,19 @@ class Training:
         config = self.config
         run = self.run
         position = self.position
-        steps = [*step_batches(self.step.data.lists, config)]
+        steps = [*step_batches(self.step_module.data.lists, config)]
         num_steps = len(steps)
         steps_per_epoch = math.ceil(num_steps / config.epochs)
         start_time = time.monotonic() - position.seconds
         trackers = open_trackers(config.trackers, run.folder, run.recipe)
         with (
-            out_of_memory_in_one_line(config, self.step),
+            out_of_memory_in_one_line(config, self.step_module),
             TrainingLog(run.folder / "train_log.jsonl", position.step, trackers) as log,
             StopRequest() as stop,
             progress("training", num_steps, position.step) as show,
         ):
             if can_probe(self.accelerator):
-                self.probe_memory(largest_batch(self.step, chain.from_iterable(steps)))
+                self.probe_memory(largest_batch(self.step_module, chain.from_iterable(steps)))
 
             for batches in steps[position.step :]:
                 if self._is_patience_exhausted():
@@ -233,7 +235,7 @@ class Training:
                 self._set_learning_rate(num_steps)
                 metrics = self._update(batches)
                 position.seconds = time.monotonic() - start_time
-                metrics = {"epoch": position.step / steps_per_epoch} | metrics
+                metrics = {"epoch": position.step / steps_per_epoch, **metrics}
                 log.write(position.step, metrics)
                 show(position.step, note_of(metrics))
                 return_free_memory(position.step, self.accelerator.device)
@@ -283,23 +285,29 @@ class Training:
             group["lr"] = self.config.learning_rate * factor
 
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Run one optimiser step on all `batches`, and return its metrics.
+        """Run one optimiser step, and return its metrics by name.
 
         All queries of the step have the same weight.
+
+        Args:
+            batches: Batches of the step. Each one holds the lists of all ranks.
         """
         # Compute the gradients, check them, and change the weights.
         start_time = time.monotonic()
-        num_queries = sum(map(len, batches))
+        num_queries = sum(len(batch) for batch in batches)
         mean_loss = self._backward(batches, num_queries)
         grad_norm = self._clip_gradients()
         _check_step(mean_loss, grad_norm, batches, self.config.stop_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+        # Add the tokens of all ranks, without and with padding.
+        count = self.step_module.count
+        counts = self._sum_over_ranks([count["tokens"], count["slots"]])
+        num_tokens, num_padded_tokens = counts.tolist()
+        count.clear()
+
         # Update the position.
-        counts = self._sum_over_ranks([self.step.count["tokens"], self.step.count["slots"]])
-        num_tokens, num_slots = counts.tolist()
-        self.step.count.clear()
         self.position.step += 1
         self.position.loss = mean_loss
         self.position.queries += num_queries
@@ -312,7 +320,7 @@ class Training:
             "grad_norm": grad_norm,  # before clipping
             "queries_per_second": num_queries / seconds,
             "tokens_per_second": num_tokens / seconds,
-            "padding_share": 1 - num_tokens / num_slots,
+            "padding_share": 1 - num_tokens / num_padded_tokens,
         }
         device = self.accelerator.device
         if device.type == "cuda":
@@ -320,30 +328,39 @@ class Training:
         return metrics
 
     def _backward(self, batches: Sequence[Batch], num_queries: int) -> float:
-        """Accumulate the gradients of all batches, and return the mean loss per query.
+        """Accumulate the gradients of the step's loss, the mean over the queries of all batches.
 
         Args:
-            batches: Batches of the step, which all ranks share.
+            batches: Batches of the step. Each one holds the lists of all ranks.
             num_queries: Number of queries in all batches.
+
+        Returns:
+            The step's loss.
         """
         accelerator = self.accelerator
-        # Ranks that share gradients (FSDP2, ZeRO) exchange them after every batch. Otherwise each
+        # The model returns the sum over this rank's queries. The mean over all queries needs the
+        # factor 1 / num_queries. Launchers average gradients over the ranks instead of adding them,
+        # which the factor num_processes undoes.
+        loss_scale = accelerator.num_processes / num_queries
+
+        # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each
         # rank would have to hold the whole gradient until the last batch.
         syncs_always = shares_state()
-        # Launchers average gradients over ranks, but the gradient of a sum over queries is needed.
-        loss_scale = accelerator.num_processes / num_queries
-        total = torch.zeros((), device=accelerator.device)
+
+        scaled_sum = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            # In the backward pass for which this is true, DeepSpeed updates the weights.
+            # DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
             accelerator.sync_gradients = is_last
             is_synced = is_last or syncs_always
             context = nullcontext() if is_synced else accelerator.no_sync(self.model)
             with context:
                 loss = self.model(batch) * loss_scale
                 accelerator.backward(loss)
-            total += loss.detach().float()
-        return float(self._sum_over_ranks(total)) / accelerator.num_processes
+            scaled_sum += loss.detach().float()
+
+        # Divide by num_processes, because the losses of the ranks are added here.
+        return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
 
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm before clipping."""
@@ -353,20 +370,22 @@ class Training:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _evaluate_if_due(self, is_last: bool, log: TrainingLog) -> bool:
-        """Evaluate the model on the dev benchmark if it is time. All ranks must call this.
+        """Evaluate the model on the dev benchmark every few steps, and after the last step.
+
+        All ranks must call this.
 
         Args:
-            is_last: Whether the last step has been done. Then it is always time.
+            is_last: Whether the last step has been done.
             log: Log for the metrics.
 
         Returns:
             Whether the model was evaluated, and is better than in all evaluations before.
         """
         dev = self.run.dev
-        step = self.position.step
         if dev is None:
             return False
-        is_due = is_last or step % dev.config.every == 0
+        num_steps_done = self.position.step
+        is_due = is_last or num_steps_done % dev.config.every == 0
         if not is_due:
             return False
 
@@ -374,11 +393,11 @@ class Training:
         with torch.no_grad():
             metrics = dev.evaluate(self.model)
         self.model.train()
-        self.step.count.clear()  # tokens of the evaluation
+        self.step_module.count.clear()  # drop the tokens of the evaluation
 
-        log.write_dev(step, metrics)
-        say(f"step {step}: {dev.line(metrics)}")
-        return self.position.best.update(step, dev.config.metric, metrics)
+        log.write_dev(num_steps_done, metrics)
+        say(f"step {num_steps_done}: {dev.line(metrics)}")
+        return self.position.best.update(num_steps_done, dev.config.metric, metrics)
 
     def _save(self) -> None:
         self.seconds_at_checkpoint = self.position.seconds
@@ -396,27 +415,33 @@ class Training:
         Weights and random states do not change, and the gradients are dropped. All ranks must call
         this.
 
+        Args:
+            batch: The largest batch.
+
         Returns:
-            Seconds of the last run. The batch runs twice if steps accumulate gradients, because the
-            second batch of a step needs memory beside the gradients of the first.
+            Seconds of one forward and backward pass.
         """
-        # AdamW creates its two moments in the first step. Occupy their memory.
+        # AdamW creates its two moments in the first step. Occupy as much memory here. The values
+        # are written, because a CPU would only reserve the memory of empty tensors.
         device = self.accelerator.device
         moments = []
         if not self.optimizer.state:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            # Ones, because a CPU does not occupy memory that is only reserved.
-            moments = [torch.ones_like(parameter) for parameter in 2 * parameters]
-        start_time = time.monotonic()
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    moments += [torch.ones_like(parameter), torch.ones_like(parameter)]
+
+        # If a step has several batches, its later ones need memory beside the gradients of the
+        # first. So the batch runs twice, and the second run is timed.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for _ in range(min(2, self.config.accumulation)):
-                start_time = time.monotonic()
+            if self.config.accumulation > 1:
                 self.accelerator.backward(self.model(batch))
+            start_time = time.monotonic()
+            self.accelerator.backward(self.model(batch))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
-        self.step.count.clear()
+        self.step_module.count.clear()
         del moments
 
         if device.type == "cuda":

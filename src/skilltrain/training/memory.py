@@ -27,24 +27,33 @@ _STATUS = Path("/proc/self/status")  # on Linux
 
 
 def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.device) -> None:
-    """Choose recomputation and the token budget where the recipe leaves them open.
+    """Choose recomputation and the token budget, unless the recipe sets them.
 
-    The first choice that fits is taken, in the order of `memory_choices`. One line says which.
+    The choices of `memory_choices` are tried in their order, until one fits. The chosen values are
+    set in `step.settings`, and one line of output names them.
+
+    Args:
+        step: The step module, whose network is not yet sharded.
+        config: Settings of the training run.
+        device: Device on which the run trains.
 
     Raises:
-        SkilltrainError: The memory that is available suffices for none of them.
+        SkilltrainError: The available memory is too small for every choice.
     """
+    # Compute the memory that is left for the activations of the largest batch.
     batches = chain.from_iterable(step_batches(step.data.lists, config))
     batch = largest_batch(step, batches)
-    bytes_per_slot = layer_bytes(step.model.network, config.dtype_on(device))
+    bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
     available = available_bytes(device) - held_bytes(step)
-    preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
 
+    # Take the first choice below the limit. If there is none, the last choice stays.
+    limit = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
     needed = 0.0
     for settings in memory_choices(step.settings, config):
         step.settings = settings
-        needed = activation_bytes(step, batch, bytes_per_slot) / launched_ranks()
-        if needed <= preferred:
+        # The ranks share the batch.
+        needed = activation_bytes(step, batch, bytes_per_token) / launched_ranks()
+        if needed <= limit:
             break
     if needed > available:
         problem = f"the largest batch needs {needed / GIB:.1f} GiB for activations"
@@ -62,26 +71,37 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
 
 
 def memory_choices(settings: StepSettings, config: TrainingConfig) -> Iterator[StepSettings]:
-    """Yield the settings to try: fastest first, then those that need less memory.
+    """Yield the settings to try: the fastest first, then settings that need less memory.
 
-    A value that the recipe sets does not change.
+    Args:
+        settings: Settings of the step, with the largest token budget.
+        config: Settings of the recipe. If they set `recompute` or `token_budget`, that value does
+            not change.
     """
-    if config.recompute is None:
+    recompute = config.recompute
+    if recompute is None:
         yield replace(settings, recompute=False)
-    recompute = config.recompute is not False
-    token_budget = settings.token_budget
+        recompute = True
     yield replace(settings, recompute=recompute)
+
+    # Halve the token budget.
+    token_budget = settings.token_budget
     while config.token_budget is None and token_budget > _MIN_TOKEN_BUDGET:
         token_budget //= 2
         yield replace(settings, recompute=recompute, token_budget=token_budget)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that a run may take on a device, with those of a model loaded there."""
+    """Return the bytes that a run may take on a device.
+
+    On a GPU, they include the bytes that tensors of this process already take.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(_GPU_SHARE * (free + torch.cuda.memory_allocated(device)))
+        allocated = torch.cuda.memory_allocated(device)  # by this process
+        return int(_GPU_SHARE * (free + allocated))
 
+    # On a CPU, a container may have less memory than the machine.
     available = psutil.virtual_memory().available
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
@@ -92,41 +112,51 @@ def available_bytes(device: torch.device) -> int:
 
 
 def held_bytes(module: nn.Module) -> float:
-    """Return the bytes on each rank of weights, gradients and AdamW's two moments."""
+    """Return the bytes that weights, gradients and AdamW's two moments take on each rank."""
     total = 0
     for parameter in module.parameters():
         weight_bytes = parameter.numel() * parameter.element_size()
         total += weight_bytes
         if parameter.requires_grad:
-            total += weight_bytes  # of the gradient
+            total += weight_bytes  # the gradient is as large as the weight
             total += _ADAMW_BYTES * parameter.numel()
-    return total / (launched_ranks() if shares_state() else 1)
+    num_shards = launched_ranks() if shares_state() else 1
+    return total / num_shards
 
 
-def activation_bytes(step: StepModule, batch: Batch, bytes_per_slot: float) -> int:
-    """Return the bytes of activations of a batch, all on one process.
-
-    With `recompute`, only the inputs of layers are stored for the whole batch. In addition, one
-    layer at a time has all its activations, for one micro-batch.
+def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> int:
+    """Return the bytes that the activations of a batch take, if one process computes all of it.
 
     Args:
-        bytes_per_slot: Bytes that one layer keeps per token or padding (see `layer_bytes`).
+        step: The step module.
+        batch: Lists of the batch.
+        bytes_per_token: Bytes that one layer saves per token, for the backward pass.
     """
     network = step.model.network
-    slots = step.slots(batch)
     num_layers = network.config.num_hidden_layers
+    num_tokens = step.slots(batch)  # of each micro-batch, with padding
     if not step.settings.recompute:
-        return round(sum(slots) * num_layers * bytes_per_slot)
-    input_bytes = network.config.hidden_size * network.get_input_embeddings().weight.element_size()
-    return round(sum(slots) * num_layers * input_bytes + max(slots) * bytes_per_slot)
+        return round(sum(num_tokens) * num_layers * bytes_per_token)
+
+    # With recomputation, each layer saves only its input, a vector per token. The backward pass
+    # recomputes the activations of one layer for one micro-batch at a time.
+    vector_bytes = network.config.hidden_size * network.get_input_embeddings().weight.element_size()
+    return round(sum(num_tokens) * num_layers * vector_bytes + max(num_tokens) * bytes_per_token)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has occupied: on a GPU, or resident on a CPU."""
+    """Return the largest number of bytes that this process has occupied so far.
+
+    This is the memory of tensors on a GPU, and the resident memory of the process on a CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+
+    # Linux reports the peak of the resident memory as VmHWM.
     if _STATUS.exists():
         status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(status["VmHWM"].removesuffix("kB"))
+
+    # Windows reports the peak as peak_wset. macOS reports only the present memory.
     memory: Any = psutil.Process().memory_info()
-    return getattr(memory, "peak_wset", memory.rss)  # Windows knows the peak, macOS does not
+    return getattr(memory, "peak_wset", memory.rss)

@@ -155,13 +155,16 @@ class _ListTable:
 
         Args:
             scores: Scores of the model.
-            valid: Whether a candidate counts.
-            needs: Needs of the loss.
+            valid: Whether a candidate takes part in the loss.
+            needs: Whether the loss reads teacher scores and vectors. If not, they are left out.
             vectors: Vectors whose cosines are the scores. None for a reranker.
             negatives: Masks of negatives by direction (see `ScoredBatch`).
         """
         device = scores.device
         teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
+        masks: dict[Direction, Tensor] = {}
+        for direction, mask in negatives.items():
+            masks[direction] = on_device(mask, device)
         return ScoredBatch(
             scores=scores,
             gains=on_device(self.gains(), device).to(scores.dtype),
@@ -169,7 +172,7 @@ class _ListTable:
             optional_teacher_scores=teacher_scores,
             positive=on_device(self.is_positive(), device),
             optional_vectors=vectors if needs.vectors else None,
-            negatives={key: on_device(mask, device) for key, mask in negatives.items()},
+            negatives=masks,
         )
 
     def _filled(
@@ -200,17 +203,24 @@ def list_scores(
         needs_teacher_scores: Whether the loss learns from a teacher. Candidates without a teacher
             score are then not valid.
     """
+    # Arrange the scores as a table. A shorter list ends with padding.
     sizes = [len(training_list.gains) for training_list in lists]
-    scores = torch.nn.utils.rnn.pad_sequence([*pair_scores.split(sizes)], batch_first=True)
-    table = _ListTable(lists, [*map(range, sizes)], max(sizes))
+    scores_by_list = [*pair_scores.split(sizes)]
+    scores = torch.nn.utils.rnn.pad_sequence(scores_by_list, batch_first=True)  # [list, candidate]
+
+    # The candidates of each list are in the first columns of its row.
+    columns = [range(size) for size in sizes]
+    table = _ListTable(lists, columns, num_columns=max(sizes))
     valid = table.is_listed
     if needs_teacher_scores:
         valid = valid & table.has_teacher_score()
-    return table.to_scored_batch(scores, valid, Needs(needs_teacher_scores), None, {})
+
+    needs = Needs(teacher_scores=needs_teacher_scores)
+    return table.to_scored_batch(scores, valid, needs, vectors=None, negatives={})
 
 
 def encoder_scores(
-    rank_lists: Sequence[TrainingList],
+    local_lists: Sequence[TrainingList],
     batch: Sequence[TrainingList],
     query_vectors: Float[Tensor, "query dim"],
     all_queries: Float[Tensor, "all dim"] | None,
@@ -220,38 +230,40 @@ def encoder_scores(
 ) -> ScoredBatch:
     """Return the input of an encoder's loss: this rank's queries against the skills of all ranks.
 
-    If the loss learns from a teacher, only candidates with a teacher score are valid. In-batch
-    negatives have none.
-
     Args:
-        rank_lists: Lists of this rank.
+        local_lists: Lists of this rank.
         batch: Lists of all ranks.
-        query_vectors: Unit vectors of the queries of `rank_lists`.
-        all_queries: Unit vectors of the queries of `batch`, for a loss that needs directions.
+        query_vectors: Unit vectors of the queries of `local_lists`.
+        all_queries: Unit vectors of the queries of `batch`. None for a loss that compares queries
+            with skills only.
         skill_ids: The distinct skills of `batch`.
-        skill_vectors: Their unit vectors.
+        skill_vectors: Unit vectors of these skills.
         context: Facts about the training set and the loss.
     """
-    # Find the candidates that count.
-    table = _ListTable.among(rank_lists, skill_ids)
-    valid = table.is_listed
+    # Find the candidates that take part in the loss: those of the query's list, and in-batch
+    # negatives. A loss that learns from a teacher uses only candidates with a teacher score.
+    table = _ListTable.among(local_lists, skill_ids)
+    valid = table.is_listed  # [query, skill]
     if context.in_batch:
-        valid = valid | in_batch_negatives(rank_lists, skill_ids, context)
+        valid = valid | in_batch_negatives(local_lists, skill_ids, context)
     if context.needs.teacher_scores:
         valid = valid & table.has_teacher_score()
 
+    # Find the negatives of comparisons other than from query to skill.
     negatives = {}
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
 
+    # Compute the cosines of queries and skills.
     if all_queries is None:
-        all_queries = query_vectors[:0]
+        all_queries = query_vectors[:0]  # no rows
     vectors = Vectors(
         at_least_float32(query_vectors),
         at_least_float32(skill_vectors),
         at_least_float32(all_queries),
     )
-    return table.to_scored_batch(vectors.scores, valid, context.needs, vectors, negatives)
+    scores = vectors.scores  # [query, skill]
+    return table.to_scored_batch(scores, valid, context.needs, vectors, negatives)
 
 
 def in_batch_negatives(
@@ -278,30 +290,36 @@ def _negatives(
 
     Args:
         table: Lists of this rank.
-        valid: Whether a candidate of this rank's queries counts.
-        batch: Lists of all ranks. `all queries` in the shapes below are their queries.
+        valid: Whether a candidate of this rank's queries takes part in the loss.
+        batch: Lists of all ranks. In the shapes below, `all` stands for the queries of these lists.
         skill_ids: The distinct skills of `batch`.
         context: Facts about the training set and the loss.
     """
-    # The positives of this rank, as (query, skill) pairs.
-    query, skill = (table.is_positive() & valid).nonzero()  # each [positive]
+    # A query is a negative of a query if the two have no answer in common.
     answer_keys = [context.answer_keys_by_query[each.query] for each in table.lists]
     all_answer_keys = [context.answer_keys_by_query[each.query] for each in batch]
+    query_to_query = ~_share_a_key(answer_keys, all_answer_keys)  # [query, all]
 
-    # A query of the batch is a negative of a positive if the positive's skill is one of its
-    # candidates, and has a lower gain there. A skill that is not in the query's list has gain 0.
+    # Each positive of this rank is a pair of a query (row) and a skill (column).
+    row, column = (table.is_positive() & valid).nonzero()  # each [positive]
+    gains = table.gains()[row, column]  # [positive]
+
+    # A query is a negative of a positive if the positive's skill is a candidate of the query, and
+    # has a lower gain for it than in the positive. A skill outside the query's list has gain 0.
     all_table = _ListTable.among(batch, skill_ids)
     is_candidate = all_table.is_listed | in_batch_negatives(batch, skill_ids, context)
-    other_gains = all_table.gains()[:, skill].T  # [positive, all queries]
-    is_lower = other_gains < table.gains()[query, skill][:, None]  # [positive, all queries]
+    gains_for_all = all_table.gains()[:, column].T  # [positive, all]
+    has_lower_gain = gains_for_all < gains[:, None]  # [positive, all]
+    skill_to_query = is_candidate[:, column].T & has_lower_gain
+
+    # A skill is a negative of a positive if it is an in-batch negative of the positive's query.
+    skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]
+    skill_to_skill = skills_by_query[row]  # [positive, skill]
 
     return {
-        # Queries that have no answer in common: [query, all queries].
-        "query_to_query": ~_share_a_key(answer_keys, all_answer_keys),
-        # [positive, all queries]
-        "skill_to_query": is_candidate[:, skill].T & is_lower,
-        # The in-batch negatives of the positive's query: [positive, skill].
-        "skill_to_skill": in_batch_negatives(table.lists, skill_ids, context)[query],
+        "query_to_query": query_to_query,
+        "skill_to_query": skill_to_query,
+        "skill_to_skill": skill_to_skill,
     }
 
 

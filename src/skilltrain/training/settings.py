@@ -73,28 +73,33 @@ class DevConfig(Config):
         return parse_measures([*DEV_MEASURES, self.metric])
 
     def check(self, kind: str, requirement: str) -> None:
-        """Check the rankers and the metric.
+        """Check that the rankers include the model in training, and that it can change the metric.
 
         Args:
-            kind: Kind of ranker that the model in training is: `dense` or `rerank`.
-            requirement: What to say if the model in training is of another kind.
+            kind: Kind of ranker that the model in training must be: `dense` or `rerank`.
+            requirement: Text of the error if the model in training is of another kind.
 
         Raises:
-            ValueError: The rankers cannot rank, the model in training is not one of them or is of
-                another kind, or no training can change the metric.
+            ValueError: The first ranker only orders candidates and finds none, the model in
+                training is missing or of another kind, or the metric ignores the order of the
+                candidates that the last ranker reads.
         """
-        if any(part.only_orders for part in flatten_rankers(self.rankers[:1])):
+        # Check the rankers.
+        first_members = flatten_rankers(self.rankers[:1])
+        if any(member.only_orders for member in first_members):
             raise ValueError(
-                "dev.rankers: the first one finds skills, "
+                "dev.rankers: the first one must find skills, "
                 "for instance {kind: saved, rankings: FOLDER}"
             )
-        models = [part for part in flatten_rankers(self.rankers) if part.is_in_training]
-        if not models:
+        members = flatten_rankers(self.rankers)
+        kinds = [member.kind for member in members if member.is_in_training]
+        if not kinds:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
-        if not all(part.kind == kind for part in models):
+        if set(kinds) != {kind}:
             raise ValueError(f"dev.rankers: {requirement}")
 
-        # A reranker cannot change a measure that ignores the order of the candidates that it reads.
+        # Check the metric. A reranker cannot change Recall@20, for example, by ordering 20
+        # candidates. `num_read` is None for a ranker without such a limit.
         measure = parse_measure(self.metric)
         last = self.rankers[-1]
         if last.num_read is None or measure.name not in _UNORDERED_MEASURES:

@@ -95,6 +95,7 @@ class _Step(nn.Module, Generic[ModelT]):
 
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
+        # Each text of a query is its own key.
         queries = {training_list.query: training_list.query for training_list in data.lists}
         self.query_ids = made_by_first_rank(
             lambda: tokenize_texts(queries, model.tokenize_queries, identity, cache)
@@ -116,16 +117,22 @@ class _Step(nn.Module, Generic[ModelT]):
             function: Runs the model on one micro-batch, and returns one row per item.
             items: Texts or pairs.
             groups: Positions of the items of each micro-batch.
-            is_counted: Whether `count` includes the items.
+            is_counted: Whether to add the tokens of the items to `self.count`.
         """
         model = self.model
         if self.settings.is_sharded:
-            groups = split_groups(groups, highest_on_any_rank(len(groups), model.device))
+            # All ranks must run the model equally often.
+            max_groups = highest_on_any_rank(len(groups), model.device)
+            groups = split_groups(groups, max_groups)
+
         if is_counted:
-            slots = sum(self.slots_of(items, groups))
-            tokens = slots if model.is_packed else sum(map(len, items))
-            self.count.update(slots=slots, tokens=tokens)
+            padded_tokens = sum(self.slots_of(items, groups))
+            tokens = padded_tokens if model.is_packed else sum(len(item) for item in items)
+            self.count.update(slots=padded_tokens, tokens=tokens)
+
         if torch.is_grad_enabled():
+            # Look up the token embeddings of all items at once, because each lookup has a gradient
+            # as large as the embeddings of the whole vocabulary.
             items = model.embed(items)
         return run_micro_batches(function, items, groups)
 
@@ -165,26 +172,29 @@ class EncoderStep(_Step[Encoder]):
 
     def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
         """Return the loss of a batch, summed over the queries of this rank."""
-        # Encode the queries and skills of this rank: r, r + world, r + 2 world, …
-        rank, world = rank_and_world()
-        rank_lists = batch[rank::world]
+        # Collect the token ids of the queries and distinct skills of all ranks.
         skill_ids = self._distinct_skills(batch)
         queries = [self.query_ids[training_list.query] for training_list in batch]
         skills = [self.skill_ids[skill_id] for skill_id in skill_ids]
-        late_loss = self.settings.late_interaction
-        num_tokens = max(map(len, [*queries, *skills])) if late_loss else 0
-        texts = [*queries[rank::world], *skills[rank::world]]
-        vectors, tokens = self._encode(texts, queries[0], num_tokens)
+        has_late_loss = self.settings.late_interaction is not None
+        num_tokens = max(map(len, [*queries, *skills])) if has_late_loss else 0
+
+        # Encode this rank's share: with n ranks, every n-th query and every n-th skill.
+        rank, world = rank_and_world()
+        local_queries = queries[rank::world]
+        local_skills = skills[rank::world]
+        vectors, tokens = self._encode([*local_queries, *local_skills], queries[0], num_tokens)
+        num_queries = len(local_queries)
 
         # Compare this rank's queries with the skills of all ranks.
-        num_queries = len(rank_lists)
         query_vectors = vectors[:num_queries]
         skill_vectors = gather_rows(vectors[num_queries:], len(skills))
         all_queries = None
         if self.context.needs.directions:
             all_queries = gather_rows(query_vectors, len(batch))
+        local_lists = batch[rank::world]
         scored = encoder_scores(
-            rank_lists,
+            local_lists,
             batch,
             query_vectors,
             all_queries,
@@ -194,17 +204,33 @@ class EncoderStep(_Step[Encoder]):
         )
         loss = self.loss(scored)
 
-        # Add the loss on token vectors.
-        if late_loss:
-            query_tokens = _without_padding(tokens[:num_queries], queries[rank::world])
+        if has_late_loss:
+            query_tokens = _without_padding(tokens[:num_queries], local_queries)
             skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
-            scores = max_sim(query_tokens, skill_tokens)
-            loss = loss + late_loss(
-                ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
-            )
+            loss = loss + self._late_loss(scored, query_tokens, skill_tokens)
 
-        # The sum of no rows is 0. It connects the loss of a rank without queries to the model.
+        # A rank without queries must run backward too. Add 0, computed from the model's output.
         return loss + skill_vectors[:0].sum()
+
+    def _late_loss(
+        self,
+        scored: ScoredBatch,
+        query_tokens: list[Float[Tensor, "_ dim"]],
+        skill_tokens: list[Float[Tensor, "_ dim"]],
+    ) -> Float[Tensor, ""]:
+        """Return the additional loss on token vectors, which scores skills by MaxSim.
+
+        Args:
+            scored: Input of the main loss.
+            query_tokens: Token vectors of each query of this rank.
+            skill_tokens: Token vectors of each distinct skill of the batch.
+        """
+        late_interaction = self.settings.late_interaction
+        assert late_interaction is not None
+        scores = max_sim(query_tokens, skill_tokens)  # [query, skill]
+        return late_interaction(
+            ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
+        )
 
     def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
         """Return the ids of the batch's skills, in an order that gives all ranks equal work."""
@@ -231,22 +257,28 @@ class EncoderStep(_Step[Encoder]):
         """Encode the texts of this rank.
 
         Args:
-            texts: Token ids of each text. A rank may have none.
-            any_text: Text that is encoded if there are none. Every rank must run the model, because
-                ranks exchange weights and gradients.
+            texts: Token ids of each text. A rank may have no texts.
+            any_text: Text that is encoded if there are no texts. Every rank must run the model,
+                because ranks exchange weights and gradients.
             num_tokens: Number of token vectors per text. 0: only the texts' vectors are needed.
 
         Returns:
-            Unit vectors of the texts, and of their tokens. A shorter text ends with zero vectors.
+            Unit vectors of the texts, and unit vectors of the tokens of each text. A shorter text
+            ends with zero vectors.
         """
         model = self.model
-        inputs = texts or [any_text]
+        has_texts = len(texts) > 0
+        inputs = texts if has_texts else [any_text]
         groups = model.micro_batches(inputs, self.settings.token_budget)
+
+        # `with_tokens` returns the text's vector, followed by the vectors of the tokens.
         function = partial(model.with_tokens, num_tokens=num_tokens) if num_tokens else model
-        vectors = self.run(function, inputs, groups, is_counted=bool(texts))
-        vectors = vectors[: len(texts)]  # without that of `any_text`
+        vectors = self.run(function, inputs, groups, is_counted=has_texts)
+        vectors = vectors[: len(texts)]  # without `any_text`
         if not num_tokens:
-            vectors = vectors[:, None]  # [text, 1, dim]
+            vectors = vectors[:, None]  # from [text, dim] to [text, 1, dim]
+
+        # Separate the vectors [text, 1 + token, dim].
         return vectors[:, 0], vectors[:, 1:]
 
 
@@ -264,29 +296,36 @@ class RerankerStep(_Step[Reranker]):
         if isinstance(batch, PairsToScore):
             return self._gathered_scores(batch.lists)
 
-        # A rank without a list scores the first one, with weight 0.
+        # Every rank must run the model. A rank without a list scores the first list, but its loss
+        # gets weight 0, and its tokens are not counted as work.
         rank, world = rank_and_world()
-        is_idle = rank >= len(batch)
-        rank_lists = batch[:1] if is_idle else batch[rank::world]
-        pairs = [self.make_pairs(training_list) for training_list in rank_lists]
-        scores = self._scores(pairs, is_counted=not is_idle)
-        loss = self.loss(list_scores(rank_lists, scores, self.loss.needs.teacher_scores))
-        return loss * 0 if is_idle else loss
+        has_list = rank < len(batch)
+        local_lists = batch[rank::world] if has_list else batch[:1]
+        pairs = [self.make_pairs(training_list) for training_list in local_lists]
+        scores = self._scores(pairs, is_counted=has_list)
+        loss = self.loss(list_scores(local_lists, scores, self.loss.needs.teacher_scores))
+        return loss if has_list else loss * 0
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
         """Score all lists. Each rank scores some of them, and returns the scores of all."""
-        # A rank without a list scores the first one, and does not use the scores.
+        # Every rank must run the model. A rank without a list scores the first list, and drops the
+        # scores below.
         rank, world = rank_and_world()
-        rank_lists = lists[rank::world]
-        scores = self._scores(rank_lists or lists[:1], is_counted=bool(rank_lists))
+        local_lists = lists[rank::world]
+        has_list = len(local_lists) > 0
+        scores = self._scores(local_lists if has_list else lists[:1], is_counted=has_list)  # [pair]
 
-        # Ranks exchange rows of equal length, one per list.
+        # Arrange the scores of this rank in rows of equal length, one per list.
         sizes = torch.tensor([len(pairs) for pairs in lists])
         is_pair = torch.arange(int(sizes.max())) < sizes[:, None]  # [list, column]
-        is_rank_pair = is_pair[rank::world]  # [rank's list, column]
-        rows = scores.new_zeros(is_rank_pair.shape)
-        rows[is_rank_pair] = scores[: int(is_rank_pair.sum())]
-        return gather_rows(rows, len(lists))[is_pair]
+        is_local_pair = is_pair[rank::world]  # [list of this rank, column]
+        num_local_pairs = int(is_local_pair.sum())  # 0 without a list
+        rows = scores.new_zeros(is_local_pair.shape)
+        rows[is_local_pair] = scores[:num_local_pairs]
+
+        # Exchange the rows, and drop the padding.
+        all_rows = gather_rows(rows, len(lists))  # [list, column]
+        return all_rows[is_pair]
 
     def make_pairs(self, training_list: TrainingList) -> list[PairIds]:
         """Return the pair of the query and each skill of a list."""
@@ -308,7 +347,12 @@ class RerankerStep(_Step[Reranker]):
     def _scores(
         self, lists: Sequence[Sequence[PairIds]], is_counted: bool
     ) -> Float[Tensor, "pair"]:
-        """Return the scores of all pairs, list after list."""
+        """Return the scores of all pairs, list after list.
+
+        Args:
+            lists: Pairs of each list.
+            is_counted: Whether to add the tokens of the pairs to `self.count`.
+        """
         groups = self.model.micro_batches(lists, self.settings.token_budget)
         score = partial(self.model.score, score_vector=self.model.score_vector())
         return self.run(score, [*chain.from_iterable(lists)], groups, is_counted)

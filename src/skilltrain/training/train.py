@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,7 +96,7 @@ class Train(TrainingStage):
 
         # Load the data and the model.
         data = load_data(self)
-        contaminated = check_held_out(self, data)
+        contamination_counts = check_held_out(self, data)
         step = open_step(
             self,
             data,
@@ -113,7 +112,7 @@ class Train(TrainingStage):
         dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
 
         # Train. Parameters are counted before the launcher shards them.
-        summary: Summary = counts_of(step) | contaminated
+        summary: Summary = {**counts_of(step), **contamination_counts}
         run = Run(out, resume, self.model_dump(mode="json"), dev)
         position, checkpoint = train(accelerator, step, self.training, run)
         summary |= {
@@ -124,10 +123,12 @@ class Train(TrainingStage):
             "seconds": round(position.seconds, 1),
             "checkpoint": checkpoint.name,
         }
-        best = position.best
-        if best.step:  # 0 without an evaluation
-            summary["dev"] = {name: asdict(metric) for name, metric in best.figures.items()}
+        was_evaluated = position.best.step > 0
+        if was_evaluated:
+            best_metrics = position.best.figures
+            summary["dev"] = {name: asdict(metric) for name, metric in best_metrics.items()}
 
+        # Save the model.
         if is_main_process():
             save_trained(self, checkpoint, out, summary)
         accelerator.wait_for_everyone()
@@ -137,23 +138,29 @@ class Train(TrainingStage):
     def dry_run(self) -> Summary:
         """Count what training would read, and measure memory and time on the largest batch.
 
-        Nothing is measured under DeepSpeed, and for a large model on a CPU.
+        Under DeepSpeed, and for a large model on a CPU, nothing is measured.
         """
+        # Check the settings, and load the data.
         accelerator = new_accelerator(self.training, is_quantized(self.adapter))
         check_fits(self)
         data = load_data(self)
         check_held_out(self, data)
+
+        # Open the model. Counting needs only its shapes, which the device meta has without weights.
+        # But 4-bit weights have their shapes only once they are loaded.
         is_measured = can_probe(accelerator) or _is_small_on_cpu(self, accelerator)
-        # Weights become 4-bit weights while they are loaded, which the device meta cannot show.
-        is_loaded = is_measured or is_quantized(self.adapter)
-        device = default_device() if is_loaded else torch.device("meta")
+        needs_weights = is_measured or is_quantized(self.adapter)
+        device = default_device() if needs_weights else torch.device("meta")
         step = open_step(self, data, device, sharded=shards_weights(accelerator))
+
+        # Count, and measure if possible.
         counts = count_work(step, self.training)
         if not is_measured:
             return counts
         fit_into_memory(step, self.training, accelerator.device)
-        run = Run(self.out, False, {})
-        return counts | measure_run(Training(accelerator, step, self.training, run))
+        run = Run(self.out, resume=False, recipe={})
+        training = Training(accelerator, step, self.training, run)
+        return {**counts, **measure_run(training)}
 
 
 class TrainEncoder(Train):
@@ -185,7 +192,10 @@ class TrainEncoder(Train):
     def _check(self) -> "TrainEncoder":
         """Check that settings of different sections fit together."""
         if self.dev is not None:
-            self.dev.check("dense", "an encoder in training is {kind: dense, source: self}")
+            self.dev.check(
+                kind="dense",
+                requirement="an encoder in training must be {kind: dense, source: self}",
+            )
 
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
@@ -222,8 +232,8 @@ class TrainReranker(Train):
         """Check that settings of different sections fit together."""
         if self.loss.needs.directions:
             raise ValueError(
-                "loss: a reranker compares skills only with their query: "
-                "directions: [query_to_skill]"
+                "loss: a reranker compares skills only with their query; "
+                "set directions: [query_to_skill]"
             )
         if self.loss.needs.vectors:
             raise ValueError(f"loss: {self.loss.name} needs vectors, which only an encoder has")
@@ -231,8 +241,8 @@ class TrainReranker(Train):
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
         if self.dev is not None:
             self.dev.check(
-                "rerank",
-                "a reranker in training orders the candidates of others: "
+                kind="rerank",
+                requirement="a reranker in training orders the candidates of others: "
                 "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]",
             )
         return self
@@ -257,16 +267,20 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     Raises:
         SkilltrainError: The model cannot be loaded, or does not fit the settings.
     """
-    set_seed(config.training.seed)  # for new layers
+    # Choose the precision of the weights.
     source = config.model
     if config.adapter is None:
-        # Most of AdamW's updates are too small to change a weight in bfloat16.
+        # All weights train. In bfloat16, most of AdamW's updates are too small to change a weight.
         source = source.model_copy(update={"precision": "float32"})
     elif "precision" not in source.model_fields_set:
-        # Autocast would copy frozen float32 weights to bfloat16 in every micro-batch.
+        # The weights are frozen. Load them in the dtype of the computation, because autocast would
+        # convert them in every micro-batch. `device` may be meta, which has no such dtype.
         dtype = config.training.dtype_on(default_device())
         precision = "bfloat16" if dtype == torch.bfloat16 else "float32"
         source = source.model_copy(update={"precision": precision})
+
+    # Load the model, and add the adapter.
+    set_seed(config.training.seed)  # for new layers
     options = quantizing_options(config.adapter)
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
@@ -299,7 +313,7 @@ def save_trained(
     """
     # Use the CPU, because the GPU may still hold the model.
     model = load_model(config, torch.device("cpu"))
-    load_weights(model, "model", checkpoint)
+    load_weights(model, "model.", checkpoint)
     if adapter_only:
         save_adapter(model, out, config.model.source)
         return
@@ -337,8 +351,8 @@ def open_step(
     model = load_model(config, device)
     training = config.training
     settings = StepSettings(
-        training.token_budget_on(default_device()),
-        bool(training.recompute),
+        token_budget=training.token_budget_on(default_device()),  # `device` may be meta
+        recompute=bool(training.recompute),
         token_cache=token_cache,
         varlen=training.varlen,
         is_sharded=sharded,
@@ -349,20 +363,23 @@ def open_step(
             in_batch=config.in_batch_negatives,
             late_interaction=config.late_interaction,
         )
-        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
+        # An encoder may read a window of each skill's body, not the whole body.
+        data = on_best_windows(data, model.settings)
+        return EncoderStep(model, config.loss, data, settings)
     assert isinstance(config, TrainReranker) and isinstance(model, Reranker)
     return RerankerStep(model, config.loss, data, settings)
 
 
 def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
-    """Count lists that are contaminated by a benchmark.
+    """Check that the lists contain no queries or answers of the benchmarks of the recipe.
 
     The queries and the positives of the lists are compared with the benchmarks of `held_out`. Only
     the queries are compared with the dev benchmark, because it may have the same skills as answers
     to other queries.
 
     Returns:
-        Number of lists by summary key. There is no key for a benchmark that the recipe lacks.
+        Number of contaminated lists by summary key. There is no key for a benchmark that the recipe
+        lacks.
 
     Raises:
         SkilltrainError: A list is contaminated, and the recipe does not allow it.
@@ -372,19 +389,20 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     counts: dict[str, int] = {}
     if source.held_out:
         benchmarks = open_benchmarks(source.held_out, source.pool, need_golds=True)
-        fix = _decontaminate(source, source.held_out)
-        counts["num_contaminated_lists"] = _num_contaminated(benchmarks, data, source, fix)
+        fix = _removal_advice(source, source.held_out)
+        counts["num_contaminated_lists"] = _check_contamination(benchmarks, data, source, fix)
     if dev is not None:
         benchmark = load_benchmark(dev.benchmark, dev.split)
-        command = _decontaminate(source, [dev.benchmark], "limits.name=false limits.jaccard=null ")
-        fix = f"choose another dev.split, or {command}"
-        queries_only = HeldOutBenchmark(benchmark.name, benchmark.tasks, ())
-        counts["num_lists_of_dev_queries"] = _num_contaminated([queries_only], data, source, fix)
+        queries_only = HeldOutBenchmark(benchmark.name, benchmark.tasks, golds=())
+        limits = "limits.name=false limits.jaccard=null "  # they compare skills
+        advice = _removal_advice(source, [dev.benchmark], limits)
+        fix = f"choose another dev.split, or {advice}"
+        counts["num_lists_of_dev_queries"] = _check_contamination([queries_only], data, source, fix)
     return counts
 
 
-def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
-    """Return the advice for contaminated lists: the command that removes them.
+def _removal_advice(source: ListsSource, benchmarks: Sequence[Path], limits: str = "") -> str:
+    """Return advice for the user: run a command that removes contaminated lists.
 
     Args:
         source: The lists.
@@ -397,48 +415,43 @@ def _decontaminate(source: ListsSource, benchmarks: Sequence[Path], limits: str 
     return f"run `{command} 'benchmarks=[{names}]' {limits}out=…` and train on what it writes"
 
 
-def _num_contaminated(
+def _check_contamination(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet, source: ListsSource, fix: str
 ) -> int:
-    """Count the lists that contain a query or a gold skill of a benchmark.
+    """Refuse lists that contain a query or a gold skill of a benchmark, or only warn of them.
 
     Args:
         benchmarks: The benchmarks.
         data: The lists.
-        source: Settings of the lists.
+        source: Settings of the lists, which choose between the error and the warning.
         fix: What the user can do, for the error.
+
+    Returns:
+        Number of these lists.
 
     Raises:
         SkilltrainError: There is such a list, and the settings do not allow it.
     """
-    # Compare each list with the benchmarks.
-    index = BenchmarkIndex(benchmarks, ContaminationLimits())
-    # A skill may be in many lists, but is compared once.
-    matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
-    contaminations: list[Dropped] = []
-    for training_list in data.lists:
-        marked = zip(training_list.skill_ids, training_list.is_positive, strict=True)
-        positives = [skill_id for skill_id, is_positive in marked if is_positive]
-        skill_matches = chain.from_iterable(map(matches, positives))
-        contaminations += index.contaminations(
-            training_list.query_id, training_list.query, skill_matches
-        )
+    contaminations = _find_contaminations(benchmarks, data)
     if not contaminations:
         return 0
 
-    # Count the lists, also by the ground on which they are contaminated.
+    # Count the contaminated lists, also for each filter that finds them.
     num_lists = len({contamination.query_id for contamination in contaminations})
-    lists_and_grounds = {(each.query_id, each.filter) for each in contaminations}
-    num_by_ground = Counter(ground for _, ground in lists_and_grounds)
-    grounds = [f"{ground} {num_by_ground[ground]:,}" for ground in GROUNDS if num_by_ground[ground]]
+    lists_and_filters = {(each.query_id, each.filter) for each in contaminations}
+    num_by_filter = Counter(filter_name for _, filter_name in lists_and_filters)
+    counts: list[str] = []
+    for filter_name in GROUNDS:
+        if num_by_filter[filter_name]:
+            counts.append(f"{filter_name} {num_by_filter[filter_name]:,}")
 
-    # Describe them by the first one.
+    # Name the first one as an example.
     first = contaminations[0]
-    where = f"query {first.query_id}"
+    example = f"query {first.query_id}"
     if first.skill_id:
-        where += f", positive {first.skill_id}"
-    fault = f"{num_lists:,} list(s) are contaminated ({', '.join(grounds)})"
-    fault += f"; the first, {where}: {first.reason}"
+        example += f", positive {first.skill_id}"
+    fault = f"{num_lists:,} list(s) are contaminated ({', '.join(counts)})"
+    fault += f"; the first, {example}: {first.reason}"
     if source.contamination == "refuse":
         folders = ", ".join(map(str, source.folders))
         raise SkilltrainError(
@@ -446,6 +459,29 @@ def _num_contaminated(
         )
     say(f"warning: {fault}; figures on that benchmark will be too high (data.contamination: allow)")
     return num_lists
+
+
+def _find_contaminations(
+    benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet
+) -> list[Dropped]:
+    """Find queries and positives of the lists that resemble those of a benchmark, list by list."""
+    index = BenchmarkIndex(benchmarks, ContaminationLimits())
+
+    @cache  # a skill may be in many lists
+    def find_matches(skill_id: str) -> list[Dropped]:
+        return index.skill_matches(data.skills[skill_id])
+
+    contaminations: list[Dropped] = []
+    for training_list in data.lists:
+        skill_matches: list[Dropped] = []
+        candidates = zip(training_list.skill_ids, training_list.is_positive, strict=True)
+        for skill_id, is_positive in candidates:
+            if is_positive:
+                skill_matches += find_matches(skill_id)
+        contaminations += index.contaminations(
+            training_list.query_id, training_list.query, skill_matches
+        )
+    return contaminations
 
 
 def check_fits(config: Train) -> None:

@@ -148,7 +148,7 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
     lists: list[TrainingList] = []
     for folder, weight in source.folders.items():
         lists += _read_lists(folder, source, weight, pool)
-    _check_rejections(lists)
+    _check_rejected_skills(lists)
 
     skills = {skill_id: pool[skill_id] for skill_id in sorted(_candidate_ids(lists))}
     clusters = made_by_first_rank(lambda: _clusters(skills, near_duplicates))
@@ -163,15 +163,17 @@ def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
     return skill_ids
 
 
-def _check_rejections(lists: Sequence[TrainingList]) -> None:
-    """Check that no list rejects a skill that answers the same query text in another list.
+def _check_rejected_skills(lists: Sequence[TrainingList]) -> None:
+    """Check that all lists with the same query text agree on the skills that answer it.
 
     Raises:
-        SkilltrainError: A list does so.
+        SkilltrainError: A skill has the verdict "rejected" in one list, and is a positive in
+            another list with the same query text.
     """
     answers_by_text: dict[str, set[str]] = {}
     for training_list in lists:
-        answers_by_text.setdefault(training_list.query, set()).update(training_list.positives)
+        answers = answers_by_text.setdefault(training_list.query, set())
+        answers.update(training_list.positives)
 
     for training_list in lists:
         answers = answers_by_text[training_list.query]
@@ -212,7 +214,8 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
         texts += [template.render(window) for window in windows]
     index = BM25Index(texts)
 
-    # Choose a window for each candidate of each list.
+    # Choose a window for each candidate of each list. Window 0 takes the key of the whole skill,
+    # and other windows are added under keys of their own.
     skills = dict(data.skills)
     lists: list[TrainingList] = []
     for training_list in track(data.lists, "choosing windows", len(data.lists)):
