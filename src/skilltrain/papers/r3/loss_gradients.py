@@ -189,11 +189,7 @@ def _encoder_statistics(
         step.loss(scored), inputs
     )
 
-    # Find the part of each score: the verdict on the skill, or an in-batch negative.
-    part_names = np.where(scored.valid, IN_BATCH, "").tolist()  # [query][skill]
-    for row, training_list in enumerate(batch):
-        for skill_id, verdict in zip(training_list.skill_ids, training_list.verdicts, strict=True):
-            part_names[row][skill_ids.index(skill_id)] = str(verdict)
+    part_names = _encoder_part_names(batch, skill_ids, scored.valid)
     yield from score_statistics(score_gradients, part_names)
 
     # A score is the product of two vectors, so d loss / d query = (d loss / d score) @ skills.
@@ -207,6 +203,24 @@ def _encoder_statistics(
         by_skill[part] = part_gradients.T @ queries  # [skill, dim]
     yield from vector_statistics("queries", by_query, query_gradients, queries)
     yield from vector_statistics("skills", by_skill, skill_gradients, skills)
+
+
+def _encoder_part_names(
+    batch: Sequence[TrainingList], skill_ids: Sequence[str], valid: Bool[Tensor, "query skill"]
+) -> list[list[str]]:
+    """Return the part of each score [query][skill]: the verdict on the skill, or IN_BATCH.
+
+    Args:
+        batch: The list of each query.
+        skill_ids: The distinct skills of all lists.
+        valid: Whether the loss counts the score. A score that it does not count has the part "",
+            unless its skill is in the list.
+    """
+    part_names = np.where(valid, IN_BATCH, "").tolist()
+    for names, training_list in zip(part_names, batch, strict=True):
+        for skill_id, verdict in zip(training_list.skill_ids, training_list.verdicts, strict=True):
+            names[skill_ids.index(skill_id)] = str(verdict)
+    return part_names
 
 
 def _reranker_statistics(
