@@ -367,10 +367,8 @@ def _judge_twice(
     if config.second_judge is None:
         return {}
 
-    def sort_key(*ids: str) -> int:
-        """Return a number that depends on the seed and the ids alone."""
-        return stable_number(config.seed, *ids)
-
+    # The order of groups and skills depends on the seed and their ids alone.
+    sort_key = partial(stable_number, config.seed)
     sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
     shuffled = []
     for group in sample[: config.num_judged_twice]:

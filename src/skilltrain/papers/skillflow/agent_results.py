@@ -127,7 +127,7 @@ def agent_results(
     comparisons = compare(results, pairs, [MAIN_MEASURE])
     pass_rates = {condition: row[MAIN_MEASURE].mean for condition, row in means.items()}
     ceiling_rate = pass_rates[ceiling] if ceiling else 0.0
-    shares_of_ceiling: dict[str, float] = {}
+    shares_of_ceiling = {}
     if ceiling_rate:
         shares_of_ceiling = {name: rate / ceiling_rate for name, rate in pass_rates.items()}
     return AgentResults(means, comparisons, of_ceiling=shares_of_ceiling)

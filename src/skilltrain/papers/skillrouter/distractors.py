@@ -175,19 +175,15 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     skills = {gold.skill_id: gold for gold in benchmark.golds}
 
     # Collect the distinct siblings of each gold skill, in the order of the tasks.
-    sibling_ids: dict[str, list[str]] = {}  # by id of the gold skill
+    siblings_by_gold: dict[str, list[Skill]] = {}  # the key is a skill id
     for task in benchmark.tasks:
-        gold_ids = sorted(task.relevance.gold)
-        for gold_id in gold_ids:
-            siblings = sibling_ids.setdefault(gold_id, [])
-            for skill_id in gold_ids:
-                if skill_id != gold_id and skill_id not in siblings:
-                    siblings.append(skill_id)
-
-    golds = []
-    for gold_id, siblings in sibling_ids.items():
-        golds.append((skills[gold_id], tuple(skills[skill_id] for skill_id in siblings)))
-    return golds
+        golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]
+        for gold in golds:
+            siblings = siblings_by_gold.setdefault(gold.skill_id, [])
+            for other in golds:
+                if other != gold and other not in siblings:
+                    siblings.append(other)
+    return [(skills[gold_id], tuple(siblings)) for gold_id, siblings in siblings_by_gold.items()]
 
 
 def _render(item: Distractor) -> tuple[str, str]:

@@ -151,7 +151,7 @@ class Planner:
         return rounds, failures
 
     def _decompose_by_model(
-        self, config: StepsConfig | DirectConfig | ReactConfig, tasks: Sequence[Query]
+        self, config: ModelConfig, tasks: Sequence[Query]
     ) -> tuple[dict[str, list[Round]], dict[str, str]]:
         """Ask the model to split each task into steps.
 
@@ -174,15 +174,14 @@ class Planner:
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             self._refine(ask_model, [request.query for request, _ in outcome.values], rounds)
 
-        drop_reasons = {row.query_id: row.reason for row in outcome.dropped}
+        # A task has no round if its answer was dropped, or if ReAct ended without a search.
         failures = {}
         for task in tasks:
-            query_id = task.query_id
-            if query_id in rounds:
-                continue
-            failures[query_id] = "the model looked for nothing"  # ReAct ended without a search
-            if query_id in drop_reasons:
-                failures[query_id] = f"no answer of the model was usable: {drop_reasons[query_id]}"
+            if task.query_id not in rounds:
+                failures[task.query_id] = "the model looked for nothing"
+        for row in outcome.dropped:
+            if row.query_id in failures:
+                failures[row.query_id] = f"no answer of the model was usable: {row.reason}"
         return rounds, failures
 
     def _refine(

@@ -142,8 +142,13 @@ class Plans(Stage):
             sliced=_SLICED,
         )
         write_text(out / "report.md", report)
-        metrics = {"skilltrain": __version__, **metrics, "planners": _slice_rows(slices)}
-        metrics |= {"rounds": rounds, "comparisons": comparisons}
+        metrics = {
+            "skilltrain": __version__,
+            **metrics,
+            "planners": _slice_rows(slices),
+            "rounds": rounds,
+            "comparisons": comparisons,
+        }
         write_json(out / "metrics.json", to_jsonable_python(metrics))
         _write_rows(results, plans, out)
 
@@ -172,8 +177,13 @@ def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[di
     for name, planner_slices in slices.items():
         rows[name] = []
         for item in planner_slices:
-            row = {"label": item.label, "value": item.value, "n": len(item.query_ids)}
-            rows[name].append(row | {"means": item.means[name]})
+            row = {
+                "label": item.label,
+                "value": item.value,
+                "n": len(item.query_ids),
+                "means": item.means[name],
+            }
+            rows[name].append(row)
     return rows
 
 
