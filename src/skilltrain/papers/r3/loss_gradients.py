@@ -40,6 +40,7 @@ Statistics = Float[Tensor, "row 5"]
 
 Cosine and product are those of the part's gradient and the whole gradient. See `PartOfGradient`.
 """
+StatisticsOfParts = Iterator[tuple[Part, Statistics]]
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,7 @@ def write_gradients(parts: Sequence[PartOfGradient], config: Train, num_batches:
         write_text(folder / "gradients.html", html_page("gradients", **values))
 
 
-def _encoder_statistics(
-    step: Any, batch: Sequence[TrainingList]
-) -> Iterator[tuple[Part, Statistics]]:
+def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
     """Measure the gradient of an encoder's loss for one batch.
 
     A part of the gradient goes through the scores of all candidates with the same verdict, or of
@@ -223,9 +222,7 @@ def _encoder_part_names(
     return part_names
 
 
-def _reranker_statistics(
-    step: Any, batch: Sequence[TrainingList]
-) -> Iterator[tuple[Part, Statistics]]:
+def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
     """Measure the gradient of a reranker's loss with respect to its scores, for one batch.
 
     A part of the gradient belongs to the scores of all candidates with the same verdict.
@@ -261,7 +258,7 @@ def _masks(part_names: Sequence[Sequence[str]]) -> dict[str, Bool[Tensor, "query
 
 def score_statistics(
     gradients: Float[Tensor, "query skill"], part_names: Sequence[Sequence[str]]
-) -> Iterator[tuple[Part, Statistics]]:
+) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the scores.
 
     Args:
@@ -288,7 +285,7 @@ def score_statistics(
 
 def vector_statistics(
     location: str, gradients: Mapping[str, Vectors], whole: Vectors, vectors: Vectors
-) -> Iterator[tuple[Part, Statistics]]:
+) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the vectors of queries or skills.
 
     A gradient is first projected onto the tangents of the unit sphere, because only this component

@@ -43,6 +43,7 @@ from skilltrain.texts import language_of, name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
 Language = Literal["en", "zh"]
+SkillMask = Bool[np.ndarray, " skill"]
 _TOKENS_PER_VERDICT = 40  # of an answer, with a reason and an explanation of 20 words
 _BODY_CHARS = 1000  # characters of each body that the model sees
 _NEAREST_FACTOR = 3  # n neighbours are sampled from the 3 x n nearest skills
@@ -136,8 +137,7 @@ class Rejections(Stage):
         for group, answer in outcome.values:
             kind = "single" if answer.refusal else "multi"  # number of skills that are needed
             split = splits[group.query_id]
-            query = Query(group.query_id, answer.request, kind, origin=judge, split=split)
-            queries.append(query)
+            queries.append(Query(group.query_id, answer.request, kind, origin=judge, split=split))
             judgements += _judgements(group, answer.verdicts, judge)
             requested.append(replace(group, request=answer.request))
         second_summary = _judge_twice(self, requested, judgements, out)
@@ -530,9 +530,7 @@ class _GroupSampler:
             return []
         return foreign + self._draw(allowed, self.num_others - len(foreign), group_id)
 
-    def _only_nearest(
-        self, anchor: int, allowed: Bool[np.ndarray, " skill"]
-    ) -> Bool[np.ndarray, " skill"]:
+    def _only_nearest(self, anchor: int, allowed: SkillMask) -> SkillMask:
         """Restrict the mask `allowed` to the skills nearest to the anchor."""
         # Not `@`: its sums depend on the processor, and equal skills must be equally near.
         cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)
@@ -540,6 +538,6 @@ class _GroupSampler:
         nearest = np.argsort(-similarities, kind="stable")[: _NEAREST_FACTOR * self.num_others]
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
-    def _draw(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
+    def _draw(self, allowed: SkillMask, count: int, key: str) -> list[int]:
         """Sample the positions of up to `count` allowed skills. The key seeds the sample."""
         return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist()

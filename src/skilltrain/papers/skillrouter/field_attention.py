@@ -107,8 +107,7 @@ def _pair_shares(
     sums = weights.sum(1, keepdims=True)  # [layer, 1]
     bad_layers = np.flatnonzero(~(sums > 0))  # 0 or NaN
     if bad_layers.size:
-        layer = f"layer {bad_layers[0]}"
-        problem = f"{layer} gives the skill's fields no attention that could be compared"
+        problem = f"layer {bad_layers[0]} gives the fields no attention that could be compared"
         raise SkilltrainError("nothing-to-analyse", problem, where=f"{model}, skill {skill_id}")
     return weights / sums
 

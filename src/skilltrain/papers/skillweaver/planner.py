@@ -32,6 +32,8 @@ Find = Callable[[Sequence[str], int], list[Ranking]]
 """Retrieve a number of skills for each text."""
 AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
 """Send requests to the chat model, and read the answers."""
+RoundsByQuery = dict[str, list[Round]]
+"""Rounds of each task, in order, by query id."""
 _DESCRIPTION_CHARS = 140  # of a description that the model sees
 _NUM_READ = 5  # skills that ReAct reads after each search
 _MAY_HELP = "skills that exist and may help"
@@ -129,7 +131,7 @@ class Planner:
             plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
         return plans
 
-    def _decompose(self, tasks: Sequence[Query]) -> tuple[dict[str, list[Round]], dict[str, str]]:
+    def _decompose(self, tasks: Sequence[Query]) -> tuple[RoundsByQuery, dict[str, str]]:
         """Split each task into steps.
 
         A round holds the steps that one answer of a model gives, or that rules find. Only a model
@@ -139,7 +141,7 @@ class Planner:
             Rounds by query id; reason by query id, for tasks that a model failed to plan.
         """
         decomposer = self.config.decomposer
-        rounds: dict[str, list[Round]] = {}
+        rounds: RoundsByQuery = {}
         failures: dict[str, str] = {}
         if isinstance(decomposer, ModelConfig):
             rounds, failures = self._decompose_by_model(decomposer, tasks)
@@ -152,7 +154,7 @@ class Planner:
 
     def _decompose_by_model(
         self, config: ModelConfig, tasks: Sequence[Query]
-    ) -> tuple[dict[str, list[Round]], dict[str, str]]:
+    ) -> tuple[RoundsByQuery, dict[str, str]]:
         """Ask the model to split each task into steps.
 
         Returns:
@@ -184,9 +186,7 @@ class Planner:
                 failures[row.query_id] = f"no answer of the model was usable: {row.reason}"
         return rounds, failures
 
-    def _refine(
-        self, ask_model: AskAll, tasks: Sequence[Query], rounds: dict[str, list[Round]]
-    ) -> None:
+    def _refine(self, ask_model: AskAll, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Let the model plan again with hints, and append the new rounds to `rounds`.
 
         A task for which the model fails keeps its earlier steps.
@@ -209,7 +209,7 @@ class Planner:
         # The report compares the hints of all rounds, so the last round gets hints, too.
         self._add_hints(tasks, rounds)
 
-    def _add_hints(self, tasks: Sequence[Query], rounds: Mapping[str, list[Round]]) -> None:
+    def _add_hints(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Retrieve hints for the steps of each task's last round, and store them in that round.
 
         Args:
@@ -234,9 +234,7 @@ class Planner:
                 jaccard = num_common / len(previous_hints.union(hints))
             task_rounds[-1] = replace(task_rounds[-1], hints=hints, jaccard=jaccard)
 
-    def _hint_requests(
-        self, tasks: Sequence[Query], rounds: Mapping[str, list[Round]]
-    ) -> list[Ask]:
+    def _hint_requests(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> list[Ask]:
         """Return a request to plan again for each task whose last round brought new hints."""
         settings = self.config.hints
         requests = []
