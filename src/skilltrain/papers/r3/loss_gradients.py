@@ -123,17 +123,16 @@ def mean_of(location: str, part: str, statistics: Statistics) -> PartOfGradient:
     Survival is mean product / mean squared norm, because a single row may have a norm near 0.
     """
     norm, share, cosine, product, slope = statistics.mean(0).tolist()
-    norms = statistics[:, 0]
-    mean_square = float((norms**2).mean())
+    mean_square = float((statistics[:, 0] ** 2).mean())  # column 0 is the norm
     survival = product / mean_square if mean_square else 1.0
     return PartOfGradient(location, part, len(statistics), norm, share, cosine, survival, slope)
 
 
-def write_gradients(parts: Sequence[PartOfGradient], config: Train, num_batches: int) -> None:
+def write_gradients(gradients: Sequence[PartOfGradient], config: Train, num_batches: int) -> None:
     """Write gradients.json, gradients.md and gradients.html (with bars) to `config.out`.
 
     Args:
-        parts: Parts of the gradient.
+        gradients: The parts of the gradient at all locations.
         config: Settings of the training run.
         num_batches: Number of batches that were measured.
     """
@@ -146,10 +145,11 @@ def write_gradients(parts: Sequence[PartOfGradient], config: Train, num_batches:
     }
     # The report has a section for each location: the scores, and for an encoder also the queries
     # and the skills.
-    locations = list(dict.fromkeys(part.at for part in parts))
-    values = {"about": about, "locations": locations, "rows": parts}
+    locations = list(dict.fromkeys(gradient.at for gradient in gradients))
+    values = {"about": about, "locations": locations, "rows": gradients}
     with staged_folder(config.out) as folder:
-        write_json(folder / "gradients.json", about | {"parts": [asdict(part) for part in parts]})
+        rows = [asdict(gradient) for gradient in gradients]
+        write_json(folder / "gradients.json", about | {"parts": rows})
         write_text(folder / "gradients.md", markdown("gradients", **values))
         write_text(folder / "gradients.html", html_page("gradients", **values))
 
@@ -163,7 +163,7 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
     Yields:
         Each part with its statistics.
     """
-    # Encode the queries and the distinct skills of the batch.
+    # Encode the queries and the distinct skills of the batch. `step` holds their token ids.
     skill_ids = sorted(set(chain.from_iterable(each.skill_ids for each in batch)))
     texts = [step.query_ids[each.query] for each in batch]
     texts += [step.skill_ids[skill_id] for skill_id in skill_ids]
@@ -261,9 +261,13 @@ def score_statistics(
 ) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the scores.
 
+    A part belongs to all scores with the same name, such as a verdict. Its statistics have the
+    columns norm, share of the norms of all parts, cosine and product with the whole gradient, and
+    slope (mean gradient).
+
     Args:
         gradients: d loss / d score.
-        part_names: The part of each score [query][skill], such as a verdict; "" for no part.
+        part_names: The part of each score [query][skill]; "" for no part.
 
     Yields:
         Each part with its statistics: a row for each query that has a score of the part.
@@ -288,7 +292,8 @@ def vector_statistics(
 ) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the vectors of queries or skills.
 
-    A gradient is first projected onto the tangents of the unit sphere, because only this component
+    The statistics of a part have the columns norm, share of the norms of all parts, cosine and
+    product with the whole gradient, and slope (0). A gradient is first projected onto the tangents of the unit sphere, because only this component
     turns a unit vector.
 
     Args:

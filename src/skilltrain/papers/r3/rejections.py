@@ -397,6 +397,9 @@ def _judge_twice(
 def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     """Make the groups without requests. All directions and kinds take turns.
 
+    A direction is the language of the request and the language of the anchor. The anchor is the
+    first skill of a group.
+
     Returns:
         The groups; the skills and the groups that were left out.
 

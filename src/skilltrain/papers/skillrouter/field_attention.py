@@ -186,8 +186,10 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
             hook.remove()
     num_layers = network.config.num_hidden_layers
     if len(rows) != num_layers:
-        share = f"{len(rows)} of its {num_layers} layers only"
-        problem = f"the attention of {type(network).__name__} can be read in {share}"
+        problem = (
+            f"the attention of {type(network).__name__} can be read in {len(rows)} of its "
+            f"{num_layers} layers only"
+        )
         raise SkilltrainError("unsupported-model", problem)
     return np.stack(rows)
 

@@ -220,7 +220,8 @@ class Planner:
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         retrieved = find_each(self.find, texts, max_hints)
         for task, rankings in zip(tasks, retrieved, strict=True):
-            # The first skill of every step comes before the second skill of any step.
+            # The first skill of every step comes before the second skill of any step. Short
+            # rankings are padded with None.
             by_rank = chain.from_iterable(zip_longest(*rankings))
             distinct_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
             hints = tuple(distinct_ids)[:max_hints]
@@ -244,6 +245,7 @@ class Planner:
             is_stable = similarity is not None and similarity > settings.stop_above
             if last_round.hints and not is_stable:
                 lines = self._describe(last_round.hints, settings.show == "described")
+                # The request shows one text, with its title.
                 requests.append(Ask(task, titled_texts=((_MAY_HELP, lines),)))
         return requests
 
@@ -305,9 +307,8 @@ class Planner:
         for task in tasks:
             texts = tuple(searches[task.query_id])
             if texts:
-                rounds.append(
-                    (Ask(task), Round(texts))
-                )  # an outcome has pairs of request and value
+                # The values of an outcome are pairs of a request and its result.
+                rounds.append((Ask(task), Round(texts)))
         return Outcome(rounds, dropped, used={})
 
     def _describe(self, skill_ids: Sequence[str], described: bool) -> str:

@@ -178,7 +178,7 @@ def _clauses(sentence: str) -> list[str]:
     For example, "after reading the page, save it" and "save it after reading the page" give
     "reading the page" and "save it". With "before", the order is the other way round.
     """
-    sentence = _OPENING.sub("", sentence)
+    sentence = _OPENING.sub("", sentence)  # without words such as "please"
     match = _LEADING_TIME.match(sentence) or _TRAILING_TIME.match(sentence)
     if match:
         time_clauses = _clauses(match["time"])  # after the word "after" or "before"
@@ -223,7 +223,7 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
         texts: The steps in words.
     """
     task = one_line(task)
-    made_kinds = [kinds_in(text, near=GIVES) for text in texts]  # by step
+    output_kinds = [kinds_in(text, near=GIVES) for text in texts]  # data that each step makes
     waits_by_step = []
     unused = set()  # earlier steps that no step waits for yet
     for position, text in enumerate(texts):
@@ -239,7 +239,7 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
 
         # Wait for the last step that makes a kind of data that this step names.
         for kind in kinds_in(text):
-            makers = [earlier for earlier in range(position) if kind in made_kinds[earlier]]
+            makers = [earlier for earlier in range(position) if kind in output_kinds[earlier]]
             if makers:
                 waits.add(makers[-1])
         unused -= waits
