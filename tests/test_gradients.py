@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skilltrain.papers.r3.loss_gradients import at_scores, at_vectors, mean_of
+from skilltrain.papers.r3.loss_gradients import mean_of, score_statistics, vector_statistics
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_table, write_table
 from small_library import skilltrain, succeeds, write_recipe
 
@@ -20,7 +20,7 @@ def test_slopes_by_hand():
     # A softmax over three scores of 0 gives 1/3 to each: the positive has the slope -2/3.
     slopes = torch.tensor([[-2 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
 
-    rows = rows_by_part(at_scores(slopes, [["required", "rejected", "in-batch", ""]]))
+    rows = rows_by_part(score_statistics(slopes, [["required", "rejected", "in-batch", ""]]))
 
     assert rows["scores", "rejected"] == [pytest.approx((1 / 3, 1 / 4, 1, 1 / 9, 1 / 3))]
     assert rows["scores", "required"] == [pytest.approx((2 / 3, 1 / 2, 1, 4 / 9, -2 / 3))]
@@ -36,7 +36,7 @@ def test_gradients_at_vectors_by_hand():
     # Rejections push by 3, and an in-batch negative takes 2 of that back.
     gradients = {"rejected": torch.tensor([[9.0, 3.0]]), "in-batch": torch.tensor([[0.0, -2.0]])}
 
-    rows = rows_by_part(at_vectors("queries", gradients, WHOLE, ALONG_X))
+    rows = rows_by_part(vector_statistics("queries", gradients, WHOLE, ALONG_X))
 
     assert rows == {
         ("queries", "rejected"): [pytest.approx((3, 3 / 5, 1, 3, 0))],
@@ -45,7 +45,7 @@ def test_gradients_at_vectors_by_hand():
 
 
 def test_rest_of_gradient_is_other_directions():
-    rows = rows_by_part(at_vectors("queries", {}, WHOLE, ALONG_X))
+    rows = rows_by_part(vector_statistics("queries", {}, WHOLE, ALONG_X))
 
     assert [*rows] == [("queries", "other directions")]
 

@@ -78,7 +78,7 @@ def agents(
     """
     from skilltrain.evaluation.page import p_equals, signed_interval
     from skilltrain.metrics.benchmarks.load import load_benchmark
-    from skilltrain.papers.skillflow.agent_results import CHIEF, agent_results, read_trials
+    from skilltrain.papers.skillflow.agent_results import MAIN_MEASURE, agent_results, read_trials
 
     relevances = load_benchmark(benchmark).relevances if benchmark else {}
     results = agent_results(read_trials(trials), relevances, ceiling)
@@ -97,11 +97,13 @@ def agents(
 
     # Print a line for each comparison and for each share of the ceiling.
     for pair in results.comparisons:
-        difference = f"{pair.system} - {pair.baseline}: {CHIEF} {signed_interval(pair.difference)}"
+        difference = (
+            f"{pair.system} - {pair.baseline}: {MAIN_MEASURE} {signed_interval(pair.difference)}"
+        )
         line = f"{difference}, {p_equals(pair.p_holm)} after Holm, {pair.reading}"
         typer.echo(printable(line))
     for name, share in results.of_ceiling.items():
-        typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {CHIEF}"))
+        typer.echo(printable(f"{name}: {share:.1%} of {ceiling}'s {MAIN_MEASURE}"))
 
 
 @app.command("skillflow provision")

@@ -29,6 +29,8 @@ from skilltrain.tables import (
     write_queries,
 )
 
+_ANSWER_TOKENS = 20  # expected length of an answer, a list of a few numbers
+
 
 class Equivalents(Stage):
     """Ask a chat model which candidates serve a query as well as its gold skill."""
@@ -55,19 +57,25 @@ class Equivalents(Stage):
 
     def run(self, out: Path) -> Summary:
         """Write QUERIES, JUDGEMENTS with the equivalents, and DROPPED with unjudged gold skills."""
-        outcome = ask(_questions(self))
+        questions = _questions(self)
+        outcome = ask(questions)
         judge = f"llm:{self.llm.model}"
-        # An equivalent of two gold skills of a query counts for the last of them.
-        equivalents: dict[tuple[str, str], Judgement] = {}
+
+        # A judgement names one gold skill. If a skill is an equivalent of two gold skills of a
+        # query, the judgement names the gold skill with the last id.
+        equivalents: dict[tuple[str, str], Judgement] = {}  # by query id and skill id
         for group, skills in outcome.values:
+            query_id = group.query_id
+            gold_id = group.skill_id
             for skill in skills:
-                equivalents[group.query_id, skill.skill_id] = Judgement(
-                    group.query_id, skill.skill_id, Verdict.REQUIRED, judge, group=group.skill_id
+                equivalents[query_id, skill.skill_id] = Judgement(
+                    query_id, skill.skill_id, Verdict.REQUIRED, judge, group=gold_id
                 )
+
         judgements = [*read_table(self.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
         write_queries(select_queries(self.queries, None), judgements, outcome.dropped, out)
         return {
-            "num_golds": len(outcome.values) + len(outcome.dropped),
+            "num_golds": len(questions.items),
             "num_equivalents": len(equivalents),
             "dropped": counted(row.filter for row in outcome.dropped),
             **outcome.used,
@@ -84,29 +92,42 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     The candidates are the best-ranked skills of the query without a judgement.
     """
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
-    rankings = read_table(config.rankings, RANKINGS).sort_by("rank")
-    rows = rows_by_query(rankings)
-    ranked_ids = texts_of(rankings.column("skill_id"))
+    ranked_ids = _ranked_ids(config.rankings)
     judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
-    group_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
+    gold_id_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
     groups = []
     for query, verdicts in select_judged(config.queries, None):
-        skill_ids = dict.fromkeys(ranked_ids[row] for row in rows.get(query.query_id, ()))
-        unjudged_ids = [skill_id for skill_id in skill_ids if skill_id not in verdicts]
-        unjudged = [skills[skill_id] for skill_id in unjudged_ids if skill_id in skills]
-        candidates = unjudged[: config.depth]
+        candidates = []
+        for skill_id in ranked_ids.get(query.query_id, ()):
+            if skill_id in skills and skill_id not in verdicts:
+                candidates.append(skills[skill_id])
+        candidates = candidates[: config.depth]
         if not candidates:
             continue
 
         for skill_id, verdict in sorted(verdicts.items()):
-            # A required skill whose group is another judged skill is an earlier equivalent.
-            is_equivalent = group_of[query.query_id, skill_id] in verdicts
+            # An equivalent that an earlier run found is required, too. Its group is the id of its
+            # gold skill, which is judged for the same query.
+            is_equivalent = gold_id_of[query.query_id, skill_id] in verdicts
             is_gold = verdict is Verdict.REQUIRED and not is_equivalent
             if is_gold and skill_id in skills:
                 members = (skills[skill_id], *candidates)
                 groups.append(Group(query.query_id, "", members, query.text))
+
     render = partial(group_prompt, "equivalents", 0)
-    return questions_of(config.llm, groups, render, _read, config.seed, 20, "judging candidates")
+    return questions_of(
+        config.llm, groups, render, _read, config.seed, _ANSWER_TOKENS, "judging candidates"
+    )
+
+
+def _ranked_ids(rankings: Path) -> dict[str, list[str]]:
+    """Return the distinct skill ids that are ranked for each query, best first, by query id."""
+    table = read_table(rankings, RANKINGS).sort_by("rank")
+    skill_ids = texts_of(table.column("skill_id"))
+    ranked_ids = {}
+    for query_id, rows in rows_by_query(table).items():
+        ranked_ids[query_id] = list(dict.fromkeys(skill_ids[row] for row in rows))
+    return ranked_ids
 
 
 def _read(group: Group, answer: str) -> list[Skill]:

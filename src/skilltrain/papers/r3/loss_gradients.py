@@ -29,17 +29,18 @@ from skilltrain.training.train import Train, TrainEncoder, load_data, open_step
 from skilltrain.training.training_set import TrainingList
 
 IN_BATCH = "in-batch"
-DIRECTIONS = "other directions"
+OTHER_DIRECTIONS = "other directions"  # of a loss, such as from skill to query
 _TINY = 1e-300  # smallest divisor
-_MIN_SHARE = 1e-9  # of the largest norm; smaller gradients are rounding errors
+_MIN_SHARE = 1e-9  # of the largest total norm; smaller gradients are rounding errors
 Vectors = Float[Tensor, "row dim"]
 Part = tuple[str, str]
-"""`scores`, `queries` or `skills` (where a gradient is taken); verdict or kind of candidate."""
-Rows = Float[Tensor, "row 5"]
+"""Location of a gradient (`scores`, `queries` or `skills`), and verdict or kind of candidate."""
+Statistics = Float[Tensor, "row 5"]
 """The columns norm, share, cosine, product and slope, for each query or skill.
 
 Cosine and product are those of the part's gradient and the whole gradient. See `PartOfGradient`.
 """
+StatisticsOfParts = Iterator[tuple[Part, Statistics]]
 
 
 @dataclass(frozen=True)
@@ -78,51 +79,60 @@ def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
         num_batches: Number of batches.
 
     Raises:
-        SkilltrainError: The loss does not see one table of scores, or no list holds a rejected
-            skill.
+        SkilltrainError: The encoder uses late interaction, the loss needs an encoder (such as
+            `matryoshka`), or no list holds a rejected skill.
     """
-    # An encoder's loss that fits a reranker uses nothing but scores.
+    # The gradient can be split by candidate only if a candidate has one score, the product of two
+    # vectors. Late interaction compares many token vectors. Losses that do not fit a reranker read
+    # several scores of a candidate, for example one for each length of the vectors.
     is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
     if is_late or not config.loss.fits_reranker:
-        problem = "gradients are taken apart for a plain loss alone"
-        raise SkilltrainError("conflicting-settings", problem, where="loss", fix="name one")
+        problem = "gradients are taken apart for a plain loss without late interaction only"
+        fix = "name a plain loss, such as infonce"
+        raise SkilltrainError("conflicting-settings", problem, where="loss", fix=fix)
     data = load_data(config)
-    if not any(Verdict.REJECTED in row.verdicts for row in data.lists):
+    if not any(Verdict.REJECTED in training_list.verdicts for training_list in data.lists):
         problem = "no list holds a rejected skill"
         fix = "give a quota judged"
         raise SkilltrainError("no-list", problem, where="data.lists", fix=fix)
 
-    # Collect the rows of each part over the first batches.
+    # Open the model, and take the first batches.
     step = open_step(config, data, default_device()).eval()
     all_batches = chain.from_iterable(step_batches(step.data.lists, config.training))
     batches = list(islice(all_batches, num_batches))
-    measure_batch = _encoder_parts if isinstance(step, EncoderStep) else _reranker_parts
-    rows_by_part: dict[Part, list[Rows]] = defaultdict(list)
+
+    # Measure each part in each batch.
+    measure_batch = _encoder_statistics if isinstance(step, EncoderStep) else _reranker_statistics
+    statistics_by_part: dict[Part, list[Statistics]] = defaultdict(list)
     for batch in track(batches, "taking gradients apart", len(batches)):
-        for part, rows in measure_batch(step, batch):
-            rows_by_part[part].append(rows)
+        for part, statistics in measure_batch(step, batch):
+            statistics_by_part[part].append(statistics)
 
-    # Average them.
-    joined = {part: torch.cat(rows) for part, rows in rows_by_part.items()}
-    return [mean_of(at, name, rows) for (at, name), rows in joined.items() if len(rows)]
+    # Average each part over all batches.
+    means = []
+    for (location, name), batch_statistics in statistics_by_part.items():
+        statistics = torch.cat(batch_statistics)
+        if len(statistics):
+            means.append(mean_of(location, name, statistics))
+    return means
 
 
-def mean_of(at: str, part: str, rows: Rows) -> PartOfGradient:
-    """Average the rows of one part of the gradient.
+def mean_of(location: str, part: str, statistics: Statistics) -> PartOfGradient:
+    """Average the statistics of one part of the gradient over all queries or skills.
 
     Survival is mean product / mean squared norm, because a single row may have a norm near 0.
     """
-    norm, share, cosine, product, slope = rows.mean(0).tolist()
-    mean_square = float((rows[:, 0] ** 2).mean())
+    norm, share, cosine, product, slope = statistics.mean(0).tolist()
+    mean_square = float((statistics[:, 0] ** 2).mean())  # column 0 is the norm
     survival = product / mean_square if mean_square else 1.0
-    return PartOfGradient(at, part, len(rows), norm, share, cosine, survival, slope)
+    return PartOfGradient(location, part, len(statistics), norm, share, cosine, survival, slope)
 
 
-def write_gradients(rows: Sequence[PartOfGradient], config: Train, num_batches: int) -> None:
+def write_gradients(gradients: Sequence[PartOfGradient], config: Train, num_batches: int) -> None:
     """Write gradients.json, gradients.md and gradients.html (with bars) to `config.out`.
 
     Args:
-        rows: Parts of the gradient.
+        gradients: The parts of the gradient at all locations.
         config: Settings of the training run.
         num_batches: Number of batches that were measured.
     """
@@ -133,119 +143,185 @@ def write_gradients(rows: Sequence[PartOfGradient], config: Train, num_batches: 
         "gains": {str(verdict): gain for verdict, gain in config.data.gains.items()},
         "num_batches": num_batches,
     }
-    # Scores, queries and skills, as far as gradients were taken there.
-    locations = list(dict.fromkeys(row.at for row in rows))
-    values = {"about": about, "locations": locations, "rows": rows}
+    # The report has a section for each location: the scores, and for an encoder also the queries
+    # and the skills.
+    locations = list(dict.fromkeys(gradient.at for gradient in gradients))
+    values = {"about": about, "locations": locations, "rows": gradients}
     with staged_folder(config.out) as folder:
-        write_json(folder / "gradients.json", about | {"parts": [asdict(row) for row in rows]})
+        rows = [asdict(gradient) for gradient in gradients]
+        write_json(folder / "gradients.json", about | {"parts": rows})
         write_text(folder / "gradients.md", markdown("gradients", **values))
         write_text(folder / "gradients.html", html_page("gradients", **values))
 
 
-def _encoder_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
-    """Yield the rows of each part of an encoder's gradient for one batch.
+def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
+    """Measure the gradient of an encoder's loss for one batch.
 
-    Gradients are taken at the scores, at the query vectors and at the skill vectors.
+    A part of the gradient goes through the scores of all candidates with the same verdict, or of
+    all in-batch negatives. It is measured at the scores, the query vectors and the skill vectors.
+
+    Yields:
+        Each part with its statistics.
     """
-    skill_ids = sorted(set(chain.from_iterable(row.skill_ids for row in batch)))
-    texts = [step.query_ids[row.query] for row in batch]
+    # Encode the queries and the distinct skills of the batch. `step` holds their token ids.
+    skill_ids = sorted(set(chain.from_iterable(each.skill_ids for each in batch)))
+    texts = [step.query_ids[each.query] for each in batch]
     texts += [step.skill_ids[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
         vectors = step(TextsToEncode(texts)).double().cpu()  # [text, dim]
     queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
     skills = vectors[len(batch) :].clone().requires_grad_()  # [skill, dim]
 
-    # One process: the batch and its queries are also those of all ranks.
-    scored = encoder_scores(batch, batch, queries, queries, skill_ids, skills, step.context)
+    # Compute the gradient of the whole loss. There is one process, so its lists and queries are
+    # also those of all processes.
+    scored = encoder_scores(
+        rank_lists=batch,
+        batch=batch,
+        query_vectors=queries,
+        all_queries=queries,
+        skill_ids=skill_ids,
+        skill_vectors=skills,
+        context=step.context,
+    )
     inputs = (scored.scores, queries, skills)
-    slopes, query_gradients, skill_gradients = torch.autograd.grad(step.loss(scored), inputs)
+    score_gradients, query_gradients, skill_gradients = torch.autograd.grad(
+        step.loss(scored), inputs
+    )
 
-    # The part of each cell: a verdict, or an in-batch negative.
-    cell_parts = np.where(scored.valid, IN_BATCH, "").tolist()  # [query][skill]
-    for query, row in enumerate(batch):
-        for skill_id, verdict in zip(row.skill_ids, row.verdicts, strict=True):
-            cell_parts[query][skill_ids.index(skill_id)] = str(verdict)
-    yield from at_scores(slopes, cell_parts)
+    part_names = _encoder_part_names(batch, skill_ids, scored.valid)
+    yield from score_statistics(score_gradients, part_names)
 
-    # A score is the product of two vectors: d loss / d query = slopes @ skills.
+    # A score is the product of two vectors, so d loss / d query = (d loss / d score) @ skills.
     queries = queries.detach()
     skills = skills.detach()
-    masks = _masks(cell_parts)
-    slopes_by_part = {part: torch.where(mask, slopes, 0.0) for part, mask in masks.items()}
-    by_query = {part: part_slopes @ skills for part, part_slopes in slopes_by_part.items()}
-    by_skill = {part: part_slopes.T @ queries for part, part_slopes in slopes_by_part.items()}
-    yield from at_vectors("queries", by_query, query_gradients, queries)
-    yield from at_vectors("skills", by_skill, skill_gradients, skills)
+    by_query = {}
+    by_skill = {}
+    for part, mask in _masks(part_names).items():
+        part_gradients = torch.where(mask, score_gradients, 0.0)  # [query, skill]
+        by_query[part] = part_gradients @ skills  # [query, dim]
+        by_skill[part] = part_gradients.T @ queries  # [skill, dim]
+    yield from vector_statistics("queries", by_query, query_gradients, queries)
+    yield from vector_statistics("skills", by_skill, skill_gradients, skills)
 
 
-def _reranker_parts(step: Any, batch: Sequence[TrainingList]) -> Iterator[tuple[Part, Rows]]:
-    """Yield the rows of each part of a reranker's gradient for one batch, at the scores."""
-    with torch.no_grad():
-        scores = step(PairsToScore([step.make_pairs(row) for row in batch])).double().cpu()
-    scored = list_scores(batch, scores.requires_grad_(), step.loss.needs.teacher_scores)
-    (slopes,) = torch.autograd.grad(step.loss(scored), scored.scores)  # [query, skill]
-    cell_parts = []
-    for row in batch:
-        padding = [""] * (slopes.shape[1] - len(row.verdicts))
-        cell_parts.append([*map(str, row.verdicts), *padding])
-    yield from at_scores(slopes, cell_parts)
-
-
-def _masks(cell_parts: Sequence[Sequence[str]]) -> dict[str, Bool[Tensor, "query skill"]]:
-    """Return a mask for each part, which is True at its cells."""
-    cells = np.array(cell_parts)  # [query, skill]
-    return {part: torch.tensor(cells == part) for part in np.unique(cells).tolist() if part}
-
-
-def at_scores(
-    slopes: Float[Tensor, "query skill"], cell_parts: Sequence[Sequence[str]]
-) -> Iterator[tuple[Part, Rows]]:
-    """Yield the rows of each part at the scores, one for each query that has the part.
+def _encoder_part_names(
+    batch: Sequence[TrainingList], skill_ids: Sequence[str], valid: Bool[Tensor, "query skill"]
+) -> list[list[str]]:
+    """Return the part of each score [query][skill]: the verdict on the skill, or IN_BATCH.
 
     Args:
-        slopes: d loss / d score.
-        cell_parts: The part of each cell [query, skill]; "" for no part.
+        batch: The list of each query.
+        skill_ids: The distinct skills of all lists.
+        valid: Whether the loss counts the score. A score that it does not count has the part "",
+            unless its skill is in the list.
     """
-    masks = _masks(cell_parts)
-    totals = (slopes.abs() * sum(masks.values())).sum(1).clamp(min=_TINY)  # [query]
-    for part, mask in masks.items():
-        norm = (slopes.abs() * mask).sum(1)  # [query]
-        slope = (slopes * mask).sum(1) / mask.sum(1)  # [query]
-        # Columns: norm, share, cosine, product, slope. At the scores no part weakens another, so
-        # the cosine is 1, and the product is norm^2.
-        rows = torch.stack([norm, norm / totals, torch.ones_like(norm), norm**2, slope], 1)
-        yield ("scores", part), rows[mask.any(1)]
+    part_names = np.where(valid, IN_BATCH, "").tolist()
+    for names, training_list in zip(part_names, batch, strict=True):
+        for skill_id, verdict in zip(training_list.skill_ids, training_list.verdicts, strict=True):
+            names[skill_ids.index(skill_id)] = str(verdict)
+    return part_names
 
 
-def at_vectors(
-    at: str, gradients: Mapping[str, Vectors], whole: Vectors, vectors: Vectors
-) -> Iterator[tuple[Part, Rows]]:
-    """Yield the rows of each part at the vectors, one for each vector that the part reaches.
+def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
+    """Measure the gradient of a reranker's loss with respect to its scores, for one batch.
 
-    The part DIRECTIONS is the difference between the whole gradient and the sum of the parts: it
-    comes from other directions of a loss, such as from skill to query.
+    A part of the gradient belongs to the scores of all candidates with the same verdict.
+
+    Yields:
+        Each part with its statistics.
+    """
+    pairs = PairsToScore([step.make_pairs(training_list) for training_list in batch])
+    with torch.no_grad():
+        pair_scores = step(pairs).double().cpu()  # [pair]
+    scored = list_scores(batch, pair_scores.requires_grad_(), step.loss.needs.teacher_scores)
+    [score_gradients] = torch.autograd.grad(step.loss(scored), scored.scores)  # [query, candidate]
+
+    # The part of each score is the verdict on the candidate. Short lists are padded.
+    num_columns = score_gradients.shape[1]
+    part_names = []
+    for training_list in batch:
+        names = [str(verdict) for verdict in training_list.verdicts]
+        names += [""] * (num_columns - len(names))
+        part_names.append(names)
+    yield from score_statistics(score_gradients, part_names)
+
+
+def _masks(part_names: Sequence[Sequence[str]]) -> dict[str, Bool[Tensor, "query skill"]]:
+    """Return a mask for each part, which is True at the scores of the part.
 
     Args:
-        at: `queries` or `skills`.
+        part_names: The part of each score [query][skill]; "" for no part.
+    """
+    names = np.array(part_names)  # [query, skill]
+    return {part: torch.tensor(names == part) for part in np.unique(names).tolist() if part}
+
+
+def score_statistics(
+    gradients: Float[Tensor, "query skill"], part_names: Sequence[Sequence[str]]
+) -> StatisticsOfParts:
+    """Measure each part of the gradient with respect to the scores.
+
+    A part belongs to all scores with the same name, such as a verdict. Its statistics have the
+    columns norm, share of the norms of all parts, cosine and product with the whole gradient, and
+    slope (mean gradient).
+
+    Args:
+        gradients: d loss / d score.
+        part_names: The part of each score [query][skill]; "" for no part.
+
+    Yields:
+        Each part with its statistics: a row for each query that has a score of the part.
+    """
+    sizes = gradients.abs()  # [query, skill]
+    has_part = torch.tensor(np.array(part_names) != "")  # [query, skill]
+    totals = (sizes * has_part).sum(1).clamp(min=_TINY)  # [query]
+    for part, mask in _masks(part_names).items():
+        norm = (sizes * mask).sum(1)  # [query]
+        share = norm / totals  # [query]
+        slope = (gradients * mask).sum(1) / mask.sum(1)  # [query], mean of d loss / d score
+        # Each score has one part only, so no part weakens another: the cosine to the whole gradient
+        # is 1, and the product with it is norm^2.
+        cosine = torch.ones_like(norm)  # [query]
+        product = norm**2  # [query]
+        statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [query, 5]
+        yield ("scores", part), statistics[mask.any(1)]
+
+
+def vector_statistics(
+    location: str, gradients: Mapping[str, Vectors], whole: Vectors, vectors: Vectors
+) -> StatisticsOfParts:
+    """Measure each part of the gradient with respect to the vectors of queries or skills.
+
+    The statistics of a part have the columns norm, share of the norms of all parts, cosine and
+    product with the whole gradient, and slope (0). A gradient is first projected onto the tangents of the unit sphere, because only this component
+    turns a unit vector.
+
+    Args:
+        location: `queries` or `skills`.
         gradients: Gradient by part.
-        whole: Gradient of the whole loss.
-        vectors: Unit vectors. Gradients are projected onto the tangents of the unit sphere, because
-            only these components turn a unit vector.
+        whole: Gradient of the whole loss. Its difference to the sum of the parts becomes the part
+            OTHER_DIRECTIONS, because a loss may also compare from skill to query, for example.
+        vectors: The unit vectors.
+
+    Yields:
+        Each part with its statistics: a row for each vector that has a gradient of the part.
     """
 
     def project(gradient: Vectors) -> Vectors:
         """Remove the component along the vectors."""
         return gradient - (gradient * vectors).sum(1, keepdim=True) * vectors
 
-    rest = whole - sum(gradients.values())
-    projected = {part: project(rows) for part, rows in {**gradients, DIRECTIONS: rest}.items()}
-    whole = project(whole)
-    norms = {part: gradient.norm(dim=1) for part, gradient in projected.items()}  # [row]
+    projected = {part: project(gradient) for part, gradient in gradients.items()}  # [row, dim] each
+    projected[OTHER_DIRECTIONS] = project(whole - sum(gradients.values()))
+    whole = project(whole)  # [row, dim]
+    norms = {part: gradient.norm(dim=1) for part, gradient in projected.items()}  # [row] each
     totals = torch.stack(list(norms.values())).sum(0)  # [row]
     for part, norm in norms.items():
+        share = norm / totals  # [row]
         product = (projected[part] * whole).sum(1)  # [row]
-        cosine = product / (norm * whole.norm(dim=1)).clamp(min=_TINY)
-        # Columns: norm, share, cosine, product, slope. A part at vectors has no slope.
-        rows = torch.stack([norm, norm / totals, cosine, product, torch.zeros_like(norm)], 1)
-        is_reached = norm > _MIN_SHARE * totals.max()
-        yield (at, part), rows[is_reached]
+        cosine = product / (norm * whole.norm(dim=1)).clamp(min=_TINY)  # [row]
+        slope = torch.zeros_like(norm)  # [row]; only scores have a slope
+        statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [row, 5]
+        # Leave out the vectors whose gradient is a rounding error.
+        has_gradient = norm > _MIN_SHARE * totals.max()  # [row]
+        yield (location, part), statistics[has_gradient]

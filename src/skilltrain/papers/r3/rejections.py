@@ -43,6 +43,7 @@ from skilltrain.texts import language_of, name_key
 
 Kind = Literal["neighbours", "category", "across", "languages"]
 Language = Literal["en", "zh"]
+SkillMask = Bool[np.ndarray, " skill"]
 _TOKENS_PER_VERDICT = 40  # of an answer, with a reason and an explanation of 20 words
 _BODY_CHARS = 1000  # characters of each body that the model sees
 _NEAREST_FACTOR = 3  # n neighbours are sampled from the 3 x n nearest skills
@@ -106,11 +107,15 @@ class Rejections(Stage):
     def run(self, out: Path) -> Summary:
         """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
+        The chat model writes a request for each group of skills, and judges its skills. If it
+        refuses to combine the skills, the request needs only the anchor, the group's first skill.
+
         Raises:
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
-        read = partial(read_request, set(), 2 * self.num_words)
+        earlier_requests: set[str] = set()  # `read_request` adds each new request
+        read = partial(read_request, earlier_requests, 2 * self.num_words)
         outcome = ask(_questions(self, self.llm, groups, read))
         dropped += outcome.dropped
         if not outcome.values:
@@ -124,14 +129,15 @@ class Rejections(Stage):
             skill_ids[group.query_id] = [skill.skill_id for skill in group.skills]
         splits = split_groups(skill_ids, self.dev_share, self.seed)
 
+        # Collect the requests and the judgements. The same model wrote both.
         judge = f"llm:{self.llm.model}"
         queries = []
         judgements = []
-        requested = []
+        requested = []  # groups with their requests
         for group, answer in outcome.values:
-            kind = "single" if answer.refusal else "multi"  # a refusal needs the anchor alone
+            kind = "single" if answer.refusal else "multi"  # number of skills that are needed
             split = splits[group.query_id]
-            queries.append(Query(group.query_id, answer.request, kind, judge, split))
+            queries.append(Query(group.query_id, answer.request, kind, origin=judge, split=split))
             judgements += _judgements(group, answer.verdicts, judge)
             requested.append(replace(group, request=answer.request))
         second_summary = _judge_twice(self, requested, judgements, out)
@@ -153,9 +159,10 @@ class Rejections(Stage):
         """Count the groups and estimate the cost. Asks no chat model."""
         groups, dropped = _make_groups(self)
         estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-        # Any reader of answers will do, because an estimate reads none.
+        # `read_verdicts` is not called, because an estimate gets no answers.
         estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))
         if self.second_judge is not None:
+            # The requests are not written yet, so a text of the same length replaces them.
             request = "word " * self.num_words
             sample = [replace(group, request=request) for group in groups[: self.num_judged_twice]]
             questions = _questions(self, self.second_judge, sample, read_verdicts)
@@ -225,14 +232,18 @@ def _questions(
 ) -> Questions[Group, ValueT]:
     """Return the questions to a chat model, one for each group.
 
+    The model judges the skills of a group for its request. If the groups have no requests yet, the
+    model also writes a request for each group.
+
     Args:
         config: Settings.
         llm: The chat model.
-        groups: Groups, all with a request or all without one.
+        groups: The groups. Either all of them have a request, or none.
         read: Reads the answer about a group.
     """
-    num_tokens = _TOKENS_PER_VERDICT * config.group_size
-    if not groups[0].request:  # the model writes it
+    num_tokens = _TOKENS_PER_VERDICT * config.group_size  # of an answer
+    has_requests = bool(groups[0].request)
+    if not has_requests:
         num_tokens += round(TOKENS_PER_WORD * config.num_words)
     render = partial(group_prompt, "group", config.num_words)
     return questions_of(llm, groups, render, read, config.seed, num_tokens, "judging groups")
@@ -262,38 +273,50 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
 def read_request(
     earlier_requests: set[str], max_words: int, group: Group, answer: str
 ) -> JudgedRequest:
-    """Read a request with one verdict for each skill. A refusal rejects all but the anchor.
+    """Read a request and one verdict for each skill in the answer about a group.
+
+    Instead of verdicts, an answer may hold a refusal to combine the skills of the group.
 
     Args:
         earlier_requests: Requests that must not be repeated; the new one is added.
         max_words: Largest number of words of a request.
         group: The group.
-        answer: Answer of the model.
+        answer: Answer of the model, a JSON object.
 
     Raises:
-        AnswerError: The answer is not usable.
-        ValueError: The answer is not usable.
+        AnswerError: The request has the wrong language, is too long, names a skill, or repeats an
+            earlier request.
+        ValueError: The answer has the wrong format, or requires fewer than two skills without a
+            refusal.
     """
     judged = read_object(answer, JudgedRequest)
-    verdicts = judged.verdicts
-    if judged.refusal is not None:
-        verdicts = (SkillVerdict(skill=1, verdict=Verdict.REQUIRED),)
-        for number in range(2, len(group.skills) + 1):
-            rejection = SkillVerdict(
-                skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
-            )
-            verdicts += (rejection,)
+    is_refusal = judged.refusal is not None
+    verdicts = _verdicts_of_refusal(judged, group) if is_refusal else judged.verdicts
     _check_verdicts(verdicts, group)
     num_required = sum(row.verdict is Verdict.REQUIRED for row in verdicts)
-    if num_required < 2 and judged.refusal is None:
+    if num_required < 2 and not is_refusal:
         raise ValueError(
-            f"{num_required} capabilities are required, two or more are wanted, or a refusal"
+            f"{num_required} capabilities are required; give two or more, or a refusal"
         )
     if language_of(judged.request) not in (group.lang, None):
         language = language_phrase(group.lang, "the capabilities")
         raise AnswerError("language", f"the request is not in {language}")
     request = usable_query(judged.request, earlier_requests, max_words, group.skills)
     return judged.model_copy(update={"request": request, "verdicts": verdicts})
+
+
+def _verdicts_of_refusal(judged: JudgedRequest, group: Group) -> tuple[SkillVerdict, ...]:
+    """Return the verdicts of a refusal: the first skill is required, and all others are rejected.
+
+    The first skill of a group is its anchor. A rejection gets the reason of the refusal.
+    """
+    verdicts = [SkillVerdict(skill=1, verdict=Verdict.REQUIRED)]
+    for number in range(2, len(group.skills) + 1):
+        rejection = SkillVerdict(
+            skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
+        )
+        verdicts.append(rejection)
+    return tuple(verdicts)
 
 
 def read_verdicts(group: Group, answer: str) -> GroupVerdicts:
@@ -344,10 +367,8 @@ def _judge_twice(
     if config.second_judge is None:
         return {}
 
-    def sort_key(*ids: str) -> int:
-        """Return a number that depends on the seed and the ids alone."""
-        return stable_number(config.seed, *ids)
-
+    # The order of groups and skills depends on the seed and their ids alone.
+    sort_key = partial(stable_number, config.seed)
     sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
     shuffled = []
     for group in sample[: config.num_judged_twice]:
@@ -376,33 +397,23 @@ def _judge_twice(
 def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     """Make the groups without requests. All directions and kinds take turns.
 
+    A direction is the language of the request and the language of the anchor. The anchor is the
+    first skill of a group.
+
     Returns:
         The groups; the skills and the groups that were left out.
 
     Raises:
         SkilltrainError: The pool has no skill of a language, or no group has two skills.
     """
-    pool, dropped = unflagged_skills(config.pool)
-    skills = []
-    for skill in pool:
-        if skill.lang in config.languages:
-            skills.append(skill)
-        else:
-            lang = skill.lang or "unknown"
-            reason = f"its language, {lang}, is none of {', '.join(config.languages)}"
-            dropped.append(Dropped("", skill.skill_id, "language", reason))
-    anchors = _shuffled_anchors(config, skills)
-
-    # Runs whose groups may differ get different group ids.
-    settings = config.model_dump_json(
-        include={"seed", "kinds", "languages", "group_size", "num_words"}
-    )
-    run = hashlib.sha256(f"{config.llm.model} {settings}".encode()).hexdigest()[:6]
+    skills, dropped = _skills_in_languages(config)
+    anchors = _shuffled_anchors(config, skills)  # by language; each iterator never ends
     sampler = _GroupSampler(config, skills)
+    run_hash = _hash_of_settings(config)
     groups = []
     turns = cycle(product(config.languages, config.languages, config.kinds))
     for number, (query_lang, lang, kind) in enumerate(islice(turns, config.num_groups)):
-        group_id = f"{kind}-{run}-{number:05}"
+        group_id = f"{kind}-{run_hash}-{number:05}"
         anchor = next(anchors[lang])
         positions = sampler.sample(anchor, kind, group_id)
         if positions:
@@ -418,10 +429,44 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     return groups, dropped
 
 
+def _skills_in_languages(config: Rejections) -> tuple[list[Skill], list[Dropped]]:
+    """Return the skills of the pool in the configured languages, and the skills left out.
+
+    Flagged skills are left out, too.
+    """
+    pool, dropped = unflagged_skills(config.pool)
+    skills = []
+    for skill in pool:
+        if skill.lang in config.languages:
+            skills.append(skill)
+        else:
+            lang = skill.lang or "unknown"
+            reason = f"its language, {lang}, is none of {', '.join(config.languages)}"
+            dropped.append(Dropped("", skill.skill_id, "language", reason))
+    return skills, dropped
+
+
+def _hash_of_settings(config: Rejections) -> str:
+    """Return a short hash of the model and of all settings that decide a group.
+
+    It is a part of each group id, so that the tables of different runs can be joined.
+    """
+    settings = config.model_dump_json(
+        include={"seed", "kinds", "languages", "group_size", "num_words"}
+    )
+    return hashlib.sha256(f"{config.llm.model} {settings}".encode()).hexdigest()[:6]
+
+
 def _shuffled_anchors(
     config: Rejections, skills: Sequence[Skill]
 ) -> dict[str | None, Iterator[int]]:
-    """Return an endless series of skill positions for each language, in a random order.
+    """Return the anchors of the groups for each language, in a random order without end.
+
+    An anchor is the position of the skill that comes first in a group.
+
+    Args:
+        config: Settings.
+        skills: The skills, all of them in `config.languages`.
 
     Raises:
         SkilltrainError: A language has no skill.
@@ -464,35 +509,38 @@ class _GroupSampler:
         Returns:
             Positions of the skills; [] if none fits.
         """
-        other_name = self.names != self.names[anchor]
+        other_name = self.names != self.names[anchor]  # [skill], as all masks below
         same_lang = self.langs == self.langs[anchor]
         same_category = self.categories == self.categories[anchor]
+
+        # Skills in the language of the anchor.
         allowed = other_name & same_lang
-        foreign = []  # skills in another language
         if kind == "category":
             allowed &= same_category & (self.categories != "")
         elif kind == "across":
             allowed &= ~same_category
-        else:
-            allowed = self._nearest(anchor, allowed)
-        if kind == "languages":
-            allowed_foreign = self._nearest(anchor, other_name & ~same_lang)
-            num_foreign = (self.num_others + 1) // 2  # half of the skills, rounded up
-            foreign = self._draw(allowed_foreign, num_foreign, f"{group_id}/far")
-            if not foreign:
-                return []
+        else:  # neighbours or languages
+            allowed = self._only_nearest(anchor, allowed)
+        if kind != "languages":
+            return self._draw(allowed, self.num_others, group_id)
+
+        # Half of the skills, rounded up, are in another language.
+        allowed_foreign = self._only_nearest(anchor, other_name & ~same_lang)
+        num_foreign = (self.num_others + 1) // 2
+        foreign_key = f"{group_id}/far"  # gives this sample a seed of its own
+        foreign = self._draw(allowed_foreign, num_foreign, foreign_key)
+        if not foreign:
+            return []
         return foreign + self._draw(allowed, self.num_others - len(foreign), group_id)
 
-    def _nearest(
-        self, anchor: int, allowed: Bool[np.ndarray, " skill"]
-    ) -> Bool[np.ndarray, " skill"]:
-        """Restrict `allowed` to the skills nearest to the anchor."""
+    def _only_nearest(self, anchor: int, allowed: SkillMask) -> SkillMask:
+        """Restrict the mask `allowed` to the skills nearest to the anchor."""
         # Not `@`: its sums depend on the processor, and equal skills must be equally near.
         cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)
         similarities = np.where(allowed, cosines, -np.inf)
         nearest = np.argsort(-similarities, kind="stable")[: _NEAREST_FACTOR * self.num_others]
         return allowed & np.isin(np.arange(len(allowed)), nearest)
 
-    def _draw(self, allowed: Bool[np.ndarray, " skill"], count: int, key: str) -> list[int]:
+    def _draw(self, allowed: SkillMask, count: int, key: str) -> list[int]:
         """Sample the positions of up to `count` allowed skills. The key seeds the sample."""
         return draw(np.flatnonzero(allowed), count, f"{self.seed}/{key}").tolist()

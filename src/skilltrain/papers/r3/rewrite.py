@@ -90,7 +90,8 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     for query, verdicts in select_judged(config.queries, None):
         golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
         items.append(Rewriting(query.query_id, query, golds))
-    forbidden_texts = {item.query.text.casefold() for item in items}  # new texts are added
+    # A new text must not repeat an old query or another new text, which `usable_query` adds.
+    forbidden_texts = {item.query.text.casefold() for item in items}
     style = PROMPTS["rewrite"]["styles"][config.style]
 
     def render(item: Rewriting) -> tuple[str, str]:
@@ -99,11 +100,12 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
         text = untrusted_text(item.query.text, 4000)
         return render_prompt(PROMPTS["rewrite"], text, style=style, names=names)
 
-    def read(item: Rewriting, answer: str) -> str:
-        """Check a new text. Raises AnswerError if it is not usable."""
+    def read_new_text(item: Rewriting, answer: str) -> str:
+        """Return the new text in an answer. Raises AnswerError if it is not usable."""
         text = item.query.text
         max_words = MAX_TERSE_WORDS
         if config.style != "terse":
+            # Twice the old length, and some more words for a very short query.
             max_words += 2 * num_words(text)
         language = language_of(text)
         if language and language_of(answer) not in (language, None):
@@ -113,5 +115,5 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     mean_words = sum(num_words(item.query.text) for item in items) / len(items)
     num_tokens = round(TOKENS_PER_WORD * mean_words)
     return questions_of(
-        config.llm, items, render, read, config.seed, num_tokens, "rewriting queries"
+        config.llm, items, render, read_new_text, config.seed, num_tokens, "rewriting queries"
     )

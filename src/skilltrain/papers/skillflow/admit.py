@@ -85,55 +85,64 @@ class Admit(Chooser):
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the admitted candidates among the first `keep` of each query.
 
-        If the model is down, or the answer for a query is not usable, its first candidates are
-        admitted, with a warning.
+        The first filter, relevancy, judges all candidates of a query. The second, specificity,
+        judges each relevant candidate. If the model is down, or the first answer for a query is not
+        usable, the first candidates of the query are admitted, with a warning.
         """
         assert candidates is not None, "a chat model needs candidates"
         llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
         relevancy = self.ask_model(llm, queries, candidates, keep)
-        admitted = self._admit(llm, relevancy)
+        admitted_ids = self._filter_by_specificity(llm, relevancy)
+        max_admitted = self.config.most
         rankings: Rankings = {}
         for query in queries:
             query_id = query.query_id
             ranking = candidates[query_id][:keep]
-            if query_id in admitted:
-                ranking = [candidate for candidate in ranking if candidate[0] in admitted[query_id]]
-            rankings[query_id] = ranking[: self.config.most]
+            if query_id in admitted_ids:
+                allowed_ids = admitted_ids[query_id]
+                ranking = [candidate for candidate in ranking if candidate[0] in allowed_ids]
+            rankings[query_id] = ranking[:max_admitted]
         return rankings
 
-    def _admit(self, llm: LLM, outcome: Outcome[Ask, list[Skill]]) -> dict[str, set[str]]:
-        """Apply the second filter to the relevant skills, and count what both filters accept.
+    def _filter_by_specificity(
+        self, llm: LLM, relevancy: Outcome[Ask, list[Skill]]
+    ) -> dict[str, set[str]]:
+        """Drop the relevant skills that the model does not find specific.
 
-        A relevant skill without a usable second verdict is admitted.
+        A relevant skill without a usable answer is admitted. `counts` gets the number of skills
+        that the filters relevancy and specificity judged and accepted.
 
         Args:
             llm: The chat model.
-            outcome: Relevant skills by query, for queries with a usable answer.
+            relevancy: Relevant skills by query, for queries with a usable answer.
 
         Returns:
             Ids of the admitted skills by query id.
         """
         config = self.config
-        relevant = []
-        admitted = {}
-        for item, skills in outcome.values:
-            relevant += [config.make_ask(item.query, [skill], skill.skill_id) for skill in skills]
-            admitted[item.query_id] = {skill.skill_id for skill in skills}
+        asks = []  # one for each relevant skill
+        admitted_ids = {}
+        for item, skills in relevancy.values:
+            for skill in skills:
+                asks.append(config.make_ask(item.query, [skill], skill_id=skill.skill_id))
+            admitted_ids[item.query_id] = {skill.skill_id for skill in skills}
+        num_relevant = len(asks)
 
-        # Without the second filter nothing is asked, and all counts are 0.
-        asks = relevant if config.specificity else ()
+        # Without this filter nothing is asked, and its counts are 0.
+        if not config.specificity:
+            asks = []
         questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
-        second = ask_all(questions, drop_if_down=True)
-        for item, is_specific in second.values:
+        specificity = ask_all(questions, drop_if_down=True)
+        for item, is_specific in specificity.values:
             if not is_specific:
-                admitted[item.query_id].remove(item.skill_id)
+                admitted_ids[item.query_id].remove(item.skill_id)
 
-        # Number of accepted skills and number of judged skills.
-        num_judged = sum(len(item.choices) for item, _ in outcome.values)
-        num_specific = sum(is_specific for _, is_specific in second.values)
-        self.counts |= second.used
+        # Count the accepted and the judged skills of each filter.
+        num_judged = sum(len(item.choices) for item, _ in relevancy.values)
+        num_specific = sum(is_specific for _, is_specific in specificity.values)
+        self.counts |= specificity.used  # tokens and cost of both filters
         self.counts["accepted"] = {
-            "relevancy": (len(relevant), num_judged),
-            "specificity": (num_specific, len(second.values)),
+            "relevancy": (num_relevant, num_judged),
+            "specificity": (num_specific, len(specificity.values)),
         }
-        return admitted
+        return admitted_ids

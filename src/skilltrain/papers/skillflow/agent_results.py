@@ -23,7 +23,7 @@ from skilltrain.metrics.comparison import Comparison, SystemResult, compare, sha
 from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.metrics.slices import means_of
 
-CHIEF = "Pass@1"  # the measure by which conditions are compared
+MAIN_MEASURE = "Pass@1"  # the measure by which conditions are compared
 
 
 class Trial(Config, extra="ignore"):
@@ -114,7 +114,8 @@ def agent_results(
         }
         results.append(SystemResult(condition, values, {}))
 
-    # Conditions have different measures: a condition without skills has no use rate.
+    # Average each condition by itself, because conditions have different measures. For example, a
+    # condition without skills has no use rate.
     tasks = shared_query_ids(results)
     means: dict[str, Mapping[str, Interval]] = {}
     for result in results:
@@ -123,12 +124,13 @@ def agent_results(
 
     # Compare the conditions with the first one, and with the ceiling.
     pairs = [(results[0].name, result.name) for result in results[1:]]
-    comparisons = compare(results, pairs, [CHIEF])
-    ceiling_rate = means[ceiling][CHIEF].mean if ceiling else 0.0
-    of_ceiling: dict[str, float] = {}
+    comparisons = compare(results, pairs, [MAIN_MEASURE])
+    pass_rates = {condition: row[MAIN_MEASURE].mean for condition, row in means.items()}
+    ceiling_rate = pass_rates[ceiling] if ceiling else 0.0
+    shares_of_ceiling = {}
     if ceiling_rate:
-        of_ceiling = {name: row[CHIEF].mean / ceiling_rate for name, row in means.items()}
-    return AgentResults(means, comparisons, of_ceiling)
+        shares_of_ceiling = {name: rate / ceiling_rate for name, rate in pass_rates.items()}
+    return AgentResults(means, comparisons, of_ceiling=shares_of_ceiling)
 
 
 def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> dict[str, float]:
@@ -155,17 +157,18 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
     for k in range(2, max_k + 1):
         values[f"Pass^{k}"] = comb(num_passed, k) / comb(num_trials, k)
 
-    # Share of the gold skills that each trial retrieved.
+    # Share of the gold skills that each trial retrieved. An alternative that it retrieved replaces
+    # its gold skill, so the number of gold skills stays the same.
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
     gold_shares = []
     if gold:
         for skill_ids in retrieved:
-            needed_ids = resolve_alternatives(skill_ids, gold).gold
-            num_retrieved = len(needed_ids.intersection(skill_ids))
+            gold_ids = resolve_alternatives(skill_ids, gold).gold
+            num_retrieved = len(gold_ids.intersection(skill_ids))
             gold_shares.append(num_retrieved / len(gold.gold))
 
     # Means over the trials that have data.
-    trial_values: dict[str, Sequence[float]] = {
+    values_of_trials: dict[str, Sequence[float]] = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],
         "skills": [len(skill_ids) for skill_ids in retrieved],
@@ -173,7 +176,7 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
         "steps": [trial.steps for trial in trials if trial.steps is not None],
         "cost": [trial.cost for trial in trials if trial.cost is not None],
     }
-    for measure, row in trial_values.items():
-        if row:
-            values[measure] = fmean(row)
+    for measure, trial_values in values_of_trials.items():
+        if trial_values:
+            values[measure] = fmean(trial_values)
     return values

@@ -3,7 +3,6 @@
 Source: SkillFlow, appendix A.2. The prompts are our own.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,7 +86,7 @@ class Expand:
     counts: dict[str, Any] = field(default_factory=dict)
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best skills of each task by all its written queries.
+        """Let the model write queries for each task, and return the `keep` best skills for them.
 
         If the model writes no usable query for a task, the task itself is the query.
 
@@ -109,7 +108,10 @@ class Expand:
         # Rank for every written query, then join the rankings of each task.
         if candidates is not None:
             candidates = {query_id: candidates[task_id] for query_id, task_id in task_of.items()}
-        answers = self.ranker.rank(written, candidates, self.config.of.keep or keep)
+        depth = self.config.of.keep  # setting of `self.ranker`
+        if depth is None:
+            depth = keep
+        answers = self.ranker.rank(written, candidates, depth)
         rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
         for query_id, task_id in task_of.items():
             rankings[task_id].append(answers[query_id])
@@ -128,12 +130,13 @@ class Expand:
         values = outcome.values
         is_down = "down" in self.counts["unusable"]
         if self.config.count > 1 and outcome.dropped and not is_down:
-            # One query is easier to write than several (SkillFlow, A.2).
+            # Ask again about failed tasks, for one query each: that is easier (SkillFlow, A.2).
             failed_ids = {row.query_id for row in outcome.dropped}
             failed = [query for query in queries if query.query_id in failed_ids]
-            single = ask_all(_questions(self.config, questions.llm, 1, failed), drop_if_down=True)
+            single_questions = _questions(self.config, questions.llm, count=1, queries=failed)
+            single = ask_all(single_questions, drop_if_down=True)
             values = [*values, *single.values]
-            self.counts |= single.used
+            self.counts |= single.used  # tokens and cost of all questions
             self.counts["num_single"] = len(single.values)
             self.counts["num_unusable"] = len(single.dropped)
         return {item.query_id: texts for item, texts in values}
@@ -144,23 +147,24 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
 
     Args:
         rankings: One ranking per query. Empty rankings are ignored.
-        join: `union` or `max`: the best score of a skill. `mean`: its mean score over the rankings;
-            a ranking without the skill counts with its lowest score. `rrf`: see `fuse`.
+        join: How to score a skill. `union` and `max` mean the same: its best score. `mean`: its
+            mean score over the rankings. `rrf`: see `fuse`.
     """
     if join == "rrf" and len(rankings) > 1:
         return fuse(rankings, (1.0,) * len(rankings), "rrf")
 
-    # Without a skill, a ranking counts with its lowest score for the mean, and not for the maximum.
-    combine = fmean if join == "mean" else max
-    scores_by_query = [dict(ranking) for ranking in rankings if ranking]
-    default_scores = [-math.inf] * len(scores_by_query)
-    if join == "mean":
-        default_scores = [min(scores.values()) for scores in scores_by_query]
-
+    score_tables = [dict(ranking) for ranking in rankings if ranking]  # scores by skill id
+    lowest_scores = [min(table.values()) for table in score_tables]
     joined_scores = {}
-    for skill_id in dict.fromkeys(chain.from_iterable(scores_by_query)):
-        pairs = zip(scores_by_query, default_scores, strict=True)
-        joined_scores[skill_id] = combine(scores.get(skill_id, score) for scores, score in pairs)
+    for skill_id in dict.fromkeys(chain.from_iterable(score_tables)):
+        scores = []
+        for table, lowest_score in zip(score_tables, lowest_scores, strict=True):
+            if skill_id in table:
+                scores.append(table[skill_id])
+            elif join == "mean":
+                # A ranking that lacks the skill counts with its lowest score.
+                scores.append(lowest_score)
+        joined_scores[skill_id] = fmean(scores) if join == "mean" else max(scores)
     return sorted(joined_scores.items(), key=lambda pair: -pair[1])
 
 

@@ -96,9 +96,9 @@ class PassRates(Analysis):
 
 
 def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
-    """Estimate the share of tasks that each agent passes with each system (appendix H).
+    """Estimate the share of tasks that each agent passes with each system.
 
-    For each measure in COVERAGES, the estimate is
+    Source: SkillRouter, appendix H. For each measure in COVERAGES, the estimate is
     rate without skills + measure x (rate with gold skills - rate without skills).
 
     Args:
@@ -107,25 +107,31 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     Returns:
         A row for each system and agent. The last agent is the average of all agents.
     """
-    # Pass rates by agent: without skills, and with gold skills.
+    # Each agent has two pass rates: without skills, and with the gold skills.
     text = Path(__file__).with_name("agents.yaml").read_text(encoding="utf-8")
-    agents = parse_yaml(text, "agents.yaml")
-    agents[AVERAGE] = np.mean(list(agents.values()), axis=0).tolist()
+    rates_by_agent = parse_yaml(text, "agents.yaml")
+    rates_by_agent[AVERAGE] = np.mean(list(rates_by_agent.values()), axis=0).tolist()
     rows = []
     for system, system_means in means.items():
         coverages = {name: system_means[name] for name in COVERAGES if name in system_means}
         if not coverages:
             continue
-        for agent, (without, with_gold) in agents.items():
-            gain = with_gold - without
+        for agent, (rate_without, rate_with_gold) in rates_by_agent.items():
+            gain = rate_with_gold - rate_without
             estimates = {}
             for name, coverage in coverages.items():
-                mean = without + gain * coverage.mean
-                low = without + gain * coverage.low
-                high = without + gain * coverage.high
+                mean = rate_without + gain * coverage.mean
+                low = rate_without + gain * coverage.low
+                high = rate_without + gain * coverage.high
                 estimates[name] = Interval(mean, low, high, coverage.n)
-            rates = {"without_skills": without, "with_gold": with_gold, "estimates": estimates}
-            rows.append({"system": system, "agent": agent, **rates})
+            row = {
+                "system": system,
+                "agent": agent,
+                "without_skills": rate_without,
+                "with_gold": rate_with_gold,
+                "estimates": estimates,
+            }
+            rows.append(row)
     return rows
 
 
@@ -180,8 +186,9 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
 def structure_features(body: str) -> dict[str, float]:
     """Measure the structure of a skill's body, parsed as CommonMark with up to 20 nested blocks.
 
-    Words are counted everywhere, all other features outside code only. Mentions (0 or 1) replace
-    SkillFlow's features of bundled files.
+    Words are counted everywhere, all other features outside code only. Two features are 1 if the
+    body mentions the path of a script or of a reference file, and else 0. They replace SkillFlow's
+    features of bundled files.
 
     Returns:
         Value by feature.

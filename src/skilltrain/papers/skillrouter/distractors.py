@@ -166,24 +166,24 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 
 
 def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """Return the gold skills, each with the other gold skills of its queries.
+    """Return each gold skill with its siblings: the other gold skills of the queries that need it.
 
     Raises:
         SkilltrainError: A gold skill is neither in the benchmark's folder nor in the pool.
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     skills = {gold.skill_id: gold for gold in benchmark.golds}
-    # Gold skills of all queries that need a gold skill, itself included, in a fixed order.
-    related_ids: dict[str, dict[str, None]] = {}
+
+    # Collect the distinct siblings of each gold skill, in the order of the tasks.
+    siblings_by_gold: dict[str, list[Skill]] = {}  # the key is a skill id
     for task in benchmark.tasks:
-        gold_ids = sorted(task.relevance.gold)
-        for gold_id in gold_ids:
-            related_ids.setdefault(gold_id, {}).update(dict.fromkeys(gold_ids))
-    golds = []
-    for gold_id, skill_ids in related_ids.items():
-        siblings = [skills[skill_id] for skill_id in skill_ids if skill_id != gold_id]
-        golds.append((skills[gold_id], tuple(siblings)))
-    return golds
+        golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]
+        for gold in golds:
+            siblings = siblings_by_gold.setdefault(gold.skill_id, [])
+            for other in golds:
+                if other != gold and other not in siblings:
+                    siblings.append(other)
+    return [(skills[gold_id], tuple(siblings)) for gold_id, siblings in siblings_by_gold.items()]
 
 
 def _render(item: Distractor) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
 
     Returns:
         `layers`: share by field, for each layer. `groups`: means of the first quarter of layers,
-        the middle half and the last quarter (layers 0-6, 7-20 and 21-27 of 28, as in the paper).
+        the middle half and the last quarter (layers 0-6, 7-20 and 21-27 of 28, as in SkillRouter).
         `overall`: mean of all layers. `tokens`: share of the tokens by field, which uniform
         attention would give. `pairs`: `overall`, `tokens` and the number of tokens cut away, for
         each pair.
@@ -49,16 +49,17 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model)
 
-    shares = []
+    shares = []  # of each pair
     token_shares: list[Float[np.ndarray, " field"]] = []
     rows = []
     with _eager(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             [pair] = reranker.tokenize(query.text, [skill])
-            fields = token_fields(reranker, skill)
-            fields = fields[: len(fields) - pair.num_cut]
-            shares.append(_pair_shares(reranker, pair, fields, model, skill.skill_id))
-            token_shares.append(fields.sum(0) / fields.sum())
+            in_field = token_fields(reranker, skill)  # [token, field]
+            num_tokens = len(in_field) - pair.num_cut  # tokens of the skill that the model sees
+            in_field = in_field[:num_tokens]
+            shares.append(_pair_shares(reranker, pair, in_field, model, skill.skill_id))
+            token_shares.append(in_field.sum(0) / in_field.sum())
             row = {
                 "query_id": query.query_id,
                 "skill_id": skill.skill_id,
@@ -76,7 +77,7 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
 def _pair_shares(
     reranker: Reranker,
     pair: PairIds,
-    fields: Bool[np.ndarray, "token field"],
+    in_field: Bool[np.ndarray, "token field"],
     model: str,
     skill_id: str,
 ) -> LayerShares:
@@ -87,23 +88,26 @@ def _pair_shares(
     Args:
         reranker: The model.
         pair: Tokens of the query and the skill.
-        fields: Field of each token of the skill.
+        in_field: Whether a token of the skill belongs to a field.
         model: Name of the reranker, for errors.
         skill_id: Id of the skill, for errors.
 
     Raises:
-        SkilltrainError: The reranker sees no token of a field, or a layer gives them no attention.
+        SkilltrainError: The reranker sees no token of any field, or a layer gives no attention to
+            the fields.
     """
-    if not fields.any():
+    if not in_field.any():
         problem = "the reranker sees no token of this skill's name, description or body"
         raise SkilltrainError("nothing-to-analyse", problem, where=f"skill {skill_id}")
-    attention = attention_rows(reranker, pair)[:, pair.second_start :]  # [layer, token]
-    weights = attention[:, : len(fields)] @ fields  # [layer, field]
+    # The tokens of a pair: query, skill, and the template's words after the skill.
+    skill_start = pair.second_start
+    skill_end = skill_start + len(in_field)
+    attention = attention_rows(reranker, pair)[:, skill_start:skill_end]  # [layer, token]
+    weights = attention @ in_field  # [layer, field]
     sums = weights.sum(1, keepdims=True)  # [layer, 1]
     bad_layers = np.flatnonzero(~(sums > 0))  # 0 or NaN
     if bad_layers.size:
-        layer = f"layer {bad_layers[0]}"
-        problem = f"{layer} gives the skill's fields no attention that could be compared"
+        problem = f"layer {bad_layers[0]} gives the fields no attention that could be compared"
         raise SkilltrainError("nothing-to-analyse", problem, where=f"{model}, skill {skill_id}")
     return weights / sums
 
@@ -144,14 +148,16 @@ def _eager(network: Any) -> Iterator[None]:
 def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "layer token"]:
     """Return the attention of the scoring position in each layer, averaged over heads.
 
-    The scoring position is the last token in a causal model, and else the first.
+    The scoring position is the token whose output gives the score: the last token in a causal
+    model, which answers yes or no, and else the first token.
 
     Raises:
         SkilltrainError: The attention of a layer cannot be read.
     """
     network = reranker.network
-    position = 0 if reranker.yes_no_ids is None else -1
-    rows = []
+    is_causal = reranker.yes_no_ids is not None
+    position = -1 if is_causal else 0
+    rows = []  # one for each layer
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
         """Store one row of attention weights, and remove the weights from a module's outputs.
@@ -169,17 +175,21 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 
     hooks = [module.register_forward_hook(keep_row) for module in network.modules()]
     try:
-        if reranker.yes_no_ids is None:
+        if is_causal:
+            # `reranker.forward` would change the attention, to score several pairs at once.
+            token_ids = torch.tensor([pair.ids], device=reranker.device)  # [1, token]
+            network.get_decoder()(token_ids, use_cache=False)
+        else:
             reranker([pair])
-        else:  # not `reranker.forward`, which changes the attention to score several pairs at once
-            network.get_decoder()(torch.tensor([pair.ids], device=reranker.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     num_layers = network.config.num_hidden_layers
     if len(rows) != num_layers:
-        share = f"{len(rows)} of its {num_layers} layers only"
-        problem = f"the attention of {type(network).__name__} can be read in {share}"
+        problem = (
+            f"the attention of {type(network).__name__} can be read in {len(rows)} of its "
+            f"{num_layers} layers only"
+        )
         raise SkilltrainError("unsupported-model", problem)
     return np.stack(rows)
 
@@ -205,19 +215,21 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     if ids[num_lead:] != skill_ids:
         raise RuntimeError("a skill's tokens and its characters do not match")
 
-    # The field of each character.
-    char_fields = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
-    start = len(lead)
+    # Find the field of each character.
+    char_in_field = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
+    field_start = len(lead)
     for field, field_text in template.skill.field_texts(skill).items():
-        end = start + len(field_text)
-        char_fields[start:end, FIELDS.index(field)] = True
-        start = end + len(template.skill.separator)
+        field_end = field_start + len(field_text)
+        char_in_field[field_start:field_end, FIELDS.index(field)] = True
+        field_start = field_end + len(template.skill.separator)
 
-    # The field of each token.
-    fields = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)  # [token, field]
-    for token_row, (start, end) in zip(fields, spans[num_lead:], strict=True):
-        # Some tokenizers give a run of spaces the empty span at its end.
-        first = min(start, end - 1)
-        num_chars = char_fields[first:end].sum(0)  # [field]
-        token_row[num_chars.argmax()] = num_chars.any()
-    return fields
+    # Find the field of each token.
+    in_field = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)  # [token, field]
+    for token, (start, end) in enumerate(spans[num_lead:]):
+        # The span of a token has at least one character. For a run of spaces, some tokenizers
+        # return an empty span after the last space.
+        start = min(start, end - 1)
+        num_chars = char_in_field[start:end].sum(0)  # [field]
+        if num_chars.any():
+            in_field[token, num_chars.argmax()] = True
+    return in_field

@@ -65,7 +65,7 @@ def plan_values(
         task: The task with its gold steps and gold skills.
         retrieved: Skills retrieved for each planned step.
         chosen: Id of the skill chosen for each planned step; None for no skill.
-        oracle: Skills retrieved for the gold steps' own words.
+        oracle: Skills retrieved for each gold step, with the step's text as the query.
         skills: All skills by id.
         tokens: Number of tokens by skill id.
 
@@ -82,18 +82,21 @@ def plan_values(
     }
     values |= _gold_values(task, retrieved, chosen_ids, oracle)
     if task.steps:
+        # DA, decomposition accuracy: is the number of steps right?
         values["DA"] = float(num_steps == num_gold)
         values["DA±1"] = float(abs(num_steps - num_gold) <= 1)
+        # A gold step is a hit if the best skill for its text is in the top k of any planned step.
         for k in CUTOFFS:
             top_ids = _top_ids(retrieved, k)
-            is_hit = [not top_ids.isdisjoint(skill_ids[:1]) for skill_ids in oracle]
+            is_hit = [bool(skill_ids) and skill_ids[0] in top_ids for skill_ids in oracle]
             values[f"Step R@{k}"] = fmean(is_hit)
 
     gold = [step.skill_id for step in task.steps]
-    if not gold or not all(gold):
+    has_skill_for_each_step = bool(gold) and all(gold)
+    if not has_skill_for_each_step:
         return values
 
-    # Each gold step has a skill: compare step by step.
+    # Compare the planned steps with the gold steps at the same positions.
     categories = {skill_id: skill.category for skill_id, skill in skills.items()}
     for k in CUTOFFS:
         values[f"R@{k}"] = _recall(gold, retrieved, k)
@@ -120,7 +123,7 @@ def _gold_values(
         task: The task with its gold steps and gold skills.
         retrieved: Skills retrieved for each planned step.
         chosen_ids: Skills chosen for any step.
-        oracle: Skills retrieved for the gold steps' own words.
+        oracle: Skills retrieved for each gold step, with the step's text as the query.
 
     Returns:
         Value by measure.
@@ -129,21 +132,28 @@ def _gold_values(
     for skill_id, gold_id in task.relevance.alternatives.items():
         accepted_ids[gold_id].add(skill_id)
 
-    def met(skill_ids: set[str]) -> set[str]:
+    def gold_among(skill_ids: set[str]) -> set[str]:
         """Return the gold skills that are among the given skills."""
         return {gold_id for gold_id, accepted in accepted_ids.items() if accepted & skill_ids}
 
-    chosen_gold = met(chosen_ids)
-    retrieved_gold = met(_top_ids(retrieved, None))
-    gold_by_measure = {f"Skill R@{k}": met(_top_ids(retrieved, k)) for k in CUTOFFS}
+    # The gold skills that count for each measure.
+    gold_by_measure = {f"Skill R@{k}": gold_among(_top_ids(retrieved, k)) for k in CUTOFFS}
+    chosen_gold = gold_among(chosen_ids)
     gold_by_measure["Chosen"] = chosen_gold
+
+    # Skills that a planned step found, but that were not chosen.
+    retrieved_gold = gold_among(_top_ids(retrieved, None))
     gold_by_measure["Lost in composition"] = retrieved_gold - chosen_gold
+
     if task.steps:
-        oracle_gold = met(_top_ids(oracle, None))
-        planned_gold = chosen_gold | retrieved_gold
-        gold_by_measure["Oracle Skill R@10"] = met(_top_ids(oracle, 10))
-        gold_by_measure["Lost in decomposition"] = oracle_gold - planned_gold
-        gold_by_measure["Lost in retrieval"] = set(accepted_ids) - planned_gold - oracle_gold
+        oracle_gold = gold_among(_top_ids(oracle, None))
+        gold_by_measure["Oracle Skill R@10"] = gold_among(_top_ids(oracle, 10))
+
+        # Skills that no planned step found. If the text of a gold step finds the skill, the planned
+        # steps are at fault, else the retriever.
+        missed_gold = set(accepted_ids) - retrieved_gold - chosen_gold
+        gold_by_measure["Lost in decomposition"] = missed_gold & oracle_gold
+        gold_by_measure["Lost in retrieval"] = missed_gold - oracle_gold
     return {name: len(gold) / len(accepted_ids) for name, gold in gold_by_measure.items()}
 
 

@@ -32,6 +32,8 @@ Find = Callable[[Sequence[str], int], list[Ranking]]
 """Retrieve a number of skills for each text."""
 AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
 """Send requests to the chat model, and read the answers."""
+RoundsByQuery = dict[str, list[Round]]
+"""Rounds of each task, in order, by query id."""
 _DESCRIPTION_CHARS = 140  # of a description that the model sees
 _NUM_READ = 5  # skills that ReAct reads after each search
 _MAY_HELP = "skills that exist and may help"
@@ -108,17 +110,7 @@ class Planner:
 
         If no answer of a model is usable for a task, rules plan it, and the plan has a note.
         """
-        # Decompose the tasks.
-        decomposer = self.config.decomposer
-        rounds: dict[str, list[Round]] = {}
-        reasons: dict[str, str] = {}  # why a model did not plan a task
-        if isinstance(decomposer, ModelConfig):
-            rounds, reasons = self._ask_model(decomposer, tasks)
-        for task in tasks:
-            if isinstance(decomposer, WholeConfig):
-                rounds[task.query_id] = [Round((one_line(task.text),))]
-            elif task.query_id not in rounds:
-                rounds[task.query_id] = [Round(steps_by_rules(task.text))]
+        rounds, failures = self._decompose(tasks)
 
         # Retrieve skills for the steps of the last round.
         last_rounds = [rounds[task.query_id][-1] for task in tasks]
@@ -131,80 +123,108 @@ class Planner:
                 rankings = [[(skill_id, 1.0)] for skill_id in last.chosen]
             alpha = self.config.compose.alpha
             steps = compose(task.text, last.texts, rankings, self.skills, alpha)
-            made_by = decomposer.kind
+            made_by = self.config.decomposer.kind
             notes: tuple[str, ...] = ()
-            if task.query_id in reasons:
+            if task.query_id in failures:
                 made_by = "rules"
-                notes = (f"planned by rules, for {reasons[task.query_id]}",)
+                notes = (f"planned by rules, for {failures[task.query_id]}",)
             plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
         return plans
 
-    def _ask_model(
-        self, config: StepsConfig | DirectConfig | ReactConfig, tasks: Sequence[Query]
-    ) -> tuple[dict[str, list[Round]], dict[str, str]]:
-        """Ask the model to plan each task.
+    def _decompose(self, tasks: Sequence[Query]) -> tuple[RoundsByQuery, dict[str, str]]:
+        """Split each task into steps.
+
+        A round holds the steps that one answer of a model gives, or that rules find. Only a model
+        with hints plans a task in several rounds.
 
         Returns:
-            Rounds by query id; failure reason by query id, for tasks without a plan.
+            Rounds by query id; reason by query id, for tasks that a model failed to plan.
+        """
+        decomposer = self.config.decomposer
+        rounds: RoundsByQuery = {}
+        failures: dict[str, str] = {}
+        if isinstance(decomposer, ModelConfig):
+            rounds, failures = self._decompose_by_model(decomposer, tasks)
+        for task in tasks:
+            if isinstance(decomposer, WholeConfig):
+                rounds[task.query_id] = [Round((one_line(task.text),))]
+            elif task.query_id not in rounds:
+                rounds[task.query_id] = [Round(steps_by_rules(task.text))]
+        return rounds, failures
+
+    def _decompose_by_model(
+        self, config: ModelConfig, tasks: Sequence[Query]
+    ) -> tuple[RoundsByQuery, dict[str, str]]:
+        """Ask the model to split each task into steps.
+
+        Returns:
+            Rounds by query id; failure reason by query id, for tasks without a round.
         """
         llm = LLM(config.llm)  # one for all requests, because it counts the budget
 
-        def ask(asks: Sequence[Ask]) -> Outcome[Ask, Any]:
-            questions = questions_of(config, llm, config.prompt, asks)
+        def ask_model(requests: Sequence[Ask]) -> Outcome[Ask, Any]:
+            questions = questions_of(config, llm, config.prompt, requests)
             return ask_all(questions, drop_if_down=self.lenient)
 
         if isinstance(config, ReactConfig):
-            outcome = self._search(ask, tasks)
+            outcome = self._search(ask_model, tasks)
         elif isinstance(config, DirectConfig):
-            outcome = ask(self._choices(config, tasks))
+            outcome = ask_model(self._choices(config, tasks))
         else:
-            outcome = ask([Ask(task) for task in tasks])
-        rounds = {item.query_id: [first_round] for item, first_round in outcome.values}
+            outcome = ask_model([Ask(task) for task in tasks])
+        rounds = {request.query_id: [first_round] for request, first_round in outcome.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
-            self._refine(ask, [item.query for item, _ in outcome.values], rounds)
+            self._refine(ask_model, [request.query for request, _ in outcome.values], rounds)
 
-        # If no answer was dropped for a task without rounds, ReAct never searched for it.
-        unplanned_ids = [task.query_id for task in tasks if task.query_id not in rounds]
-        reasons = dict.fromkeys(unplanned_ids, "the model looked for nothing")
+        # A task has no round if its answer was dropped, or if ReAct ended without a search.
+        failures = {}
+        for task in tasks:
+            if task.query_id not in rounds:
+                failures[task.query_id] = "the model looked for nothing"
         for row in outcome.dropped:
-            if row.query_id in reasons:
-                reasons[row.query_id] = f"no answer of the model was usable: {row.reason}"
-        return rounds, reasons
+            if row.query_id in failures:
+                failures[row.query_id] = f"no answer of the model was usable: {row.reason}"
+        return rounds, failures
 
-    def _refine(self, ask: AskAll, tasks: Sequence[Query], rounds: dict[str, list[Round]]) -> None:
+    def _refine(self, ask_model: AskAll, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Let the model plan again with hints, and append the new rounds to `rounds`.
 
         A task for which the model fails keeps its earlier steps.
 
         Args:
-            ask: Asks the model.
+            ask_model: Sends requests to the model.
             tasks: Tasks that have a first round.
             rounds: Rounds by query id.
         """
         for _ in range(self.config.hints.rounds):
-            asks = self._add_hints(tasks, rounds)
-            if not asks:
+            self._add_hints(tasks, rounds)
+            requests = self._hint_requests(tasks, rounds)
+            if not requests:
                 return
-            outcome = ask(asks)
-            tasks = [item.query for item, _ in outcome.values]
-            for item, next_round in outcome.values:
-                rounds[item.query_id].append(next_round)
-        self._add_hints(tasks, rounds)  # for the report
+            outcome = ask_model(requests)
+            tasks = [request.query for request, _ in outcome.values]
+            for request, next_round in outcome.values:
+                rounds[request.query_id].append(next_round)
 
-    def _add_hints(self, tasks: Sequence[Query], rounds: Mapping[str, list[Round]]) -> list[Ask]:
-        """Add hints to the last round of each task, and return the requests for the next round.
+        # The report compares the hints of all rounds, so the last round gets hints, too.
+        self._add_hints(tasks, rounds)
 
-        There is no request for a task whose hints hardly changed.
+    def _add_hints(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
+        """Retrieve hints for the steps of each task's last round, and store them in that round.
+
+        Args:
+            tasks: The tasks.
+            rounds: Rounds by query id. The last round of each task is replaced.
         """
-        settings = self.config.hints
+        max_hints = self.config.hints.count
         texts = [rounds[task.query_id][-1].texts for task in tasks]
-        retrieved = find_each(self.find, texts, settings.count)
-        asks = []
+        retrieved = find_each(self.find, texts, max_hints)
         for task, rankings in zip(tasks, retrieved, strict=True):
-            # The first skill of every step comes before the second skill of any step.
+            # The first skill of every step comes before the second skill of any step. Short
+            # rankings are padded with None.
             by_rank = chain.from_iterable(zip_longest(*rankings))
-            skill_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
-            hints = tuple(skill_ids)[: settings.count]
+            distinct_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
+            hints = tuple(distinct_ids)[:max_hints]
 
             # Compare the hints with those of the previous round.
             task_rounds = rounds[task.query_id]
@@ -215,11 +235,19 @@ class Planner:
                 jaccard = num_common / len(previous_hints.union(hints))
             task_rounds[-1] = replace(task_rounds[-1], hints=hints, jaccard=jaccard)
 
-            has_changed = jaccard is None or jaccard <= settings.stop_above
-            if hints and has_changed:
-                lines = self._describe(hints, settings.show == "described")
-                asks.append(Ask(task, ((_MAY_HELP, lines),)))
-        return asks
+    def _hint_requests(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> list[Ask]:
+        """Return a request to plan again for each task whose last round brought new hints."""
+        settings = self.config.hints
+        requests = []
+        for task in tasks:
+            last_round = rounds[task.query_id][-1]
+            similarity = last_round.jaccard  # to the hints of the previous round, if there is one
+            is_stable = similarity is not None and similarity > settings.stop_above
+            if last_round.hints and not is_stable:
+                lines = self._describe(last_round.hints, settings.show == "described")
+                # The request shows one text, with its title.
+                requests.append(Ask(task, titled_texts=((_MAY_HELP, lines),)))
+        return requests
 
     def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
         """Return a request for each task, with the skills that the model may choose.
@@ -227,7 +255,7 @@ class Planner:
         They are the gold skills and those nearest to the task. They are sorted by id, so that their
         order does not show which ones are gold.
         """
-        asks = []
+        requests = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
             skill_ids = sorted(self.golds.get(task.query_id, ()))
@@ -237,36 +265,51 @@ class Planner:
             lines = [
                 f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
             ]
-            asks.append(Ask(task, ((_MAY_HELP, "\n".join(lines)),), choices=tuple(skills)))
-        return asks
+            titled_texts = ((_MAY_HELP, "\n".join(lines)),)
+            requests.append(Ask(task, titled_texts, choices=tuple(skills)))
+        return requests
 
-    def _search(self, ask: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
-        """Let ReAct search for skills. Each of its searches becomes a step of the plan."""
+    def _search(self, ask_model: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
+        """Let the model search for skills, one search after the other, as in ReAct.
+
+        The model sees the results of its earlier searches of a task. It stops by itself, or after
+        MAX_STEPS searches.
+
+        Args:
+            ask_model: Sends requests to the model.
+            tasks: Tasks to plan.
+
+        Returns:
+            A round for each task with a search. Each search is a step of the round.
+        """
         searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
         dropped = []
-        asks = [Ask(task) for task in tasks]
+        requests = [Ask(task) for task in tasks]
         for _ in range(MAX_STEPS):
-            outcome = ask(asks)
+            outcome = ask_model(requests)
             dropped += outcome.dropped
             # An empty search means that the model is done.
-            turns = [(item, search) for item, search in outcome.values if search]
+            turns = [(request, search) for request, search in outcome.values if search]
             if not turns:
                 break
 
             # The next request for a task also holds the results of this search.
-            asks = []
+            requests = []
             rankings = self.find([search for _, search in turns], _NUM_READ)
-            for (item, search), ranking in zip(turns, rankings, strict=True):
-                searches[item.query_id].append(search)
+            for (request, search), ranking in zip(turns, rankings, strict=True):
+                searches[request.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
                 results = ("so far", f"search: {search}\n{lines}".strip())
-                asks.append(replace(item, titled_texts=(*item.titled_texts, results)))
+                titled_texts = (*request.titled_texts, results)
+                requests.append(replace(request, titled_texts=titled_texts))
 
         rounds = []
         for task in tasks:
-            if searches[task.query_id]:
-                rounds.append((Ask(task), Round(tuple(searches[task.query_id]))))
-        return Outcome(rounds, dropped, {})
+            texts = tuple(searches[task.query_id])
+            if texts:
+                # The values of an outcome are pairs of a request and its result.
+                rounds.append((Ask(task), Round(texts)))
+        return Outcome(rounds, dropped, used={})
 
     def _describe(self, skill_ids: Sequence[str], described: bool) -> str:
         """Return the names of skills on one line, or each name with a description on its line."""

@@ -69,13 +69,13 @@ _ORDER = re.compile(
     rf"|[，,]\s*(?={_ZH_VERB})",
     re.I,
 )
-# "after X, Y" and "before X, Y". The group `before` is set if Y is done before X.
+# "after TIME, MAIN" and "before TIME, MAIN". The group `before` is set for "before".
 _LEADING_TIME = re.compile(
-    r"^(?:after|once|when|(?P<before>before))\s+(?P<first>.{8,}?),\s+(?P<second>.{8,})$", re.I
+    r"^(?:after|once|when|(?P<before>before))\s+(?P<time>.{8,}?),\s+(?P<main>.{8,})$", re.I
 )
-# "Y after doing X" and "Y before doing X".
+# "MAIN after TIME" and "MAIN before TIME", in which TIME begins with a gerund.
 _TRAILING_TIME = re.compile(
-    r"^(?P<second>.{8,}?)\s+(?:after|(?P<before>before))\s+(?P<first>\w+ing\b.{4,})$", re.I
+    r"^(?P<main>.{8,}?)\s+(?:after|(?P<before>before))\s+(?P<time>\w+ing\b.{4,})$", re.I
 )
 # Words at the beginning of a clause that say nothing about the step.
 _OPENING = re.compile(
@@ -173,13 +173,19 @@ def steps_by_rules(task: str) -> tuple[str, ...]:
 
 
 def _clauses(sentence: str) -> list[str]:
-    """Split a sentence into clauses, in the order in which they are done."""
-    sentence = _OPENING.sub("", sentence)
+    """Split a sentence into clauses, in the order in which they are done.
+
+    For example, "after reading the page, save it" and "save it after reading the page" give
+    "reading the page" and "save it". With "before", the order is the other way round.
+    """
+    sentence = _OPENING.sub("", sentence)  # without words such as "please"
     match = _LEADING_TIME.match(sentence) or _TRAILING_TIME.match(sentence)
     if match:
-        first = _clauses(match["first"])
-        second = _clauses(match["second"])
-        return second + first if match["before"] else first + second
+        time_clauses = _clauses(match["time"])  # after the word "after" or "before"
+        main_clauses = _clauses(match["main"])
+        if match["before"]:
+            return main_clauses + time_clauses
+        return time_clauses + main_clauses
 
     clauses = []
     for text in _ORDER.split(sentence):
@@ -217,20 +223,23 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
         texts: The steps in words.
     """
     task = one_line(task)
+    output_kinds = [kinds_in(text, near=GIVES) for text in texts]  # data that each step makes
     waits_by_step = []
     unused = set()  # earlier steps that no step waits for yet
     for position, text in enumerate(texts):
         waits = set()
         if position > 0:
+            # The step, and the words of the task before it, such as "and then".
             words = f"{_between(task, texts[position - 1], text)} {text}"
+            finds_something_new = _FETCHES.match(text) and not _REFERENCE.search(words)
             if _SIMULTANEOUS.search(words):
                 waits.update(waits_by_step[-1])
-            elif _REFERENCE.search(words) or not _FETCHES.match(text):
+            elif not finds_something_new:
                 waits.update(unused)
+
+        # Wait for the last step that makes a kind of data that this step names.
         for kind in kinds_in(text):
-            makers = [
-                earlier for earlier in range(position) if kind in kinds_in(texts[earlier], GIVES)
-            ]
+            makers = [earlier for earlier in range(position) if kind in output_kinds[earlier]]
             if makers:
                 waits.add(makers[-1])
         unused -= waits

@@ -142,8 +142,13 @@ class Plans(Stage):
             sliced=_SLICED,
         )
         write_text(out / "report.md", report)
-        metrics = {"skilltrain": __version__, **metrics, "planners": _slice_rows(slices)}
-        metrics |= {"rounds": rounds, "comparisons": comparisons}
+        metrics = {
+            "skilltrain": __version__,
+            **metrics,
+            "planners": _slice_rows(slices),
+            "rounds": rounds,
+            "comparisons": comparisons,
+        }
         write_json(out / "metrics.json", to_jsonable_python(metrics))
         _write_rows(results, plans, out)
 
@@ -172,8 +177,13 @@ def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[di
     for name, planner_slices in slices.items():
         rows[name] = []
         for item in planner_slices:
-            row = {"label": item.label, "value": item.value, "n": len(item.query_ids)}
-            rows[name].append(row | {"means": item.means[name]})
+            row = {
+                "label": item.label,
+                "value": item.value,
+                "n": len(item.query_ids),
+                "means": item.means[name],
+            }
+            rows[name].append(row)
     return rows
 
 
@@ -256,11 +266,11 @@ def _results(
         find: Retrieves skills for texts.
         skills: Skills by id.
     """
-    # The oracle: skills retrieved for the words of the gold steps.
+    # The oracle: skills retrieved for the texts of the gold steps.
     gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
-    oracle = find_each(find, gold_texts, NUM_CANDIDATES)
+    oracle = find_each(find, gold_texts, NUM_CANDIDATES)  # for each task, a ranking for each step
 
     # Length of each skill in tokens.
     tokens = {
@@ -273,9 +283,9 @@ def _results(
     for name, task_plans in plans.items():
         values: dict[str, dict[str, float]] = {}
         for task, plan, oracle_rankings in zip(tasks, task_plans, oracle, strict=True):
-            retrieved = _skill_ids(step.candidates for step in plan.steps)
+            retrieved = _without_scores(step.candidates for step in plan.steps)
             chosen = [step.skill_id for step in plan.steps]
-            oracle_ids = _skill_ids(oracle_rankings)
+            oracle_ids = _without_scores(oracle_rankings)
             values[task.query.query_id] = plan_values(
                 task, retrieved, chosen, oracle_ids, skills, tokens
             )
@@ -283,8 +293,8 @@ def _results(
     return results
 
 
-def _skill_ids(rankings: Iterable[Ranking]) -> list[list[str]]:
-    """Return the rankings without their scores."""
+def _without_scores(rankings: Iterable[Ranking]) -> list[list[str]]:
+    """Return the skill ids of each ranking, best first."""
     skill_ids = []
     for ranking in rankings:
         skill_ids.append([skill_id for skill_id, _ in ranking])
@@ -328,17 +338,24 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
         that stopped earlier counts with its last round.
     """
     rows = []
-    for number in range(max(len(plan.rounds) for plan in plans)):
-        rounds = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
-        counts = [len(row.texts) for row in rounds]
-        exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
-        # The first round has no hints of an earlier round to compare with.
-        jaccards = [row.jaccard for row in rounds if number > 0 and row.jaccard is not None]
+    max_rounds = max(len(plan.rounds) for plan in plans)
+    for number in range(max_rounds):
+        # The round of each task, or its last round if it stopped earlier.
+        rounds = []
+        for plan in plans:
+            last_number = len(plan.rounds) - 1
+            rounds.append(plan.rounds[min(number, last_number)])
+
+        # Compare the number of steps with the gold steps.
+        counts = [len(each.texts) for each in rounds]
+        is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+        # Similarity to the hints of the previous round. The first round has no previous round.
+        jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
         row = {
             "round": number,
             "reached": sum(len(plan.rounds) > number for plan in plans),
             "steps": fmean(counts),
-            "DA": fmean(exact),
+            "DA": fmean(is_exact),  # decomposition accuracy
             "jaccard": fmean(jaccards) if jaccards else None,
         }
         rows.append(row)
@@ -356,6 +373,7 @@ def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
     """
     notes = []
     for name, task_plans in plans.items():
+        # A plan has a note only if a model failed, and rules planned the task.
         plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
         if plan_notes:
             share = f"{len(plan_notes)} of {len(task_plans)} tasks"
