@@ -12,7 +12,6 @@ vectors of all modes must agree to 1e-5. Progress goes to stderr, Markdown table
 
 import json
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from typing import Any, Literal
 
 import numpy as np
 from measuring import (
-    SEED,
     GemmPeak,
     Meter,
     Usage,
@@ -295,9 +293,7 @@ def main(arguments: Sequence[str]) -> None:
     num_skills = options.num
     threads = options.threads
     os.environ |= process_environment(threads)
-    pool = read_skills(options.data)
-    rows = random.Random(SEED).sample(range(len(pool)), num_skills)
-    skills = tuple(pool[row] for row in sorted(rows))
+    skills = tuple(read_skills(options.data, num_skills))
     results = []
     for name in options.only:
         say(f"{name}: {options.rounds} rounds of {num_skills} skills")

@@ -181,13 +181,22 @@ class TrainingData:
     skills: dict[str, Skill]
 
 
-def read_skills(data: Path) -> list[Skill]:
-    """Read all skills of `data`/pool."""
+def read_skills(data: Path, num: int | None = None) -> list[Skill]:
+    """Read the skills of `data`/pool.
+
+    Args:
+        data: Folder with pool/*.parquet.
+        num: Size of a random sample of the skills; None for all skills.
+    """
     import pyarrow.parquet
 
     columns = ["skill_id", "name", "description", "body"]
+    table = pyarrow.parquet.read_table(data / "pool", columns=columns)
+    if num is not None:
+        rows = random.Random(SEED).sample(range(table.num_rows), num)
+        table = table.take(sorted(rows))
     skills = []
-    for row in pyarrow.parquet.read_table(data / "pool", columns=columns).to_pylist():
+    for row in table.to_pylist():
         texts: dict[str, Any] = {column: text or "" for column, text in row.items()}
         skills.append(Skill(**texts))
     return skills
@@ -214,7 +223,8 @@ def read_data(data: Path) -> tuple[list[Skill], list[dict]]:
     gold_ids = {query["skill_ids"][0] for query in queries}
     other_ids = sorted(skills.keys() - gold_ids)
     sampled_ids = random.Random(SEED).sample(other_ids, NUM_SKILLS - len(gold_ids))
-    return [skills[skill_id] for skill_id in [*sorted(gold_ids), *sampled_ids]], queries
+    skill_ids = sorted(gold_ids) + sampled_ids
+    return [skills[skill_id] for skill_id in skill_ids], queries
 
 
 def mine_lists(
@@ -246,10 +256,16 @@ def mine_lists(
 def fill_batches(
     skills: Sequence[Skill], lists: Sequence[MinedList], batch: int, steps: int
 ) -> TrainingData:
-    """Select the first lists that fill `steps` batches without a repeated skill name in any batch.
+    """Select lists for `steps` batches, so that no skill name is repeated within a batch.
 
-    Both trainers then have the same in-batch negatives: sentence-transformers counts a repeated
-    skill twice, and skilltrain counts it once.
+    With repeated skills, the trainers would have different in-batch negatives:
+    sentence-transformers counts a repeated skill twice, and skilltrain counts it once.
+
+    Args:
+        skills: Skills of all lists.
+        lists: Lists to select from. The first ones that fit are selected.
+        batch: Lists per batch.
+        steps: Number of batches.
     """
     skills_by_id = {skill.skill_id: skill for skill in skills}
     remaining = list(lists)
@@ -258,18 +274,19 @@ def fill_batches(
     for _ in range(steps):
         batch_lists: list[MinedList] = []
         batch_names: set[str] = set()
-        for mined in remaining:
-            names = [name_key(skills_by_id[skill_id].name) for skill_id in mined.skill_ids]
+        for mined_list in remaining:
+            names = [name_key(skills_by_id[skill_id].name) for skill_id in mined_list.skill_ids]
             all_names = batch_names.union(names)
-            is_distinct = len(all_names) == len(batch_names) + len(names)
-            if is_distinct and len(batch_lists) < batch:
-                batch_lists.append(mined)
-                batch_names = all_names
-                selected_ids.update(mined.skill_ids)
-        remaining = [mined for mined in remaining if mined not in batch_lists]
+            has_repeated_name = len(all_names) < len(batch_names) + len(names)
+            if len(batch_lists) == batch or has_repeated_name:
+                continue
+            batch_lists.append(mined_list)
+            batch_names = all_names
+            selected_ids.update(mined_list.skill_ids)
         selected += batch_lists
-    used_skills = {skill_id: skills_by_id[skill_id] for skill_id in sorted(selected_ids)}
-    return TrainingData(tuple(selected), used_skills)
+        remaining = [mined_list for mined_list in remaining if mined_list not in batch_lists]
+    selected_skills = {skill_id: skills_by_id[skill_id] for skill_id in sorted(selected_ids)}
+    return TrainingData(tuple(selected), selected_skills)
 
 
 def write_model(case: Case, data: Path, folder: Path) -> None:

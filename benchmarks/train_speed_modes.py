@@ -92,7 +92,7 @@ def train(
 def _train_ours(
     case: Case, mode: OurMode, model_folder: Path, data: TrainingData, reporter: StepReporter
 ) -> None:
-    """Run skilltrain's training steps as its loop does. All texts are tokenized before."""
+    """Run skilltrain's training steps as its loop does. Texts are tokenized before the first step."""
     import torch
 
     from skilltrain.models.cpu_linear import train_with_onednn
@@ -129,9 +129,13 @@ def _new_step(case: Case, mode: OurMode, model_folder: Path, data: TrainingData)
 
     gains = (1.0,) + (0.0,) * case.negatives
     lists = []
-    for mined in data.lists:
-        positives = frozenset(mined.skill_ids[:1])
-        lists.append(TrainingList(mined.query_id, mined.query, mined.skill_ids, gains, positives))
+    for mined_list in data.lists:
+        positives = frozenset(mined_list.skill_ids[:1])
+        lists.append(
+            TrainingList(
+                mined_list.query_id, mined_list.query, mined_list.skill_ids, gains, positives
+            )
+        )
     training_set = TrainingSet(tuple(lists), data.skills)
     settings = StepSettings(token_budget=mode.token_budget, recompute=mode.recompute)
 
@@ -284,9 +288,9 @@ def _encoder_trainer(case: Case, mode: PeerMode, model_folder: Path, data: Train
 
     texts = _skill_texts(case, data)
     rows = []
-    for mined in data.lists:
-        gold_id, *negative_ids = mined.skill_ids
-        row = {"query": mined.query, "positive": texts[gold_id]}
+    for mined_list in data.lists:
+        gold_id, *negative_ids = mined_list.skill_ids
+        row = {"query": mined_list.query, "positive": texts[gold_id]}
         for number, skill_id in enumerate(negative_ids, 1):
             row[f"negative_{number}"] = texts[skill_id]
         rows.append(row)
@@ -317,9 +321,9 @@ def _reranker_trainer(case: Case, mode: PeerMode, model_folder: Path, data: Trai
     texts = _skill_texts(case, data)
     labels = [GOLD_LABEL] + [0.0] * case.negatives
     rows = []
-    for mined in data.lists:
-        skills = [texts[skill_id] for skill_id in mined.skill_ids]
-        rows.append({"query": mined.query, "skills": skills, "labels": labels})
+    for mined_list in data.lists:
+        skills = [texts[skill_id] for skill_id in mined_list.skill_ids]
+        rows.append({"query": mined_list.query, "skills": skills, "labels": labels})
 
     model = CrossEncoder(str(model_folder), device="cpu", max_length=case.max_tokens)
     loss = ListNetLoss(model, mini_batch_size=mode.mini_batch)
