@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compare encoding speed of skilltrain and SentenceTransformer.encode on the CPU.
 
-python benchmarks/encode_speed.py --data DIR [--num 512] [--threads 2] [--rounds 5] [--only CASE ...]
+python benchmarks/encode_speed.py --data DIR [--num 512] [--threads 2] [--rounds 5] [--only CASE]
 
 DIR holds pool/*.parquet (skill_id, name, description, body) and, for Qwen3,
 qwen3-tokenizer/tokenizer.json. Both libraries encode the same skills with the same weights, token
@@ -98,6 +98,14 @@ class Worker:
     """The worker of this process."""
 
     def __init__(self, mode: Mode, skills: Skills, folder: Path, threads: int) -> None:
+        """Load the model.
+
+        Args:
+            mode: Way to encode.
+            skills: Skills to encode in each round.
+            folder: Folder of the model.
+            threads: Threads of torch.
+        """
         import torch
 
         torch.set_num_threads(threads)

@@ -59,9 +59,9 @@ def read_benchmark(data: Path, num_skills: int) -> tuple[list[Skill], list[dict]
 
     all_skills = read_pool(data / "pool")
     skills = [skill for skill in all_skills if skill.skill_id in gold_ids]
-    others = [skill for skill in all_skills if skill.skill_id not in gold_ids]
-    num_others = max(0, num_skills - len(skills))
-    return skills + random.Random(0).sample(others, num_others), queries
+    other_skills = [skill for skill in all_skills if skill.skill_id not in gold_ids]
+    num_other_skills = max(0, num_skills - len(skills))
+    return skills + random.Random(0).sample(other_skills, num_other_skills), queries
 
 
 def torch_network(encoder: Encoder) -> Network:

@@ -24,7 +24,7 @@ _GEMM_SIZE = 2048  # rows and columns of the matrices whose product is timed
 
 
 def process_environment(threads: int) -> dict[str, str]:
-    """Return the environment variables of a process that is measured. Torch reads them on import."""
+    """Return the environment variables of a measured process. Torch reads them on import."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -125,15 +125,16 @@ class GemmPeak:
     """Measures how fast this machine multiplies two float32 matrices, in FLOP/s."""
 
     def __init__(self) -> None:
+        """Create two random square matrices, and a function per library that multiplies them."""
         import torch
 
-        left = torch.randn(_GEMM_SIZE, _GEMM_SIZE)
-        right = torch.randn(_GEMM_SIZE, _GEMM_SIZE)
+        inputs = torch.randn(_GEMM_SIZE, _GEMM_SIZE)
+        weight = torch.randn(_GEMM_SIZE, _GEMM_SIZE)
         onednn = torch.ops.mkldnn
-        packed = onednn._reorder_linear_weight(right, _GEMM_SIZE)  # in oneDNN's memory layout
+        packed = onednn._reorder_linear_weight(weight, _GEMM_SIZE)  # in oneDNN's memory layout
         self.products = (
-            partial(torch.mm, left, right),
-            partial(onednn._linear_pointwise, left, packed, None, "none", [], ""),
+            partial(torch.mm, inputs, weight),
+            partial(onednn._linear_pointwise, inputs, packed, None, "none", [], ""),
         )
         self.measure()  # warm-up
 

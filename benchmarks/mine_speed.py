@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Compare time and memory of mining hard negatives with mine_hard_negatives of sentence-transformers.
+"""Compare time and memory of mining hard negatives with skilltrain and sentence-transformers.
 
-python benchmarks/mine_speed.py --pool DIR --queries DIR --encoder SOURCE --cache DIR [--sizes N ...]
+python benchmarks/mine_speed.py --pool DIR --queries DIR --encoder SOURCE --cache DIR [--only MODE]
 
 The pool (SKILLS) and its queries (QUERIES, JUDGEMENTS) are real tables. Their vectors are made
 before anything is timed. At each size both libraries mine the 50 nearest skills of every query.
@@ -176,7 +176,7 @@ def _format_growth(row: Sequence[Measurement], attribute: str) -> str:
 
 
 def _format_overlaps(measurements: Sequence[Measurement]) -> list[str]:
-    """Return a line for each run of sentence-transformers: how many candidates skilltrain shares."""
+    """Return a line per measurement of sentence-transformers: how many candidates are also ours."""
     ours_by_size: dict[str, dict[str, list[str]]] = {}
     for measurement in measurements:
         if measurement.mode == "ours-semantic" and measurement.result:
@@ -184,19 +184,30 @@ def _format_overlaps(measurements: Sequence[Measurement]) -> list[str]:
 
     lines: list[str] = []
     for measurement in measurements:
+        is_peer = measurement.mode.startswith("st")
         ours = ours_by_size.get(measurement.size)
-        if not measurement.mode.startswith("st") or not measurement.result or not ours:
-            continue
-        shares: list[float] = []
-        for query_id, skill_ids in measurement.result["nearest"].items():
-            if skill_ids and query_id in ours:
-                shared_ids = set(skill_ids).intersection(ours[query_id])
-                shares.append(len(shared_ids) / len(skill_ids))
-        lines.append(
-            f"- {MODES[measurement.mode]}, {measurement.size}: {np.mean(shares):.4f} "
-            f"of its candidates are ours (n = {len(shares)} queries)"
-        )
+        if is_peer and ours and measurement.result:
+            shares = _candidate_overlaps(measurement.result["nearest"], ours)
+            lines.append(
+                f"- {MODES[measurement.mode]}, {measurement.size}: {np.mean(shares):.4f} "
+                f"of its candidates are ours (n = {len(shares)} queries)"
+            )
     return lines
+
+
+def _candidate_overlaps(theirs: dict[str, list[str]], ours: dict[str, list[str]]) -> list[float]:
+    """Return the share of their candidates that we have too, for each query of both libraries.
+
+    Args:
+        theirs: Skill ids by query id, of sentence-transformers.
+        ours: Skill ids by query id, of skilltrain.
+    """
+    shares: list[float] = []
+    for query_id, skill_ids in theirs.items():
+        if skill_ids and query_id in ours:
+            shared_ids = set(skill_ids).intersection(ours[query_id])
+            shares.append(len(shared_ids) / len(skill_ids))
+    return shares
 
 
 def parse_options(arguments: Sequence[str]) -> Namespace:

@@ -1,4 +1,4 @@
-"""Makes the tables and vectors that mine_speed.py mines: a part of a real pool, or one with copies."""
+"""Makes the pools that mine_speed.py mines: a part of a real pool, or the pool and copies of it."""
 
 import random
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def write_case(base: EncodedPool, num_skills: int, num_queries: int, folder: Pat
 
 
 def _copy_skill(skill: Skill, copy: int, rng: random.Random) -> Skill:
-    """Copy a skill, with a third of its body's lines in another order. Copy 0 is the skill itself."""
+    """Copy a skill and reorder a third of its body's lines. Copy 0 is the skill itself."""
     if copy == 0:
         return skill
     lines = skill.body.split("\n")
@@ -131,7 +131,7 @@ def _copy_skill(skill: Skill, copy: int, rng: random.Random) -> Skill:
 
 
 def _copy_query(query: Query, copy: int, rng: random.Random) -> Query:
-    """Copy a query, with its words in another order. Copy 0 is the query itself."""
+    """Copy a query and reorder its words. Copy 0 is the query itself."""
     if copy == 0:
         return query
     words = query.text.split()

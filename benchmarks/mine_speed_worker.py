@@ -36,6 +36,12 @@ class SavedVectors:
     """
 
     def __init__(self, folder: Path, query_column: str = "text") -> None:
+        """Read what `write_case` wrote into a folder.
+
+        Args:
+            folder: Folder with vectors and tables.
+            query_column: Column of the QUERIES table by which queries are looked up.
+        """
         self.skills = np.load(folder / "skills.npy", mmap_mode="r")
         self.queries = np.load(folder / "queries.npy", mmap_mode="r")
         skill_ids = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist()

@@ -51,7 +51,10 @@ def main(data: Path, out: Path) -> None:
     split = split_groups(skill_ids, TEST_SHARE, seed=0)
     test = [group for group in groups if split[group["group_id"]] == "dev"]
     train = [group for group in groups if split[group["group_id"]] == "train"]
-    unrejected = [{key: row[key] for key in ("group_id", "query", "required")} for row in train]
+    without_rejections = [
+        {"group_id": group["group_id"], "query": group["query"], "required": group["required"]}
+        for group in train
+    ]
 
     files = sorted((data / "pool").glob("*.parquet"))
     table = pa.concat_tables(pq.read_table(file) for file in files)
@@ -66,7 +69,7 @@ def main(data: Path, out: Path) -> None:
         (folder / "pool").mkdir()
         write_rows(train, folder / "train.jsonl")
         write_rows(test, folder / "test.jsonl")
-        write_rows(unrejected, folder / "without" / "train.jsonl")
+        write_rows(without_rejections, folder / "without" / "train.jsonl")
         pq.write_table(pool, folder / "pool" / "part-0.parquet")
     print(
         f"{len(train)} groups to train on, {len(test)} to test on, {len(selected_ids)} skills; "

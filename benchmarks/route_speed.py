@@ -91,6 +91,12 @@ class Peer:
     """The same pipeline of sentence-transformers, faiss and bm25s."""
 
     def __init__(self, out: Path, system: str) -> None:
+        """Load the model and the indexes that `build_indexes` wrote.
+
+        Args:
+            out: Folder of the benchmark.
+            system: "first", or "late" for late interaction.
+        """
         import bm25s
         import faiss
         import pyarrow.parquet as pq
@@ -175,7 +181,7 @@ def new_tokenizer() -> Any:
 
 
 def build_indexes(pool: Path, out: Path) -> None:
-    """Build the router of each system, and the files of the other pipeline from the same vectors."""
+    """Build the router of each system, and the indexes of the peer from the same vectors."""
     import bm25s
 
     import skilltrain

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compare training speed and memory of skilltrain and sentence-transformers.
 
-python benchmarks/train_speed.py --data DIR [--threads 2] [--rounds N] [--only CASE ...] [--json OUT]
+python benchmarks/train_speed.py --data DIR [--threads 2] [--rounds N] [--only CASE] [--json OUT]
 
 DIR holds pool/*.parquet (skill_id, name, description, body), queries/train.jsonl (query_id, query,
 skill_ids) and, for the Qwen3 cases, qwen3-tokenizer/tokenizer.json. Both libraries train the same

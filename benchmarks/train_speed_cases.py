@@ -1,4 +1,4 @@
-"""Cases of train_speed.py: models, the ways to train them, and the lists that they are trained on."""
+"""Cases of train_speed.py: models, ways to train them, and lists to train them on."""
 
 import json
 import random

@@ -44,6 +44,7 @@ class StepReporter:
     """
 
     def __init__(self, threads: int) -> None:
+        """Set the number of threads of torch, and warm up."""
         import torch
 
         torch.set_num_threads(threads)
@@ -92,7 +93,7 @@ def train(
 def _train_ours(
     case: Case, mode: OurMode, model_folder: Path, data: TrainingData, reporter: StepReporter
 ) -> None:
-    """Run skilltrain's training steps as its loop does. Texts are tokenized before the first step."""
+    """Run training steps as skilltrain's loop does. Texts are tokenized before the first step."""
     import torch
 
     from skilltrain.models.cpu_linear import train_with_onednn
@@ -257,7 +258,7 @@ def _trainer_arguments(case: Case) -> dict[str, Any]:
 def _sequential_batches(
     dataset: Any, batch_size: int, drop_last: bool, *arguments: Any, **settings: Any
 ) -> Any:
-    """Create a batch sampler in the order of the data set, so that both trainers agree in it."""
+    """Create a sampler of batches in the order of the data set, which skilltrain uses too."""
     from sentence_transformers.base.sampler import DefaultBatchSampler
     from torch.utils.data import SequentialSampler
 

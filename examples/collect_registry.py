@@ -284,7 +284,7 @@ def collect(registry: Registry, file: Path) -> int:
 
 
 def read_rows(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of `file` by entry, those of the last version only. The file may not exist."""
+    """Return the rows of an entry's last version, by entry. The file may not exist."""
     rows_by_entry: dict[str, list[dict[str, Any]]] = {}
     if not file.exists():
         return rows_by_entry
