@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# SkillFlow's cascade with models of our own, stage by stage: does each stage help?
+# Measures whether each stage of SkillFlow's cascade helps, with our own encoder.
 #
 #   benchmarks/cascade.sh POOL ENCODER BENCHMARK OUT
 #
-# ENCODER was trained with late interaction (benchmarks/community_pool.sh): its text vectors are the first stage, its
-# tokens' vectors the two rerankers, on 128 tokens and on the whole text. No chat model is asked. OUT/report.md has the
-# tables, rankings.parquet every ranking on the way.
+# ENCODER is trained with late interaction, as by benchmarks/community_pool.sh. Its text vectors
+# make the first stage. Its token vectors make the two rerankers: one sees 128 tokens, the other the
+# whole text. No chat model is used. OUT/report.md has the tables, and rankings.parquet has all
+# rankings.
 set -euo pipefail
 pool=$1 encoder=$2 benchmark=$3 out=$4
 mkdir -p "$out"

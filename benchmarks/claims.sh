@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The claims of SkillRouter that can be tested with MiniLM over a pool of community skills, each by a grid.
+# Tests claims of SkillRouter with MiniLM on a pool of community skills. Each claim has a grid.
+#
 #   benchmarks/claims.sh DATA [seeds='[1]']
-# DATA holds pool/*.parquet, queries/train.jsonl, queries/dev.jsonl and skillsbench-dev/ (SkillRouter's format). Writes
-# runs/claims; stopped, the same line goes on. One seed takes two and a half hours on two cores; three about six (an
-# estimate).
+#
+# DATA holds pool/*.parquet, queries/train.jsonl, queries/dev.jsonl and skillsbench-dev/
+# (SkillRouter's format). Writes runs/claims. After a stop, the same command continues. One seed
+# takes two and a half hours on two cores. Three seeds take about six hours (an estimate).
 set -euo pipefail
 data=$(realpath "$1"); shift
 cd "$(dirname "$0")/.."

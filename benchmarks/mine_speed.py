@@ -1,30 +1,31 @@
 #!/usr/bin/env python
-"""Time and memory of mining hard negatives, beside sentence-transformers' mine_hard_negatives on the same vectors.
+"""Compare time and memory of mining hard negatives with skilltrain and sentence-transformers.
 
-python benchmarks/mine_speed.py --pool DIR --queries DIR --encoder SOURCE --cache DIR [--sizes N ...] [--only MODE ...]
+python benchmarks/mine_speed.py --pool DIR --queries DIR --encoder SOURCE --cache DIR [--only MODE]
 
-The pool (SKILLS) and its queries (QUERIES, JUDGEMENTS) are real tables; `--encoder` makes their vectors before anything
-is timed. At every size both sides mine the 50 nearest skills of every query; skilltrain then mines from four sources
-and filters, and finds near-duplicate clusters. Every measurement has a process of its own, alone: on an idle machine.
-Progress goes to stderr, Markdown tables to stdout. Needs Linux.
+The pool (SKILLS) and its queries (QUERIES, JUDGEMENTS) are real tables. Their vectors are made
+before anything is timed. At each size both libraries mine the 50 nearest skills of every query.
+skilltrain also mines from four sources with its filter, and finds near-duplicate clusters. Each
+measurement runs alone in its own process, so use an idle machine. Progress goes to stderr, Markdown
+tables go to stdout. Needs Linux.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from measuring import say
-from mine_speed_data import encode_base, write_case
+from measuring import new_parser, peak_bytes, process_environment, say
+from mine_speed_data import encode_pool, write_case
 
 WORKER = Path(__file__).with_name("mine_speed_worker.py")
 MODES = {
@@ -38,7 +39,15 @@ MODES = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One mode at one size; `result` is None where the process ended before its work was done."""
+    """One mode at one size.
+
+    Attributes:
+        mode: Key of MODES.
+        num_skills: Skills of the pool.
+        num_queries: Queries.
+        peak_bytes: Peak memory.
+        result: Result of the worker; None if the worker died.
+    """
 
     mode: str
     num_skills: int
@@ -48,38 +57,37 @@ class Measurement:
 
     @property
     def size(self) -> str:
-        """As the tables' heads have it."""
+        """Numbers of skills and queries, as in the heads of the tables."""
         return f"{self.num_skills:,} x {self.num_queries:,}"
 
     @property
     def seconds(self) -> float:
-        """Of mining and of filtering."""
-        return (
-            self.result["mine_seconds"] + self.result["filter_seconds"]
-            if self.result
-            else float("nan")
-        )
+        """Time of mining and filtering; NaN if the worker died."""
+        if self.result is None:
+            return float("nan")
+        return self.result["mine_seconds"] + self.result["filter_seconds"]
 
     @property
     def gigabytes(self) -> float:
-        """The most memory that was in use."""
+        """Peak memory in GB."""
         return self.peak_bytes / 1e9
 
 
 def measure(mode: str, folder: Path, threads: int) -> tuple[int, dict | None]:
-    """(peak bytes, what the worker found) of one run: the peaks of the processes that run at one time, added up.
+    """Run the worker in one mode, and add up the peak memory of its processes.
 
-    A process's peak counts pages that it shares with others, and peaks come at different times: the sum is more than
-    was ever in use.
+    The sum is more than was ever in use: processes share pages, and their peaks come at different
+    times.
+
+    Args:
+        mode: Key of MODES.
+        folder: Folder that `write_case` wrote.
+        threads: Number of threads.
+
+    Returns:
+        Peak memory in bytes; result of the worker, or None if the worker died.
     """
-    environment = os.environ | {
-        name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    }
-    environment |= {
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_WAIT_POLICY": "passive",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = os.environ | process_environment(threads)
     command = [sys.executable, str(WORKER), mode, str(folder), str(threads)]
     peak = 0
     with (
@@ -87,150 +95,162 @@ def measure(mode: str, folder: Path, threads: int) -> tuple[int, dict | None]:
         subprocess.Popen(command, stdout=output, env=environment) as process,
     ):
         while process.poll() is None:
-            peak = max(peak, sum(_peak(child) for child in _tree(process.pid)))
+            peak = max(peak, sum(map(peak_bytes, _process_tree(process.pid))))
             time.sleep(0.1)
         output.seek(0)
         lines = output.read().splitlines()
-    if process.returncode:
+    if process.returncode != 0:
         return peak, None
     result = json.loads(lines[-1])
     return max(peak, result["own_peak_bytes"]), result
 
 
-def _tree(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
+    """Return the ids of a process and of all processes that it started."""
     try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.Error:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:  # it has ended
         return [pid]
+    return [pid, *(child.pid for child in children)]
 
 
-def _peak(pid: int) -> int:
-    """The most that the process ever had in memory, by the kernel's own count; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+def format_report(measurements: Sequence[Measurement]) -> str:
+    """Format a table of seconds and one of memory, and how far the candidates agree."""
+    lines = _format_table(measurements, "seconds (skills x queries)", "seconds", ".1f")
+    lines += _format_table(measurements, "peak memory, GB", "gigabytes", ".2f")
+    return "\n".join(lines + _format_overlaps(measurements))
 
 
-def report(measured: Sequence[Measurement]) -> str:
-    """Two Markdown tables, seconds and memory at every size, with growth exponents over sizes that grow together."""
-    sizes = list(
-        dict.fromkeys(one.size for one in sorted(measured, key=lambda one: one.num_skills))
-    )
-    lines: list[str] = []
-    columns: tuple[tuple[str, Callable[[Measurement], float], str], ...] = (
-        ("seconds (skills x queries)", lambda one: one.seconds, ".1f"),
-        ("peak memory, GB", lambda one: one.gigabytes, ".2f"),
-    )
-    for title, value, form in columns:
-        lines += [
-            f"| {title} | {' | '.join(sizes)} | grows as |",
-            f"|---|{'---:|' * (len(sizes) + 1)}",
-        ]
-        for mode, name in MODES.items():
-            row = {one.size: one for one in measured if one.mode == mode}
-            if row:
-                cells = [_cell(row[size], value, form) if size in row else "" for size in sizes]
-                lines.append(
-                    f"| {name} | {' | '.join(cells)} | {_growth([*row.values()], value)} |"
-                )
-        lines.append("")
-    return "\n".join([*lines, *_remarks(measured)])
+def _format_table(
+    measurements: Sequence[Measurement], title: str, attribute: str, number_format: str
+) -> list[str]:
+    """Return the lines of a table with one row per mode and one column per size.
 
-
-def _cell(one: Measurement, value: Callable[[Measurement], float], form: str) -> str:
-    return f"{value(one):{form}}{'' if one.result else ' (died)'}"
-
-
-def _growth(row: Sequence[Measurement], value: Callable[[Measurement], float]) -> str:
-    """n^e by least squares in logarithms, over sizes with the most common number of queries a skill."""
-    done = [one for one in row if one.result]
-    ratios = [round(one.num_queries / one.num_skills, 2) for one in done]
-    alike = [
-        one for one, own in zip(done, ratios, strict=True) if own == max(ratios, key=ratios.count)
+    Args:
+        measurements: All measurements.
+        title: Head of the first column.
+        attribute: Attribute of a measurement that is shown.
+        number_format: Format of its values.
+    """
+    by_size = sorted(measurements, key=lambda measurement: measurement.num_skills)
+    sizes = list(dict.fromkeys(measurement.size for measurement in by_size))
+    lines = [
+        f"| {title} | {' | '.join(sizes)} | grows as |",
+        f"|---|{'---:|' * (len(sizes) + 1)}",
     ]
-    if len(alike) < 2:
+    for mode, name in MODES.items():
+        row = {item.size: item for item in measurements if item.mode == mode}
+        if row:
+            cells = dict.fromkeys(sizes, "")
+            for size, measurement in row.items():
+                cells[size] = _format_value(measurement, attribute, number_format)
+            growth = _format_growth([*row.values()], attribute)
+            lines.append(f"| {name} | {' | '.join(cells.values())} | {growth} |")
+    return [*lines, ""]
+
+
+def _format_value(measurement: Measurement, attribute: str, number_format: str) -> str:
+    """Format an attribute of a measurement, and say if the worker died."""
+    value = format(getattr(measurement, attribute), number_format)
+    return value if measurement.result else f"{value} (died)"
+
+
+def _format_growth(row: Sequence[Measurement], attribute: str) -> str:
+    """Fit an attribute to n^e, where n is the number of skills, and format the result.
+
+    Only sizes with the most common number of queries per skill count. If there are fewer than two,
+    the result is empty.
+    """
+    finished = [measurement for measurement in row if measurement.result]
+    ratios = [round(item.num_queries / item.num_skills, 2) for item in finished]
+    common_ratio = max(ratios, key=ratios.count, default=None)
+    points: list[tuple[int, float]] = []
+    for measurement, ratio in zip(finished, ratios, strict=True):
+        if ratio == common_ratio:
+            points.append((measurement.num_skills, getattr(measurement, attribute)))
+    if len(points) < 2:
         return ""
-    logs = np.log([[one.num_skills, value(one)] for one in alike])
-    return f"n^{np.polyfit(logs[:, 0], logs[:, 1], 1)[0]:.2f}"
+    log_sizes, log_values = np.log(points).T
+    exponent = np.polyfit(log_sizes, log_values, 1)[0]
+    return f"n^{exponent:.2f}"
 
 
-def _remarks(measured: Sequence[Measurement]) -> list[str]:
-    """Return the share of candidates that both sides have in common, one line per measurement."""
+def _format_overlaps(measurements: Sequence[Measurement]) -> list[str]:
+    """Return a line per measurement of sentence-transformers: how many candidates are also ours."""
+    ours_by_size: dict[str, dict[str, list[str]]] = {}
+    for measurement in measurements:
+        if measurement.mode == "ours-semantic" and measurement.result:
+            ours_by_size[measurement.size] = measurement.result["nearest"]
+
     lines: list[str] = []
-    exact = {
-        one.size: one.result["nearest"]
-        for one in measured
-        if one.mode == "ours-semantic" and one.result
-    }
-    for one in (one for one in measured if one.result):
-        found, name = one.result or {}, f"- {MODES[one.mode]}, {one.size}"
-        if one.mode.startswith("st") and (ours := exact.get(one.size)):
-            both = [
-                query for query in found["nearest"] if query in ours and found["nearest"][query]
-            ]
-            shares = [
-                len({*found["nearest"][q]} & {*ours[q]}) / len(found["nearest"][q]) for q in both
-            ]
+    for measurement in measurements:
+        is_peer = measurement.mode.startswith("st")
+        ours = ours_by_size.get(measurement.size)
+        if is_peer and ours and measurement.result:
+            shares = _candidate_overlaps(measurement.result["nearest"], ours)
             lines.append(
-                f"{name}: {np.mean(shares):.4f} of its candidates are ours (n = {len(shares)} queries)"
+                f"- {MODES[measurement.mode]}, {measurement.size}: {np.mean(shares):.4f} "
+                f"of its candidates are ours (n = {len(shares)} queries)"
             )
     return lines
 
 
+def _candidate_overlaps(theirs: dict[str, list[str]], ours: dict[str, list[str]]) -> list[float]:
+    """Return the share of their candidates that we have too, for each query of both libraries.
+
+    Args:
+        theirs: Skill ids by query id, of sentence-transformers.
+        ours: Skill ids by query id, of skilltrain.
+    """
+    shares: list[float] = []
+    for query_id, skill_ids in theirs.items():
+        if skill_ids and query_id in ours:
+            shared_ids = set(skill_ids).intersection(ours[query_id])
+            shares.append(len(shared_ids) / len(skill_ids))
+    return shares
+
+
+def parse_options(arguments: Sequence[str]) -> Namespace:
+    """Parse the command line."""
+    parser = new_parser(__doc__, [*MODES], "MODE")
+    add = parser.add_argument
+    add("--pool", type=Path, required=True, help="SKILLS table")
+    add("--queries", type=Path, required=True, help="folder with QUERIES and JUDGEMENTS")
+    add("--split", default="train", help="split of the queries")
+    add("--encoder", required=True, help="encoder that makes the vectors")
+    add("--cache", type=Path, required=True, help="folder that keeps vectors between runs")
+    sizes = [10_000, 20_000, 40_000, 80_000]
+    add("--sizes", type=int, nargs="*", default=sizes, help="numbers of skills")
+    add("--queries-a-skill", type=float, default=0.475, help="number of queries per skill")
+    add("--as-is", action="store_true", help="also mine the whole pool without copies")
+    return parser.parse_args(arguments)
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Measure; with --json every measurement is kept as soon as it is made."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pool", type=Path, required=True, help="SKILLS table")
-    parser.add_argument(
-        "--queries",
-        type=Path,
-        required=True,
-        help="folder with QUERIES and JUDGEMENTS of this pool",
-    )
-    parser.add_argument("--split", default="train", help="queries of this split")
-    parser.add_argument("--encoder", required=True, help="encoder that makes the vectors")
-    parser.add_argument(
-        "--cache", type=Path, required=True, help="folder that keeps vectors for the next time"
-    )
-    parser.add_argument(
-        "--sizes", type=int, nargs="*", default=[10_000, 20_000, 40_000, 80_000], help="skills"
-    )
-    parser.add_argument(
-        "--queries-a-skill", type=float, default=0.475, help="queries grow with the pool by this"
-    )
-    parser.add_argument("--as-is", action="store_true", help="mine the pool as it is, too")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="threads of the peer, worker processes of ours"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=MODES, default=[*MODES], metavar="MODE", help=", ".join(MODES)
-    )
-    parser.add_argument("--json", type=Path, help="file for every single measurement")
-    given = parser.parse_args(arguments)
-    base = encode_base(given.pool, given.queries, given.split, given.encoder, given.cache)
-    sizes = [(len(base.skills), len(base.queries))] if given.as_is else []
-    sizes += [(size, round(size * given.queries_a_skill)) for size in given.sizes]
-    measured: list[Measurement] = []
+    """Measure all modes at all sizes. With --json, each measurement is written when it is made."""
+    options = parse_options(arguments)
+    base = encode_pool(options.pool, options.queries, options.split, options.encoder, options.cache)
+    sizes = [(size, round(size * options.queries_a_skill)) for size in options.sizes]
+    if options.as_is:
+        sizes.insert(0, (len(base.skills), len(base.queries)))
+
+    measurements: list[Measurement] = []
     for num_skills, num_queries in sizes:
-        with tempfile.TemporaryDirectory(prefix="mine-speed-") as folder:
-            write_case(base, num_skills, num_queries, Path(folder))
-            for mode in given.only:
-                one = Measurement(
-                    mode, num_skills, num_queries, *measure(mode, Path(folder), given.threads)
-                )
+        with tempfile.TemporaryDirectory(prefix="mine-speed-") as name:
+            folder = Path(name)
+            write_case(base, num_skills, num_queries, folder)
+            for mode in options.only:
+                peak, result = measure(mode, folder, options.threads)
+                measurement = Measurement(mode, num_skills, num_queries, peak, result)
+                seconds = _format_value(measurement, "seconds", ".1f")
                 say(
-                    f"{one.size} {MODES[mode]}: {_cell(one, lambda one: one.seconds, '.1f')} s, {one.gigabytes:.2f} GB"
+                    f"{measurement.size} {MODES[mode]}: {seconds} s, {measurement.gigabytes:.2f} GB"
                 )
-                measured.append(one)
-                if given.json:
-                    given.json.write_text(
-                        json.dumps([asdict(m) for m in measured], indent=1), encoding="utf-8"
-                    )
-    print(report(measured), flush=True)
+                measurements.append(measurement)
+                if options.json:
+                    rows = [asdict(measurement) for measurement in measurements]
+                    options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(format_report(measurements), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,163 +1,177 @@
-"""One measurement in a process of its own: python mine_speed_worker.py MODE FOLDER THREADS prints its result as JSON.
+"""Makes one measurement of mine_speed.py in its own process, and prints the result as JSON.
 
-FOLDER is what `write_case` wrote. Imports and the reading of vectors are not timed: both sides have them.
+python mine_speed_worker.py MODE FOLDER THREADS
+
+FOLDER holds what `write_case` wrote. Imports and the reading of vectors are not timed, because both
+libraries need them.
 """
 
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import peak_bytes
 
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, read_table
 
-DEPTH = 50
-NUM_COMPARED = 100  # queries whose candidates are told, so that both sides can be compared
-OUR_MODES = ("ours", "ours-semantic")
+DEPTH = 50  # candidates per query
+NUM_COMPARED = 100  # queries whose candidates are in the result, to compare the libraries
 
 
-class KnownVectors:
-    """Stands for an encoder, so that its work is not timed; knows skills by id and queries by text."""
+class SavedVectors:
+    """An encoder that looks up saved vectors, so that encoding is not timed.
+
+    Attributes:
+        skills: Vectors of the skills.
+        queries: Vectors of the queries.
+        skill_rows: Row by skill id.
+        query_rows: Row by text of the query, or by another column of the QUERIES table.
+    """
+
+    def __init__(self, folder: Path, query_column: str = "text") -> None:
+        """Read what `write_case` wrote into a folder.
+
+        Args:
+            folder: Folder with vectors and tables.
+            query_column: Column of the QUERIES table by which queries are looked up.
+        """
+        self.skills = np.load(folder / "skills.npy", mmap_mode="r")
+        self.queries = np.load(folder / "queries.npy", mmap_mode="r")
+        skill_ids = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist()
+        queries = read_table(folder / "queries", QUERIES).column(query_column).to_pylist()
+        self.skill_rows = {skill_id: row for row, skill_id in enumerate(skill_ids)}
+        self.query_rows = {query: row for row, query in enumerate(queries)}
+
+    def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
+        """Return the vectors of skills, one chunk each."""
+        rows = [self.skill_rows[skill.skill_id] for skill in skills]
+        return ChunkVectors.one_each(self.skills[rows])
+
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """Return the vectors of queries."""
+        return self.queries[[self.query_rows[query] for query in queries]]
+
+
+class PeerModel(SavedVectors):
+    """The part of a SentenceTransformer that mine_hard_negatives uses.
+
+    Its texts are ids of skills and queries, so that they take little memory.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.skills, self.queries = (
-            np.load(folder / name, mmap_mode="r") for name in ("skills.npy", "queries.npy")
-        )
-        ids = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist()
-        texts = read_table(folder / "queries", QUERIES).column("text").to_pylist()
-        self.skill_rows = {skill_id: row for row, skill_id in enumerate(ids)}
-        self.query_rows = {text: row for row, text in enumerate(texts)}
+        import torch
+        from sentence_transformers.util import dot_score, pairwise_dot_score
 
-    def encode_chunks(self, skills: list[Skill]) -> ChunkVectors:
-        return ChunkVectors.one_each(
-            self.skills[[self.skill_rows[skill.skill_id] for skill in skills]]
-        )
+        super().__init__(folder, "query_id")
+        self.device = torch.device("cpu")
+        self.similarity = dot_score
+        self.similarity_pairwise = pairwise_dot_score
 
-    def encode_queries(self, texts: list[str]) -> np.ndarray:
-        return self.queries[[self.query_rows[text] for text in texts]]
+    def encode_document(self, texts: list[str], **_: Any) -> np.ndarray:
+        """Return the vectors of skills by id."""
+        return self.skills[[self.skill_rows[text] for text in texts]]
+
+    def encode_query(self, texts: list[str], **_: Any) -> np.ndarray:
+        """Return the vectors of queries by id."""
+        return self.encode_queries(texts)
+
+    def get_embedding_dimension(self) -> int:
+        """Return the width of the vectors."""
+        return self.skills.shape[1]
 
 
 def measure_ours(mode: str, folder: Path, threads: int) -> dict[str, Any]:
-    """Run the stage `mine` and, with all sources, the stage `filter`, from tables to tables."""
+    """Run skilltrain's stage `mine`, and in the mode "ours" also its stage `filter`.
+
+    The mode "ours" mines from all four sources, "ours-semantic" only from the vectors.
+    """
     from skilltrain.data import filter_layers, mine
     from skilltrain.data.filter import Filter
 
-    vectors = KnownVectors(folder)
-    for module in (mine, filter_layers):
+    vectors = SavedVectors(folder)
+    modules: tuple[Any, ...] = (mine, filter_layers)
+    for module in modules:
         module.open_encoder = lambda source: vectors
-    paths = {"pool": folder / "pool", "queries": folder / "queries"}
-    settings = {"stage": "mine", "depth": DEPTH, "encoder": {"source": "known"}}
-    settings |= {} if mode == "ours" else {"sources": ["semantic"]}
+    inputs = {
+        "pool": folder / "pool",
+        "queries": folder / "queries",
+        "encoder": {"source": "known"},
+    }
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
-        config = mine.Mine.model_validate(settings | paths | {"out": out})
-        started = time.perf_counter()
-        summary = config.run(Path(out))
-        result = {
-            "mine_seconds": time.perf_counter() - started,
-            "summary": summary,
-            "filter_seconds": 0.0,
-        }
-        result["nearest"] = _nearest_of_table(Path(out))
+        mined = Path(out)
+        settings = inputs | {"stage": "mine", "depth": DEPTH}
+        if mode == "ours-semantic":
+            settings["sources"] = ["semantic"]
+        mine_seconds, summary = _time_stage(mine.Mine, settings, mined)
+        result = {"mine_seconds": mine_seconds, "summary": summary, "filter_seconds": 0.0}
+        result["nearest"] = _semantic_candidates(mined)
+
         if mode == "ours":
-            filtered = Path(out) / "filtered"
+            filtered = mined / "filtered"
             filtered.mkdir()
-            settings = {
-                "stage": "filter",
-                "encoder": {"source": "known"},
-                "rankings": out,
-                "out": filtered,
-            }
-            settings["workers"] = {"num": threads}
-            started = time.perf_counter()
-            result["filter_summary"] = Filter.model_validate(settings | paths).run(filtered)
-            result["filter_seconds"] = time.perf_counter() - started
+            settings = inputs | {"stage": "filter", "rankings": mined, "workers": {"num": threads}}
+            filter_seconds, summary = _time_stage(Filter, settings, filtered)
+            result |= {"filter_summary": summary, "filter_seconds": filter_seconds}
     return result
 
 
-def _nearest_of_table(folder: Path) -> dict[str, list[str]]:
-    rows = read_table(folder, RANKINGS).to_pydict()
-    found: dict[str, list[str]] = {}
+def _time_stage(stage: Any, settings: dict[str, Any], out: Path) -> tuple[float, Any]:
+    """Run a stage of skilltrain. Return the seconds it takes, and its summary."""
+    config = stage.model_validate(settings | {"out": out})
+    start_time = time.perf_counter()
+    summary = config.run(out)
+    return time.perf_counter() - start_time, summary
+
+
+def _semantic_candidates(mined: Path) -> dict[str, list[str]]:
+    """Return the skill ids that the source `semantic` found, for the first NUM_COMPARED queries."""
+    rows = read_table(mined, RANKINGS).to_pydict()
+    candidates: dict[str, list[str]] = {}
     for query_id, skill_id, stage in zip(
         rows["query_id"], rows["skill_id"], rows["stage"], strict=True
     ):
-        if len(found) == NUM_COMPARED and query_id not in found:
+        if query_id not in candidates and len(candidates) == NUM_COMPARED:
             break
         if stage == "semantic":
-            found.setdefault(query_id, []).append(skill_id)
-    return found
+            candidates.setdefault(query_id, []).append(skill_id)
+    return candidates
 
 
 def measure_clusters(folder: Path, threads: int) -> dict[str, Any]:
-    """Run the stage `clusters` over the pool."""
+    """Run skilltrain's stage `clusters` on the pool."""
     from skilltrain.data.near_duplicates import Clusters
 
     settings = {"stage": "clusters", "pool": folder / "pool", "workers": {"num": threads}}
     with tempfile.TemporaryDirectory(prefix="mine-speed-") as out:
-        config = Clusters.model_validate(settings | {"out": out})
-        started = time.perf_counter()
-        summary = config.run(Path(out))
-        seconds = time.perf_counter() - started
+        seconds, summary = _time_stage(Clusters, settings, Path(out))
     return {"mine_seconds": seconds, "filter_seconds": 0.0, "nearest": {}, "found": summary}
 
 
-class PeerModel:
-    """What mine_hard_negatives asks of a SentenceTransformer; its texts are our ids, the smallest there can be."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-
-        vectors = KnownVectors(folder)
-        query_ids = read_table(folder / "queries", QUERIES).column("query_id").to_pylist()
-        self.device, self._skills, self._queries = (
-            torch.device("cpu"),
-            vectors.skills,
-            vectors.queries,
-        )
-        self._skill_rows = vectors.skill_rows
-        self._query_rows = {query_id: row for row, query_id in enumerate(query_ids)}
-
-    def encode_document(self, texts: list[str], **_: Any) -> np.ndarray:
-        return self._skills[[self._skill_rows[text] for text in texts]]
-
-    def encode_query(self, texts: list[str], **_: Any) -> np.ndarray:
-        return self._queries[[self._query_rows[text] for text in texts]]
-
-    def get_embedding_dimension(self) -> int:
-        return self._skills.shape[1]
-
-    def similarity(self, left: Any, right: Any) -> Any:
-        from sentence_transformers.util import dot_score
-
-        return dot_score(left, right)
-
-    def similarity_pairwise(self, left: Any, right: Any) -> Any:
-        from sentence_transformers.util import pairwise_dot_score
-
-        return pairwise_dot_score(left, right)
-
-
 def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
-    """sentence-transformers' mine_hard_negatives: the 50 nearest that are no positives, with scores, in memory."""
+    """Run mine_hard_negatives of sentence-transformers, with or without faiss.
+
+    For each query it finds the DEPTH nearest skills that are no positives, with scores.
+    """
     import torch
     from datasets import Dataset
     from sentence_transformers.util import mine_hard_negatives
 
     torch.set_num_threads(threads)
-    judged = read_table(folder / "queries", JUDGEMENTS).to_pydict()
-    pairs = Dataset.from_dict({"query": judged["query_id"], "skill": judged["skill_id"]})
-    corpus, model = (
-        read_table(folder / "pool", SKILLS).column("skill_id").to_pylist(),
-        PeerModel(folder),
-    )
-    started = time.perf_counter()
-    mined = mine_hard_negatives(
+    judgements = read_table(folder / "queries", JUDGEMENTS).to_pydict()
+    pairs = Dataset.from_dict({"query": judgements["query_id"], "skill": judgements["skill_id"]})
+    corpus = read_table(folder / "pool", SKILLS).column("skill_id").to_pylist()
+    model: Any = PeerModel(folder)
+    start_time = time.perf_counter()
+    mined: Any = mine_hard_negatives(
         pairs,
-        model,  # pyright: ignore[reportArgumentType]
+        model,
         corpus=corpus,
         range_max=DEPTH,
         num_negatives=DEPTH,
@@ -166,11 +180,13 @@ def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
         use_faiss=mode == "st-faiss",
         verbose=False,
     )
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_time
+
+    # The first queries in order of id are also the first ones of skilltrain's table.
+    first_rows = np.argsort(np.array(mined["query"]))[:NUM_COMPARED]
     nearest: dict[str, list[str]] = {}
-    first = np.argsort(np.array(mined["query"]))[:NUM_COMPARED]  # our table is in this order
-    for row in mined.select(first):
-        nearest[row["query"]] = row["skill"][1:]
+    for row in mined.select(first_rows):
+        nearest[row["query"]] = row["skill"][1:]  # without the positive
     return {
         "mine_seconds": seconds,
         "filter_seconds": 0.0,
@@ -179,23 +195,15 @@ def measure_peer(mode: str, folder: Path, threads: int) -> dict[str, Any]:
     }
 
 
-def _peak_bytes() -> int:
-    """The most memory that this process had; ru_maxrss would count what its parent had when it was started."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def main(mode: str, folder: Path, threads: int) -> None:
-    """Measure and print."""
+    """Measure one mode of mine_speed.py, and print the result."""
     if mode == "clusters":
         result = measure_clusters(folder, threads)
+    elif mode.startswith("ours"):
+        result = measure_ours(mode, folder, threads)
     else:
-        result = (
-            measure_ours(mode, folder, threads)
-            if mode in OUR_MODES
-            else measure_peer(mode, folder, threads)
-        )
-    result["own_peak_bytes"] = _peak_bytes()
+        result = measure_peer(mode, folder, threads)
+    result["own_peak_bytes"] = peak_bytes()
     print(json.dumps(result))
 
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Compound tasks: how far rules come without a model, on LiveMCPBench and on CompSkillBench rebuilt.
+# Measures plans of compound tasks that rules make without a chat model, on LiveMCPBench and on our
+# rebuilt CompSkillBench.
 #
 #   benchmarks/plans.sh DATA OUT
 #
-# DATA holds livemcpbench/ (tasks.jsonl, tools.jsonl) and mcp/servers.jsonl (TensorBlock's list). OUT/*/report.md has
-# the tables. Steps are looked up by BM25 and by all-MiniLM-L6-v2, as it comes.
+# DATA holds livemcpbench/ (tasks.jsonl, tools.jsonl) and mcp/servers.jsonl (TensorBlock's list).
+# OUT/*/report.md has the tables. BM25 or all-MiniLM-L6-v2, which is not trained here, finds the
+# skills of each step.
 set -euo pipefail
 data=$1 out=$2
 bench=$out/compskillbench

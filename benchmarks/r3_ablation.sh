@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# What rejections are worth to MiniLM, as a reranker and as an encoder, on judged groups that share no skill.
+# Measures how much rejected skills help MiniLM as a reranker and as an encoder. Training and test
+# groups share no skill.
+#
 #   benchmarks/r3_ablation.sh DATA [seeds='[1]']
-# DATA holds pool/*.parquet and r3/judgements.jsonl. Writes runs/r3_ablation; stopped, the same line goes on.
-# About ten minutes a training on two free cores: fifteen rerankers, twelve encoders (an estimate).
+#
+# DATA holds pool/*.parquet and r3/judgements.jsonl. Writes runs/r3_ablation. After a stop, the same
+# command continues. It trains fifteen rerankers and twelve encoders. Each takes about ten minutes
+# on two free cores (an estimate).
 set -euo pipefail
 data=$(realpath "$1"); shift
 cd "$(dirname "$0")/.."

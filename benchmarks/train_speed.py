@@ -1,15 +1,17 @@
 #!/usr/bin/env python
-"""Training speed and memory of skilltrain beside sentence-transformers: same weights, lists, loss and threads.
+"""Compare training speed and memory of skilltrain and sentence-transformers.
 
-python benchmarks/train_speed.py --data DIR [--threads 2] [--rounds N] [--only CASE ...] [--json OUT]
+python benchmarks/train_speed.py --data DIR [--threads 2] [--rounds N] [--only CASE] [--json OUT]
 
-DIR holds pool/*.parquet (skill_id, name, description, body), queries/train.jsonl (query_id, query, skill_ids) and, for
-the Qwen3 cases, qwen3-tokenizer/tokenizer.json. Every mode runs in a process of its own and alone: on an idle machine.
-Its first step is a warm-up, in which the losses must agree to 1e-5. Progress goes to stderr, Markdown tables to stdout.
+DIR holds pool/*.parquet (skill_id, name, description, body), queries/train.jsonl (query_id, query,
+skill_ids) and, for the Qwen3 cases, qwen3-tokenizer/tokenizer.json. Both libraries train the same
+weights on the same lists with the same loss and number of threads. Each mode runs alone in its own
+process, so use an idle machine. The first step is a warm-up. After it, the losses of all modes must
+agree to 1e-5. Progress goes to stderr, Markdown tables go to stdout.
 """
 
-import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -18,8 +20,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from measuring import own_process, ratio, say, set_environment
-from train_speed_cases import CASES, Case, Material, OurMode, material, mine, read_data, write_model
+from measuring import format_ratio, new_parser, new_process, process_environment, say
+from train_speed_cases import (
+    CASES,
+    Case,
+    OurMode,
+    PeerMode,
+    TrainingData,
+    fill_batches,
+    mine_lists,
+    read_data,
+    write_model,
+)
 from train_speed_modes import StepReport, train
 
 TOLERANCE = 1e-5
@@ -27,118 +39,128 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What was measured of a case: per mode its steps in order (no warm-up), and how far losses differ."""
+    """Measurements of one case.
+
+    Attributes:
+        case: The case.
+        steps: Reports of the timed steps, by name of the mode.
+        largest_difference: Largest relative difference of the modes' losses at any step.
+    """
 
     case: Case
     steps: dict[str, list[StepReport]]
     largest_difference: float
 
 
-def run_case(case: Case, data: Path, what: Material, threads: int) -> CaseResult:
-    """Each mode alone on the machine, in the same batches: one to warm up, the others timed.
+def run_case(case: Case, folder: Path, data: TrainingData, threads: int) -> CaseResult:
+    """Train a case in each of its modes, one after the other.
 
-    After each mode's first step all losses that can be compared must agree.
+    Exit if the losses of the first step differ.
+
+    Args:
+        case: Case to train.
+        folder: Folder with the tokenizer of Qwen3.
+        data: Lists of all steps, the warm-up included.
+        threads: Threads of each process.
     """
     reports: dict[str, list[StepReport]] = {}
-    differences = np.zeros(1)
-    comparable = [
-        mode.name for mode in case.modes if isinstance(mode, OurMode) or not mode.as_shipped
-    ]
-    with tempfile.TemporaryDirectory(prefix="train-speed-") as folder:
-        model = Path(folder) / "model"
-        with own_process() as writer:  # so that this one stays small
-            writer.submit(write_model, case, data, model).result()
+    comparable_losses: list[list[float]] = []  # one row per mode, one column per step
+    differences = np.zeros(1)  # relative difference of the losses at each step
+    with tempfile.TemporaryDirectory(prefix="train-speed-") as model_folder:
+        model = Path(model_folder) / "model"
+        # Another process writes the model, so that this one stays small.
+        with new_process() as process:
+            process.submit(write_model, case, folder, model).result()
+
         for mode in case.modes:
-            with own_process() as process:
-                reports[mode.name] = process.submit(
-                    train, case, mode, model, what, threads
-                ).result()
-            for number, one in enumerate(reports[mode.name]):
-                times = f"{one.seconds:.2f} s ({one.cpu_seconds:.2f} s of CPU time)"
-                say(f"  round {number}: {times}, loss {one.loss:.6f}, {mode.name}")
-            losses = np.array(
-                [
-                    [one.loss for one in steps]
-                    for name, steps in reports.items()
-                    if name in comparable
-                ]
-            )
-            if len(losses):
+            with new_process() as process:
+                steps = process.submit(train, case, mode, model, data, threads).result()
+            reports[mode.name] = steps
+            for number, step in enumerate(steps):
+                times = f"{step.seconds:.2f} s ({step.cpu_seconds:.2f} s of CPU time)"
+                say(f"  round {number}: {times}, loss {step.loss:.6f}, {mode.name}")
+
+            has_dropout = isinstance(mode, PeerMode) and mode.as_shipped
+            if not has_dropout:
+                comparable_losses.append([step.loss for step in steps])
+                losses = np.array(comparable_losses)
                 differences = np.ptp(losses, axis=0) / np.abs(losses).max(axis=0)
-            if differences[0] > TOLERANCE:
-                sys.exit(
-                    f"train_speed: losses at equal weights differ by {differences[0]:.1e}: {losses[:, 0]}"
-                )
-    return CaseResult(
-        case, {name: steps[1:] for name, steps in reports.items()}, float(differences.max())
-    )
+                if differences[0] > TOLERANCE:
+                    sys.exit(
+                        f"train_speed: losses at equal weights differ by {differences[0]:.1e}: "
+                        f"{losses[:, 0]}"
+                    )
+    timed_steps = {name: steps[1:] for name, steps in reports.items()}
+    return CaseResult(case, timed_steps, float(differences.max()))
 
 
-def table(result: CaseResult) -> str:
-    """A heading, one sentence on the run, and a row for each mode."""
+def format_table(result: CaseResult) -> str:
+    """Format a heading, one sentence about the run, and a table with one row per mode."""
     case = result.case
-    gemm = float(np.median([one.gemm_flops for steps in result.steps.values() for one in steps]))
-    base = result.steps[next(mode.name for mode in case.modes if isinstance(mode, OurMode))]
-    per, queries = ("step", 1) if case.kind == "encoder" else ("list", case.batch)
-    flops = float(np.median([step.useful_flops for step in base]))
+    ours = next(mode.name for mode in case.modes if isinstance(mode, OurMode))
+    our_steps = result.steps[ours]
+    our_seconds = [step.seconds for step in our_steps]
+    our_flops = [step.useful_flops for step in our_steps]
+    gemm_flops = []
+    for steps in result.steps.values():
+        gemm_flops += [step.gemm_flops for step in steps]
+    gemm_peak = np.median(gemm_flops)
+
+    # A reranker scores each list separately, so its time is given per list.
+    unit = "step" if case.kind == "encoder" else "list"
+    units_per_step = 1 if case.kind == "encoder" else case.batch
     lines = [
         f"### {case.title}",
         "",
-        f"{case.batch} lists of 1 + {case.negatives} a step; {flops / 1e12:.2f} TFLOP of useful work a step; GEMM peak "
-        f"{gemm / 1e9:.0f} GFLOP/s; losses differ by at most {result.largest_difference:.1e}.",
+        f"{case.batch} lists of 1 + {case.negatives} a step; "
+        f"{np.median(our_flops) / 1e12:.2f} TFLOP of useful work a step; "
+        f"GEMM peak {gemm_peak / 1e9:.0f} GFLOP/s; "
+        f"losses differ by at most {result.largest_difference:.1e}.",
         "",
-        f"| | s a {per} | time against ours [95%], n | peak MB | memory against ours | padding | of GEMM peak |",
+        f"| | s a {unit} | time against ours [95%], n | peak MB | memory against ours | padding "
+        "| of GEMM peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for mode, steps in result.steps.items():
         seconds = [step.seconds for step in steps]
-        memory = steps[-1].peak_bytes / base[-1].peak_bytes
-        rate = (
-            np.median(
-                [own.useful_flops / step.seconds for own, step in zip(base, steps, strict=True)]
-            )
-            / gemm
-        )
+        last = steps[-1]
+        memory_ratio = last.peak_bytes / our_steps[-1].peak_bytes
+        flops_rate = np.median(np.divide(our_flops, seconds))
         lines.append(
-            f"| {mode} | {np.median(seconds) / queries:.2f} | {ratio([step.seconds for step in base], seconds)} "
-            f"| {steps[-1].peak_bytes / 1e6:.0f} | {memory:.2f} | {steps[-1].padding:.1%} | {rate:.0%} |"
+            f"| {mode} | {np.median(seconds) / units_per_step:.2f} "
+            f"| {format_ratio(our_seconds, seconds)} | {last.peak_bytes / 1e6:.0f} "
+            f"| {memory_ratio:.2f} | {last.padding:.1%} | {flops_rate / gemm_peak:.0%} |"
         )
     return "\n".join([*lines, ""])
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the cases; print a table for each as soon as it is done."""
-    names = [case.name for case in CASES]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with pool/, queries/ and qwen3-tokenizer/"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="threads of every process")
-    parser.add_argument(
-        "--rounds", type=int, help="timed rounds of every case, instead of its own number"
-    )
-    parser.add_argument("--batch", type=int, help="lists a step, instead of the case's own number")
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names)
-    )
-    parser.add_argument("--json", type=Path, help="file for every single measurement")
-    given = parser.parse_args(arguments)
-    set_environment(given.threads)
-    skills, queries = read_data(given.data)
+    """Run the cases, and print the table of each case when it is done."""
+    parser = new_parser(__doc__, [case.name for case in CASES], "CASE")
+    folders = "folder with pool/, queries/ and qwen3-tokenizer/"
+    parser.add_argument("--data", type=Path, required=True, help=folders)
+    parser.add_argument("--rounds", type=int, help="timed steps; default: those of the case")
+    parser.add_argument("--batch", type=int, help="lists per step; default: those of the case")
+    options = parser.parse_args(arguments)
+    os.environ |= process_environment(options.threads)
+    skills, queries = read_data(options.data)
     results = []
-    for case in (case for case in CASES if case.name in given.only):
-        started, rounds = time.monotonic(), given.rounds or case.rounds
+    for case in CASES:
+        if case.name not in options.only:
+            continue
+        start_time = time.monotonic()
+        rounds = options.rounds or case.rounds
         say(f"{case.name}: {rounds} rounds")
-        case = replace(case, batch=given.batch or case.batch)
-        what = material(skills, mine(skills, queries, case.negatives), case.batch, rounds + 1)
-        result = run_case(case, given.data.resolve(), what, given.threads)
-        print(table(result), flush=True)
-        say(f"{case.name}: {time.monotonic() - started:.0f} s")
+        case = replace(case, batch=options.batch or case.batch)
+        lists = mine_lists(skills, queries, case.negatives)
+        data = fill_batches(skills, lists, case.batch, rounds + 1)
+        result = run_case(case, options.data.resolve(), data, options.threads)
+        print(format_table(result), flush=True)
+        say(f"{case.name}: {time.monotonic() - start_time:.0f} s")
+
         results.append(asdict(result))
-        if given.json:
-            given.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

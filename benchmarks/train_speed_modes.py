@@ -1,97 +1,125 @@
-"""The process that trains one case in one mode: skilltrain's step, or sentence-transformers' trainer."""
+"""Trains one case in one mode: by skilltrain's step, or by the trainer of sentence-transformers."""
 
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import Gemm, Meter, forward_flops, is_causal, pairs_seen
-from train_speed_cases import Case, Material, OurMode, PeerMode
+from measuring import GemmPeak, Meter, Usage, forward_flops, is_causal, num_attended_pairs
+from train_speed_cases import Case, Mode, OurMode, PeerMode, TrainingData
 
-LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM, TEMPERATURE = 2e-5, 0.01, 1.0, 0.05
-GOLD_LABEL = 200.0  # ListNetLoss takes the softmax of the labels as its target: only so one gold skill gets all of it
+LEARNING_RATE = 2e-5
+WEIGHT_DECAY = 0.01
+MAX_GRAD_NORM = 1.0
+TEMPERATURE = 0.05
+GOLD_LABEL = 200.0  # the targets are a softmax of the labels: with 200, gold gets all of it
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """One step: its share of padding is that of all steps so far, its peak memory too; GEMM rates just before it."""
+class StepReport(Usage):
+    """Measurements of one training step.
 
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
+    Attributes:
+        loss: Mean loss of the batch.
+        padding: Share of padding among the tokens of all steps so far.
+        gemm_flops: Rate of matrix products just before the step, in FLOP/s.
+        useful_flops: FLOP that the step needs at least; 0 if it is not known.
+    """
+
     loss: float
     padding: float
     gemm_flops: float
     useful_flops: float
 
 
-class Reporter:
-    """Times steps, and counts their tokens with and without padding."""
+class StepReporter:
+    """Measures training steps.
+
+    Attributes:
+        reports: Report of each finished step.
+        num_tokens: Tokens of all steps so far, without padding. The training code counts them.
+        num_slots: The same, with padding.
+    """
 
     def __init__(self, threads: int) -> None:
+        """Set the number of threads of torch, and warm up."""
         import torch
 
         torch.set_num_threads(threads)
         self.reports: list[StepReport] = []
-        self.gemm, self.meter = Gemm(), Meter()
-        self.rate, self.real, self.slots = 0.0, 0, 0
+        self.num_tokens = 0
+        self.num_slots = 0
+        self._gemm = GemmPeak()
+        self._gemm_flops = 0.0
+        self._meter = Meter()
 
     def begin(self) -> None:
-        """The next step begins, the first when model and data are loaded."""
-        self.rate = max(self.gemm.rates())
-        self.meter.start()
+        """Start to measure a step. Call it once, when the model and the data are loaded."""
+        self._gemm_flops = max(self._gemm.measure())
+        self._meter.start()
 
     def end(self, loss: float, useful_flops: float = 0.0) -> None:
-        """A step is done, and the next one begins."""
-        padding = 1 - self.real / self.slots
-        self.reports.append(StepReport(*self.meter.read(), loss, padding, self.rate, useful_flops))
+        """Report the current step, and begin the next one."""
+        usage = self._meter.read()
+        padding = 1 - self.num_tokens / self.num_slots
+        report = StepReport(
+            **asdict(usage),
+            loss=loss,
+            padding=padding,
+            gemm_flops=self._gemm_flops,
+            useful_flops=useful_flops,
+        )
+        self.reports.append(report)
         self.begin()
 
 
 def train(
-    case: Case, mode: OurMode | PeerMode, folder: Path, what: Material, threads: int
+    case: Case, mode: Mode, model_folder: Path, data: TrainingData, threads: int
 ) -> list[StepReport]:
-    """Every step's report; `folder` is the model's."""
-    reporter = Reporter(threads)
+    """Train the model in `model_folder` on all batches, and return a report of each step."""
+    reporter = StepReporter(threads)
     if isinstance(mode, OurMode):
-        _train_ours(case, mode, folder, what, reporter)
+        _train_ours(case, mode, model_folder, data, reporter)
     else:
-        _train_peer(case, mode, folder, what, reporter)
+        _train_peer(case, mode, model_folder, data, reporter)
     return reporter.reports
 
 
-# skilltrain -----------------------------------------------------------------------------------------------------------
+# skilltrain ---------------------------------------------------------------------------------------
 
 
 def _train_ours(
-    case: Case, mode: OurMode, folder: Path, what: Material, reporter: Reporter
+    case: Case, mode: OurMode, model_folder: Path, data: TrainingData, reporter: StepReporter
 ) -> None:
-    """skilltrain's step as its loop runs it: loss over queries, backward, clip, AdamW. Texts are tokenised before."""
+    """Run training steps as skilltrain's loop does. Texts are tokenized before the first step."""
     import torch
 
     from skilltrain.models.cpu_linear import train_with_onednn
     from skilltrain.training.loop import new_optimizer
 
-    step, data = _our_step(case, mode, folder, what)
-    batches = [data.lists[i : i + case.batch] for i in range(0, len(data.lists), case.batch)]
+    step = _new_step(case, mode, model_folder, data)
+    lists = step.data.lists
+    batches = [lists[start : start + case.batch] for start in range(0, len(lists), case.batch)]
     train_with_onednn(step)
-    flops = [useful_flops(step, batch) for batch in batches]
+    flops_by_batch = [useful_flops(step, batch) for batch in batches]
     optimizer = new_optimizer(step.train(), LEARNING_RATE, WEIGHT_DECAY)
     reporter.begin()
-    for number, batch in enumerate(batches):
+    for batch, flops in zip(batches, flops_by_batch, strict=True):
         loss = step(batch) / len(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(step.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        reporter.real, reporter.slots = step.count["tokens"], step.count["slots"]
-        reporter.end(float(loss.detach()), flops[number])
+
+        reporter.num_tokens = step.count["tokens"]
+        reporter.num_slots = step.count["slots"]
+        reporter.end(float(loss.detach()), flops)
 
 
-def _our_step(case: Case, mode: OurMode, folder: Path, what: Material) -> Any:
-    """(the step module over the model in `folder`, the training set): the one place that knows their constructors."""
+def _new_step(case: Case, mode: OurMode, model_folder: Path, data: TrainingData) -> Any:
+    """Create skilltrain's training step (EncoderStep or RerankerStep) for a model and its lists."""
     import torch
 
     from skilltrain.losses import InfoNCE, ListwiseCE
@@ -100,89 +128,116 @@ def _our_step(case: Case, mode: OurMode, folder: Path, what: Material) -> Any:
     from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
     from skilltrain.training.training_set import TrainingList, TrainingSet
 
-    gains = (1.0, *(0.0 for _ in range(case.negatives)))
-    lists = tuple(
-        TrainingList(one.query_id, one.query, one.skill_ids, gains, frozenset(one.skill_ids[:1]))
-        for one in what.lists
-    )
-    data, device = TrainingSet(lists, what.skills), torch.device("cpu")
+    gains = (1.0,) + (0.0,) * case.negatives
+    lists = []
+    for mined_list in data.lists:
+        positives = frozenset(mined_list.skill_ids[:1])
+        lists.append(
+            TrainingList(
+                mined_list.query_id, mined_list.query, mined_list.skill_ids, gains, positives
+            )
+        )
+    training_set = TrainingSet(tuple(lists), data.skills)
     settings = StepSettings(token_budget=mode.token_budget, recompute=mode.recompute)
+
+    source = str(model_folder)
+    device = torch.device("cpu")
     if case.kind == "encoder":
-        encoder = load_encoder(EncoderConfig(source=str(folder)), device)
-        return EncoderStep(encoder, InfoNCE(temperature=TEMPERATURE), data, settings), data
-    reranker = load_reranker(RerankerConfig(source=str(folder)), device)
-    return RerankerStep(reranker, ListwiseCE(), data, settings), data
+        encoder = load_encoder(EncoderConfig(source=source), device)
+        return EncoderStep(encoder, InfoNCE(temperature=TEMPERATURE), training_set, settings)
+    reranker = load_reranker(RerankerConfig(source=source), device)
+    return RerankerStep(reranker, ListwiseCE(), training_set, settings)
 
 
 def useful_flops(step: Any, batch: Sequence[Any]) -> float:
-    """FLOP of forward and backward on the batch's real tokens, each distinct skill once, no recomputation.
+    """Return the FLOP that a training step on a batch needs at least, forward and backward.
 
-    In a causal reranker a list's common prompt counts once.
+    Padding and recomputation do not count. The encoder encodes each distinct skill once. A causal
+    reranker computes the common prompt of a list once.
+
+    Args:
+        step: EncoderStep or RerankerStep.
+        batch: Training lists.
     """
     from skilltrain.training.steps import EncoderStep
 
-    network, shared = step.model.network, [0]
+    network = step.model.network
+    shares_prompt = is_causal(network)
+    groups: list[list[Any]] = []  # token ids of texts; the texts of a group share their prompt
     if isinstance(step, EncoderStep):
-        skill_ids = {skill_id for one in batch for skill_id in one.skill_ids}
-        lists = [
-            [step.query_ids[one.query] for one in batch] + [step.skill_ids[s] for s in skill_ids]
-        ]
+        shares_prompt = False
+        skill_ids: set[str] = set()
+        for training_list in batch:
+            skill_ids.update(training_list.skill_ids)
+        queries = [step.query_ids[training_list.query] for training_list in batch]
+        groups = [queries + [step.skill_ids[skill_id] for skill_id in skill_ids]]
     else:
-        lists = [[pair.ids for pair in step.make_pairs(one)] for one in batch]
-        shared = [_num_shared(texts) if is_causal(network) else 0 for texts in lists]
-    tokens = seen = 0.0
-    for prompt, texts in zip(shared, lists, strict=True):
-        tokens += prompt + sum(len(text) - prompt for text in texts)
-        own = pairs_seen(network, prompt)
-        seen += own + sum(pairs_seen(network, len(text)) - own for text in texts)
-    return 3 * forward_flops(network, tokens, seen)
+        for training_list in batch:
+            groups.append([pair.ids for pair in step.make_pairs(training_list)])
+
+    num_tokens = num_pairs = 0.0
+    for texts in groups:
+        num_shared = _num_common_tokens(texts) if shares_prompt else 0
+        num_shared_pairs = num_attended_pairs(network, num_shared)
+        num_tokens += num_shared
+        num_pairs += num_shared_pairs
+        for text in texts:
+            num_tokens += len(text) - num_shared
+            num_pairs += num_attended_pairs(network, len(text)) - num_shared_pairs
+    return 3 * forward_flops(network, num_tokens, num_pairs)
 
 
-def _num_shared(texts: Sequence[Sequence[int]]) -> int:
-    """Length of the common prefix of all texts."""
-    shortest = min(map(len, texts))
-    return next(
-        (i for i in range(shortest) if any(text[i] != texts[0][i] for text in texts)), shortest
-    )
+def _num_common_tokens(texts: Sequence[Sequence[int]]) -> int:
+    """Return the number of first tokens that all texts have in common."""
+    num_common = 0
+    for tokens in zip(*texts, strict=False):  # the tokens of all texts at one position
+        if len(set(tokens)) > 1:
+            break
+        num_common += 1
+    return num_common
 
 
-# sentence-transformers ------------------------------------------------------------------------------------------------
+# sentence-transformers ----------------------------------------------------------------------------
 
 
 def _train_peer(
-    case: Case, mode: PeerMode, folder: Path, what: Material, reporter: Reporter
+    case: Case, mode: PeerMode, model_folder: Path, data: TrainingData, reporter: StepReporter
 ) -> None:
-    """Train through the library's trainer, reporting each step; tokenising a batch is part of its step."""
+    """Run the trainer of sentence-transformers. It tokenizes each batch as a part of its step."""
     from sentence_transformers.base.losses.merged_forward import column_merging_disabled
     from transformers import PrinterCallback, TrainerCallback
 
     losses: list[float] = []
 
-    class Reporting(TrainerCallback):
+    class ReportStep(TrainerCallback):
+        """Reports each step at its end."""
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             reporter.end(losses[-1])
 
-    def count(_module: Any, inputs: Any) -> None:
-        reporter.real += int(inputs[0]["attention_mask"].sum())
-        reporter.slots += inputs[0]["attention_mask"].numel()
+    def record_loss(_module: Any, _inputs: Any, loss: Any) -> None:
+        losses.append(float(loss.detach()))
 
-    folder = folder.with_name(folder.name + "-shipped") if mode.as_shipped else folder
-    trainer: Any = (_encoder_trainer if case.kind == "encoder" else _reranker_trainer)(
-        case, mode, folder, what
-    )
-    trainer.loss.register_forward_hook(
-        lambda _module, _inputs, loss: losses.append(float(loss.detach()))
-    )
-    trainer.model[0].register_forward_pre_hook(count)
-    trainer.add_callback(Reporting())
-    trainer.remove_callback(PrinterCallback)  # it would print into the tables
+    def count_tokens(_module: Any, inputs: Any) -> None:
+        mask = inputs[0]["attention_mask"]  # [text, token]
+        reporter.num_tokens += int(mask.sum())
+        reporter.num_slots += mask.numel()
+
+    if mode.as_shipped:
+        model_folder = model_folder.with_name(model_folder.name + "-shipped")
+    new_trainer = _encoder_trainer if case.kind == "encoder" else _reranker_trainer
+    trainer = new_trainer(case, mode, model_folder, data)
+    trainer.loss.register_forward_hook(record_loss)
+    trainer.model[0].register_forward_pre_hook(count_tokens)
+    trainer.add_callback(ReportStep())
+    trainer.remove_callback(PrinterCallback)  # it would print between the tables
     with nullcontext() if mode.merged else column_merging_disabled():
         reporter.begin()
         trainer.train()
 
 
-def _arguments(case: Case) -> dict[str, Any]:
-    """Its defaults but for the learning rate, and without what is no training: logging, saving, the progress bar."""
+def _trainer_arguments(case: Case) -> dict[str, Any]:
+    """Return the arguments of a trainer: defaults, a constant learning rate, no logs, no saving."""
     return {
         "output_dir": tempfile.mkdtemp(prefix="train-speed-"),
         "per_device_train_batch_size": case.batch,
@@ -191,7 +246,7 @@ def _arguments(case: Case) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
-        "batch_sampler": _in_order,
+        "batch_sampler": _sequential_batches,
         "use_cpu": True,
         "logging_strategy": "no",
         "save_strategy": "no",
@@ -200,22 +255,27 @@ def _arguments(case: Case) -> dict[str, Any]:
     }
 
 
-def _in_order(dataset: Any, batch_size: int, drop_last: bool, *rest: Any, **more: Any) -> Any:
-    """Batches in the order of the data set, so that both trainers see the same."""
+def _sequential_batches(
+    dataset: Any, batch_size: int, drop_last: bool, *arguments: Any, **settings: Any
+) -> Any:
+    """Create a sampler of batches in the order of the data set, which skilltrain uses too."""
     from sentence_transformers.base.sampler import DefaultBatchSampler
     from torch.utils.data import SequentialSampler
 
-    return DefaultBatchSampler(SequentialSampler(dataset), batch_size, drop_last, *rest, **more)  # type: ignore[arg-type]
+    sampler: Any = SequentialSampler(dataset)
+    return DefaultBatchSampler(sampler, batch_size, drop_last, *arguments, **settings)
 
 
-def _texts(case: Case, what: Material) -> dict[str, str]:
+def _skill_texts(case: Case, data: TrainingData) -> dict[str, str]:
+    """Render the text of each skill, by skill id, as skilltrain's model sees it."""
     from skilltrain.templates import SkillTemplate
 
     template = SkillTemplate(description_chars=case.description_chars, body_chars=case.body_chars)
-    return {skill_id: template.render(skill) for skill_id, skill in what.skills.items()}
+    return {skill_id: template.render(skill) for skill_id, skill in data.skills.items()}
 
 
-def _encoder_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) -> Any:
+def _encoder_trainer(case: Case, mode: PeerMode, model_folder: Path, data: TrainingData) -> Any:
+    """Create a SentenceTransformerTrainer with one column per negative."""
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,
@@ -227,27 +287,30 @@ def _encoder_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) -
         MultipleNegativesRankingLoss,
     )
 
-    model = SentenceTransformer(str(folder), device="cpu")
+    texts = _skill_texts(case, data)
+    rows = []
+    for mined_list in data.lists:
+        gold_id, *negative_ids = mined_list.skill_ids
+        row = {"query": mined_list.query, "positive": texts[gold_id]}
+        for number, skill_id in enumerate(negative_ids, 1):
+            row[f"negative_{number}"] = texts[skill_id]
+        rows.append(row)
+
+    model = SentenceTransformer(str(model_folder), device="cpu")
     model.max_seq_length = case.max_tokens
-    texts, rows = _texts(case, what), []
-    for one in what.lists:
-        columns = {
-            f"negative_{number}": texts[skill_id]
-            for number, skill_id in enumerate(one.skill_ids[1:], 1)
-        }
-        rows.append({"query": one.query, "positive": texts[one.skill_ids[0]], **columns})
-    loss: Any = MultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE)
+    scale = 1 / TEMPERATURE
+    loss: Any = MultipleNegativesRankingLoss(model, scale=scale)
     if mode.cached:
-        loss = CachedMultipleNegativesRankingLoss(
-            model, scale=1 / TEMPERATURE, mini_batch_size=mode.mini_batch or 32
-        )
-    arguments = SentenceTransformerTrainingArguments(**_arguments(case))
+        mini_batch = mode.mini_batch or 32
+        loss = CachedMultipleNegativesRankingLoss(model, scale=scale, mini_batch_size=mini_batch)
+    arguments = SentenceTransformerTrainingArguments(**_trainer_arguments(case))
     return SentenceTransformerTrainer(
         model=model, args=arguments, train_dataset=Dataset.from_list(rows), loss=loss
     )
 
 
-def _reranker_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) -> Any:
+def _reranker_trainer(case: Case, mode: PeerMode, model_folder: Path, data: TrainingData) -> Any:
+    """Create a CrossEncoderTrainer with one row per list."""
     from datasets import Dataset
     from sentence_transformers import (
         CrossEncoder,
@@ -256,20 +319,16 @@ def _reranker_trainer(case: Case, mode: PeerMode, folder: Path, what: Material) 
     )
     from sentence_transformers.cross_encoder.losses import ListNetLoss
 
-    model, texts = (
-        CrossEncoder(str(folder), device="cpu", max_length=case.max_tokens),
-        _texts(case, what),
-    )
-    rows = [
-        {
-            "query": one.query,
-            "skills": [texts[skill_id] for skill_id in one.skill_ids],
-            "labels": [GOLD_LABEL, *(0.0 for _ in one.skill_ids[1:])],
-        }
-        for one in what.lists
-    ]
+    texts = _skill_texts(case, data)
+    labels = [GOLD_LABEL] + [0.0] * case.negatives
+    rows = []
+    for mined_list in data.lists:
+        skills = [texts[skill_id] for skill_id in mined_list.skill_ids]
+        rows.append({"query": mined_list.query, "skills": skills, "labels": labels})
+
+    model = CrossEncoder(str(model_folder), device="cpu", max_length=case.max_tokens)
     loss = ListNetLoss(model, mini_batch_size=mode.mini_batch)
-    arguments = CrossEncoderTrainingArguments(**_arguments(case))
+    arguments = CrossEncoderTrainingArguments(**_trainer_arguments(case))
     return CrossEncoderTrainer(
         model=model, args=arguments, train_dataset=Dataset.from_list(rows), loss=loss
     )

@@ -4,9 +4,10 @@
     skilltrain pool sources=skills.jsonl out=runs/pool
 
 Needs `pip install httpx2 tenacity`. The registry lists its skills at URL/skills?page=1, 2, ... as
-{"items": [{"id": ..., "updated_at": ..., "download_url": ...}]}; change `list_skills` for another
-one. A download is a SKILL.md, .zip, .tar or .tar.gz. Stop the script at any time: the same command
-goes on, and asks only for what is new or has changed. Nothing that the registry sends is trusted.
+{"items": [{"id": ..., "updated_at": ..., "download_url": ...}]}. Change `list_skills` for another
+registry. A download is a SKILL.md, .zip, .tar or .tar.gz. You can stop the script at any time. The
+same command continues, and downloads only new and changed skills. Nothing that the registry sends
+is trusted.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import time
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import httpx2
 import tenacity
@@ -31,27 +32,40 @@ import tenacity
 from skilltrain.files import read_jsonl, write_jsonl
 from skilltrain.texts import decode_text, printable
 
-MAX_BYTES = 50_000_000  # of one answer
-MAX_SECONDS = 600  # for one answer, however slowly it arrives
+MAX_BYTES = 50_000_000  # of one response
+MAX_SECONDS = 600  # for one response, however slowly it arrives
 MAX_UNPACKED_BYTES = 200_000_000  # of one archive
 MAX_FILES = 10_000  # in one archive
 MAX_SKILL_BYTES = 10_000_000  # of one SKILL.md
 MAX_REDIRECTS = 5
 MAX_ATTEMPTS = 3  # of a request, while the registry is busy
 MAX_WAIT = 3_600  # seconds; a longer Retry-After ends the run
+ZIP = b"PK"  # first bytes of a .zip file
+GZIP = b"\x1f\x8b"  # first bytes of a .gz file
 
 
 class Registry:
-    """An HTTP client for one registry; it asks no other host than those in `allowed_hosts`."""
+    """An HTTP client for one registry.
+
+    Attributes:
+        url: Address of the registry.
+    """
 
     def __init__(self, url: str, allowed_hosts: Collection[str] = (), pause: float = 1.0) -> None:
+        """Create the client.
+
+        Args:
+            url: Address of the registry.
+            allowed_hosts: Other hosts that it may send requests to.
+            pause: Seconds to wait before each request.
+        """
         self.url = httpx2.URL(url.rstrip("/") + "/")
         self._allowed_hosts = allowed_hosts
         self._pause = pause
         self._client = httpx2.Client(timeout=30, headers={"Accept-Encoding": "identity"})
 
     def fetch(self, url: httpx2.URL) -> bytes:
-        """Return the body at `url`; ask again while the registry is busy."""
+        """Return the body at `url`. Repeat the request while the registry is busy."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(is_busy),
             stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
@@ -61,6 +75,7 @@ class Registry:
         return retrying(self._request, url)
 
     def _request(self, url: httpx2.URL) -> bytes:
+        """Send one request, and follow redirects to allowed hosts."""
         for _ in range(MAX_REDIRECTS + 1):
             self._check_host(url)
             time.sleep(self._pause)
@@ -72,25 +87,31 @@ class Registry:
         raise ValueError(f"more than {MAX_REDIRECTS} redirects")
 
     def _check_host(self, url: httpx2.URL) -> None:
-        """Raise ValueError for a host that the user did not name or that has a private address."""
+        """Raise ValueError if a host is not allowed or has a private address."""
         if (url.scheme, url.netloc) == (self.url.scheme, self.url.netloc):
             return
         if url.scheme not in ("http", "https") or url.host not in self._allowed_hosts:
             raise ValueError(f"{url.host} is not the registry (name it with --allow-host)")
-        for *_, address in socket.getaddrinfo(url.host, url.port or url.scheme):
-            if not ipaddress.ip_address(address[0]).is_global:
-                raise ValueError(f"{url.host} has the private address {address[0]}")
+        for *_, socket_address in socket.getaddrinfo(url.host, url.port or url.scheme):
+            address = socket_address[0]
+            if not ipaddress.ip_address(address).is_global:
+                raise ValueError(f"{url.host} has the private address {address}")
 
 
 def is_busy(error: BaseException) -> bool:
-    """Return whether a request may succeed at the next attempt."""
+    """Return whether a failed request may succeed at the next attempt."""
     if isinstance(error, httpx2.HTTPStatusError):
-        return error.response.status_code in (408, 425, 429) or error.response.status_code >= 500
+        status = error.response.status_code
+        return status in (408, 425, 429) or status >= 500
     return isinstance(error, httpx2.TransportError)
 
 
 def seconds_to_wait(state: tenacity.RetryCallState) -> float:
-    """Return the wait before the next attempt: what the header Retry-After says, or 1, 2, 4, ..."""
+    """Return the seconds to wait before the next attempt of a request.
+
+    The header Retry-After gives the number of seconds or a date. Without it, the wait is 1, 2, 4,
+    ... seconds. Exit if the wait is longer than MAX_WAIT.
+    """
     error = state.outcome.exception() if state.outcome else None
     header = ""
     if isinstance(error, httpx2.HTTPStatusError):
@@ -106,7 +127,11 @@ def seconds_to_wait(state: tenacity.RetryCallState) -> float:
 
 
 def read_body(response: httpx2.Response) -> bytes:
-    """Return the body as it was sent, up to a limit; a compressed one is refused."""
+    """Return the body of a response.
+
+    Raises:
+        ValueError: The body is compressed, larger than MAX_BYTES or slower than MAX_SECONDS.
+    """
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise ValueError("is compressed, which was not asked for")
     deadline = time.monotonic() + MAX_SECONDS
@@ -119,68 +144,95 @@ def read_body(response: httpx2.Response) -> bytes:
 
 
 def list_skills(registry: Registry) -> dict[str, dict[str, Any]]:
-    """Return the listed skills by id; a page without a new one is the last."""
-    listed: dict[str, dict[str, Any]] = {}
+    """Read all pages of the registry's list, up to the first page without a new skill.
+
+    Returns:
+        Items of the list by id of the skill.
+    """
+    items_by_id: dict[str, dict[str, Any]] = {}
     for page in range(1, 1_000_000):
         url = registry.url.join(f"skills?page={page}")
         try:
             items = json.loads(registry.fetch(url))["items"]
-            new = {str(item["id"]): item for item in items if str(item["id"]) not in listed}
-        except Exception as error:  # whatever the registry sends
+            new_items = {
+                str(item["id"]): item for item in items if str(item["id"]) not in items_by_id
+            }
+        except Exception as error:  # the registry may send anything
             sys.exit(f"{url}: cannot be read as a list of skills: {printable(repr(error), 200)}")
-        if not new:
+        if not new_items:
             break
-        listed |= new
-    return listed
+        items_by_id |= new_items
+    return items_by_id
 
 
-def members_of(content: bytes) -> Iterator[tuple[str, int, IO[bytes] | None]]:
-    """Yield name, size and file (None for a link or a folder) of each member of an archive."""
-    if content.startswith(b"PK"):
+class ArchiveMember(NamedTuple):
+    """A member of an archive. A link or a folder has no file."""
+
+    name: str
+    num_bytes: int
+    file: IO[bytes] | None
+
+
+def members_of(content: bytes) -> Iterator[ArchiveMember]:
+    """Yield the members of a .zip, .tar or .tar.gz archive.
+
+    Raises:
+        ValueError: The archive is too large, or its compression is not supported.
+    """
+    if content.startswith(ZIP):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for info in archive.infolist():
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise ValueError(f"is compressed by method {info.compress_type}")
-                yield info.filename, info.file_size, archive.open(info)
+                yield ArchiveMember(info.filename, info.file_size, archive.open(info))
         return
-    if content.startswith(b"\x1f\x8b"):
+
+    if content.startswith(GZIP):
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
             content = packed.read(MAX_UNPACKED_BYTES + 1)
     if len(content) > MAX_UNPACKED_BYTES:
         raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES:,} bytes")
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
         for member in archive:
-            yield member.name, member.size, archive.extractfile(member) if member.isreg() else None
+            file = archive.extractfile(member) if member.isreg() else None
+            yield ArchiveMember(member.name, member.size, file)
 
 
 def read_skill_files(content: bytes) -> dict[str, str]:
-    """Return the SKILL.md texts of a download by their folders below the common folder.
+    """Return the texts of all SKILL.md in a download, by folder relative to their common folder.
 
-    Nothing is written to disk. Raises ValueError for an archive that is too large or leaves its
-    folder, and for a download without a SKILL.md.
+    Nothing is written to disk.
+
+    Raises:
+        ValueError: There is no SKILL.md, or an archive is too large or has an unsafe path.
     """
-    is_archive = content.startswith((b"PK", b"\x1f\x8b")) or content[257:262] == b"ustar"
-    if not is_archive:
+    is_tar = content[257:262] == b"ustar"
+    if not is_tar and not content.startswith((ZIP, GZIP)):
         return {".": decode_skill(content)}
+
     texts: dict[str, str] = {}
-    num_bytes = 0
-    for number, (name, size, file) in enumerate(members_of(content), 1):
-        num_bytes += size
-        if number > MAX_FILES or num_bytes > MAX_UNPACKED_BYTES:
+    total_bytes = 0
+    for number, (name, num_bytes, file) in enumerate(members_of(content), 1):
+        total_bytes += num_bytes
+        if number > MAX_FILES or total_bytes > MAX_UNPACKED_BYTES:
             raise ValueError(f"holds more than {MAX_FILES:,} files, {MAX_UNPACKED_BYTES:,} bytes")
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or {"\\", ":"} & {*name}:
+        if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name:
             raise ValueError(f"holds the path {name!a}")
-        if file and path.name.lower() == "skill.md" and size <= MAX_SKILL_BYTES:
-            texts.setdefault(str(path.parent), decode_skill(file.read(size)))
+        if file and path.name.lower() == "skill.md" and num_bytes <= MAX_SKILL_BYTES:
+            texts.setdefault(str(path.parent), decode_skill(file.read(num_bytes)))
     if not texts:
         raise ValueError("holds no SKILL.md")
     root = posixpath.commonpath(texts)
-    return {str(PurePosixPath(folder).relative_to(root)): texts[folder] for folder in texts}
+    return {posixpath.relpath(folder, root): text for folder, text in texts.items()}
 
 
 def decode_skill(content: bytes) -> str:
-    """Return the text of a SKILL.md. Raises ValueError for anything else, such as a login page."""
+    """Return the text of a SKILL.md.
+
+    Raises:
+        ValueError: The content is something else, such as a login page.
+    """
     text = decode_text(content)
     if not text or text.lstrip().lower().startswith(("<!doctype", "<html", "{")):
         raise ValueError("is no SKILL.md, but binary, empty, a web page or JSON")
@@ -188,11 +240,11 @@ def decode_skill(content: bytes) -> str:
 
 
 def fetch_rows(registry: Registry, item: dict[str, Any], version: str) -> list[dict[str, Any]]:
-    """Download one listed skill and return a row for each SKILL.md in it."""
+    """Download one item of the registry's list, and return a row for each SKILL.md in it."""
     url = registry.url.join(item["download_url"])
+    entry = str(item["id"])
     rows: list[dict[str, Any]] = []
     for folder, text in read_skill_files(registry.fetch(url)).items():
-        entry = str(item["id"])
         skill_id = entry if folder == "." else f"{entry}/{folder}"
         row = {"skill_id": skill_id, "skill_md": text, "source": registry.url.host}
         rows.append(row | {"entry": entry, "version": version})
@@ -200,15 +252,14 @@ def fetch_rows(registry: Registry, item: dict[str, Any], version: str) -> list[d
 
 
 def collect(registry: Registry, file: Path) -> int:
-    """Bring `file` up to date with the registry; return how many listed skills were left out.
+    """Bring `file` up to date with the registry.
 
-    Rows are appended as they arrive. At the end outdated and unlisted ones are removed.
+    Rows are appended as they arrive. Outdated and unlisted rows are removed at the end.
+
+    Returns:
+        Number of listed skills that are left out, because they cannot be downloaded or read.
     """
-    rows_by_entry: dict[str, list[dict[str, Any]]] = {}
-    for _, row in read_jsonl(file) if file.exists() else ():
-        rows = rows_by_entry.get(row["entry"], [])
-        is_update = not rows or rows[0]["version"] != row["version"]
-        rows_by_entry[row["entry"]] = [row] if is_update else [*rows, row]
+    rows_by_entry = read_rows(file)
     listed = list_skills(registry)
     num_refused = 0
     with file.open("ab", buffering=0) as output:
@@ -218,22 +269,40 @@ def collect(registry: Registry, file: Path) -> int:
                 continue
             try:
                 rows = fetch_rows(registry, item, version)
-            except Exception as error:  # whatever the registry sends
+            except Exception as error:  # the registry may send anything
                 print(printable(f"{entry}: left out: {error!r}", 300), file=sys.stderr)
                 num_refused += 1
                 continue
             rows_by_entry[entry] = rows
             output.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    current = [rows_by_entry[entry] for entry in listed if entry in rows_by_entry]
-    write_jsonl(file, (row for rows in current for row in rows))
+
+    current_rows: list[dict[str, Any]] = []
+    for entry in listed:
+        current_rows += rows_by_entry.get(entry, [])
+    write_jsonl(file, current_rows)
     return num_refused
+
+
+def read_rows(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of an entry's last version, by entry. The file may not exist."""
+    rows_by_entry: dict[str, list[dict[str, Any]]] = {}
+    if not file.exists():
+        return rows_by_entry
+    for _, row in read_jsonl(file):
+        rows = rows_by_entry.setdefault(row["entry"], [])
+        if rows and rows[0]["version"] != row["version"]:
+            rows.clear()
+        rows.append(row)
+    return rows_by_entry
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Collect the skills of an HTTP registry.")
     parser.add_argument("url", help="address of the registry")
     parser.add_argument("file", type=Path, help="JSON Lines file to write or to bring up to date")
-    parser.add_argument("--allow-host", action="append", default=[], help="another host to ask")
+    parser.add_argument(
+        "--allow-host", action="append", default=[], help="another host to send requests to"
+    )
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each request")
     options = parser.parse_args()
     num_refused = collect(Registry(options.url, options.allow_host, options.pause), options.file)

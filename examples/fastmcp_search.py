@@ -1,10 +1,10 @@
-"""The tools of a FastMCP server, found by skilltrain's rankers in place of FastMCP's own search (FastMCP 4).
+"""Search the tools of a FastMCP 4 server with skilltrain's rankers instead of FastMCP's own search.
 
     from fastmcp_search import RouterSearch
     server.add_transform(RouterSearch([{"kind": "dense", "source": "runs/encoder"}]))
 
-A client then sees `search_tools` and `call_tool` alone. The rankers are those of a recipe; tools are indexed when the
-first is searched for, and again when they change.
+A client then sees only `search_tools` and `call_tool`. The rankers are written as in a recipe. The
+first search builds an index of the tools, and the next search after a change builds it again.
 """
 
 import json
@@ -21,28 +21,39 @@ from skilltrain.retrieval.cascade import SystemConfig
 
 
 class RouterSearch(BM25SearchTransform):
-    """FastMCP's search transform over a router in memory. Settings are those of FastMCP's own."""
+    """FastMCP's search transform with a router in memory."""
 
     def __init__(self, rankers: Sequence[Mapping[str, Any]], **settings: Any) -> None:
+        """Create the transform.
+
+        Args:
+            rankers: Rankers of a system, as in a recipe.
+            settings: Settings of FastMCP's transform.
+        """
         super().__init__(**settings)
         self._system = validate(SystemConfig, {"name": "tools", "rankers": [*rankers]}, "rankers")
         self._router: Router | None = None
 
     async def _search(self, tools: Sequence[Tool], query: str) -> Sequence[Tool]:
-        return await run_sync(self._found, {tool.name: tool for tool in tools}, query)
+        return await run_sync(self._route, {tool.name: tool for tool in tools}, query)
 
-    def _found(self, tools: Mapping[str, Tool], query: str) -> list[Tool]:
-        skills = {name: _as_skill(tool) for name, tool in tools.items()}
+    def _route(self, tools: Mapping[str, Tool], query: str) -> list[Tool]:
+        """Return the tools that answer a query, best first; none if the router says none fits.
+
+        Args:
+            tools: All tools by name.
+            query: What the client searches for.
+        """
+        skills = {name: _skill_of(tool) for name, tool in tools.items()}
         if self._router is None or self._router.skills != skills:
             self._router = Router([*skills.values()], self._system)
         answer = self._router.route(query, self._max_results)
-        return [tools[routed.skill_id] for routed in answer.skills] if answer.fits else []
+        if not answer.fits:
+            return []
+        return [tools[skill.skill_id] for skill in answer.skills]
 
 
-def _as_skill(tool: Tool) -> Skill:
-    return Skill(
-        tool.name,
-        tool.name,
-        tool.description or "",
-        json.dumps(tool.parameters, ensure_ascii=False),
-    )
+def _skill_of(tool: Tool) -> Skill:
+    """Convert a tool to a skill whose body is the JSON schema of the tool's parameters."""
+    body = json.dumps(tool.parameters, ensure_ascii=False)
+    return Skill(tool.name, tool.name, tool.description or "", body)

@@ -8,11 +8,13 @@
 #SBATCH --signal=TERM@600
 #SBATCH --output=slurm-%j.log
 #
-# Train on the machines of a Slurm job, one launcher a machine. From the repository root, skilltrain installed:
+# Trains on the machines of a Slurm job, with one launcher per machine. Install skilltrain, and run
+# it from the root of the repository:
 #   sbatch launch/slurm.sh recipes/my_encoder.yaml out=runs/my_encoder
-# Ten minutes before its time is up (or on `scancel --signal=TERM JOB`) it saves a checkpoint, and goes on from there:
+# Ten minutes before the job's time limit (or on `scancel --signal=TERM JOB`) it saves a checkpoint.
+# Continue from the checkpoint:
 #   sbatch launch/slurm.sh recipes/my_encoder.yaml out=runs/my_encoder --resume
-# LAUNCH_CONFIG chooses another accelerate config for the same machines.
+# LAUNCH_CONFIG selects another accelerate config for the same machines.
 set -euo pipefail
 
 if [[ $# -eq 0 ]]; then
@@ -27,12 +29,13 @@ export FIRST_MACHINE
 export PORT=$((20000 + SLURM_JOB_ID % 20000))
 export NUM_PROCESSES=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
 export LAUNCH_CONFIG=${LAUNCH_CONFIG:-launch/multi_node.yaml}
-# Without `B:` in --signal, Slurm sends SIGTERM to what srun started: the launchers, which pass it on to their workers.
-# They kill a worker that is still saving after so many seconds; their own default is 30.
+# Without `B:` in --signal, Slurm sends SIGTERM to the processes that srun started, the launchers.
+# They pass it on to their workers, and kill workers that still save after this number of seconds.
+# The launchers' default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
-# Single quotes: SLURM_NODEID is known only on the machine that srun starts the launcher on. `exec`: the launcher takes
-# the shell's place, and with it Slurm's signals.
+# The quotes are single because SLURM_NODEID is only known on the machine on which srun starts the
+# launcher. With `exec`, the launcher replaces the shell and gets Slurm's signals.
 srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file "$LAUNCH_CONFIG" \
   --num_machines "$SLURM_NNODES" --num_processes "$NUM_PROCESSES" --machine_rank "$SLURM_NODEID" \
   --main_process_ip "$FIRST_MACHINE" --main_process_port "$PORT" "$@"' launch "$@"
