@@ -175,7 +175,7 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
     # Compute the gradient of the whole loss. There is one process, so its lists and queries are
     # also those of all processes.
     scored = encoder_scores(
-        rank_lists=batch,
+        local_lists=batch,
         batch=batch,
         query_vectors=queries,
         all_queries=queries,
@@ -293,8 +293,8 @@ def vector_statistics(
     """Measure each part of the gradient with respect to the vectors of queries or skills.
 
     The statistics of a part have the columns norm, share of the norms of all parts, cosine and
-    product with the whole gradient, and slope (0). A gradient is first projected onto the tangents of the unit sphere, because only this component
-    turns a unit vector.
+    product with the whole gradient, and slope (0). A gradient is first projected onto the tangents
+    of the unit sphere, because only this component turns a unit vector.
 
     Args:
         location: `queries` or `skills`.
