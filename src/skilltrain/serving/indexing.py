@@ -223,11 +223,7 @@ def write_index(
     """
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
-        if previous is None:
-            previous = _open_or_none(router)
-        elif not previous.is_current():
-            problem = "another process has written meanwhile"
-            raise SkilltrainError("folder-in-use", problem, where=router)
+        previous = _current_index(router, previous)
         folder = next_generation(router)
         remove_old_generations(router)  # those of writers that were killed
 
@@ -259,6 +255,20 @@ def write_index(
         write_json(router / POINTER, {"index": folder.name})
         remove_old_generations(router)
     return counts
+
+
+def _current_index(router: Path, previous: Index | None) -> Index | None:
+    """Return `previous`, or the generation in the folder if it is None.
+
+    Raises:
+        SkilltrainError: Another process has written since `previous` was opened.
+    """
+    if previous is None:
+        return _open_or_none(router)
+    if not previous.is_current():
+        problem = "another process has written meanwhile"
+        raise SkilltrainError("folder-in-use", problem, where=router)
+    return previous
 
 
 def _write_generation(

@@ -47,18 +47,14 @@ def export_run(
         SkilltrainError: The run has no such checkpoint, form, adapter or report.
     """
     config, summary = _read_run(run)
-
     is_final_model = bool(summary) and checkpoint is None
-
-    # Check that the arguments fit together and fit the run.
     if published.reports and not is_final_model:
         fault = "a report is about the final model of a finished run"
         fix = "leave out --report or --checkpoint"
         raise SkilltrainError("conflicting-settings", fault, where="--report", fix=fix)
     if adapter_only and config.adapter is None:
         fault = "trained all weights, no adapter"
-        fix = "export without --adapter"
-        raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
+        raise SkilltrainError("conflicting-settings", fault, where=run, fix="leave out --adapter")
 
     final_checkpoint = summary.get("checkpoint")  # None for an unfinished run
     exported_checkpoint = final_checkpoint

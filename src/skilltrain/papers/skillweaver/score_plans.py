@@ -108,10 +108,9 @@ class Plans(Stage):
         # Plan the tasks, and score the plans.
         find = finder(self.system, pool)
         golds = {task.query.query_id: task.relevance.gold for task in tasks}
-        plans = {
-            planner.name: Planner(planner, skills, find, golds).plan(benchmark.queries)
-            for planner in self.planners
-        }
+        plans = {}
+        for planner in self.planners:
+            plans[planner.name] = Planner(planner, skills, find, golds).plan(benchmark.queries)
         results = _results(tasks, plans, find, skills)
         slices: dict[str, tuple[SliceMeans, ...]] = {}
         for result in results:
@@ -152,10 +151,7 @@ class Plans(Stage):
         write_json(out / "metrics.json", to_jsonable_python(metrics))
         _write_rows(results, plans, out)
 
-        means = {}
-        for name, planner_slices in slices.items():
-            all_tasks = planner_slices[0].means[name]  # the first slice holds all tasks
-            means[name] = {measure: round(mean.mean, 4) for measure, mean in all_tasks.items()}
+        means = _means_over_all_tasks(slices)
         return {"num_tasks": len(tasks), "num_skills": len(pool), "planners": means}
 
     def dry_run(self) -> Summary:
@@ -169,6 +165,17 @@ class Plans(Stage):
                 questions = questions_of(model, LLM(model.llm), model.prompt, asks)
                 costs[planner.name] = estimate_cost(questions)
         return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
+
+
+def _means_over_all_tasks(
+    slices: Mapping[str, Sequence[SliceMeans]],
+) -> dict[str, dict[str, float]]:
+    """Return the rounded means by measure of each planner. Its first slice holds all tasks."""
+    means_by_planner: dict[str, dict[str, float]] = {}
+    for planner, planner_slices in slices.items():
+        means = planner_slices[0].means[planner]
+        means_by_planner[planner] = {name: round(mean.mean, 4) for name, mean in means.items()}
+    return means_by_planner
 
 
 def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[dict[str, Any]]]:
