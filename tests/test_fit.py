@@ -14,7 +14,7 @@ import pytest
 import skilltrain
 from faults import raises
 from skilltrain.serving import fit as fit_module
-from skilltrain.serving.fit import RouterComparison, compare_routers
+from skilltrain.serving.fit import FitConfig, RouterComparison, compare_routers
 from skilltrain.serving.index import Index
 from skilltrain.serving.router import Router
 from small_library import contents, forget_ranks, succeeds
@@ -241,3 +241,30 @@ def test_dry_run_needs_skills(tmp_path):
     outcome = skilltrain_command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run")
 
     assert "no such file or folder" in outcome.error_line
+
+
+def test_queries_without_split_are_partly_held_out(skills, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"query": f"water plants {i}", "skill_ids": ["extra"]} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    recipes = fit_module.recipes_of(FitConfig(skills=skills, out=tmp_path, queries=(file,)))
+
+    assert recipes["queries"]["dev_share"] == 0.2
+
+
+def test_query_files_are_checked_first(skills, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"query": ["no", "text"], "skill_ids": ["extra"]}\n')
+
+    with raises("invalid-setting"):
+        skilltrain.fit(skills, tmp_path / "router", queries=[file])
+
+    assert not (tmp_path / "router").exists()
+
+
+def test_missing_query_file_is_refused_first(skills, tmp_path):
+    with raises("not-found"):
+        skilltrain.fit(skills, tmp_path / "router", queries=[tmp_path / "none.jsonl"])
+
+    assert not (tmp_path / "router").exists()

@@ -103,6 +103,19 @@ def test_split_setting_overrides_rows(tmp_path):
     assert query["split"] == "test"
 
 
+def test_dev_share_splits_rows_by_skill(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    rows = [{"query": f"task {i}", "skill_ids": ["abc"[i % 3]]} for i in range(12)]
+    write_jsonl(file, rows)
+
+    queries, judgements, _, _ = make(tmp_path, file, dev_share=0.4)
+
+    skill_of = {row["query_id"]: row["skill_id"] for row in judgements}
+    splits = {(skill_of[query["query_id"]], query["split"]) for query in queries}
+    assert len(splits) == 3  # one split for each skill
+    assert {split for _, split in splits} == {"train", "dev"}
+
+
 def test_group_becomes_judged_query(tmp_path):
     group = {
         "group_id": "g1",

@@ -1,7 +1,7 @@
 """Stage `queries`: reads files of queries and judged skills into tables over a pool."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -21,6 +21,7 @@ from pydantic import (
 from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
+from skilltrain.data.sampling import is_drawn
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import check_regular, read_jsonl
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
@@ -60,6 +61,13 @@ class Queries(Stage):
     split: Split | None = Field(
         default=None,
         description="split of all queries; null: that of the row, else the file's name",
+    )
+    dev_share: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of the queries without a split that become dev, while the others "
+        "become train; null: each query must have a split",
     )
     origin: str = Field(
         default="unknown",
@@ -284,8 +292,7 @@ class _QueryReader:
         stem = path.name.split(".")[0]
         split = self._config.split or row.split or stem
         if split not in get_args(Split):
-            problem = "neither its rows nor its file name give a split"
-            raise SkilltrainError("choose-split", problem, where=path, fix="set split: train")
+            split = self._draw_split(path, required)
 
         # A hash of the content stays the same when rows are added or moved.
         content = "\x00".join([text, *required])
@@ -295,6 +302,19 @@ class _QueryReader:
         return Query(
             query_id, text, row.kind or default_kind, row.origin or self._config.origin, split
         )
+
+    def _draw_split(self, path: Path, required: list[str]) -> Split:
+        """Draw the split of a query that has none. Queries for one skill get the same split.
+
+        Raises:
+            SkilltrainError: The settings give no share of dev.
+        """
+        dev_share = self._config.dev_share
+        if dev_share is None:
+            problem = "neither its rows nor its file name give a split"
+            fix = "set split: train, or dev_share: 0.2"
+            raise SkilltrainError("choose-split", problem, where=path, fix=fix)
+        return "dev" if is_drawn(dev_share, "split", *required[:1]) else "train"
 
     def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
         """Return the judgements in a row by skill id.
@@ -362,6 +382,17 @@ class _QueryReader:
     def _drop(self, query: Query, skill_id: str, code: str, reason: str) -> None:
         """Record why a judgement is left out, or with `_NO_SKILL` why the whole query is."""
         self.dropped.append(Dropped(query.query_id, skill_id, code, reason))
+
+
+def check_query_files(files: Iterable[Path]) -> None:
+    """Check that files can be read, and that their rows have the form of queries.
+
+    Raises:
+        SkilltrainError: A file cannot be read, or a row has another form.
+    """
+    for file in files:
+        for where, values in _read_rows(file):
+            validate(QueryRow, values, where)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

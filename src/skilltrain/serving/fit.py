@@ -18,6 +18,7 @@ import yaml
 from pydantic import Field
 
 from skilltrain.config import Config, Seed
+from skilltrain.data.queries import check_query_files
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
 from skilltrain.runs import run_stage, run_state
@@ -33,6 +34,7 @@ MIN_SKILLS = 21
 UNTRAINED = "untrained router"
 TRAINED = "router"
 _MAX_P = 0.05  # a difference with a higher p-value may be chance
+_DEV_SHARE = 0.2  # of given queries without a split
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 """Number of hard negatives in a training list, by the way in which they are mined."""
@@ -131,6 +133,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         encoder), and after a training the number of lists as `num_lists`. If any query belongs to
         split dev, also Hit@1 by system on these queries, with `num_queries`.
     """
+    check_query_files(config.queries)  # before any work
     runner = _StepRunner(config)
     num_skills = runner.run("pool")["num_skills"]
     result: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
@@ -201,6 +204,7 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
     Raises:
         SkilltrainError: The skills are not there, or a recipe is invalid.
     """
+    check_query_files(config.queries)
     if not config.skills.exists():
         raise SkilltrainError("not-found", "no such file or folder", where=config.skills)
     steps: dict[str, Recipe] = {}
@@ -273,6 +277,7 @@ def _query_recipe(config: FitConfig, pool: str) -> Recipe:
             "stage": "queries",
             "files": [str(file) for file in config.queries],
             "missing_gold": "drop",
+            "dev_share": _DEV_SHARE,
             "pool": pool,
         }
     recipe = {
