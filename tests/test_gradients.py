@@ -158,7 +158,7 @@ def test_command_measures_reranker(with_rejections: Path, runs: Path, model_fold
 def test_lists_without_rejections_are_refused(encoder_recipe: Path, runs: Path):
     outcome = skilltrain("r3", "gradients", encoder_recipe, f"data.lists={runs}/encoder_lists")
 
-    message = "data.lists: no list holds a rejected skill (give a quota judged)"
+    message = "data.lists: no list holds a rejected skill (make lists with quotas={judged: 4}"
     assert message in outcome.error_line
 
 

@@ -61,8 +61,8 @@ class Equivalents(Stage):
         outcome = ask(questions)
         judge = f"llm:{self.llm.model}"
 
-        # A judgement names one gold skill. If a skill is an equivalent of two gold skills of a
-        # query, the judgement names the gold skill with the last id.
+        # A judgement names one gold skill. The groups of a query are sorted by the id of their gold
+        # skill. If a skill is in two groups, the later group replaces the judgement of the earlier.
         equivalents: dict[tuple[str, str], Judgement] = {}  # by query id and skill id
         for group, skills in outcome.values:
             query_id = group.query_id
@@ -94,7 +94,7 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     ranked_ids = _ranked_ids(config.rankings)
     judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
-    gold_id_of = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
+    group_ids = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
     groups = []
     for query, verdicts in select_judged(config.queries, None):
         candidates = []
@@ -106,13 +106,13 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
             continue
 
         for skill_id, verdict in sorted(verdicts.items()):
-            # An equivalent that an earlier run found is required, too. Its group is the id of its
-            # gold skill, which is judged for the same query.
-            is_equivalent = gold_id_of[query.query_id, skill_id] in verdicts
+            # Skip the equivalents that an earlier run found. They are required, too, but their
+            # `group` is the id of a judged skill, their gold skill.
+            is_equivalent = group_ids[query.query_id, skill_id] in verdicts
             is_gold = verdict is Verdict.REQUIRED and not is_equivalent
             if is_gold and skill_id in skills:
                 members = (skills[skill_id], *candidates)
-                groups.append(Group(query.query_id, "", members, query.text))
+                groups.append(Group(query.query_id, lang="", skills=members, request=query.text))
 
     render = partial(group_prompt, "equivalents", 0)
     return questions_of(

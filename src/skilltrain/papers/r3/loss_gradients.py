@@ -31,7 +31,7 @@ from skilltrain.training.training_set import TrainingList
 IN_BATCH = "in-batch"
 OTHER_DIRECTIONS = "other directions"  # of a loss, such as from skill to query
 _TINY = 1e-300  # smallest divisor
-_MIN_SHARE = 1e-9  # of the largest total norm; smaller gradients are rounding errors
+_ROUNDING_ERROR = 1e-9  # largest relative error of a norm
 Vectors = Float[Tensor, "row dim"]
 Part = tuple[str, str]
 """Location of a gradient (`scores`, `queries` or `skills`), and verdict or kind of candidate."""
@@ -83,17 +83,18 @@ def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
             `matryoshka`), or no list holds a rejected skill.
     """
     # The gradient can be split by candidate only if a candidate has one score, the product of two
-    # vectors. Late interaction compares many token vectors. Losses that do not fit a reranker read
-    # several scores of a candidate, for example one for each length of the vectors.
+    # vectors. Late interaction compares many token vectors. A reranker gives one score, so a loss
+    # that fits no reranker reads several, for example one for each length of the vectors.
     is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
-    if is_late or not config.loss.fits_reranker:
+    reads_one_score = config.loss.fits_reranker  # for each candidate
+    if is_late or not reads_one_score:
         problem = "gradients are taken apart for a plain loss without late interaction only"
         fix = "name a plain loss, such as infonce"
         raise SkilltrainError("conflicting-settings", problem, where="loss", fix=fix)
     data = load_data(config)
     if not any(Verdict.REJECTED in training_list.verdicts for training_list in data.lists):
         problem = "no list holds a rejected skill"
-        fix = "give a quota judged"
+        fix = "make lists with quotas={judged: 4}, for example"
         raise SkilltrainError("no-list", problem, where="data.lists", fix=fix)
 
     # Open the model, and take the first batches.
@@ -157,16 +158,19 @@ def write_gradients(gradients: Sequence[PartOfGradient], config: Train, num_batc
 def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
     """Measure the gradient of an encoder's loss for one batch.
 
-    A part of the gradient goes through the scores of all candidates with the same verdict, or of
-    all in-batch negatives. It is measured at the scores, the query vectors and the skill vectors.
+    The gradient is split by kind of candidate: one part for each verdict, and one for all in-batch
+    negatives. A part is the gradient through the scores of these candidates. It is measured at the
+    scores, the query vectors and the skill vectors.
 
     Yields:
         Each part with its statistics.
     """
-    # Encode the queries and the distinct skills of the batch. `step` holds their token ids.
+    # Encode the queries and the distinct skills of the batch.
     skill_ids = sorted(set(chain.from_iterable(each.skill_ids for each in batch)))
-    texts = [step.query_ids[each.query] for each in batch]
-    texts += [step.skill_ids[skill_id] for skill_id in skill_ids]
+    query_tokens = step.query_ids  # token ids by query text
+    skill_tokens = step.skill_ids  # token ids by skill id
+    texts = [query_tokens[each.query] for each in batch]
+    texts += [skill_tokens[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
         vectors = step(TextsToEncode(texts)).double().cpu()  # [text, dim]
     queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
@@ -225,7 +229,7 @@ def _encoder_part_names(
 def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
     """Measure the gradient of a reranker's loss with respect to its scores, for one batch.
 
-    A part of the gradient belongs to the scores of all candidates with the same verdict.
+    The gradient is split by verdict: one part for each verdict.
 
     Yields:
         Each part with its statistics.
@@ -233,7 +237,10 @@ def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> Statistics
     pairs = PairsToScore([step.make_pairs(training_list) for training_list in batch])
     with torch.no_grad():
         pair_scores = step(pairs).double().cpu()  # [pair]
-    scored = list_scores(batch, pair_scores.requires_grad_(), step.loss.needs.teacher_scores)
+
+    # Measure the gradient at the scores. None flows back into the model.
+    pair_scores.requires_grad_()
+    scored = list_scores(batch, pair_scores, step.loss.needs.teacher_scores)
     [score_gradients] = torch.autograd.grad(step.loss(scored), scored.scores)  # [query, candidate]
 
     # The part of each score is the verdict on the candidate. Short lists are padded.
@@ -261,9 +268,14 @@ def score_statistics(
 ) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the scores.
 
-    A part belongs to all scores with the same name, such as a verdict. Its statistics have the
-    columns norm, share of the norms of all parts, cosine and product with the whole gradient, and
-    slope (mean gradient).
+    A part is the gradient of all scores with the same part name, such as a verdict. Its statistics
+    have these columns:
+
+    - norm: sum of the absolute gradients (L1 norm),
+    - share of the norms of all parts,
+    - cosine to the whole gradient: always 1,
+    - product with the whole gradient: always norm^2,
+    - slope: mean gradient.
 
     Args:
         gradients: d loss / d score.
@@ -278,9 +290,9 @@ def score_statistics(
     for part, mask in _masks(part_names).items():
         norm = (sizes * mask).sum(1)  # [query]
         share = norm / totals  # [query]
-        slope = (gradients * mask).sum(1) / mask.sum(1)  # [query], mean of d loss / d score
-        # Each score has one part only, so no part weakens another: the cosine to the whole gradient
-        # is 1, and the product with it is norm^2.
+        slope = (gradients * mask).sum(1) / mask.sum(1)  # [query]
+        # Each score has one part only, so no part weakens another. These two values are defined to
+        # say so.
         cosine = torch.ones_like(norm)  # [query]
         product = norm**2  # [query]
         statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [query, 5]
@@ -292,15 +304,20 @@ def vector_statistics(
 ) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the vectors of queries or skills.
 
-    The statistics of a part have the columns norm, share of the norms of all parts, cosine and
-    product with the whole gradient, and slope (0). A gradient is first projected onto the tangents
-    of the unit sphere, because only this component turns a unit vector.
+    A gradient is first projected onto the tangents of the unit sphere, because only this component
+    turns a unit vector. The statistics of a part have these columns:
+
+    - norm,
+    - share of the norms of all parts,
+    - cosine to the whole gradient,
+    - product with the whole gradient,
+    - slope: always 0, because only scores have a slope.
 
     Args:
         location: `queries` or `skills`.
         gradients: Gradient by part.
-        whole: Gradient of the whole loss. Its difference to the sum of the parts becomes the part
-            OTHER_DIRECTIONS, because a loss may also compare from skill to query, for example.
+        whole: Gradient of the whole loss. The parts may not add up to it, for example if the loss
+            also compares from skill to query. The rest becomes the part OTHER_DIRECTIONS.
         vectors: The unit vectors.
 
     Yields:
@@ -312,7 +329,8 @@ def vector_statistics(
         return gradient - (gradient * vectors).sum(1, keepdim=True) * vectors
 
     projected = {part: project(gradient) for part, gradient in gradients.items()}  # [row, dim] each
-    projected[OTHER_DIRECTIONS] = project(whole - sum(gradients.values()))
+    rest = whole - sum(gradients.values())  # [row, dim]
+    projected[OTHER_DIRECTIONS] = project(rest)
     whole = project(whole)  # [row, dim]
     norms = {part: gradient.norm(dim=1) for part, gradient in projected.items()}  # [row] each
     totals = torch.stack(list(norms.values())).sum(0)  # [row]
@@ -320,8 +338,9 @@ def vector_statistics(
         share = norm / totals  # [row]
         product = (projected[part] * whole).sum(1)  # [row]
         cosine = product / (norm * whole.norm(dim=1)).clamp(min=_TINY)  # [row]
-        slope = torch.zeros_like(norm)  # [row]; only scores have a slope
+        slope = torch.zeros_like(norm)  # [row]
         statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [row, 5]
         # Leave out the vectors whose gradient is a rounding error.
-        has_gradient = norm > _MIN_SHARE * totals.max()  # [row]
+        max_error = _ROUNDING_ERROR * totals.max()
+        has_gradient = norm > max_error  # [row]
         yield (location, part), statistics[has_gradient]

@@ -108,14 +108,16 @@ class Rejections(Stage):
         """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
         The chat model writes a request for each group of skills, and judges its skills. If it
-        refuses to combine the skills, the request needs only the anchor, the group's first skill.
+        refuses to combine the skills, its request needs one skill only: the anchor, which is the
+        first of the group.
 
         Raises:
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
         earlier_requests: set[str] = set()  # `read_request` adds each new request
-        read = partial(read_request, earlier_requests, 2 * self.num_words)
+        max_words = 2 * self.num_words
+        read = partial(read_request, earlier_requests, max_words)
         outcome = ask(_questions(self, self.llm, groups, read))
         dropped += outcome.dropped
         if not outcome.values:
@@ -134,12 +136,15 @@ class Rejections(Stage):
         queries = []
         judgements = []
         requested = []  # groups with their requests
+        directions = []  # from the language of the request to that of the skills, such as en2zh
         for group, answer in outcome.values:
-            kind = "single" if answer.refusal else "multi"  # number of skills that are needed
+            # After a refusal, the request needs the anchor alone.
+            kind = "single" if answer.refusal else "multi"
             split = splits[group.query_id]
             queries.append(Query(group.query_id, answer.request, kind, origin=judge, split=split))
             judgements += _judgements(group, answer.verdicts, judge)
             requested.append(replace(group, request=answer.request))
+            directions.append(f"{group.lang}2{group.skills[0].lang}")
         second_summary = _judge_twice(self, requested, judgements, out)
         write_queries(queries, judgements, dropped, out)
         return {
@@ -147,7 +152,7 @@ class Rejections(Stage):
             "num_queries": len(queries),
             "num_refusals": sum(query.kind == "single" for query in queries),
             "num_dev": sum(query.split == "dev" for query in queries),
-            "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
+            "by_direction": counted(directions),
             "by_verdict": counted(row.verdict for row in judgements),
             "by_reason": counted(row.reason for row in judgements if row.reason),
             "dropped": counted(row.filter for row in dropped),

@@ -20,6 +20,8 @@ from skilltrain.stage import Stage, Summary
 from skilltrain.tables import JUDGEMENTS, read_skills, read_table, select_judged, write_queries
 from skilltrain.texts import language_of, num_words
 
+_EXTRA_WORDS = 20  # that a new text may have, besides twice as many as the old text
+
 
 class Rewriting(NamedTuple):
     """A query to rewrite, and the skills that answer it, which it must not name."""
@@ -90,7 +92,8 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     for query, verdicts in select_judged(config.queries, None):
         golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
         items.append(Rewriting(query.query_id, query, golds))
-    # A new text must not repeat an old query or another new text, which `usable_query` adds.
+    # Texts that a new text must not repeat: the old queries, and the earlier new texts.
+    # `usable_query` adds each new text to them.
     forbidden_texts = {item.query.text.casefold() for item in items}
     style = PROMPTS["rewrite"]["styles"][config.style]
 
@@ -103,12 +106,15 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     def read_new_text(item: Rewriting, answer: str) -> str:
         """Return the new text in an answer. Raises AnswerError if it is not usable."""
         text = item.query.text
-        max_words = MAX_TERSE_WORDS
-        if config.style != "terse":
-            # Twice the old length, and some more words for a very short query.
-            max_words += 2 * num_words(text)
-        language = language_of(text)
-        if language and language_of(answer) not in (language, None):
+        if config.style == "terse":
+            max_words = MAX_TERSE_WORDS
+        else:
+            max_words = 2 * num_words(text) + _EXTRA_WORDS
+
+        # None: the language is unknown.
+        old_language = language_of(text)
+        new_language = language_of(answer)
+        if old_language and new_language and old_language != new_language:
             raise AnswerError("language", "it is in another language than the query")
         return usable_query(answer, forbidden_texts, max_words, item.golds)
 

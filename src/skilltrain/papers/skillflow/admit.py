@@ -93,11 +93,12 @@ class Admit(Chooser):
         llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
         relevancy = self.ask_model(llm, queries, candidates, keep)
         admitted_ids = self._filter_by_specificity(llm, relevancy)
-        max_admitted = self.config.most
+        max_admitted = self.config.most  # for each query
         rankings: Rankings = {}
         for query in queries:
             query_id = query.query_id
             ranking = candidates[query_id][:keep]
+            # Without a usable answer for the query, its first candidates are admitted.
             if query_id in admitted_ids:
                 allowed_ids = admitted_ids[query_id]
                 ranking = [candidate for candidate in ranking if candidate[0] in allowed_ids]
@@ -109,8 +110,8 @@ class Admit(Chooser):
     ) -> dict[str, set[str]]:
         """Drop the relevant skills that the model does not find specific.
 
-        A relevant skill without a usable answer is admitted. `counts` gets the number of skills
-        that the filters relevancy and specificity judged and accepted.
+        A relevant skill without a usable answer is admitted. For each of the two filters, `counts`
+        gets the number of skills that it accepted and the number that it judged.
 
         Args:
             llm: The chat model.
@@ -140,7 +141,8 @@ class Admit(Chooser):
         # Count the accepted and the judged skills of each filter.
         num_judged = sum(len(item.choices) for item, _ in relevancy.values)
         num_specific = sum(is_specific for _, is_specific in specificity.values)
-        self.counts |= specificity.used  # tokens and cost of both filters
+        # `llm` counts the tokens and cost of both filters, because both use it.
+        self.counts |= specificity.used
         self.counts["accepted"] = {
             "relevancy": (num_relevant, num_judged),
             "specificity": (num_specific, len(specificity.values)),

@@ -133,7 +133,9 @@ def agent_results(
     return AgentResults(means, comparisons, of_ceiling=shares_of_ceiling)
 
 
-def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> dict[str, float]:
+def task_values(
+    trials: Sequence[Trial], max_k: int, relevance: Relevance | None
+) -> dict[str, float]:
     """Compute the measures of one task from its trials.
 
     With n trials, c of them passed (Chen et al., 2021):
@@ -144,7 +146,7 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
     Args:
         trials: Trials of the task.
         max_k: Largest k.
-        gold: Skills that the task needs, if known.
+        relevance: Skills that the task needs, if known.
 
     Returns:
         Value by measure. A measure that no trial has data for is absent.
@@ -157,15 +159,16 @@ def task_values(trials: Sequence[Trial], max_k: int, gold: Relevance | None) -> 
     for k in range(2, max_k + 1):
         values[f"Pass^{k}"] = comb(num_passed, k) / comb(num_trials, k)
 
-    # Share of the gold skills that each trial retrieved. An alternative that it retrieved replaces
-    # its gold skill, so the number of gold skills stays the same.
+    # Share of the gold skills that each trial retrieved. A retrieved alternative counts as the gold
+    # skill that it replaces.
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
     gold_shares = []
-    if gold:
+    if relevance:
+        num_gold = len(relevance.gold)
         for skill_ids in retrieved:
-            gold_ids = resolve_alternatives(skill_ids, gold).gold
+            gold_ids = resolve_alternatives(skill_ids, relevance).gold
             num_retrieved = len(gold_ids.intersection(skill_ids))
-            gold_shares.append(num_retrieved / len(gold.gold))
+            gold_shares.append(num_retrieved / num_gold)
 
     # Means over the trials that have data.
     values_of_trials: dict[str, Sequence[float]] = {

@@ -108,14 +108,16 @@ class Expand:
         # Rank for every written query, then join the rankings of each task.
         if candidates is not None:
             candidates = {query_id: candidates[task_id] for query_id, task_id in task_of.items()}
-        depth = self.config.of.keep  # setting of `self.ranker`
-        if depth is None:
-            depth = keep
+        ranker_config = self.config.of
+        depth = keep if ranker_config.keep is None else ranker_config.keep
         answers = self.ranker.rank(written, candidates, depth)
         rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
         for query_id, task_id in task_of.items():
             rankings[task_id].append(answers[query_id])
-        return {task_id: joined(row, self.config.join)[:keep] for task_id, row in rankings.items()}
+        joined_rankings = {}
+        for task_id, task_rankings in rankings.items():
+            joined_rankings[task_id] = joined(task_rankings, self.config.join)[:keep]
+        return joined_rankings
 
     def _write(self, queries: Sequence[Query]) -> dict[str, list[str]]:
         """Ask the model to write queries for each task.
@@ -123,7 +125,8 @@ class Expand:
         Returns:
             Written queries by task id, for tasks with a usable answer.
         """
-        questions = self.config.asks(queries, ())
+        llm = LLM(self.config.llm)  # for both rounds of questions: it counts their tokens and cost
+        questions = _questions(self.config, llm, self.config.count, queries)
         estimate_cost(questions)  # prints the cost
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
@@ -133,10 +136,10 @@ class Expand:
             # Ask again about failed tasks, for one query each: that is easier (SkillFlow, A.2).
             failed_ids = {row.query_id for row in outcome.dropped}
             failed = [query for query in queries if query.query_id in failed_ids]
-            single_questions = _questions(self.config, questions.llm, count=1, queries=failed)
+            single_questions = _questions(self.config, llm, count=1, queries=failed)
             single = ask_all(single_questions, drop_if_down=True)
             values = [*values, *single.values]
-            self.counts |= single.used  # tokens and cost of all questions
+            self.counts |= single.used  # tokens and cost of both rounds
             self.counts["num_single"] = len(single.values)
             self.counts["num_unusable"] = len(single.dropped)
         return {item.query_id: texts for item, texts in values}

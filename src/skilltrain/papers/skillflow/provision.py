@@ -59,7 +59,7 @@ def provision(
                 problem = f"skill '{skill_id}' is not in the pool"
                 raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
 
-    # Screen each skill once.
+    # Screen each skill once. A flagged skill has None instead of files, and is left out.
     folders = skill_folders(pool)
     files: dict[str, list[BundledFile] | None] = {}
     for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):

@@ -186,9 +186,9 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
 def structure_features(body: str) -> dict[str, float]:
     """Measure the structure of a skill's body, parsed as CommonMark with up to 20 nested blocks.
 
-    Words are counted everywhere, all other features outside code only. Two features are 1 if the
-    body mentions the path of a script or of a reference file, and else 0. They replace SkillFlow's
-    features of bundled files.
+    Headings, list items, inline code and links are counted outside code blocks, words in the whole
+    body. Two features are 1 if the body mentions the path of a script or of a reference file
+    anywhere, and else 0. They replace SkillFlow's features of bundled files.
 
     Returns:
         Value by feature.

@@ -134,13 +134,14 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
     """
     golds = gold_skills(config)
     strategies = list(islice(cycle(STRATEGIES), config.num_distractors))
-    totals = Counter(strategies)
+    totals = Counter(strategies)  # distractors of a gold skill, by strategy
     items = []
     for gold, siblings in golds:
-        numbers = Counter()
+        num_by_strategy = Counter()
         for strategy in strategies:
-            numbers[strategy] += 1
-            number = numbers[strategy]
+            # The number of this distractor among those of the same strategy, from 1.
+            num_by_strategy[strategy] += 1
+            number = num_by_strategy[strategy]
             skill_id = f"distractor/{gold.skill_id}/{strategy}"
             if number > 1:
                 skill_id += f"-{number}"
@@ -166,7 +167,7 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 
 
 def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """Return each gold skill with its siblings: the other gold skills of the queries that need it.
+    """Return each gold skill with its siblings. Two gold skills are siblings if a query needs both.
 
     Raises:
         SkilltrainError: A gold skill is neither in the benchmark's folder nor in the pool.

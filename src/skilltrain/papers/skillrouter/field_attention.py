@@ -20,7 +20,9 @@ FIELDS = FIELDS_SEEN["full"]
 LayerShares = Float[np.ndarray, "layer field"]
 
 
-def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model: str) -> Row:
+def field_attention(
+    reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], model_name: str
+) -> Row:
     """Measure how the attention to a skill is distributed over its fields, averaged over pairs.
 
     A field that is empty, not in the template, or cut away has the share 0.
@@ -28,7 +30,7 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
     Args:
         reranker: The model.
         pairs: Queries and skills.
-        model: Name of the reranker in a report.
+        model_name: Name of the reranker in a report.
 
     Returns:
         `layers`: share by field, for each layer. `groups`: means of the first quarter of layers,
@@ -47,18 +49,18 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
         raise SkilltrainError("unsupported-model", problem)
     if not pairs:
         problem = "no (query, skill) pairs to read the attention of"
-        raise SkilltrainError("nothing-to-analyse", problem, where=model)
+        raise SkilltrainError("nothing-to-analyse", problem, where=model_name)
 
-    shares = []  # of each pair
+    shares: list[LayerShares] = []  # of each pair
     token_shares: list[Float[np.ndarray, " field"]] = []
     rows = []
-    with _eager(reranker.network):
+    with _eager_attention(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             [pair] = reranker.tokenize(query.text, [skill])
             in_field = token_fields(reranker, skill)  # [token, field]
             num_tokens = len(in_field) - pair.num_cut  # tokens of the skill that the model sees
             in_field = in_field[:num_tokens]
-            shares.append(_pair_shares(reranker, pair, in_field, model, skill.skill_id))
+            shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
             token_shares.append(in_field.sum(0) / in_field.sum())
             row = {
                 "query_id": query.query_id,
@@ -69,16 +71,16 @@ def field_attention(reranker: Reranker, pairs: Sequence[tuple[Query, Skill]], mo
             }
             rows.append(row)
 
-    means = _layer_means(np.mean(shares, axis=0))
+    means = _layer_means(np.mean(shares, axis=0))  # `layers`, `groups` and `overall`
     tokens = _by_field(np.mean(token_shares, axis=0))
-    return {"model": model, **means, "tokens": tokens, "pairs": rows}
+    return {"model": model_name, **means, "tokens": tokens, "pairs": rows}
 
 
 def _pair_shares(
     reranker: Reranker,
     pair: PairIds,
     in_field: Bool[np.ndarray, "token field"],
-    model: str,
+    model_name: str,
     skill_id: str,
 ) -> LayerShares:
     """Return the share of attention to each field of a skill, for each layer.
@@ -89,7 +91,7 @@ def _pair_shares(
         reranker: The model.
         pair: Tokens of the query and the skill.
         in_field: Whether a token of the skill belongs to a field.
-        model: Name of the reranker, for errors.
+        model_name: Name of the reranker, for errors.
         skill_id: Id of the skill, for errors.
 
     Raises:
@@ -108,7 +110,9 @@ def _pair_shares(
     bad_layers = np.flatnonzero(~(sums > 0))  # 0 or NaN
     if bad_layers.size:
         problem = f"layer {bad_layers[0]} gives the fields no attention that could be compared"
-        raise SkilltrainError("nothing-to-analyse", problem, where=f"{model}, skill {skill_id}")
+        raise SkilltrainError(
+            "nothing-to-analyse", problem, where=f"{model_name}, skill {skill_id}"
+        )
     return weights / sums
 
 
@@ -134,7 +138,7 @@ def _by_field(row: Float[np.ndarray, " field"]) -> dict[str, float]:
 
 
 @contextmanager
-def _eager(network: Any) -> Iterator[None]:
+def _eager_attention(network: Any) -> Iterator[None]:
     """Inside a `with` block, use transformers' plain attention, which computes whole matrices."""
     implementation = network.config._attn_implementation
     network.set_attn_implementation("eager")
@@ -226,8 +230,8 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     # Find the field of each token.
     in_field = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)  # [token, field]
     for token, (start, end) in enumerate(spans[num_lead:]):
-        # The span of a token has at least one character. For a run of spaces, some tokenizers
-        # return an empty span after the last space.
+        # For a run of spaces, some tokenizers return an empty span after the last space. Widen an
+        # empty span by the character before it.
         start = min(start, end - 1)
         num_chars = char_in_field[start:end].sum(0)  # [field]
         if num_chars.any():

@@ -266,5 +266,6 @@ def plan_mermaid(plan: Plan) -> str:
     for number, step in enumerate(plan.steps, 1):
         skill = escape(step.skill.name) if step.skill else "no skill fits"
         lines.append(f'    s{number}["{number}. {escape(step.text)}<br/>{skill}"]')
-        lines += [f"    s{earlier} --> s{number}" for earlier in _count_from_1(step.after)]
+        for position in step.after:  # of an earlier step, from 0
+            lines.append(f"    s{position + 1} --> s{number}")
     return "\n".join(lines)

@@ -115,9 +115,10 @@ def plan_values(
 def _gold_values(
     task: Task, retrieved: SkillsByStep, chosen_ids: set[str], oracle: SkillsByStep
 ) -> dict[str, float]:
-    """Compute the shares of gold skills that are retrieved, chosen, or lost on the way.
+    """Compute the shares of gold skills that are retrieved, chosen, or lost in a stage of planning.
 
-    An alternative of a gold skill counts like the gold skill.
+    The stages are decomposition, retrieval and composition. An alternative of a gold skill counts
+    like the gold skill.
 
     Args:
         task: The task with its gold steps and gold skills.
@@ -142,16 +143,16 @@ def _gold_values(
     gold_by_measure["Chosen"] = chosen_gold
 
     # Skills that a planned step found, but that were not chosen.
-    retrieved_gold = gold_among(_top_ids(retrieved, None))
+    retrieved_gold = gold_among(_top_ids(retrieved, k=None))  # at any rank
     gold_by_measure["Lost in composition"] = retrieved_gold - chosen_gold
 
     if task.steps:
-        oracle_gold = gold_among(_top_ids(oracle, None))
-        gold_by_measure["Oracle Skill R@10"] = gold_among(_top_ids(oracle, 10))
+        oracle_gold = gold_among(_top_ids(oracle, k=None))  # at any rank
+        gold_by_measure["Oracle Skill R@10"] = gold_among(_top_ids(oracle, k=10))
 
         # Skills that no planned step found. If the text of a gold step finds the skill, the planned
         # steps are at fault, else the retriever.
-        missed_gold = set(accepted_ids) - retrieved_gold - chosen_gold
+        missed_gold = set(accepted_ids) - retrieved_gold
         gold_by_measure["Lost in decomposition"] = missed_gold & oracle_gold
         gold_by_measure["Lost in retrieval"] = missed_gold - oracle_gold
     return {name: len(gold) / len(accepted_ids) for name, gold in gold_by_measure.items()}

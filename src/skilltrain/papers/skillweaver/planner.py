@@ -35,7 +35,7 @@ AskAll = Callable[[Sequence[Ask]], Outcome[Ask, Any]]
 RoundsByQuery = dict[str, list[Round]]
 """Rounds of each task, in order, by query id."""
 _DESCRIPTION_CHARS = 140  # of a description that the model sees
-_NUM_READ = 5  # skills that ReAct reads after each search
+_NUM_RESULTS = 5  # skills that the model sees after each search of ReAct
 _MAY_HELP = "skills that exist and may help"
 
 
@@ -118,8 +118,10 @@ class Planner:
 
         # Choose a skill for each step.
         plans = []
-        for task, last, rankings in zip(tasks, last_rounds, retrieved, strict=True):
-            if last.chosen:  # LLM-Direct chose the skills itself
+        for task, last, retrieved_rankings in zip(tasks, last_rounds, retrieved, strict=True):
+            rankings = retrieved_rankings
+            if last.chosen:
+                # LLM-Direct chose a skill for each step. It is the only candidate, with score 1.
                 rankings = [[(skill_id, 1.0)] for skill_id in last.chosen]
             alpha = self.config.compose.alpha
             steps = compose(task.text, last.texts, rankings, self.skills, alpha)
@@ -127,7 +129,8 @@ class Planner:
             notes: tuple[str, ...] = ()
             if task.query_id in failures:
                 made_by = "rules"
-                notes = (f"planned by rules, for {failures[task.query_id]}",)
+                reason = failures[task.query_id]
+                notes = (f"planned by rules, for {reason}",)
             plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
         return plans
 
@@ -169,12 +172,14 @@ class Planner:
         if isinstance(config, ReactConfig):
             outcome = self._search(ask_model, tasks)
         elif isinstance(config, DirectConfig):
-            outcome = ask_model(self._choices(config, tasks))
+            outcome = ask_model(self._requests_with_choices(config, tasks))
         else:
             outcome = ask_model([Ask(task) for task in tasks])
+        # Each usable answer is the first round of a task. Hints lead to further rounds.
         rounds = {request.query_id: [first_round] for request, first_round in outcome.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
-            self._refine(ask_model, [request.query for request, _ in outcome.values], rounds)
+            planned_tasks = [request.query for request, _ in outcome.values]
+            self._refine(ask_model, planned_tasks, rounds)  # appends to `rounds`
 
         # A task has no round if its answer was dropped, or if ReAct ended without a search.
         failures = {}
@@ -196,18 +201,19 @@ class Planner:
             tasks: Tasks that have a first round.
             rounds: Rounds by query id.
         """
+        tasks_in_planning = tasks  # tasks that got a new round, which has no hints yet
         for _ in range(self.config.hints.rounds):
-            self._add_hints(tasks, rounds)
-            requests = self._hint_requests(tasks, rounds)
+            self._add_hints(tasks_in_planning, rounds)
+            requests = self._hint_requests(tasks_in_planning, rounds)
             if not requests:
                 return
             outcome = ask_model(requests)
-            tasks = [request.query for request, _ in outcome.values]
+            tasks_in_planning = [request.query for request, _ in outcome.values]
             for request, next_round in outcome.values:
                 rounds[request.query_id].append(next_round)
 
-        # The report compares the hints of all rounds, so the last round gets hints, too.
-        self._add_hints(tasks, rounds)
+        # The report of plans compares the hints of all rounds. Only the last round lacks them.
+        self._add_hints(tasks_in_planning, rounds)
 
     def _add_hints(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Retrieve hints for the steps of each task's last round, and store them in that round.
@@ -249,7 +255,7 @@ class Planner:
                 requests.append(Ask(task, titled_texts=((_MAY_HELP, lines),)))
         return requests
 
-    def _choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
+    def _requests_with_choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
         """Return a request for each task, with the skills that the model may choose.
 
         They are the gold skills and those nearest to the task. They are sorted by id, so that their
@@ -258,9 +264,12 @@ class Planner:
         requests = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
+            # The gold skills come first, so that the cut to `shown` skills keeps them.
             skill_ids = sorted(self.golds.get(task.query_id, ()))
             skill_ids += [skill_id for skill_id, _ in ranking]
             distinct_ids = list(dict.fromkeys(skill_ids))[: config.shown]
+
+            # Sort all skills by id, which hides the gold skills among them.
             skills = [self.skills[skill_id] for skill_id in sorted(distinct_ids)]
             lines = [
                 f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
@@ -288,27 +297,29 @@ class Planner:
         for _ in range(MAX_STEPS):
             outcome = ask_model(requests)
             dropped += outcome.dropped
-            # An empty search means that the model is done.
+            # Each value is a pair of a request and its search. An empty search means that the model
+            # is done.
             turns = [(request, search) for request, search in outcome.values if search]
             if not turns:
                 break
 
             # The next request for a task also holds the results of this search.
             requests = []
-            rankings = self.find([search for _, search in turns], _NUM_READ)
+            rankings = self.find([search for _, search in turns], _NUM_RESULTS)
             for (request, search), ranking in zip(turns, rankings, strict=True):
                 searches[request.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
-                results = ("so far", f"search: {search}\n{lines}".strip())
-                titled_texts = (*request.titled_texts, results)
+                title = "so far"
+                results = f"search: {search}\n{lines}".strip()
+                titled_texts = (*request.titled_texts, (title, results))
                 requests.append(replace(request, titled_texts=titled_texts))
 
         rounds = []
         for task in tasks:
             texts = tuple(searches[task.query_id])
             if texts:
-                # The values of an outcome are pairs of a request and its result.
                 rounds.append((Ask(task), Round(texts)))
+        # Nobody reads the tokens and cost of the outcome (`used`), so they are empty.
         return Outcome(rounds, dropped, used={})
 
     def _describe(self, skill_ids: Sequence[str], described: bool) -> str:

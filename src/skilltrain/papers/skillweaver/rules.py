@@ -215,7 +215,7 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
     - A step that runs at the same time as the previous step (also, 同时) waits for the same steps.
     - A step that finds something new (find, download, 查找) waits for no step, unless the step or
       the words before it refer back (it, the result, then, 然后).
-    - Any other step waits for all earlier steps that no step waits for yet.
+    - Any other step waits for all earlier steps whose result is still unused.
     - A step that names a kind of data also waits for the last earlier step that makes it.
 
     Args:
@@ -223,9 +223,10 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
         texts: The steps in words.
     """
     task = one_line(task)
-    output_kinds = [kinds_in(text, near=GIVES) for text in texts]  # data that each step makes
+    # The kinds of data that each step makes: those next to a verb of making.
+    kinds_made = [kinds_in(text, near=GIVES) for text in texts]
     waits_by_step = []
-    unused = set()  # earlier steps that no step waits for yet
+    unused = set()  # earlier steps that no step waits for yet, so their result is unused
     for position, text in enumerate(texts):
         waits = set()
         if position > 0:
@@ -239,7 +240,7 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
 
         # Wait for the last step that makes a kind of data that this step names.
         for kind in kinds_in(text):
-            makers = [earlier for earlier in range(position) if kind in output_kinds[earlier]]
+            makers = [earlier for earlier in range(position) if kind in kinds_made[earlier]]
             if makers:
                 waits.add(makers[-1])
         unused -= waits
