@@ -135,8 +135,9 @@ def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
         SkilltrainError: There are more than _MAX_NODES, or an alias refers to a node around it.
     """
     if node not in sizes:
-        # An alias inside the tree may refer to its root. Then the recursion finds this size, and
-        # the sum below exceeds the limit.
+        # An alias inside the tree may refer to `node` itself. For such an alias, the recursion
+        # returns this provisional size. The size of the tree around the alias is larger by at least
+        # 1, so it exceeds the limit.
         sizes[node] = _MAX_NODES
         children: Iterable[yaml.Node] = ()
         if isinstance(node, yaml.SequenceNode):
@@ -188,13 +189,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: Settings of the form `key=value`.
     """
     values = _read_recipe(path)
-    name = values.pop("based_on", None)
-    if name is not None:
-        base = _read_recipe(path.parent / str(name))
+    base_name = values.pop("based_on", None)
+    if base_name is not None:
+        base = _read_recipe(path.parent / str(base_name))
         if "based_on" in base:
             raise SkilltrainError(
                 "invalid-recipe",
-                f"is based on a recipe that is based on another, {name}",
+                f"is based on a recipe that is based on another, {base_name}",
                 where=path,
             )
         values = _merge(base, values)
@@ -204,8 +205,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Read the settings in a recipe file.
 
-    The key `recipe` is left out, because it is no setting. The line with this key makes the file a
-    Python program as well, so that `accelerate launch` can run it.
+    The key `recipe` is left out, because it is no setting. A recipe with this key is a Python
+    program as well, so that `accelerate launch` can run it.
     """
     check_regular(path)
     try:
@@ -217,6 +218,9 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
         raise SkilltrainError("invalid-recipe", "a recipe is a map of keys to values", where=path)
+
+    # A recipe that is a program begins with the line `recipe: r"""`. To Python, the settings after
+    # it are the inside of a string. To YAML, the line is one more key.
     values.pop("recipe", None)
     return values
 
@@ -337,10 +341,13 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         fault: An item of pydantic's `ValidationError.errors()`.
         values: All settings as nested maps.
     """
-    path, sections = _follow(config_class, fault["loc"], values)
+    # The section with the fault may have several classes if its tag is missing or unknown.
+    path, classes = _follow(config_class, fault["loc"], values)
     key = ".".join(path)
-    allowed_keys = itertools.chain.from_iterable(section.model_fields for section in sections)
-    keys = sorted(set(allowed_keys))
+    allowed_keys: set[str] = set()
+    for section_class in classes:
+        allowed_keys.update(section_class.model_fields)
+    keys = sorted(allowed_keys)
     kind = fault["type"]
     if kind == "extra_forbidden":
         return _describe_unknown_key(path, keys, values.get("stage"))
@@ -348,7 +355,7 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         missing_key = ".".join([*path, str(fault["loc"][-1])])
         return f"missing key '{missing_key}'"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return _describe_tag(path, sections, fault)
+        return _describe_tag(path, classes, fault)
 
     subject = f"{key}: " if key else ""
     if kind in ("model_type", "model_attributes_type"):
@@ -395,16 +402,17 @@ def _describe_value(fault: Any) -> str:
     elif kind == "too_short":
         message = f"must hold at least {fault['ctx']['min_length']}"
     elif kind == "literal_error":
+        # If an earlier version had this choice, advise what to use now: ` (removed: use ...)`.
         end += removed_advice(fault["input"])
     return f"{message[:1].lower()}{message[1:]}{end}"
 
 
-def _describe_tag(path: Sequence[str], sections: Sequence[type[BaseModel]], fault: Any) -> str:
+def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault: Any) -> str:
     """Describe a missing or unknown tag. A tag is the setting that chooses the kind of a section.
 
     Args:
         path: Keys that lead to the section.
-        sections: Classes that the section may have.
+        classes: Classes that the section may have.
         fault: An item of pydantic's `ValidationError.errors()`.
     """
     tag = fault["ctx"]["discriminator"].strip("'")
@@ -412,14 +420,15 @@ def _describe_tag(path: Sequence[str], sections: Sequence[type[BaseModel]], faul
 
     # The allowed values of the tag, such as `dense` and `lexical` for the tag `kind`.
     allowed_values = set()
-    for section in sections:
-        tag_values = tags_of(section)
+    for section_class in classes:
+        tag_values = tags_of(section_class)
         if tag in tag_values:
             allowed_values.add(tag_values[tag])
     choices = sorted(allowed_values)
     if fault["type"] == "union_tag_not_found":
         return f"missing key '{key}': choose from {', '.join(choices)}"
 
+    # The advice begins with its separator: ` (removed: ...)`, `, did you mean ...? ` or `; `.
     value = str(fault["ctx"]["tag"])
     advice = removed_advice(value)
     if not advice:
@@ -442,29 +451,31 @@ def _follow(
         The keys that lead to the fault, without tags, and the classes that its section may have.
     """
     path: list[str] = []
-    sections: list[type[BaseModel]] = [config_class]
+    classes: list[type[BaseModel]] = [config_class]  # that the current section may have
     expected_tag = ""
     for key in location:
-        # If a tag has chosen the class of a section, this tag follows directly after the section.
+        # If a tag chose the class of a section, the location holds it directly after the section.
         is_tag = key == expected_tag
         expected_tag = ""
         if is_tag:
             continue
 
-        # Skip a key that the settings do not hold. It names a class of a union, or is missing.
+        # Skip a key that the settings do not hold. It is a missing setting, or it names a type of a
+        # union without a tag, such as `int`.
         is_item = isinstance(values, Sequence) and isinstance(key, int)
         is_setting = isinstance(values, Mapping) and key in values
         if not is_item and not is_setting:
             continue
         path.append(str(key))
         values = values[key]
-        sections = _inner_sections(sections, key)
+        classes = _inner_sections(classes, key)
 
         # If this section may have several classes, its tag chooses one.
-        if len(sections) > 1 and isinstance(values, Mapping):
-            sections = _chosen_sections(sections, values)
-            expected_tag = next(iter(tags_of(sections[0]).values()), "")
-    return path, sections
+        if len(classes) > 1 and isinstance(values, Mapping):
+            classes = _chosen_sections(classes, values)
+            tag_values = list(tags_of(classes[0]).values())
+            expected_tag = tag_values[0] if tag_values else ""
+    return path, classes
 
 
 def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[BaseModel]]:
@@ -485,16 +496,22 @@ def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[Base
 def _chosen_sections(
     section_classes: list[type[BaseModel]], values: Mapping[str, Any]
 ) -> list[type[BaseModel]]:
-    """Return the classes that the tags in `values` choose, or all classes if they choose none.
+    """Return the classes that a section's tags choose, or all classes if the tags choose none.
+
+    A tag is a setting whose value chooses the class of its section, such as `kind: dense`.
 
     Args:
-        section_classes: Classes that a section may have.
-        values: Settings of the section. Its tag, such as `kind: dense`, chooses the class.
+        section_classes: Classes that the section may have.
+        values: Settings of the section, with its tags.
     """
-    # A tag may be an import path, `package.module:Class`.
+    # The value of a tag may be the import path of a class, `package.module:Class`.
     for tag in ("name", "kind"):
-        module, _, attribute = str(values.get(tag)).partition(":")
-        plugin = getattr(sys.modules.get(module), attribute, None)
+        import_path = str(values.get(tag))
+        if ":" not in import_path:
+            continue
+        module_name, _, class_name = import_path.partition(":")
+        module = sys.modules.get(module_name)  # None if it is not imported
+        plugin = getattr(module, class_name, None)
         if isinstance(plugin, type) and issubclass(plugin, BaseModel):
             return [plugin]
 

@@ -40,6 +40,7 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
         config: Settings of the run. Models that the settings name are recorded with their Hub
             revision, if this process has loaded them from the Hub.
     """
+    # The commit is a hash. `-dirty` follows it if tracked files have changed.
     commit, _, dirty = checkout_commit().partition("-")
     texts = {value for value in _values_in(config) if isinstance(value, str)}
     hub_models = sorted(name for name in HUB_REVISIONS if name in texts)
@@ -85,8 +86,8 @@ def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
 
     Only plug-ins of other packages are included.
     """
-    # The settings hold a plug-in as its name, or as an object of the plug-in's class. The name of a
-    # measure is a text only in the dump of the settings: `nDCG@10`.
+    # The settings hold a plug-in as its name, or as an object of the plug-in's class. A measure is
+    # an object in the settings. Its name, `nDCG@10`, is only in their JSON values.
     values = [*_values_in(config), *_values_in(config.model_dump(mode="json"))]
 
     # Find the module of each plug-in, and of the class of any other value.

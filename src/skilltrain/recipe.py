@@ -44,7 +44,7 @@ def _command(file: Path) -> str:
 
 
 def run_pipeline(
-    pipeline: type[ConfigT],
+    settings_class: type[ConfigT],
     run: Callable[[ConfigT], Any],
     about: str | None,
     arguments: Sequence[str] | None = None,
@@ -54,9 +54,9 @@ def run_pipeline(
     The result of `run` is printed as JSON. An error is printed in one line.
 
     Args:
-        pipeline: Settings of the program. An argument without `=` sets the first setting, a second
-            one the second setting, and so on. A setting with the name `settings` gets all arguments
-            `key=value` whose keys are unknown.
+        settings_class: Class of the program's settings. An argument without `=` sets the first
+            setting, a second one the second setting, and so on. If the class has a field
+            `settings`, this field gets all arguments `key=value` with unknown keys, as texts.
         run: The program.
         about: Help text. It is printed if there are no arguments.
         arguments: Arguments of the program. None: those of the process.
@@ -68,8 +68,9 @@ def run_pipeline(
             print(about)
             return
         words, overrides = split_arguments(program_arguments)
-        names = [*pipeline.model_fields]
+        names = [*settings_class.model_fields]
         if len(words) > len(names):
+            # The error begins with the word: `WORD: is a word too many`.
             raise SkilltrainError(
                 "unexpected-argument",
                 "is a word too many",
@@ -78,16 +79,22 @@ def run_pipeline(
             )
         values: dict[str, Any] = dict(zip(names, words, strict=False))
 
-        # Separate the overrides with an unknown key.
+        # If there is a field `settings`, give it the overrides with an unknown key.
         if "settings" in names:
-            known_overrides = [text for text in overrides if re.split("[.=]", text)[0] in names]
-            unknown_overrides = [text for text in overrides if text not in known_overrides]
+            known_overrides = []
+            unknown_overrides = []
+            for override in overrides:
+                first_key = re.split("[.=]", override)[0]  # `section` of `section.key=value`
+                if first_key in names:
+                    known_overrides.append(override)
+                else:
+                    unknown_overrides.append(override)
             if unknown_overrides:
                 values["settings"] = unknown_overrides
             overrides = known_overrides
 
         values = apply_overrides(values, overrides)
-        result = run(validate(pipeline, values, "the command line"))
+        result = run(validate(settings_class, values, "the command line"))
         if result is not None:
             print(json.dumps(result, indent=1, ensure_ascii=False, default=str))
 

@@ -52,8 +52,12 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     The resolved recipe and a record are written into the folder, too. The record holds the format,
     the recipe, fingerprints of inputs and plug-ins, `finished` and `summary`.
 
-    If the folder already holds the same finished run, its summary is returned. Only a stage with
-    `on_ranks` is run again, because some of its results outside the folder may be missing.
+    If the folder already holds the same finished run, its summary is returned. There are two
+    exceptions:
+
+    - A stage with `on_ranks` is run by every process, and writes its results outside the folder. It
+      is run again, because some of these results may be missing.
+    - A stage with `in_place` updates its folder. It is always run, and has no record.
 
     Args:
         stage: The stage.
@@ -110,6 +114,7 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
     Raises:
         SkilltrainError: The stage runs in the main process only.
     """
+    # Every process runs a stage with `on_ranks`. Such a stage trains nothing, so it cannot resume.
     if stage.on_ranks:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):

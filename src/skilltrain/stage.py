@@ -158,8 +158,8 @@ class Stage(Config):
         settings = self.model_dump(mode="json")
         settings.update(settings.get("data", {}))
 
-        # If the run wrote a pool, the next command reads this one. The stage `synthesize` writes
-        # one without the passages that it cuts out of skills as queries.
+        # If the run wrote a pool, the next command reads this new pool instead of the old one. For
+        # example, `synthesize` writes a pool whose skills lack the passages that became queries.
         if (self.out / "skills.parquet").is_file():
             settings["pool"] = str(self.out)
 
@@ -171,7 +171,8 @@ class Stage(Config):
         for name, value in summary.items():
             values[name] = _in_words(value)
 
-        values["near"] = shlex.quote(str(self.out.parent))  # the folder of this and other runs
+        # `{near}` in a command is the folder of this run and other runs.
+        values["near"] = shlex.quote(str(self.out.parent))
         values["base"] = _BASE_ENCODER
         values["quotas"] = _QUOTAS
         lines = [f"{self.out}: {self.result.format_map(values)}"]
@@ -270,8 +271,11 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
     Args:
         stages: Names of the stages that a recipe may have.
     """
-    # A recipe that begins with the line `recipe: r"""` is also a Python program. To YAML, the line
-    # is a key with a text. To Python, it opens a string that holds all settings.
+    # A recipe may also be a Python program. Its first and its last line are then:
+    #   recipe: r"""
+    #   # """; from skilltrain.recipe import run; run(__name__, __file__)
+    # YAML reads the first line as the key `recipe`, and the last one as a comment. Python reads a
+    # string, which holds all settings, and then runs the recipe.
     recipe_schema = {
         "type": "string",
         "description": "not a setting; the line that makes the recipe a Python program, too",

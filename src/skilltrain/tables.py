@@ -203,6 +203,8 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     Raises:
         SkilltrainError: A column differs, a value is null that may not be, or a key is repeated.
     """
+    # `field` is None if the table lacks a column, and `expected` is None if it has one too many.
+    # Arrow cannot compare a field with None.
     for field, expected in zip_longest(table.schema, spec.schema):
         if field is None or expected is None or field != expected:
             names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
@@ -220,6 +222,8 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
 
     # If a key is repeated, there are fewer groups than rows.
     if spec.key:
+        # The column `count_all` holds the number of rows in each group. It is counted over no
+        # particular column, so the list of columns is empty.
         groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])
         if groups.num_rows < table.num_rows:
             repeated = groups.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]

@@ -179,4 +179,5 @@ def print_line(message: str, style: str = "") -> None:
         )
         lines = [wrapper.fill(line) for line in lines]
 
+    # `soft_wrap=True` keeps rich from wrapping the lines again.
     console.print("\n".join(lines), style=style, markup=False, emoji=False, soft_wrap=True)

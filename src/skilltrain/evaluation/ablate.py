@@ -184,17 +184,20 @@ class _RunResolver:
             raise SkilltrainError("invalid-ablation", problem, where=self.where, fix=fix)
         where = f"step '{name}' of {self.where}"
 
-        # A step that is begun but has no value yet waits for this one: a cycle.
+        # If the step is begun and has no folder yet, this call comes from a step that it reads.
         if name in self._begun_steps:
             problem = "depends on itself: a step that it reads needs its folder"
             raise SkilltrainError("invalid-ablation", problem, where=where)
         self._begun_steps.add(name)
 
-        # Resolve the steps that this step reads. Their folders are made later.
+        # Resolve the steps that this step reads. The folder of this step is provisional: its final
+        # name holds a digest of the settings.
         recipe = _fill(self.recipes[name], self.value_of)
         config = parse_recipe(recipe | {"out": str(self._runs_folder / name)}, where)
-        later_folders = [run.out for run in self.runs.values()]
-        check_inputs(config, pending=later_folders)
+
+        # Inputs may be missing if they are folders of earlier runs, which are not made yet.
+        earlier_folders = [run.out for run in self.runs.values()]
+        check_inputs(config, pending=earlier_folders)
 
         # Name the folder by what decides the results.
         identity = comparable_identity({"recipe": config.model_dump(mode="json")})
@@ -335,7 +338,7 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _run_step(step: str, config: Any) -> str:
-    """Run one step: one stage of the chain of a variant.
+    """Run one stage of an ablation.
 
     A training run that was stopped continues from its newest checkpoint.
 
@@ -437,11 +440,14 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
         cells: Cells that did not fail.
 
     Returns:
-        The table for ablation.json. A variant has the mean of each measure over queries, with its
-        interval, as `metrics`. If the variant ran with several seeds, `seed_sd` is the standard
-        deviation (n − 1) of the seeds' means.
+        The table for ablation.json. In the row of a variant, `metrics` holds the mean of each
+        measure over queries, with its interval. If the variant ran with several seeds, `seed_sd`
+        holds the standard deviation (n − 1) of the seeds' means.
     """
-    measures = [str(measure) for measure in cells[0].runs[step].scored]
+    evaluation = cells[0].runs[step]  # all cells have the same measures here
+    measures = [str(measure) for measure in evaluation.scored]
+
+    # Read the scores of each variant. An evaluation that several cells share is read once.
     runs_by_variant: dict[str, list[Scores]] = {}
     for variant in grid.variants:
         folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}

@@ -108,7 +108,8 @@ def run_result_analyses(
         stages_by_system: For each system, the rankings of each of its rankers in order.
 
     Returns:
-        Rows by kind. Kinds of `config.more` include the rows of `run_input_analyses`.
+        Rows by kind of analysis. For the further analyses, `config.more`, the rows of
+        `run_input_analyses` come first.
     """
     rows: dict[str, list[Row]] = {"outcomes": []}
 
@@ -122,7 +123,7 @@ def run_result_analyses(
 
     rows["stages"] = stage_recalls(stages_by_system, report.benchmark)
     rows["latencies"] = latencies(stages_by_system)
-    for analysis in config.more:
+    for analysis in config.more:  # the further analyses, such as plug-ins
         input_rows = report.analysis[analysis.kind]
         rows[analysis.kind] = [*input_rows, *analysis.analyse_results(report)]
     return rows
@@ -166,8 +167,7 @@ def unserved_separation(
     """Return how well each system's best score separates served queries from unserved ones.
 
     The value is the probability that a served query has a higher best score than an unserved one.
-    Fused scores are comparable between queries: they consist of z-scores, which say how far the
-    best skill stands out among the candidates.
+    This makes sense only for scores that can be compared between queries, such as z-scores.
 
     Args:
         rankings_by_system: Rankings of all queries by system.
@@ -200,8 +200,9 @@ def stage_recalls(
 
     Returns:
         A row for each ranker: means of measures at several cutoffs, and `num_passed`, the number of
-        skills that the next ranker reads. The recall of later rankers is at most the recall at
-        `num_passed`, and their Hit@1 is at most the hit rate at `num_passed`.
+        skills that the next ranker reads. Later rankers cannot find a skill that this ranker does
+        not pass on. So its recall at `num_passed` is the most that their recall can reach, and its
+        hit rate at `num_passed` the most that their Hit@1 can reach.
     """
     rows = []
     for system, stages in stages_by_system.items():
@@ -308,7 +309,8 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
         encoder = load_encoder(config, default_device())
         template = encoder.settings.template.skill
         tokenizer = encoder.text_tokenizer
-        num_special = len(encoder.tokenize([""], 8)[0])
+        # An empty text has only the special tokens, which are fewer than 8.
+        num_special = len(encoder.tokenize([""], max_tokens=8)[0])
         max_skill_tokens = encoder.settings.max_tokens - num_special
 
     no_limits = {"description_chars": _NO_LIMIT, "body_chars": _NO_LIMIT}

@@ -86,7 +86,7 @@ def estimate_ranking(
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
     costs_by_system: dict[str, dict[str, Any]] = {}
     dollars = []
-    counted_keys = set()
+    counted_keys = set()  # a key is equal for rankers with the same model and settings
     for system in systems:
         for ranker in flatten_rankers(system.rankers):
             # Systems share embeddings, but each of them asks its chat models anew.
@@ -97,6 +97,8 @@ def estimate_ranking(
             if cost is None:
                 continue
             costs = costs_by_system.setdefault(system.name, {})
+
+            # Append the position among the system's costs if the kind occurs again: `rerank 3`.
             name = ranker.kind
             if name in costs:
                 name += f" {len(costs) + 1}"

@@ -138,14 +138,16 @@ class Report:
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        are_all_equal = not self.overall.best(measure)
+        are_all_equal = not self.overall.best(measure)  # `best` returns no system then
         if are_all_equal:
             return f"All systems have the same {measure}, {means[best]}."
 
+        # Add the comparison of the best system with the first one, if there is one.
         sentence = f"{best} has the highest {measure}, {means[best]}"
+        first = self.systems[0]
         for comparison in self.comparisons:
-            key = (comparison.system, comparison.baseline, comparison.measure)
-            if key == (best, self.systems[0], measure):
+            has_both_systems = comparison.system == best and comparison.baseline == first
+            if has_both_systems and comparison.measure == measure:
                 p = p_equals(comparison.p_holm)
                 reading = comparison.reading  # above, below or not told apart
                 if reading == "not told apart":

@@ -82,8 +82,8 @@ def report_page(report: Report) -> str:
         curve=_recall_curve(report),
         latency_plot=_latency_plot(report),
         axes=_axes(report),
-        layer_plot=_layer_plot,
-        fields=FIELDS_SEEN["full"],
+        layer_plot=_layer_plot,  # a function, which the template calls for each model
+        fields=FIELDS_SEEN["full"],  # name, description and body of a skill
         max_cases=_MAX_CASES,
         max_queries=_MAX_QUERIES,
     )
@@ -301,9 +301,10 @@ def _table(columns: Sequence[Column], measures: Sequence[str]) -> Table:
     """Return a table with a row for each measure and a column for each slice and system."""
     table = Table(pad_edge=False)
     table.add_column(no_wrap=True)
+    text_width = _CELL_WIDTH - 3  # without a space on both sides and the line between two columns
     for query_slice, system in columns:
         head = f"{printable(system)}\n{query_slice.value}, n = {len(query_slice.query_ids)}"
-        table.add_column(head, justify="right", overflow="fold", max_width=_CELL_WIDTH - 3)
+        table.add_column(head, justify="right", overflow="fold", max_width=text_width)
     for measure in measures:
         cells = [_cell(query_slice, system, measure) for query_slice, system in columns]
         table.add_row(measure.replace(" ", "\n"), *cells)
