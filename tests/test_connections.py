@@ -84,7 +84,7 @@ def running(router: Path, folder: Path, *options: str, seconds: int = 20):
         port = free.getsockname()[1]
     code = (
         "import sys; from skilltrain.serving import connections; from skilltrain.cli import main; "
-        f"connections._SECONDS = {seconds}; main(sys.argv[1:])"
+        f"connections._MAX_WAITING_SECONDS = {seconds}; main(sys.argv[1:])"
     )
     arguments = ["serve", str(router), "--mcp", "http", "--port", str(port), *options]
     errors = folder / "stderr"

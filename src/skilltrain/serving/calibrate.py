@@ -94,8 +94,8 @@ class Calibrate(Stage):
         cases = _route_cases(router, benchmark.tasks)
         calibrator = fit_calibrator(cases, self)
 
-        # Each query has two cases, one after the other: with and without the skills that serve it.
-        # Both are in the fold of the query.
+        # `cases` has two cases of each query, one after the other: routed over the pool with its
+        # right skills, and over the pool without them. Both are in the fold of the query.
         case_folds = np.repeat(folds, 2)
         metrics = _cross_validate(cases, case_folds, self)
         if self.unserved is not None:
@@ -110,7 +110,8 @@ class Calibrate(Stage):
             num_queries=len(benchmark.tasks),
         ).model_dump(mode="json")
         write_json(out / CALIBRATION_FILE, calibration)
-        return {"num_queries": len(benchmark.tasks), **calibration["figures"]}
+        json_metrics = calibration["figures"]  # `metrics` with values of JSON, such as lists
+        return {"num_queries": len(benchmark.tasks), **json_metrics}
 
 
 class Case(NamedTuple):
@@ -176,7 +177,8 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     rows = np.concatenate(features)  # [row, feature]
     weights, intercept = fit_logistic(rows, np.concatenate(labels))
 
-    # These limits refuse no query. `least` still lacks a limit for each ranker.
+    # Begin with limits that refuse no query: the lowest probability of the best skill is 0, no
+    # ranker has a lowest score yet (`least`), and a likely skill may be wrong for certain (`miss`).
     unlimited = Calibrator(
         rankers=rankers,
         weights=tuple(weights.tolist()),
@@ -215,16 +217,17 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
     # and the limits in `least`.
     num_limits = 1 + len(calibrator.rankers)
     refused_by_each = (1 - config.answered) / num_limits
-    level = 1 - refused_by_each  # share of the queries that reach one limit
+    reached_share = 1 - refused_by_each  # share of the queries that reach one limit
 
-    threshold = bound(np.array(best_probabilities), level)
-    least = [bound(scores, level, _BELOW_ALL_SCORES) for scores in top_scores.T]
+    # `bound(values, x)` is the limit that the share x of the values reaches.
+    threshold = bound(np.array(best_probabilities), reached_share)
+    lowest_scores = [bound(scores, reached_share, _BELOW_ALL_SCORES) for scores in top_scores.T]
     lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
     return calibrator.model_copy(
         update={
             "threshold": threshold,
-            "least": tuple(least),
-            "miss": 1 - lowest_likely_probability,
+            "least": tuple(lowest_scores),
+            "miss": 1 - lowest_likely_probability,  # as a probability to be wrong
         }
     )
 
@@ -252,11 +255,14 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the penalized cross-entropy and its gradient at weights and intercept."""
         logits = scaled @ values  # [row]
+        positive_logits = logits[labels]  # of the positive rows
+        entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(rows)
+        penalized_weights = np.append(values[:-1], 0.0)  # the intercept has no penalty
+        penalty = _L2 / 2 * penalized_weights @ penalized_weights
+
         probabilities = 1 / (1 + np.exp(-logits))
-        entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(rows)
-        penalized = np.append(values[:-1], 0.0)  # the intercept has no penalty
-        penalty = _L2 / 2 * penalized @ penalized
-        gradient = scaled.T @ (probabilities - labels) / len(rows) + _L2 * penalized
+        errors = probabilities - labels  # [row]; a label counts as 0 or 1
+        gradient = scaled.T @ errors / len(rows) + _L2 * penalized_weights
         return entropy + penalty, gradient
 
     # No weight is negative. The intercept is free.

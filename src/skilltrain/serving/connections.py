@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from skilltrain.terminal import say
 from skilltrain.texts import one_line
 
-_SECONDS = 20  # for a request to arrive, and for a client to go on reading a response
+_MAX_WAITING_SECONDS = 20  # for a request to arrive, and for a client to go on reading a response
 _MAX_CONNECTIONS = 1000
 _TICKS_PER_SECOND = 10  # of uvicorn's main loop
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -70,8 +70,8 @@ class LimitedProtocol(H11Protocol):
 class LimitedServer(uvicorn.Server):
     """A server that drops slow clients.
 
-    A whole request, head and body, must arrive within `_SECONDS` of the connection or of the last
-    response. A client that stops reading a response is dropped after the same time.
+    A whole request, head and body, must arrive within `_MAX_WAITING_SECONDS` of the connection or
+    of the last response. A client that stops reading a response is dropped after the same time.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -86,16 +86,16 @@ class LimitedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _drop_slow_clients(self) -> None:
-        """Count one more second for each client that lets the server wait. Drop the slow ones."""
+        """Count one more second for each client that keeps the server waiting. Drop slow ones."""
         connections: set[Any] = self.server_state.connections
         waiting_seconds: dict[Any, int] = {}
         for connection in connections:
             request = connection.cycle
             if not _is_waiting(request, connection.flow):
                 continue
-            key = (connection, request)
+            key = (connection, request)  # with a new request, the count begins again
             waiting_seconds[key] = self._waiting_seconds.get(key, 0) + 1
-            if waiting_seconds[key] > _SECONDS:
+            if waiting_seconds[key] > _MAX_WAITING_SECONDS:
                 connection.transport.abort()
         self._waiting_seconds = waiting_seconds
 
@@ -129,8 +129,9 @@ def new_http_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         log_level="error",  # mistakes of clients are not logged
         limit_concurrency=limit,
-        # The event loop may accept this many connections before it closes those above the limit.
+        # asyncio accepts up to `backlog` connections in one go. Only then can LimitedProtocol close
+        # those above the limit, so for a moment a quarter more than the limit may be open.
         backlog=limit // 4,
-        timeout_graceful_shutdown=_SECONDS,
+        timeout_graceful_shutdown=_MAX_WAITING_SECONDS,  # for clients that still read a response
     )
     return LimitedServer(config)

@@ -110,7 +110,7 @@ class _StepRunner:
     def run(self, step: str) -> Summary:
         """Write the recipe of a step for the user, run the step, and return its summary.
 
-        A step that is finished is not run again.
+        `run_stage` does not run a finished step again. It returns the summary of the earlier run.
         """
         recipe = self._recipes[step]
         number = 1 + list(self._recipes).index(step)
@@ -138,7 +138,8 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     num_skills = runner.run("pool")["num_skills"]
     result: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
 
-    # Make a router without training. A router from an earlier run is in use until the end.
+    # Make a router without training. If an earlier run has left a router in the folder, keep that
+    # one in use until the comparison is done.
     has_router = (config.out / POINTER).is_file()
     if not has_router:
         runner.run("untrained")
@@ -168,7 +169,8 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     result["Hit@1"] = comparison.hits
     result["num_queries"] = comparison.num_queries
 
-    # Put the better router into the folder.
+    # Put the better router into the folder. If the untrained one is there already, the step
+    # `untrained` changes nothing.
     runner.run("trained" if comparison.is_better else "untrained")
     _calibrate(runner)
     return result
@@ -287,7 +289,8 @@ def _query_recipe(config: FitConfig, pool: str) -> Recipe:
         "dev_share": 0.1,
         "seed": config.seed,
     }
-    # Let a model write half of its queries in few words. Passages of skills have a fixed length.
+    # A model writes half of its queries in few words. Without a model, queries are passages that
+    # are cut from skills, and their length is fixed.
     if not _cuts_queries(config):
         recipe["terse_share"] = 0.5
     recipe["pool"] = pool

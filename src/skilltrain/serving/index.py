@@ -32,7 +32,7 @@ from skilltrain.config import Config, validate
 from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import FileStamp, file_stamps, path_inside, read_json, read_local
-from skilltrain.formats import ROUTER
+from skilltrain.formats import ROUTER as ROUTER_FORMAT
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -90,7 +90,7 @@ class IndexRecord(Config):
     models: dict[str, str]
     calibration: Calibration | None
     files: dict[str, int]
-    format: int = ROUTER.number
+    format: int = ROUTER_FORMAT.number
     skilltrain: str
 
     @classmethod
@@ -102,7 +102,7 @@ class IndexRecord(Config):
         contents: Contents,
         calibration: Calibration | None,
     ) -> "IndexRecord":
-        """Return the record of the next generation, without `files`.
+        """Return the record of the next generation, in which `files` is still empty.
 
         Args:
             router: Folder of the router.
@@ -122,8 +122,10 @@ class IndexRecord(Config):
         models = {}
         for source in sorted(filter(None, sources)):
             models[stored_path(source)] = model_fingerprint(source)
-        if calibration and (calibration.system, calibration.models) != (rankers, models):
-            calibration = None
+        if calibration:
+            has_same_rankers = calibration.system == rankers
+            if not has_same_rankers or calibration.models != models:
+                calibration = None
 
         return cls(
             pool=stored_path(str(contents.pool)),
@@ -136,7 +138,7 @@ class IndexRecord(Config):
             rankers=rankers,
             models=models,
             calibration=calibration,
-            files={},
+            files={},  # `_write_generation` adds them
             skilltrain=__version__,
         )
 
@@ -291,11 +293,12 @@ def current_generation(router: Path) -> Path:
     if not (router / POINTER).is_file():
         fix = "make one with skilltrain fit or skilltrain index"
         raise SkilltrainError("no-router", "holds no router", where=router, fix=fix)
+    # The pointer's key `index` has the name of the generation's folder, such as `index-3`.
     pointer = read_json(router / POINTER)
     name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
     if not _GENERATION_NAME.fullmatch(name):
         where = router / POINTER
-        raise SkilltrainError("damaged-router", "names no index", where=where, fix=_RUN_AGAIN)
+        raise SkilltrainError("damaged-router", "names no generation", where=where, fix=_RUN_AGAIN)
     return router / name
 
 
@@ -336,7 +339,7 @@ def _load_generation(folder: Path) -> Index:
         raise OSError(f"it lacks {RECORD}")
     stamp = file_stamps(folder)
     values = read_json(record_file)
-    ROUTER.check(values, folder, _MAKE_AGAIN)  # the number of the format
+    ROUTER_FORMAT.check(values, folder, _MAKE_AGAIN)
     record = validate(IndexRecord, values, record_file)
     for name, size in record.files.items():
         file = path_inside(folder, name, record_file)
@@ -353,9 +356,10 @@ def _load_generation(folder: Path) -> Index:
         stored_parts[ranker.key] = ranker.stored_part.load(folder / name)
 
     # All files must be about the same number of skills.
-    counts = {len(skills), len(keys)}
-    counts.update(part.num_skills for part in stored_parts.values())
-    if counts != {sum(record.sources.values())}:
+    num_skills = sum(record.sources.values())  # the record has the number of each source
+    counts = [len(skills), len(keys)]
+    counts += [part.num_skills for part in stored_parts.values()]
+    if any(count != num_skills for count in counts):
         raise ValueError("its parts are of different pools")
 
     # `Index.contents` expects the sources at the beginning of `folders`.
@@ -400,8 +404,8 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
     """Return a path as an index stores it, so that the router's folder can be moved.
 
     A path in the router's folder becomes `./…`. Any other path gets a key `local:NAME-HASH`. The
-    path is added to `local_paths` under this key, and the key is returned. A relative name without
-    a file, such as `package:NAME`, is returned as it is.
+    path is added to `local_paths` under this key, and the key is returned. A name that is no
+    existing path, such as `package:NAME`, is returned as it is. An absolute path need not exist.
     """
     path = Path(name).expanduser()
     if not path.is_absolute() and not path.exists():

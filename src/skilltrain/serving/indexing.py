@@ -108,8 +108,8 @@ def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
             fix = "give pool=… and rankers=…"
             raise SkilltrainError(error.code, error.problem, where=error.where, fix=fix) from error
 
-    # Rankers of the settings may use any server. Those of a router may come from somebody else, so
-    # their servers must be allowed.
+    # Rankers that are given in the settings may use any server. Rankers that are taken from an
+    # existing router may come from somebody else, so their servers must be allowed.
     system = SystemConfig(name="router", rankers=rankers)
     allowed_servers = None if config.rankers else config.allow_servers  # None allows all
     check_servers(system, allowed_servers, config.out)
@@ -121,7 +121,7 @@ def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
     if index is not None and index.pool == pool.resolve():
         watched = index.watched
     for folder in watched:
-        skills.setdefault(folder, [])
+        skills.setdefault(folder, [])  # `read_watched` replaces the empty list
     return system, read_watched(Contents(pool, skills, watched), watched)
 
 
@@ -133,9 +133,9 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
     skills, the skill of the second source gets another id.
 
     Raises:
-        SkilltrainError: A folder that is watched for the first time has a skill that the router has
-            from another source, which is not watched. This happens when the folder has moved. A
-            skill that is removed from the new folder would stay in the router, from the old source.
+        SkilltrainError: A folder that was not watched before has skills that the router already has
+            from an unwatched source. This happens when the folder has moved. It is an error because
+            skills would have two sources: one removed from the folder would stay in the router.
     """
     old_categories = {skill.skill_id: skill.category for skill in contents.all_skills()}
     skills_by_source = dict(contents.skills)
@@ -149,6 +149,7 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
             skills = []
 
         # The skills of a new folder must not be in the router already, from an unwatched source.
+        # A source that contains the folder has its skills too.
         unwatched = _sources_with(contents, folder, skills) - set(folders)
         if folder not in contents.skills and unwatched:
             problem = f"has skills of {min(unwatched)}, which is not watched"

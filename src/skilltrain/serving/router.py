@@ -70,11 +70,12 @@ class _OpenPool:
         def observe(run: RankerRun) -> None:
             """Record the ranking of a ranker. If it fuses rankers (`legs`), record one of each."""
             for config, rankings in zip(run.config.legs, run.by_leg, strict=True):
-                # A ranker may run again on a few candidates. Its first ranking is of the pool.
+                # Keep only the first ranking of each ranker, that of the pool. A ranker may run
+                # again later, on a few candidates.
                 label = self.labels[config.key]
                 ranking_by_label.setdefault(label, rankings[query.query_id])
 
-        # The rankers are open, so they need no skills to be opened over.
+        # `skills` is empty: it is only needed to open rankers, and these are open.
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
         open_rankers = OpenRankers(skills=(), opened=self.rankers)
         rankings = run_rankers(configs, [query], None, open_rankers, observe, excluded_ids)
@@ -214,7 +215,9 @@ class Router:
             skills.append(pool.routed_skill(query, trace, rank, probability))
         if calibrator is None:
             return Answer(tuple(skills), fits=bool(skills), num_likely=None)
-        return Answer(tuple(skills), calibrator.answers(trace), calibrator.num_likely(trace))
+        has_right_skill = calibrator.answers(trace)
+        num_likely = calibrator.num_likely(trace)
+        return Answer(tuple(skills), fits=has_right_skill, num_likely=num_likely)
 
     def trace(self, task: str, without: Collection[str] = ()) -> Trace:
         """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
@@ -270,7 +273,8 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
 
     Args:
         state: Rankers' settings and skills.
-        models: Open models by the rankers' `key`. Models that have to be opened are added.
+        models: Open models by the rankers' `key`, from an earlier call for the same router. Models
+            that have to be opened are added.
     """
     index: Index | None = None
     stored_parts: Mapping[str, Any] = {}  # what rankers have stored about the pool
@@ -279,22 +283,22 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         index = state
         stored_parts = index.stored_parts
         router_folder = index.folder.parent
-        if not models:  # open models were checked when they were opened
+        if not models:  # else the earlier call has checked them
             index.check_models()
     check_rankers(state.system)
 
     labels: dict[str, str] = {}
     rankers: dict[str, Ranker] = {}
-    counts: Counter[str] = Counter()
+    num_by_label: Counter[str] = Counter()
     for config in flatten_rankers(state.system.rankers):
         key = config.key
         if key in labels:
             continue
 
-        # The second ranker of a kind is called `dense 2`.
-        counts[config.label] += 1
-        count = counts[config.label]
-        labels[key] = config.label if count == 1 else f"{config.label} {count}"
+        # Make the labels unique: the second ranker with the label `dense` is called `dense 2`.
+        num_by_label[config.label] += 1
+        number = num_by_label[config.label]
+        labels[key] = config.label if number == 1 else f"{config.label} {number}"
 
         if config.components:
             continue  # it only fuses other rankers, and there is nothing to open

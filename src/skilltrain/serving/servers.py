@@ -415,7 +415,8 @@ def serve_http(
         say(f"warning: everyone who reaches {address} can ask this router (see --token-env)")
     server = new_http_server(new_http_app(service, access))
 
-    # uvicorn handles SIGTERM itself, and then raises the signal again for this handler.
+    # uvicorn shuts down at SIGTERM, and then raises the signal again for the handler that was set
+    # before. This one does nothing, so that the process lives until `_run` has written the log.
     signal.signal(signal.SIGTERM, lambda *_: None)
     _run(service, partial(server.serve, sockets=[listener]), watched_folders)
 

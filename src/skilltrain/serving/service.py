@@ -287,7 +287,7 @@ class Service:
                 tasks.cancel_scope.cancel()
 
     def update(self, watched_folders: Sequence[Path]) -> None:
-        """Make the router current: with its folder, and with the watched folders.
+        """Bring the router up to date with its folder and with the watched folders.
 
         Other processes may have written into the router's folder. Files are compared at each call,
         because not every file system reports changes. Skills that are removed are printed.
@@ -297,10 +297,12 @@ class Service:
         """
         self.router.refresh()
         stamps = [file_stamps(folder, SOURCE_FILES) for folder in watched_folders]
-        if not watched_folders or (stamps, self.router.index) == self._last_state:
+        # The index belongs to the state, because another process may have replaced it.
+        state = (stamps, self.router.index)
+        if not watched_folders or state == self._last_state:
             return
 
-        old_ids = self.router.skills.keys()
+        old_ids = set(self.router.skills)
         self.router.update(watched_contents(self.router, watched_folders))
         removed_ids = old_ids - self.router.skills.keys()
         if removed_ids:

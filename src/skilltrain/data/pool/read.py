@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -58,6 +57,7 @@ def read_pool(path: Path | str) -> list[Skill]:
         return read_skills(file)
 
     sources, dropped = read_sources([path])
+    # Skills with the same name and body stay. `duplicates` are only the exact copies of a skill.
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
     # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
@@ -79,7 +79,7 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     if they do not fit its skills, the pool itself is the only source.
     """
     skills = read_pool(pool)
-    num_by_source: dict[str, int] = read_local(pool)
+    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
     if sum(num_by_source.values()) != len(skills):
         num_by_source = {str(pool.resolve()): len(skills)}
 
@@ -204,8 +204,8 @@ def merge_sources(
 
     Args:
         sources: Skills of each source.
-        drop_duplicates: True drops each skill with the name and the body of an earlier skill. False
-            drops exact copies only, which also have the earlier skill's id and description.
+        drop_duplicates: True: drop a skill if its name and body are those of an earlier skill.
+            False: drop it only if its id and description are the same too.
 
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
@@ -213,7 +213,7 @@ def merge_sources(
     first_id_by_content: dict[bytes, str] = {}
     identities: set[tuple[str, str, bytes]] = set()  # (id, description, content)
     original_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
-    num_renames: Counter[str] = Counter()  # by original id
+    last_number_by_id: dict[str, int] = {}  # the number after `~` in the last new id
     unique_ids: set[str] = set()  # ids of the merged skills
     merged: list[list[Skill]] = []
     dropped: list[Dropped] = []
@@ -232,9 +232,11 @@ def merge_sources(
             # Rename a skill whose id is taken. The new id must not be an original id either.
             new_id = skill.skill_id
             if new_id in unique_ids:
+                number = last_number_by_id.get(skill.skill_id, 1)
                 while new_id in unique_ids or new_id in original_ids:
-                    num_renames[skill.skill_id] += 1
-                    new_id = f"{skill.skill_id}~{num_renames[skill.skill_id] + 1}"
+                    number += 1
+                    new_id = f"{skill.skill_id}~{number}"
+                last_number_by_id[skill.skill_id] = number
             unique_ids.add(new_id)
             first_id_by_content.setdefault(content, new_id)
             merged[-1].append(replace(skill, skill_id=new_id))
@@ -289,7 +291,9 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         yield from _read_parquet(table)
         return
 
-    skill_files, shards, refused = _walk(root)
+    # `unreadable` has a row of DROPPED for each link or folder that cannot be followed. If there is
+    # a table, it does not matter, because only the table is read.
+    skill_files, shards, unreadable = _walk(root)
     # A shard in the folder of a skill is part of that skill.
     folders_of_skills = {file.parent for file in skill_files} - {root}
     separate_shards = [
@@ -299,11 +303,11 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         yield from _read_parquet(table)
         unread = skill_files + separate_shards
     elif skill_files:
-        yield from refused
+        yield from unreadable
         yield from (_read_skill_file(file, root) for file in skill_files)
         unread = separate_shards
-    elif shards:
-        yield from refused
+    elif shards:  # without a SKILL.md, no shard is part of a skill
+        yield from unreadable
         for path in shards:
             yield from _read_shard(path)
         unread = []
@@ -322,6 +326,9 @@ def _read_folder(root: Path) -> SkillsOrDropped:
 def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
     """Find the files with skills below a folder. Links that lead out of `root` are not followed.
 
+    Args:
+        root: Folder, as an absolute path without links.
+
     Returns:
         SKILL.md files; shards; a row of DROPPED for each refused link and each unreadable folder.
     """
@@ -338,10 +345,11 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             if not (is_folder or is_skill_file or is_shard):
                 continue
 
-            # Refuse links that lead out. This is all to do for a folder: os.walk enters it itself.
+            # Refuse links that lead out. Folders need no more here: os.walk enters real folders by
+            # itself, so it visits a linked folder inside `root` at its real place.
             # `realpath`, because `resolve` raises for folders that may not be read.
             target = Path(os.path.realpath(path))
-            is_link = target != path
+            is_link = target != path  # because `root` itself has no links
             if is_link and not (target.is_relative_to(root) and target.exists()):
                 link = _relative_path(path, root)
                 reason = f"{link} is a link that leads out of {clean_text(root.name)} or nowhere"

@@ -37,7 +37,7 @@ COLUMNS = (
     *SKILL_FACTS,
 )
 
-_NOT_READ = (SKILL_FILE.lower(), ".env", ".env.local")
+_IGNORED_FILE_NAMES = (SKILL_FILE.lower(), ".env", ".env.local")
 _STARS = re.compile(r"([0-9]{1,9})(?:\.0)?")  # `.0`: pandas reads columns with gaps as floats
 _URL = re.compile(r"https?://\S+", re.IGNORECASE)
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")  # characters that YAML forbids
@@ -184,7 +184,9 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
 
     Args:
         folder: Folder of the SKILL.md.
-        hidden: Whether to yield the hidden files instead of the others.
+        hidden: False yields the files without a dot at the start of any name in their path. True
+            yields the others: hidden files, and files in hidden folders. Of the folder `.git`, only
+            the programs in `.git/hooks` are yielded.
     """
     for parent, folder_names, file_names in os.walk(folder):
         names_below = Path(parent).relative_to(folder).parts
@@ -194,10 +196,10 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
         # Walk into the folders that hold no other skill.
         walked: list[str] = []
         for name in sorted(folder_names):
+            if name.startswith(".") and not hidden:
+                continue  # a hidden folder has only hidden files
             if is_git_folder and name != "hooks":
                 continue  # git runs the programs in .git/hooks; all else in .git is data
-            if name.startswith(".") and not hidden:
-                continue
             # `glob`, because `exists` raises for a folder that may not be entered.
             if not any(Path(parent, name).glob(SKILL_FILE)):
                 walked.append(name)
@@ -207,7 +209,7 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
 
         for name in sorted(file_names):
             is_hidden = in_hidden_folder or name.startswith(".")
-            if is_hidden == hidden and name.lower() not in _NOT_READ:
+            if is_hidden == hidden and name.lower() not in _IGNORED_FILE_NAMES:
                 yield Path(parent, name)
 
 
@@ -241,11 +243,11 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
 
     A block between two lines `---` at the beginning is frontmatter if it is empty or has one of the
     keys that we read. Any other block belongs to the body. A block that is not YAML, such as
-    `description: Use when: x`, is read line by line. But with a Markdown heading such a block is no
-    frontmatter: the heading shows that the closing `---` is missing.
+    `description: Use when: x`, is read line by line. If it has a Markdown heading, it is not read:
+    the heading shows that the closing `---` is missing, so there is no frontmatter.
 
     Returns:
-        Value by key in lower case, with numbers and booleans as text (`yes`); the body.
+        Value by key in lower case; the body. Numbers and booleans stay texts, such as `5` or `yes`.
     """
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
@@ -290,7 +292,8 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
     key = ""  # the last key above the line
     for line in lines:
         match = _KEY.match(line)
-        # Indented lines belong to the key above if nothing, or only `|`, is beside that key.
+        # An indented line may be a key of its own only if the key above has its value beside it.
+        # If nothing or only a mark such as `|` is beside the key above, the line is its value.
         is_value_beside_key = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
         if not match and is_value_beside_key:
             match = _INDENTED_FIELD.match(line)
@@ -323,6 +326,7 @@ def first_paragraph(body: str) -> str:
 
     Headings, code, HTML, tables, rules and images are no prose. Empty if there is none.
     """
+    # Remove blocks of code between ``` or ~~~. One that is not closed reaches to the end.
     without_code = re.sub(
         r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", "", body, flags=re.MULTILINE | re.DOTALL
     )

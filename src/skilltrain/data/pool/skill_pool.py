@@ -90,10 +90,10 @@ class Pool(Stage):
         """
         needs_encoder = self.categories != "keep"
         has_encoder = self.encoder is not None
-        if needs_encoder != has_encoder:
-            raise ValueError(
-                "categories: taxonomy and from_pool need a section encoder, which keep does not use"
-            )
+        if needs_encoder and not has_encoder:
+            raise ValueError("categories: taxonomy and from_pool need a section encoder")
+        if has_encoder and not needs_encoder:
+            raise ValueError("categories: there is a section encoder, which keep does not use")
         if self.categories != "taxonomy" and self.taxonomy is not None:
             raise ValueError(
                 f"taxonomy has no effect with categories: {self.categories}; "

@@ -118,8 +118,8 @@ def replace_matches(
 def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str]:
     """Return the part of a match that its replacement changes.
 
-    The common prefix and the common suffix of the match and its replacement do not change. But at
-    least one character of the match is replaced, because new text needs a position in the old text.
+    The common prefix and the common suffix of the match and its replacement do not change. The
+    changed part has at least one character of the match: the new text gets its position.
 
     Returns:
         Start and end of the changed part in the searched text; the new text of the part.
@@ -130,7 +130,7 @@ def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str
     old = old[prefix_chars:]
     new = replacement[prefix_chars:]
 
-    # Cut off the common suffix, but keep the first character of `old`, and of `new` if it has one.
+    # Cut off the common suffix. The first characters of `old` and `new` are never part of it.
     suffix_chars = 0
     if new:
         common_chars = _num_common_chars(old[::-1], new[::-1])
@@ -233,12 +233,12 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`.
 
     Returns:
-        The new text; None to keep the match, if the codes are no text or if the numbers of a list
-        do not spell a word.
+        The new text. None keeps the match: the codes are no printable text, or a list of numbers
+        has no word and no path in it.
     """
     codes = [_evaluate(number) for number in _NUMBER.findall(match[0])]
-    is_ascii = all(ord("\t") <= code < _MAX_ASCII for code in codes)
-    if not is_ascii:
+    is_text = all(ord("\t") <= code < _MAX_ASCII for code in codes)
+    if not is_text:
         return None
     decoded = "".join(map(chr, codes))
     literal = _quote(re.sub(r"\s", " ", decoded))
@@ -247,7 +247,7 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     if match["call"]:
         return literal
 
-    # A list of numbers. It keeps its brackets.
+    # The match is a list of numbers. The new text has the same brackets.
     if not _WORD_OR_PATH.search(decoded):
         return None
     opening_bracket = match[0][0]
@@ -284,11 +284,13 @@ def _decode(literal: str, code_around: str) -> str | None:
     code = code_around.lower()
     try:
         # Decoders that return a text.
-        if "rot" in code or re.search("a-z|n-z", code):  # `str_rot13(`, `tr a-z n-za-m`
+        # `str_rot13(`, `tr a-z n-za-m`. Only rot13 needs ranges of letters.
+        is_rot13 = "rot" in code or re.search("a-z|n-z", code)
+        if is_rot13:
             return codecs.encode(literal, "rot13")  # rot13 is its own inverse
         if code.startswith("tr -d"):  # `tr -d 'X'` deletes each X
-            arguments = code_around.strip("\"' ")
-            deleted_character = arguments[-1:]
+            command = code_around.strip("\"' ")
+            deleted_character = command[-1:]  # the X before the closing quote
             return literal.replace(deleted_character, "")
         if re.search(r"\brev", code) or "strrev" in code:  # `rev`, `reversed(`, `strrev(`
             return literal[::-1]
@@ -399,7 +401,8 @@ def _concatenate(match: re.Match[str], values: Values) -> str | None:
     for have_values, group in groupby(operands, has_value):
         if have_values:
             text = "".join(_value_of(operand, values) or "" for operand in group)
-            literal = _quote(text)  # None for an empty or unprintable text
+            literal = _quote(text)
+            # None is for an empty or unprintable text. Both become the empty literal `""`.
             pieces.append('""' if literal is None else literal)
         else:
             pieces += group
@@ -440,16 +443,16 @@ def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
     value = _unquote(new_code) if is_quoted else new_code
 
     # Remember a known value. An unknown value replaces the old value, so forget that.
-    is_constant = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
-    if is_constant:
+    is_known = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
+    if is_known:
         values[name] = value
     else:
         values.pop(name, None)
 
-    # Write the assignment again, with quotes around a known value.
+    # Write the assignment again. A bare known value gets quotes. A quoted one has them already.
     if "$" not in old_code:
         return None  # it uses no variable
-    if is_constant and not is_quoted:
+    if is_known and not is_quoted:
         new_code = _quote(value) or new_code  # an unprintable text cannot be quoted
     left_side = match[0].removesuffix(old_code)
     return left_side + new_code
@@ -504,19 +507,29 @@ def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
 
     Return None to keep the match, if the name is in an unknown variable or cannot be a name.
     """
-    # Each form of lookup has its own groups: 1 `getattr(owner1, name1)`, 2 `owner2["name2"](`,
-    # 3 `window["name3"]`, 4 `__import__("name4")`, 5 `owner5.send(:name5)`.
+    # Each form of lookup has its own groups:
+    # 1. `getattr(owner1, name1)`
+    # 2. `owner2["name2"](`
+    # 3. `owner3["name3"]`, where the owner is `window` or the like
+    # 4. `owner4("name4")`, where the owner is `__import__` or the like
+    # 5. `owner5.send(:name5)`
     form = next(number for number in range(1, 6) if match[f"name{number}"])
     name = match[f"name{form}"]
+    is_getattr = form == 1
+    is_import = form == 4
     owner = match[f"owner{form}"] or ""
-    if form == 4:
+    if is_import:
         owner = ""  # `__import__("os")` is the module itself
 
+    # A literal ends in a quotation mark. Before the first one there may be a prefix: `b"system"`.
     if name.endswith(_QUOTES):
         name = _unquote(name)
-    elif form == 1:
+    elif is_getattr:
         name = values.get(name.lower(), "")  # getattr(os, variable)
-    return f"{owner}.{name}".lstrip(".") if _NAME_PATH.fullmatch(name) else None
+    if not _NAME_PATH.fullmatch(name):
+        return None
+    attribute = f"{owner}.{name}"
+    return attribute.lstrip(".")  # without an owner, it begins with the dot
 
 
 # They run in the order of rules.yaml.

@@ -104,8 +104,9 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
             # A regional flag is the emoji of a black flag with tags.
             return previous == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
         case "selector":
-            # A run has at least two selectors. One above U+FFFF chooses a variant of a Han
-            # character, which needs no other selector. So a run must not end in such a selector.
+            # A run has at least two selectors. Two in a row may be a slip, such as a repeated
+            # emoji selector U+FE0F. Selectors above U+FFFF choose a variant of a Han character. A
+            # Han character takes only one selector, so a run that ends in one is not a slip.
             return len(characters) <= _MAX_SELECTORS and ord(characters[-1]) <= 0xFFFF
         case _:
             return False  # direction overrides have no common use

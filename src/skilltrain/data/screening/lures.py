@@ -48,32 +48,34 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
     normalized = text.normalized
     previous_end = 0
     for decoder in _DECODER.finditer(normalized):
-        # The text before the decoder in its line, without the command of an earlier decoder.
+        # The text before the decoder begins with its line, or after an earlier decoder in the line.
+        # It is cut to _MAX_PAYLOAD_CHARS.
         line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
-        start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
-        text_before = normalized[start : decoder.start()]
+        text_start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
+        text_before = normalized[text_start : decoder.start()]
         previous_end = decoder.end()
 
         # Another command may run the result: `eval $(base64 -d FILE)`.
         substitution = _RUN_SUBSTITUTION.search(text_before)
-        if not _is_result_run(decoder, is_substituted=substitution is not None):
+        if not _shell_runs_result(decoder, is_substituted=substitution is not None):
             continue
 
-        # Find the payload. `command_start` is the start of the command in `text_before`.
+        # Find the start of the command in `text_before`, and whether the command has a payload.
+        # The text from `sample_start` may be shown as an example of an attack.
         if text_before.rstrip(" \\").endswith("|"):  # `echo PAYLOAD | base64 -d`
             source = text_before.rstrip(" \\|")
             command_start = substitution.start() if substitution else _last_command_start(source)
             has_payload = _PAYLOAD.search(source, command_start)
-            sample_start = start + command_start
+            sample_start = text_start + command_start
         else:  # `base64 -d FILE`
             command_start = substitution.start() if substitution else len(text_before)
             has_payload = _has_operand(decoder)
             sample_start = decoder.start()
         if has_payload and not text.is_sample(sample_start, decoder.end()):
-            yield start + command_start, decoder.end()
+            yield text_start + command_start, decoder.end()
 
 
-def _is_result_run(decoder: re.Match[str], is_substituted: bool) -> bool:
+def _shell_runs_result(decoder: re.Match[str], is_substituted: bool) -> bool:
     """Return whether a shell runs what a decoder prints.
 
     Args:
@@ -180,8 +182,8 @@ _CONTEXT_CHARS = 40
 def find_assembled_words(text: NormalizedText) -> Spans:
     """Find dangerous words, such as `eval`, that a program assembles from pieces.
 
-    The original of a harmless program contains such a word as a whole. An assembled word is only in
-    the deobfuscated program.
+    A harmless program has the word in its original text too. So a word that is only in the
+    deobfuscated text was assembled.
     """
     if text.offsets is None:
         return  # nothing was deobfuscated
@@ -190,7 +192,8 @@ def find_assembled_words(text: NormalizedText) -> Spans:
         start, end = text.original_span(*match.span())
         context_start = max(0, start - _CONTEXT_CHARS)
         context = text.original[context_start : end + _CONTEXT_CHARS].lower()
-        is_variable = _VARIABLE.match(text.original, start, end)  # which holds the whole word
+        # A variable that holds the whole word is harmless as well.
+        is_variable = _VARIABLE.match(text.original, start, end) is not None
         if match[0] in context or is_variable:
             continue
         # A scanner may contain the word because it looks for attacks.
@@ -297,14 +300,18 @@ _KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
 def find_external_programs(text: NormalizedText) -> Spans:
-    """Find instructions to install a program from an unknown page before the skill is used."""
+    """Find passages that tell the reader to install a program before they use the skill.
+
+    The program comes from an unknown page.
+    """
     normalized = text.normalized
     previous_end = 0
     for requirement in _REQUIREMENT.finditer(normalized):
         if requirement.start() < previous_end:
             continue
 
-        # Find the first URL of an unknown page after the requirement.
+        # Find the first URL of an unknown page after the requirement. The positions of `url` are
+        # in `text_after`.
         text_after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
         url = next(filter(_is_unknown_source, _URL.finditer(text_after)), None)
         if url is None:

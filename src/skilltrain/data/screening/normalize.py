@@ -105,7 +105,7 @@ class NormalizedText:
         return self.normalized[end : end + max_chars].partition("\n")[0]
 
     def is_quoted(self, start: int) -> bool:
-        """Return whether the phrase at `start` is quoted and not an order of the skill itself.
+        """Return whether the phrase at `start` is quoted, and so not an order of the skill itself.
 
         A phrase is quoted if it is in quotation marks or code, if it follows words such as
         "such as", or if it is the title of a list in a skill about security. So a skill that warns
@@ -113,8 +113,9 @@ class NormalizedText:
         but then many models do not follow the order either.
         """
         line = self.line_before(start, 300)
-        # An agent reads what a program prints, so quotation marks in a print call do not count. But
-        # a program about security may print an order as an example.
+        # An agent reads what a program prints, and may take it for an order. So what a program
+        # prints is not quoted, even in quotation marks. But a program about security may print an
+        # order as an example.
         is_ordinary_program = self.kind == "program" and not self.is_about_security
         if is_ordinary_program and _PRINT_CALL.search(line):
             return False
@@ -256,8 +257,9 @@ def _resolve_aliases(mapped: MappedText) -> MappedText:
     if not names_by_alias:
         return mapped
 
-    # An alias that is called, passed on, or followed by an attribute. It is not a part of a longer
-    # name, a string or a path. Aliases are words, so they need no escapes in the expression.
+    # Match an alias at the start of a name, outside of strings and paths (the lookbehind), if an
+    # attribute, a bracket or a comma follows it (the lookahead): `x.run`, `x(`, `f(x, y)`.
+    # Aliases are words, so they need no escapes in the expression.
     alias_use = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(names_by_alias)})(?=\.\w|[(),])")
     for _ in range(2):  # an alias may be the name of another alias
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])
@@ -276,6 +278,7 @@ def _to_one_script(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return a mixed word in Latin letters, and remember its span. Keep other matches."""
         word = match[0]
         start, end = match.span()
+        # Beside letters of a third kind, such as `ж` or `é`, the match is only a part of a word.
         neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
         is_part_of_word = any(letter.isalpha() for letter in neighbours)
         if is_part_of_word or not _TWO_LATIN_LETTERS.search(word):

@@ -85,8 +85,9 @@ def _looks_random(key: str) -> bool:
 
     # A key without digits is a name in words, such as sk-my-own-very-long-model-name. Only digits
     # in the longest and in the last segment count, because others may be fixed, such as `api03`.
-    has_digit = any(character.isdigit() for character in longest + segments[-1])
-    if not has_digit and not key.startswith("hf_"):
+    has_digit = any(map(str.isdigit, longest)) or any(map(str.isdigit, segments[-1]))
+    may_lack_digits = key.startswith("hf_")  # keys of Hugging Face may have only letters
+    if not has_digit and not may_lack_digits:
         return False
     return _bits_per_character(longest) >= _MIN_KEY_BITS
 
