@@ -117,7 +117,7 @@ class Input(NamedTuple):
 def model_card(record: RunRecord, published: Published = Published()) -> str:
     """Return a model card as Markdown with YAML front matter.
 
-    Of local paths the card shows only the last part. It shows no text of the training data.
+    The card shows only the last part of a local path, and no text of the training data.
 
     Raises:
         SkilltrainError: No system of a report uses the run.
@@ -133,7 +133,9 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
 
     # Results on the development queries, then those of the reports.
     results = [
-        Result("development queries", "this model", True, metric, estimate)
+        Result(
+            "development queries", "this model", uses_model=True, metric=metric, estimate=estimate
+        )
         for metric, estimate in record.summary.get("dev", {}).items()
     ]
     for report in published.reports:
@@ -183,11 +185,11 @@ def _card_data(
 
     evaluations = [
         EvalResult(
-            model_class.task,
-            "agent-skills",
-            result.benchmark,
-            result.metric,
-            round(result.estimate["mean"], 4),
+            task_type=model_class.task,
+            dataset_type="agent-skills",
+            dataset_name=result.benchmark,
+            metric_type=result.metric,
+            metric_value=round(result.estimate["mean"], 4),
             dataset_config=f"{result.benchmark}: {result.system}",
             metric_name=result.metric,
         )

@@ -99,18 +99,20 @@ def _convert_to_classifier(folder: Path) -> None:
         }
     )
 
-    # Give it the layers of the reranker, and the row as its output layer.
+    # Give the classifier the layers of the reranker, and the row as its output layer.
     setattr(network, network.base_model_prefix, reranker.network.base_model)
     row = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
     output_layer = heads(network)[0]  # the only layer of its head
     output_layer.weight = nn.Parameter(row[None].clone())  # [1, hidden]
-    reranker.network = network.eval()
 
-    # Replace the files of the reranker by those of the classifier.
+    # Delete the weights of the reranker, and its module that computes the score from two logits.
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
-    write_weights(network, staging=folder, folder=folder)
+
+    # Write the classifier straight to `folder`, without a staging folder.
+    write_weights(network.eval(), staging=folder, folder=folder)
+    reranker.network = network  # `write_modules` looks for the head of this network
     write_modules(reranker, folder)
 
 

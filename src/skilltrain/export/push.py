@@ -55,10 +55,11 @@ def check_folder(folder: Path) -> dict[str, Path]:
 def check_round_trip(folder: Path) -> None:
     """Check that sentence-transformers without skilltrain computes the outputs of our model.
 
-    One of the compared texts is so long that it is cut.
+    This check runs before an upload, so its errors say that nothing was sent. One of the compared
+    texts is so long that it is cut.
 
     Raises:
-        SkilltrainError: It cannot open the folder, or gives other scores.
+        SkilltrainError: sentence-transformers cannot open the folder, or gives other scores.
     """
     # Outputs of our model: the scores of all pairs, or the vectors of all texts.
     model = open_model(folder)
@@ -68,8 +69,9 @@ def check_round_trip(folder: Path) -> None:
         outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     else:
         texts = model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS)
-        for ids in texts:
-            [rows] = model.with_tokens([ids], len(ids))  # the text's vector, then its tokens'
+        for ids in texts:  # one at a time, so that no text is padded
+            # The rows are the vector of the text, then a vector for each of its tokens.
+            [rows] = model.with_tokens([ids], num_tokens=len(ids))
             outputs.append(rows[1:] if is_multi_vector else rows[0])
 
     try:
@@ -130,20 +132,24 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
             raise SkilltrainError("secret-found", problem, where=name, fix=fix)
 
 
-def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bool) -> str:
-    """Upload all files in one commit, and delete other files of the repository.
+def upload(paths: Mapping[str, Path], repo: str, public: bool, may_replace_readme: bool) -> str:
+    """Upload a model in one commit, which also deletes all other files of the repository.
+
+    An earlier model of skilltrain in the repository is replaced.
 
     Args:
         paths: Files by their name in the repository.
         repo: Name on the Hub, OWNER/NAME. The repository is created if it does not exist.
         public: Whether everybody may see the repository.
-        into_existing: Whether to replace a repository that holds only a README.md.
+        may_replace_readme: Whether to upload to an existing repository that holds nothing but a
+            README.md, which is replaced. If false, such a repository is refused.
 
     Returns:
         URL of the repository.
 
     Raises:
-        SkilltrainError: The Hub refuses the upload or does not answer.
+        SkilltrainError: The repository holds something else than a model of skilltrain, or the Hub
+            refuses the upload or does not answer.
     """
     from huggingface_hub import (
         CommitOperationAdd,
@@ -160,7 +166,7 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, into_existing: bo
     url = f"{api.endpoint}/{repo}"
     try:
         with warnings.catch_warnings(action="ignore"):  # a warning may hold the token
-            old_names = _open_repository(api, repo, public, into_existing)
+            old_names = _open_repository(api, repo, public, may_replace_readme)
             say(f"{url}: uploading")
             # upload_folder would split many files into several commits.
             changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
@@ -192,14 +198,15 @@ def _limited_client() -> Any:
     return client
 
 
-def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> set[str]:
+def _open_repository(api: Any, repo: str, public: bool, may_replace_readme: bool) -> set[str]:
     """Create a repository, or check an existing one, and return the names of its files.
 
     Args:
         api: `HfApi` of huggingface_hub.
         repo: Name on the Hub, OWNER/NAME.
         public: Whether the repository must be public, or else private.
-        into_existing: Whether the repository may hold only a README.md.
+        may_replace_readme: Whether a repository that holds nothing but a README.md may be
+            overwritten.
 
     Raises:
         SkilltrainError: The repository holds something else than a model of skilltrain, or its
@@ -216,7 +223,7 @@ def _open_repository(api: Any, repo: str, public: bool, into_existing: bool) -> 
         return set()
 
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
-    if names == {"README.md"} and not into_existing:
+    if names == {"README.md"} and not may_replace_readme:
         problem = "the repository exists and holds a README.md"
         fix = "add --into-existing to replace it, or choose another --repo"
         raise SkilltrainError("repository-taken", problem, where=repo, fix=fix)

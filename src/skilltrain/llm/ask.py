@@ -32,7 +32,7 @@ class Item(Protocol):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ItemT = TypeVar("ItemT", bound=Item)
 ValueT = TypeVar("ValueT")
-Answer = Completion | AnswerError
+AnswerOrError = Completion | AnswerError
 
 
 @dataclass(frozen=True)
@@ -110,21 +110,24 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
         Numbers of requests, of tokens and of dollars, by their names in the output of `--dry-run`.
     """
     llm = questions.llm
-    requests = (questions.request(item) for item in questions.items)
-    prompt_tokens = [request.num_tokens() for request in requests if llm.recall(request) is None]
-    num_requests = len(prompt_tokens)
-    num_cached = len(questions.items) - num_requests
-    usage = Usage(sum(prompt_tokens), num_requests * questions.answer_tokens)
+    prompt_tokens: list[int] = []  # of each request that is not in the cache
+    for item in questions.items:
+        request = questions.request(item)
+        if llm.recall(request) is None:
+            prompt_tokens.append(request.num_tokens())
+    num_uncached = len(prompt_tokens)
+    num_cached = len(questions.items) - num_uncached
+    usage = Usage(sum(prompt_tokens), num_uncached * questions.answer_tokens)
 
     cached = f" ({num_cached:,} more are in the cache)" if num_cached else ""
     say(
-        f"{num_requests:,} requests to {llm.config.model}{cached}, {llm.budget.describe(usage)}; "
+        f"{num_uncached:,} requests to {llm.config.model}{cached}, {llm.budget.describe(usage)}; "
         "answers that cannot be used are asked for again, "
         f"up to {questions.max_attempts} times in all"
     )
     return {
         "model": llm.config.model,
-        "num_requests": num_requests,
+        "num_requests": num_uncached,
         "num_answered_before": num_cached,
         **llm.budget.account(usage),
         "budget": str(llm.budget) or None,
@@ -146,12 +149,15 @@ def ask_all(
     """
     items = questions.items
     values: dict[int, ValueT] = {}  # by position of the item
-    faults: dict[int, Dropped] = {}  # by position of the item
+    faults: dict[int, Dropped] = {}  # the last faults of items without a value, by position
     pending = list(range(len(items)))  # positions of the items to ask about
     try:
         for attempt in range(questions.max_attempts):
-            # A round moves each pending item to `values`, or sets its fault in `faults`.
+            # An item with a usable answer gets a value, and its earlier fault is removed. Any other
+            # item gets a new fault.
             _ask_round(questions, attempt, pending, values, faults)
+
+            # Ask again about the items that still have a fault, unless the fault is final.
             pending = [i for i, fault in faults.items() if fault.filter not in _FINAL_FAULTS]
     except SkilltrainError as error:
         if not drop_if_down:
@@ -163,7 +169,8 @@ def ask_all(
 
     usable = [(items[position], values[position]) for position in sorted(values)]
     budget = questions.llm.budget
-    return Outcome(usable, list(faults.values()), budget.account(budget.used))
+    cost = budget.account(budget.used)  # numbers of tokens and dollars
+    return Outcome(usable, list(faults.values()), cost)
 
 
 def _ask_round(
@@ -198,7 +205,7 @@ def _collect_answers(
     attempt: int,
     pending: Sequence[int],
     faults: Mapping[int, Dropped],
-) -> dict[int, Answer]:
+) -> dict[int, AnswerOrError]:
     """Return an answer or an error for each item to ask about, by position of the item.
 
     Args:
@@ -208,19 +215,19 @@ def _collect_answers(
         faults: Faults of the last answers, by position of the item. A request quotes the fault.
     """
     llm = questions.llm
-    answers: dict[int, Answer] = {}
+    answers: dict[int, AnswerOrError] = {}
 
     def request_of(position: int) -> Request:
         return questions.request(questions.items[position], attempt, faults.get(position))
 
-    # Read cached answers first. Their cost counts towards the budget, which limits the requests.
+    # Read the cached answers first. The budget counts their cost too, so it allows fewer requests.
     for position in pending:
         cached = llm.recall(request_of(position))
         if cached is not None:
             llm.budget.count(cached.usage)
             answers[position] = cached
 
-    def ask(position: int) -> tuple[int, Answer]:
+    def ask(position: int) -> tuple[int, AnswerOrError]:
         """Return the position of an item, and the server's answer or an error."""
         try:
             return position, llm.complete(request_of(position))
@@ -237,7 +244,7 @@ def _collect_answers(
     return answers
 
 
-def _usable_text(answer: Answer) -> str:
+def _usable_text(answer: AnswerOrError) -> str:
     """Return the text of an answer. Raises AnswerError if there is no usable answer."""
     if isinstance(answer, AnswerError):
         raise answer

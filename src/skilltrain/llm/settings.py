@@ -75,8 +75,10 @@ class ServerConfig(Config):
     @classmethod
     def _check_variable_name(cls, value: str) -> str:
         """Check that `api_key_env` is the name of a variable, and not the key itself."""
-        is_name = value.replace("_", "a").isalnum() and not value[0].isdigit()
-        if not is_name or value.startswith("sk"):
+        # A name has letters, digits and _, and does not start with a digit. `isalnum` refuses _.
+        without_underscores = value.replace("_", "a")
+        is_name = without_underscores.isalnum() and not value[0].isdigit()
+        if not is_name or value.startswith("sk"):  # the keys of many services start with sk
             # For a ValueError, pydantic would print the value, which may be the key.
             raise SkilltrainError(
                 "invalid-setting",

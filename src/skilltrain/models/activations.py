@@ -48,7 +48,7 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
 
     # Measure the bytes that are kept for texts of N, 2 N and 3 N tokens, N = _NUM_TOKENS.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        # Weights on the device meta get a copy on `device`, where the token ids are.
+        # Replace weights on the device meta by fake tensors on `device`, where the token ids are.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
             if value.is_meta:
@@ -61,9 +61,10 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
             measurements.append(_saved_bytes(body, weights, ids, dtype))
     network.train(was_training)
 
-    # The bytes for n tokens are a + b n + c n^2: weights are constant, activations grow linearly,
-    # and attention masks quadratically. Only b counts here, because real runs have no masks. In
-    # this function transformers builds them, because it cannot see that no token is padding.
+    # The bytes for n tokens are a + b n + c n^2: a for saved weights, b n for activations, and
+    # c n^2 for attention masks. Only b counts. Weights (a) are no activations, and real runs have
+    # no masks (c). Here transformers builds masks, because fake tensors have no values that show
+    # that no token is padding.
     #   single = a +   b N +   c N^2
     #   double = a + 2 b N + 4 c N^2
     #   triple = a + 3 b N + 9 c N^2
@@ -79,12 +80,16 @@ def _saved_bytes(
 ) -> int:
     """Return the bytes of the tensors that a forward pass saves for the backward pass.
 
+    Saved weights count too.
+
     Args:
         body: A transformer without its head.
         weights: Weights by name, used instead of those of `body`.
         ids: Token ids of one text.
         dtype: Number format of the computation.
     """
+    # Several saved tensors may be views of one storage, which counts only once. torch returns the
+    # same storage object for all of them.
     bytes_by_storage: dict[Any, int] = {}
 
     def record(tensor: Tensor) -> Tensor:

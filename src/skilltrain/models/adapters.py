@@ -88,13 +88,15 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     matrices A are random, so all ranks must call this function with the same seed.
 
     Raises:
-        SkilltrainError: No layer is as wide as the rank, or a target matches no layer.
+        SkilltrainError: The rank exceeds the width of every layer, which is the smaller number of
+            its inputs and outputs. Or a target matches no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
     layers = [network.get_submodule(name) for name in targets]
-    max_rank = max(min(layer.in_features, layer.out_features) for layer in layers)
+    widths = [min(layer.in_features, layer.out_features) for layer in layers]
+    max_rank = max(widths)
     if adapter.rank > max_rank:
         fault = f"{adapter.rank} exceeds the width of every layer, at most {max_rank}"
         raise SkilltrainError("exceeds-model", fault, where="adapter.rank")
@@ -106,9 +108,12 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         target_modules=targets,
         bias="none",
     )  # type: ignore[call-arg]
+
+    # On a CPU, a 4-bit layer must keep its weights in a layout through which gradients pass. Its
+    # class is known only by name, because bitsandbytes may not be installed.
     for name, module in network.named_modules():
-        if type(module).__name__ == "Linear4bit":  # bitsandbytes may not be installed
-            _prepare_for_cpu(name, module)
+        if type(module).__name__ == "Linear4bit":
+            _keep_trainable_layout(name, module)
     inject_adapter_in_model(config, network)
 
     for name, parameter in network.named_parameters():
@@ -165,12 +170,12 @@ def merge_adapter(network: Any) -> Any:
     return network.requires_grad_(True)
 
 
-def _prepare_for_cpu(name: str, linear: Any) -> None:
-    """Prepare a 4-bit layer for training on a CPU with bitsandbytes 0.50.
+def _keep_trainable_layout(name: str, linear: Any) -> None:
+    """Keep the weights of a 4-bit layer on a CPU in the ordinary layout of bitsandbytes 0.50.
 
-    bitsandbytes has a second layout of the weights, for CPUs with bfloat16 instructions. It changes
-    to this layout at the first evaluation, and then no gradient passes through the weights. So this
-    function switches the layout off.
+    bitsandbytes also has a fast layout of the weights, for CPUs with bfloat16 instructions. A layer
+    changes to it at the first evaluation, and then no gradient passes through its weights. So this
+    function switches the fast layout off.
 
     Args:
         name: Name of the layer, for errors.
@@ -190,7 +195,7 @@ def _prepare_for_cpu(name: str, linear: Any) -> None:
             "unsupported-model", fault, fix="train it on a GPU, or with quantize=none"
         )
     linear.support_avx512bf16_for_cpu = False
-    linear.state_dict()  # its side effect: weights return to the first layout
+    linear.state_dict()  # its side effect: weights in the fast layout return to the ordinary one
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:

@@ -246,8 +246,8 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
     """Collect the settings of an encoder.
 
     A setting that `config` leaves out comes from the model's folder: from the settings that
-    training stored, or from the files of sentence-transformers. A setting that the folder does not
-    have either has its default.
+    training stored, or from the files of sentence-transformers. A setting that neither `config` nor
+    the folder has takes its default.
 
     Args:
         folder: Folder of the model.
@@ -264,7 +264,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         inherited = stored
         query_prompt = ""  # the stored template has the prompts already
         skill_prompt = ""
-    else:
+    else:  # a model of another program
         default_query_tokens = EncoderSettings().query_max_tokens
         foreign = foreign_settings(folder, model_config, config.pooling, default_query_tokens)
         inherited = foreign.settings
@@ -274,7 +274,9 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
             inherited["pooling"] = "last_token"
 
     settings = validate(EncoderSettings, inherited | chosen, folder)
-    settings = _reduce_limits(settings, {*stored, *chosen}, model_config, config.source)
+    explicit_names = {*stored, *chosen}  # settings that must not be reduced
+    settings = _reduce_limits(settings, explicit_names, model_config, config.source)
+
     template = with_fields(settings.template, config.fields)
     template = template.with_prompts(query_prompt, skill_prompt)
     settings = settings.model_copy(update={"template": template})
@@ -312,28 +314,31 @@ def _reduce_limits(
 
 
 def _check_windows(settings: EncoderSettings, source: str) -> None:
-    """Check that windows of a body move forward, and fit in the token limit.
+    """Check that the overlap of windows of a body is smaller than a window, and that a window fits.
 
     Raises:
-        SkilltrainError: They do not.
+        SkilltrainError: The overlap is too large, or a window exceeds the token limit.
     """
-    skill = settings.template.skill
-    if settings.chunks.windows == 1 or "body" not in FIELDS_SEEN[skill.fields]:
+    skill_template = settings.template.skill
+    has_body = "body" in FIELDS_SEEN[skill_template.fields]  # whether the encoder reads the body
+    if settings.chunks.windows == 1 or not has_body:
         return
 
-    if settings.chunks.overlap >= skill.body_chars:
+    body_chars = skill_template.body_chars
+    if settings.chunks.overlap >= body_chars:
         fault = (
             f"chunks.overlap {settings.chunks.overlap} is not below the window, "
-            f"template.skill.body_chars {skill.body_chars}"
+            f"template.skill.body_chars {body_chars}"
         )
         raise SkilltrainError("conflicting-settings", fault, where=source)
 
     max_tokens = settings.max_tokens
-    if skill.description_chars + skill.body_chars > _MAX_CHARS_PER_TOKEN * max_tokens:
+    description_chars = skill_template.description_chars
+    if description_chars + body_chars > _MAX_CHARS_PER_TOKEN * max_tokens:
         fault = (
-            f"chunks of {skill.description_chars} + {skill.body_chars} characters are longer than "
+            f"chunks of {description_chars} + {body_chars} characters are longer than "
             f"{max_tokens} tokens"
         )
-        body_chars = max(1, _TYPICAL_CHARS_PER_TOKEN * max_tokens - skill.description_chars)
-        fix = f"template.skill.body_chars: about {body_chars}, or a larger max_tokens"
+        fitting_chars = max(1, _TYPICAL_CHARS_PER_TOKEN * max_tokens - description_chars)
+        fix = f"template.skill.body_chars: about {fitting_chars}, or a larger max_tokens"
         raise SkilltrainError("conflicting-settings", fault, where=source, fix=fix)

@@ -48,7 +48,7 @@ _TOKENIZER_PROBE = "a b c d e"  # every complete tokenizer has tokens for these 
 
 # Weights that config.json may describe for each element in the files. Files may lack a pooler or a
 # new head, and store two 4-bit weights as one element.
-_MAX_DECLARED_PER_STORED = 2
+_MAX_DESCRIBED_PER_STORED = 2
 
 _LAYER_COUNT_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
@@ -172,7 +172,8 @@ def _download(source: str, weights: bool) -> Path:
         raise SkilltrainError("download-failed", fault, where=source) from error
 
     # Offline, some files may be missing in the cache, and a missing settings file would change the
-    # results. The cached list of the model's files shows this. Without a list, warn the user.
+    # results. If the cache has a list of the model's files, `snapshot_download` has compared the
+    # files with it already. So only find out whether there is a list, and warn the user if not.
     try:
         get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
@@ -255,7 +256,8 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
     file = folder / CHECKPOINT_FILE
     if file.is_file():
         record = read_json(file)
-        MODEL.check(record, file, "export the model again")
+        # Check the version of the format of skilltrain.json.
+        MODEL.check(record, file, fix="export the model again")
         has_settings = isinstance(record, dict) and isinstance(record.get("settings"), dict)
         if not has_settings or "kind" not in record:
             fault = "is no record of a skilltrain model"
@@ -289,7 +291,7 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # for good: loading a model never shows a bar
     logging.set_verbosity_error()
     try:
         return auto_class.from_pretrained(str(folder), trust_remote_code=False, **options)
@@ -313,7 +315,7 @@ def load_model_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig, AutoModel
 
-    sizes = _tensor_sizes(folder)
+    sizes = _tensor_sizes(folder)  # number of weights in each tensor of the files
     _check_declared_counts(folder, sizes)
     config = load_pretrained(AutoConfig, folder, "model configuration")
     try:
@@ -322,9 +324,11 @@ def load_model_config(folder: Path) -> Any:
     except Exception as error:  # sizes that contradict each other can cause any exception
         raise _weights_mismatch(folder, printable(str(error), 200)) from error
 
-    num_weights = network.num_parameters()
-    if num_weights > _MAX_DECLARED_PER_STORED * sum(sizes):
-        reason = f"it describes {num_weights:,} weights, there are {sum(sizes):,}"
+    num_described = network.num_parameters()
+    num_stored = sum(sizes)
+    # Some more are allowed: a pooler or a new head may be missing in the files.
+    if num_described > _MAX_DESCRIBED_PER_STORED * num_stored:
+        reason = f"it describes {num_described:,} weights, there are {num_stored:,}"
         raise _weights_mismatch(folder, reason)
     return config
 
@@ -406,16 +410,18 @@ def load_network(
 ) -> Any:
     """Load a network, and check that all its weights come from the folder.
 
-    The files may have a head that the network does not have: it is ignored. They may lack the
-    pooler of a network without a head: vectors do not use it.
+    Two differences are allowed:
+
+    - The files have a head, and the network has none. The head of the files is ignored.
+    - The network has a pooler but no head, and the files lack the pooler. It is not used.
 
     Args:
         auto_class: A model class of transformers, such as AutoModel.
         folder: Folder of the model.
         tokenizer: Tokenizer of the model. Each of its tokens must have an embedding.
         options: Arguments of `from_pretrained`, from `loading_options`.
-        new_head: Whether the files may also lack the head of the network and its pooler, which are
-            then initialised at random.
+        new_head: Whether a third difference is allowed: the network has a head, and the files lack
+            it or its pooler. What the files lack is initialised at random.
 
     Raises:
         SkilltrainError: The weights do not fit config.json or the tokenizer.
@@ -459,16 +465,19 @@ def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bo
         new_head: Whether the pooler and the head may be missing.
 
     Returns:
-        Some or all of `missing`. Empty if the network can be used.
+        - For a network without a head: all of `missing` but the pooler, which it does not use.
+        - For a network with a head: all of `missing` if the backbone lacks weights. Else none,
+          because only the head or its pooler is missing.
 
     Raises:
-        SkilltrainError: The head is missing and `new_head` is false.
+        SkilltrainError: Only the head or its pooler is missing, and `new_head` is false.
     """
-    missing_without_pooler = {name for name in missing if "pooler." not in name}
-    if network.base_model is network:  # a network without a head does not use its pooler
-        return missing_without_pooler
     if not missing:
         return set()
+    missing_without_pooler = {name for name in missing if "pooler." not in name}
+    has_head = network.base_model is not network
+    if not has_head:
+        return missing_without_pooler
 
     # If the backbone lacks weights, all missing weights are a fault.
     backbone_prefix = f"{network.base_model_prefix}."

@@ -26,8 +26,8 @@ def micro_batches(
     Args:
         lengths: Number of tokens of each text.
         token_budget: Maximum number of tokens of a group. A longer text is a group of its own.
-        num_shared: Number of tokens at the start of each text that a group stores only once,
-            because its texts are packed into one row. None: the texts are padded to the longest.
+        num_shared: None if the texts of a group are padded to the longest of them. A number if they
+            are packed into one row: the length of their common beginning, which the row has once.
 
     Returns:
         Positions of the texts of each group.
@@ -38,7 +38,10 @@ def micro_batches(
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
         # How many tokens the text would add to the last group.
         length = lengths[position]
-        num_added = longest if num_shared is None else length - num_shared
+        if num_shared is None:
+            num_added = longest  # it would be padded to the length of the group's first text
+        else:
+            num_added = length - num_shared
 
         if groups and size + num_added <= token_budget:
             groups[-1].append(position)

@@ -158,32 +158,35 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
     The first is the transformer. If the score comes from the logits of yes and no, a second module
     reads these logits.
     """
-    logits = {"method": "forward", "method_output_name": "logits"}
+    reads_logits = {"method": "forward", "method_output_name": "logits"}
     transformer: dict[str, Any] = {
         "transformer_task": "sequence-classification",
         "module_output_name": "scores",
-        "modality_config": {"text": logits},
+        "modality_config": {"text": reads_logits},
     }
-    modules = [Module(_TRANSFORMER, "", transformer)]
     if reranker.settings.template.form == "pair":
         transformer["processing_kwargs"] = {"text": {"truncation": _truncation(reranker)}}
-        return modules
+        return [Module(_TRANSFORMER, "", transformer)]
 
     # The form yes_no is a chat, whose messages may be query, document and system.
-    transformer["modality_config"]["message"] = logits | {"format": "flat"}
-    # The export as a classifier gives the model a head, whose output is the score.
-    has_head = bool(heads(reranker.network))
-    if not has_head:
-        transformer["transformer_task"] = "text-generation"
-        transformer["module_output_name"] = "causal_logits"
-        yes, no = yes_no_ids(reranker.tokenizer)
-        score_settings = {
-            "true_token_id": yes,
-            "false_token_id": no,
-            "module_input_name": "causal_logits",
-        }
-        modules.append(Module(_LOGIT_SCORE, "1_LogitScore", score_settings))
-    return modules
+    transformer["modality_config"]["message"] = reads_logits | {"format": "flat"}
+    # A model that was exported as a classifier has a head, whose output is the score.
+    if heads(reranker.network):
+        return [Module(_TRANSFORMER, "", transformer)]
+
+    # Any other model gives logits of all tokens. A second module reads those of yes and no.
+    transformer["transformer_task"] = "text-generation"
+    transformer["module_output_name"] = "causal_logits"
+    yes, no = yes_no_ids(reranker.tokenizer)
+    score_settings = {
+        "true_token_id": yes,
+        "false_token_id": no,
+        "module_input_name": "causal_logits",
+    }
+    return [
+        Module(_TRANSFORMER, "", transformer),
+        Module(_LOGIT_SCORE, "1_LogitScore", score_settings),
+    ]
 
 
 def _truncation(reranker: Reranker) -> str:

@@ -71,22 +71,23 @@ class PairTokenizer:
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
 
-        # In the form yes_no, the tokens of a skill depend on the line break before it. So a skill
-        # is tokenised with a line break in front, and the tokens of the line break are dropped.
-        self._query_ending = ""
-        self._num_ending_tokens = 0
+        # In the form yes_no, a line break separates the query and the skill, and the tokens of a
+        # skill depend on it. So `skill_ids` tokenises a skill with this line break in front, and
+        # then drops the tokens of the line break. Here they are counted.
+        self._line_break = ""
+        self._num_line_break_tokens = 0
         skill_prompt = self.template.skill_prompt()
         if skill_prompt:
-            self._query_ending = "\n"
-            example = self._query_ending + skill_prompt + "a"  # `a` stands for any skill
+            self._line_break = "\n"
+            example = self._line_break + skill_prompt + "a"  # `a` stands for any skill
             _, spans = self.text.ids_and_spans(example)
-            self._num_ending_tokens = _num_tokens_before(len(self._query_ending), spans)
+            self._num_line_break_tokens = _num_tokens_before(len(self._line_break), spans)
 
     def query_ids(self, text: str) -> list[int]:
-        """Return the token ids of the query's part.
+        """Return the token ids of the query's part of a pair: prompt, query and query ending.
 
-        In the form yes_no, only the query's own text is truncated to `query_max_tokens`, not the
-        prompt around it.
+        In the form yes_no, only the query itself is truncated to `query_max_tokens`, not the prompt
+        and the ending. The form pair has no ending.
 
         Args:
             text: A raw query.
@@ -102,30 +103,32 @@ class PairTokenizer:
         # with this prompt behind it, and the tokens of this prompt are dropped.
         skill_prompt = self.template.skill_prompt()
 
-        # Truncate the text until at most `limit` tokens overlap it. Each shorter text is tokenised
-        # again, because its last word may be split in another way.
+        # Each round tokenises the text and counts its tokens. If there are more than `limit`, the
+        # text is cut, and the next round tokenises it again, because the tokens of its last word
+        # may change.
         text_start = len(prompt)
         while True:
             text_end = text_start + len(text)
             ids, spans = self.text.ids_and_spans(prompt + text + ending + skill_prompt)
 
-            # Where the tokens that overlap the text start.
+            # Starts of the tokens that have characters of the text.
             token_starts = [start for start, end in spans if end > text_start and start < text_end]
             if len(token_starts) <= limit:
+                # Return the tokens of prompt, text and ending, which are before the skill's prompt.
                 skill_start = text_end + len(ending)
                 return ids[: _num_tokens_before(skill_start, spans)]
 
             # Cut the text before the first token that exceeds the limit.
-            num_chars = token_starts[limit] - text_start
-            text = text[: max(0, num_chars)]  # a token may start in the prompt
+            num_chars = token_starts[limit] - text_start  # negative if it starts in the prompt
+            text = text[: max(0, num_chars)]
 
     def skill_ids(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Return the token ids of each skill's part, without truncation."""
         if not skills:
             return []
-        prefix = self._query_ending + self.template.skill_prompt()
+        prefix = self._line_break + self.template.skill_prompt()
         texts = [prefix + self.template.render_skill(skill) for skill in skills]
-        return [ids[self._num_ending_tokens :] for ids in self.text.ids(texts)]
+        return [ids[self._num_line_break_tokens :] for ids in self.text.ids(texts)]
 
     def join(self, query: TokenIds, skill: TokenIds) -> PairIds:
         """Join a query and a skill to a pair of at most `max_tokens`. The end of the skill is cut.
@@ -169,11 +172,14 @@ def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
         suffix = tokenizer.encode(QWEN3_RERANKER_SUFFIX, add_special_tokens=False)
         return prefix, [], suffix
 
-    letter = tokenizer.encode("a", add_special_tokens=False)
-    size = len(letter)
-    pair = tokenizer("a", "a")["input_ids"]
-    starts = [i for i in range(len(pair)) if pair[i : i + size] == letter]
+    letter_ids = tokenizer.encode("a", add_special_tokens=False)
+    length = len(letter_ids)  # usually 1
+    pair_ids = tokenizer("a", "a")["input_ids"]
+
+    # Find the two places of the letter in the pair.
+    starts = [i for i in range(len(pair_ids)) if pair_ids[i : i + length] == letter_ids]
     first_start = starts[0]
-    first_end = first_start + size
+    first_end = first_start + length
     second_start = next(start for start in starts if start >= first_end)
-    return pair[:first_start], pair[first_end:second_start], pair[second_start + size :]
+    second_end = second_start + length
+    return pair_ids[:first_start], pair_ids[first_end:second_start], pair_ids[second_end:]

@@ -118,8 +118,8 @@ def foreign_settings(
         folder: Folder of the model.
         model_config: The model's config.json as an object of transformers.
         pooling: Pooling that the user chose, if any. It replaces that of the files.
-        default_query_tokens: Our default token limit of queries. If the files limit all texts to
-            fewer tokens, and have no limit for queries, this is the limit of queries.
+        default_query_tokens: Our default token limit of queries. It is used if the files have no
+            limit for queries, and their limit of all texts is smaller.
 
     Raises:
         SkilltrainError: The model has modules, a pooling or a prompt that skilltrain does not
@@ -201,6 +201,7 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
     modes = config.get("pooling_mode")
     if not modes:
         flags = [flag for flag in config if flag.startswith(_MODE_FLAG) and config[flag]]
+        # Remove the endings: mean_tokens becomes mean, cls_token cls; lasttoken has none.
         names = [flag.removeprefix(_MODE_FLAG).removesuffix("s") for flag in flags]
         modes = [name.removesuffix("_token") for name in names] or ["mean"]
     if isinstance(modes, str):
@@ -220,9 +221,12 @@ def _token_limits(
     """Return the token limits of skills and queries by name of our setting.
 
     The limit of all texts comes from sentence-transformers' settings, else from the tokenizer. It
-    is never above the model's positions. For queries it is raised to `default_query_tokens`, unless
-    the files have a limit for queries. The template already limits a query's characters, and a
-    query often states its task at the end.
+    is at most the number of the model's positions.
+
+    The limit of queries is the one in the files, but at most the limit of all texts. Without one,
+    it is the limit of all texts, but at least `default_query_tokens`, because a query often states
+    its task at the end. (The template has limited its characters already.) This may exceed the
+    model's positions, so the caller reduces it.
 
     Returns:
         `max_tokens` and `query_max_tokens`. A setting without a limit is left out.

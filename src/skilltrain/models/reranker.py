@@ -241,25 +241,25 @@ def load_reranker(
         config: Settings that select the reranker.
         device: Device of the reranker. On the device meta, it has shapes but no weights.
         options: Further arguments of `from_pretrained`.
-        new_head: Whether the head may be new, for training. An encoder then becomes a reranker if
-            `config` has a template of the form pair.
+        new_head: Whether a missing head is initialised at random, for training. Then an encoder may
+            become a reranker too, if `config` has a template.
 
     Raises:
-        SkilltrainError: There is no such model, it is an encoder, its folder is not complete, or
-            the settings do not fit it.
+        SkilltrainError: There is no such model, it is an encoder that must not become a reranker,
+            its folder is not complete, or the settings do not fit it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = loading.resolve_model(config.source)
-    may_be_encoder = new_head and config.template is not None
-    if may_be_encoder and loading.is_encoder(folder):
+    may_convert_encoder = new_head and config.template is not None
+    if may_convert_encoder and loading.is_encoder(folder):
         stored = {}  # ignore its settings, which are those of an encoder
     else:
         stored = loading.stored_settings(folder, "reranker")
 
     model_config = loading.load_model_config(folder)
     is_causal = any("CausalLM" in name for name in model_config.architectures or [])
-    settings = _settings(config, stored, is_causal, folder)
+    settings = _settings(config, stored, is_causal, folder)  # checks the template's form
     tokenizer = loading.load_tokenizer(folder)
     settings = _reduce_limits(settings, tokenizer, model_config, config.source)
     template = with_fields(settings.template, config.fields)

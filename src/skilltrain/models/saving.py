@@ -185,7 +185,7 @@ def _standalone_tokenizer(model: Encoder | Reranker) -> Any:
     """Return a copy of the tokenizer that handles untrusted texts safely without skilltrain's code.
 
     The name of a control token in a text, such as `<|im_end|>`, does not become the control token.
-    The same holds for `TextTokenizer`, which only skilltrain uses.
+    Inside skilltrain, `TextTokenizer` ensures this. Other programs use the copy.
     """
     tokenizer = copy.deepcopy(model.tokenizer)
     control_tokens = _control_tokens(tokenizer)
@@ -204,6 +204,7 @@ def _standalone_tokenizer(model: Encoder | Reranker) -> Any:
     tokenizer.split_special_tokens = True
     tokenizer.init_kwargs["split_special_tokens"] = True
     if isinstance(model, Encoder) and model.settings.pooling == "last_token":
+        # The vector of such an encoder is the hidden state of a pad token at the end of the text.
         _append_pad_token(tokenizer)
     return tokenizer
 
@@ -244,9 +245,10 @@ def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[st
     """Return a chat template that formats a query and a skill as Qwen3-Reranker expects them.
 
     A chat has one message with the role `query` and one with the role `document`. A message with
-    the role `system` replaces the instruction. The chat template inserts a space into each name of
-    a control token in a text. Otherwise such a text could end its own message. This is for other
-    programs: skilltrain does not use the chat template.
+    the role `system` replaces the instruction. Only other programs use the chat template.
+
+    If a text has the name of a control token, such as `<|im_end|>`, the chat template inserts a
+    space into the name. Otherwise the text could end its own message.
 
     Args:
         template: Template of the reranker.

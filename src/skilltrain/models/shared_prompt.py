@@ -45,6 +45,8 @@ class Bucket:
     ) -> "Bucket":
         """Make a bucket of continuations that follow each other in the row.
 
+        The row is one sequence of tokens: the common prompt, then the continuations of all texts.
+
         Args:
             lengths: Number of tokens of each continuation, longest first.
             start: Position of the first continuation in the row.
@@ -63,7 +65,9 @@ class Bucket:
         is_real = offsets < sizes  # [text, token]
         real_tokens = is_real.flatten().nonzero()[:, 0]  # indices into text * token
 
-        # Every token attends to the whole prompt, and causally to its continuation.
+        # Every token attends to the whole prompt, and causally to its continuation. All
+        # continuations use this mask [token, num_prompt + token], whose diagonal starts after the
+        # prompt.
         mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
         return cls(
             on_device(tokens, device), on_device(real_tokens, device), on_device(mask, device)
@@ -109,7 +113,7 @@ class PackedTexts:
         self.num_prompt = num_prompt
         self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
-        self.was_used = False
+        self.was_used = False  # the attention of the model sets it, and `last_hidden` checks it
 
         # Position ids count from the start of a text, so each continuation starts at `num_prompt`.
         position_ids = [*range(num_prompt)]
@@ -124,11 +128,11 @@ class PackedTexts:
     def _make_buckets(self, device: torch.device) -> list[Bucket]:
         """Divide the continuations into buckets of similar length, longest first."""
         buckets: list[Bucket] = []
-        start = self.num_prompt
+        start = self.num_prompt  # position in the row of the first token after the prompt
         remaining = self.lengths  # longest first
         while remaining:
             min_length = _MIN_RELATIVE_LENGTH * remaining[0]
-            lengths = [length for length in remaining if length >= min_length]
+            lengths = [length for length in remaining if length >= min_length]  # the first ones
             buckets.append(Bucket.from_lengths(lengths, start, self.num_prompt, device))
             start += sum(lengths)
             remaining = remaining[len(lengths) :]
@@ -210,7 +214,7 @@ class VarlenTexts(PackedTexts):
         """Compute attention of all texts. Each text attends causally to itself.
 
         torch's flash attention needs a GPU and bfloat16, and has no dropout. In all other cases,
-        this method calls the slower one of `PackedTexts`.
+        this method calls the slower `PackedTexts.attend`.
 
         Args:
             query: Queries of all tokens of the row.

@@ -62,15 +62,16 @@ class TextTokenizer:
         self.backend.add_special_tokens([as_special(token) for token in control_tokens.values()])
         self.backend.encode_special_tokens = True
 
-        # A Unigram vocabulary has its control tokens as words too, so the backend still finds them
-        # in texts. The methods below then remove them. Find out whether this is such a backend:
-        # does it return a control token for the name of one?
+        # A Unigram vocabulary has its control tokens as words too, so the backend still makes
+        # control tokens of their names in a text. The other methods then remove these tokens. To
+        # find out whether this is such a backend, encode all names as plain text, and look for the
+        # ids of control tokens in the result.
         self._control_ids = set(control_tokens) - {tokenizer.unk_token_id}
         names = [token.content for token in control_tokens.values()]
         ids_in_names: set[int] = set()
         for encoding in self.backend.encode_batch(names, add_special_tokens=False):
             ids_in_names.update(encoding.ids)
-        self._finds_control_tokens = bool(ids_in_names & self._control_ids)
+        self._parses_control_tokens = bool(ids_in_names & self._control_ids)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each whole text, without any special token."""
@@ -93,9 +94,10 @@ class TextTokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids = encoding.ids
         spans = encoding.offsets
-        if not self._finds_control_tokens:
+        if not self._parses_control_tokens:
             return ids, spans
-        # Leave out control tokens that were found in the text.
+
+        # This backend makes a control token of its name in the text. Leave such tokens out.
         positions = [i for i, token_id in enumerate(ids) if token_id not in self._control_ids]
         return [ids[i] for i in positions], [spans[i] for i in positions]
 
@@ -104,7 +106,7 @@ class TextTokenizer:
 
         Special tokens that the tokenizer itself has added stay.
         """
-        if not self._finds_control_tokens or self._control_ids.isdisjoint(encoding.ids):
+        if not self._parses_control_tokens or self._control_ids.isdisjoint(encoding.ids):
             return encoding.ids
         ids = []
         for token_id, is_added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
