@@ -19,8 +19,8 @@ _NUM_SAMPLED_BATCHES = 100  # their padding is computed, and taken for that of a
 def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
     """Count what a training run reads and computes, for `--dry-run`.
 
-    `list_tokens` counts a skill once for each of its lists. Training encodes it only once per
-    batch, so it computes fewer tokens.
+    `list_tokens` counts a skill once for each of its lists. An encoder in training encodes
+    it only once per batch.
 
     Args:
         step: The module that holds the model, its loss and the training set.
