@@ -57,8 +57,8 @@ def encoder_opener(
     for skill in skills.values():
         skill_texts += settings.chunk_texts(skill)
 
-    # Each distinct text is encoded once, so equal skills have equal scores. The key of a text is the
-    # text with its token limit.
+    # Each distinct text is encoded once, so equal skills have equal scores. The key of a text is
+    # the text with its token limit.
     token_ids: dict[tuple[str, int], np.ndarray] = {}
     inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
     for texts, max_tokens in inputs:
