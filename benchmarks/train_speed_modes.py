@@ -114,7 +114,7 @@ def _train_ours(
         optimizer.zero_grad(set_to_none=True)
 
         reporter.num_tokens = step.count["tokens"]
-        reporter.num_slots = step.count["slots"]
+        reporter.num_slots = step.count["padded_tokens"]
         reporter.end(float(loss.detach()), flops)
 
 
@@ -169,8 +169,8 @@ def useful_flops(step: Any, batch: Sequence[Any]) -> float:
         skill_ids: set[str] = set()
         for training_list in batch:
             skill_ids.update(training_list.skill_ids)
-        queries = [step.query_ids[training_list.query] for training_list in batch]
-        groups = [queries + [step.skill_ids[skill_id] for skill_id in skill_ids]]
+        queries = [step.query_token_ids[training_list.query] for training_list in batch]
+        groups = [queries + [step.skill_token_ids[skill_id] for skill_id in skill_ids]]
     else:
         for training_list in batch:
             groups.append([pair.ids for pair in step.make_pairs(training_list)])

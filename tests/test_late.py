@@ -98,8 +98,8 @@ def test_micro_batches_do_not_change_loss(open_encoder_of, token_budget):
 
     # The expected loss: all texts in one batch, MaxSim pair by pair.
     skill_ids = sorted(set().union(*[training_list.skill_ids for training_list in data.lists]))
-    query_tokens = [step.query_ids[training_list.query] for training_list in data.lists]
-    skill_tokens = [step.skill_ids[skill_id] for skill_id in skill_ids]
+    query_tokens = [step.query_token_ids[training_list.query] for training_list in data.lists]
+    skill_tokens = [step.skill_token_ids[skill_id] for skill_id in skill_ids]
     scored = encoder_scores(
         data.lists,
         data.lists,

@@ -220,7 +220,7 @@ def test_probe_runs_largest_batch(probed, model_folders):
 
     def num_tokens(batch):
         skill_ids = chain.from_iterable(training_list.skill_ids for training_list in batch)
-        return sum(len(step.skill_ids[skill_id]) for skill_id in skill_ids)
+        return sum(len(step.skill_token_ids[skill_id]) for skill_id in skill_ids)
 
     assert probed.forwarded[0] == max(batches, key=num_tokens)
     assert len(probed.forwarded) == len(batches) + 2

@@ -201,7 +201,7 @@ def test_memory_of_largest_batch_by_hand(open_encoder_of, recompute):
 
     # Queries of 4 and 6 tokens; skills of 3, 5, 12 and 12: five of them padded to 12, the last in a
     # micro-batch of its own. With recomputation only the inputs of two layers of width 32 are kept.
-    assert step.slots(data.lists) == [60, 3]
+    assert step.padded_tokens(data.lists) == [60, 3]
     expected = 63 * 2 * 32 * 4 + 60 * num_bytes if recompute else 63 * 2 * num_bytes
     assert memory == expected
 

@@ -168,7 +168,7 @@ def test_reranker_step_equals_plain_loss(
     loss = step(data.lists)
 
     assert_same(reranker, loss, expected, loss_tolerance, gradient_tolerance)
-    assert sum(step.slots(data.lists)) == step.count["slots"]
+    assert sum(step.padded_tokens(data.lists)) == step.count["padded_tokens"]
 
 
 def test_each_distinct_skill_is_encoded_once(open_encoder_of):
@@ -184,8 +184,8 @@ def test_each_distinct_skill_is_encoded_once(open_encoder_of):
     for training_list in data.lists:
         skill_ids += training_list.skill_ids
     assert len(lengths) == len(set(skill_ids)) + len(data.lists) < len(skill_ids)
-    assert step.count["tokens"] == sum(lengths) <= step.count["slots"]
-    assert step.count["slots"] == sum(step.slots(data.lists))
+    assert step.count["tokens"] == sum(lengths) <= step.count["padded_tokens"]
+    assert step.count["padded_tokens"] == sum(step.padded_tokens(data.lists))
 
 
 def test_varlen_changes_no_gradient(open_encoder_of):
@@ -198,7 +198,9 @@ def test_varlen_changes_no_gradient(open_encoder_of):
 
     loss = step(data.lists)
 
-    assert step.count["slots"] == step.count["tokens"] == sum(step.slots(data.lists))
+    assert (
+        step.count["padded_tokens"] == step.count["tokens"] == sum(step.padded_tokens(data.lists))
+    )
     assert loss.item() == pytest.approx(padded_loss.item(), abs=1e-9)
     for name, gradient in gradients(encoder, loss).items():
         assert torch.allclose(gradient, expected[name], atol=1e-6)
@@ -235,7 +237,7 @@ def test_evaluation_embeds_one_micro_batch_at_a_time(open_encoder_of, open_reran
         items = list(itertools.chain.from_iterable(inputs.lists))
     else:
         step = EncoderStep(open_encoder_of(name), InfoNCE(), data, StepSettings(256))
-        items = 2 * [*step.query_ids.values(), *step.skill_ids.values()]
+        items = 2 * [*step.query_token_ids.values(), *step.skill_token_ids.values()]
         inputs = TextsToEncode(items)
     with torch.no_grad():
         expected = torch.cat([step.model([item]) for item in items])

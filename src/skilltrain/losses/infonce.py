@@ -86,15 +86,18 @@ class InfoNCE(Loss):
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """Return the loss, summed over queries.
 
-        There are four variants: with `push_share`, from queries to skills only, and more directions
-        in one common denominator (joint) or in one loss each (per_direction).
+        The settings choose one of four variants:
+            push_share: a loss without rejected skills, and a loss against them.
+            One direction: queries are contrasted with skills.
+            More directions, partition joint: all directions have one common denominator.
+            More directions, partition per_direction: the mean of one loss per direction.
         """
         if self.push_share:
             return self._pull_and_push(batch)
         if len(self.directions) == 1:  # query_to_skill
             return contrast(batch, self.temperature)
         if self.partition == "joint":
-            return contrast(batch, self.temperature, self._log_extra_negatives(batch))
+            return contrast(batch, self.temperature, self._log_extra_terms(batch))
 
         # per_direction: a skill is contrasted with queries, and a query is contrasted with skills.
         log_negatives = self._log_negatives(batch)["skill_to_query"]  # [positive]
@@ -113,18 +116,20 @@ class InfoNCE(Loss):
         push_loss = contrast(only_rejected, self.temperature)
         return (1 - self.push_share) * pull_loss + self.push_share * push_loss
 
-    def _log_extra_negatives(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
-        """Return the logsumexp of further negatives of each positive, from all directions.
+    def _log_extra_terms(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
+        """Return the logsumexp of the terms that further directions add to the denominator.
 
-        The negatives of query_to_skill are not included, because `contrast` adds them.
+        These are all directions but query_to_skill, whose terms `contrast` adds itself. Each
+        positive has its own denominator.
         """
         row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
         log_negatives = self._log_negatives(batch)
         log_terms: list[Tensor] = []  # each [positive]
         if "skill_to_query" in log_negatives:
             log_terms.append(log_negatives["skill_to_query"])
-            # The paper of GTE has the positive pair in this direction's sum too.
-            log_terms.append(batch.scores[row, column] / self.temperature)
+            # As in the paper of GTE, this direction adds the positive pair once more.
+            positive_logits = batch.scores[row, column] / self.temperature  # [positive]
+            log_terms.append(positive_logits)
         if "query_to_query" in log_negatives:
             log_by_query = log_negatives["query_to_query"]  # [query]
             log_terms.append(log_by_query[row])

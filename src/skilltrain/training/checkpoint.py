@@ -194,7 +194,8 @@ def load_checkpoint(
             "other-launcher", fault, where=newest, fix="resume with that launcher"
         )
 
-    # Restore the weights, the optimiser and the random states.
+    # Restore the weights, the optimiser and the random states. Under DeepSpeed, `_load_states`
+    # restores the weights too.
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         step_module = cast(nn.Module, accelerator.unwrap_model(model))
         load_weights(step_module, prefix="", checkpoint=newest)
@@ -242,6 +243,7 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
             stored.pop(key, None)
         elif isinstance(value, DTensor) and key in stored:
             full_weight = stored[key].to(value.device)
+            # Every rank has read the full weight, so no rank sends it (`src_data_rank=None`).
             stored[key] = distribute_tensor(
                 full_weight, value.device_mesh, value.placements, src_data_rank=None
             )
@@ -329,9 +331,10 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
 
 
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Restore everything that `_save_states` saved.
+    """Restore the optimiser's state and the random states that `_save_states` saved.
 
-    Random states come last, because loading may use random numbers.
+    Under DeepSpeed, its own files also hold the weights. Random states come last, because loading
+    may use random numbers.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         with _plain_data_only():
@@ -341,9 +344,9 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
         if path is None:
             raise SkilltrainError("not-found", "no such folder", where=folder / _DEEPSPEED_FOLDER)
     else:
-        _restore_moments(optimizer, load_file(folder / _optimizer_file(accelerator)))
+        _restore_optimizer(optimizer, load_file(folder / _optimizer_file(accelerator)))
 
-    # A run with whole models may resume on more ranks than before. A rank that did not exist then
+    # If each rank holds the whole model, the run may resume on more ranks than before. A new rank
     # has no file, and keeps its current random state.
     random_file = folder / _random_file(accelerator)
     must_exist = accelerator.process_index == 0 or shards_weights(accelerator)
@@ -366,7 +369,7 @@ def _optimizer_file(accelerator: Accelerator) -> str:
     return "optimizer.safetensors"
 
 
-def _restore_moments(optimizer: Any, moments: dict[str, Tensor]) -> None:
+def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
     """Restore the state of the optimiser: the moments of each parameter, and its number of steps.
 
     Args:
@@ -417,7 +420,8 @@ def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:
 def _plain_data_only() -> Iterator[None]:
     """Let torch.load refuse a file that could run code, in the body of the `with` statement.
 
-    DeepSpeed calls torch.load with weights_only=False. The environment variable overrides this.
+    DeepSpeed calls torch.load with weights_only=False, which allows code. The environment variable
+    sets weights_only=True instead.
     Three classes of DeepSpeed are allowed, because its files contain them. They only hold numbers
     and settings.
     """

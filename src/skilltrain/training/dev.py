@@ -57,8 +57,9 @@ def encoder_opener(
     for skill in skills.values():
         skill_texts += settings.chunk_texts(skill)
 
-    # Each distinct text is encoded once, so equal skills have equal scores.
-    token_ids: dict[tuple[str, int], np.ndarray] = {}  # by text and token limit
+    # Each distinct text is encoded once, so equal skills have equal scores. The key of a text is
+    # the text with its token limit.
+    token_ids: dict[tuple[str, int], np.ndarray] = {}
     inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
     for texts, max_tokens in inputs:
         text_by_key = {(text, max_tokens): text for text in texts}
@@ -67,6 +68,10 @@ def encoder_opener(
     row_by_key = {key: row for row, key in enumerate(token_ids)}  # row of each text's vector
 
     def open_model(step_module: Any) -> Any:
+        """Encode all texts, and return a ranker of the skills that looks their vectors up.
+
+        The encoder, its texts and the skills are those of `encoder_opener`.
+        """
         all_texts = TextsToEncode([*token_ids.values()])
         vectors = _check_finite(step_module(all_texts)).cpu().numpy()  # [text, dim]
 
@@ -75,6 +80,7 @@ def encoder_opener(
             return vectors[rows]
 
         # `look_up` takes the place of the forward pass, so there are no micro-batches to limit.
+        # The source OWN stands for the model in training.
         ranker = SkillEncoder(encoder, source=OWN, token_budget=0, forward=look_up)
         return ranker.over(skills)
 
@@ -98,15 +104,17 @@ def _score_lists(model: Any, lists: Iterable[list[PairIds]]) -> Iterator[list[fl
     """
     # Each distinct pair of a list is scored once, so equal skills have equal scores.
     all_lists = [*lists]
-    distinct = []  # the pairs of each list, by their token ids
+    distinct_lists: list[dict[tuple[int, ...], PairIds]] = []  # pairs of each list by token ids
     for pairs in all_lists:
-        distinct.append({tuple(pair.ids): pair for pair in pairs})
-    inputs = PairsToScore([[*pairs.values()] for pairs in distinct if pairs])
+        distinct_lists.append({tuple(pair.ids): pair for pair in pairs})
+    non_empty = [[*pair_by_ids.values()] for pair_by_ids in distinct_lists if pair_by_ids]
+    inputs = PairsToScore(non_empty)
     scores = _check_finite(model(inputs)).tolist() if inputs.lists else []
 
+    # The scores are in the order of `distinct_lists`, and of the pairs of each list.
     remaining_scores = iter(scores)
-    for pairs, pairs_by_ids in zip(all_lists, distinct, strict=True):
-        score_by_ids = {ids: next(remaining_scores) for ids in pairs_by_ids}
+    for pairs, pair_by_ids in zip(all_lists, distinct_lists, strict=True):
+        score_by_ids = {ids: next(remaining_scores) for ids in pair_by_ids}
         yield [score_by_ids[tuple(pair.ids)] for pair in pairs]
 
 
@@ -195,11 +203,11 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     else:
         open_model = reranker_opener(model, skills)
 
-    # Rank as many skills as the largest cutoff of a measure, and as any ranker keeps.
+    # Rank enough skills for the largest cutoff of a measure, and for the largest `keep`.
     cutoffs = [measure.cutoff for measure in config.measures]
     keeps = [ranker.keep for ranker in config.rankers if ranker.keep is not None]
     cascade = Cascade(queries, [*skills.values()], depth=max(cutoffs + keeps))
-    _check_candidates(config, cascade, benchmark.tasks)
+    _run_earlier_rankers(config, cascade, benchmark.tasks)
     return Dev(config, benchmark.relevances, cascade, open_model)
 
 
@@ -224,11 +232,11 @@ def _sample_pool(
     return {skill_id: skill for skill_id, skill in pool.items() if skill_id in sample}
 
 
-def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
-    """Check that the rankers before the model in training find gold skills for it to rank.
+def _run_earlier_rankers(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
+    """Run the rankers before the model in training once, and check that they find gold skills.
 
-    The cascade keeps the rankings of these rankers for all evaluations. If they miss some gold
-    skills, a warning says how many.
+    The cascade stores their rankings, so that later evaluations need not run them again. If they
+    miss some gold skills, a warning says how many.
 
     Args:
         config: Settings of the dev benchmark.
@@ -236,18 +244,18 @@ def _check_candidates(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]
         tasks: Queries with their judgements.
 
     Raises:
-        SkilltrainError: These rankers find no gold skill.
+        SkilltrainError: The rankers before the model find no gold skill.
     """
     num_earlier = _num_before_model(config)
     if num_earlier == 0:
         return
 
-    # Run the rankers before the model.
+    # Run the rankers before the model. The cascade stores their rankings.
     rankers = with_keeps(config.rankers, cascade.depth)
     earlier_system = SystemConfig(name="dev", rankers=tuple(rankers[:num_earlier]))
     rankings = cascade.run(earlier_system)[-1].skill_ids()
 
-    # Free their models. Evaluations run only the later rankers again.
+    # Free their models, because evaluations run only the later rankers.
     later_system = config.system.model_copy(update={"rankers": config.rankers[num_earlier:]})
     cascade.release_unneeded([later_system])
 

@@ -149,7 +149,7 @@ def check_folder_is_shared(accelerator: Accelerator, folder: Path) -> None:
         raise SkilltrainError("folder-not-shared", fault, where=folder, fix=fix)
 
 
-def shares_state() -> bool:
+def shards_state() -> bool:
     """Whether the launcher requests FSDP2 or DeepSpeed.
 
     Each rank then has only a part of the optimiser's state.

@@ -19,7 +19,12 @@ _NUM_SAMPLED_BATCHES = 100  # their padding is computed, and taken for that of a
 def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
     """Count what a training run reads and computes, for `--dry-run`.
 
-    `list_tokens` counts a skill once for each of its lists, although a step encodes it once.
+    `list_tokens` counts a skill once for each of its lists. An encoder in training encodes
+    it only once per batch.
+
+    Args:
+        step: The module that holds the model, its loss and the training set.
+        config: Settings of the training run.
 
     Returns:
         Counts and shares by summary key.
@@ -31,7 +36,7 @@ def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
         # Lengths of the skills. For a reranker, they include the query.
         tokens += sum(min(length, max_tokens) for length in step.lengths(training_list))
         if isinstance(step, EncoderStep):
-            tokens += len(step.query_ids[training_list.query])
+            tokens += len(step.query_token_ids[training_list.query])
     return {
         **counts_of(step),
         "num_queries": len({training_list.query for training_list in lists}),
@@ -59,10 +64,11 @@ def measure_run(training: Training) -> dict[str, float]:
     # Compute the padding of every n-th batch only, because it takes time.
     interval = max(1, len(batches) // _NUM_SAMPLED_BATCHES)
     sample = batches[::interval]
-    mean_tokens = fmean(sum(step.slots(batch)) for batch in sample)  # with padding
-    largest_tokens = sum(step.slots(largest))  # with padding
+    # `padded_tokens` returns a number for each micro-batch of a batch.
+    mean_tokens = fmean(sum(step.padded_tokens(batch)) for batch in sample)
+    largest_tokens = sum(step.padded_tokens(largest))
 
-    # The time of a batch is proportional to its tokens.
+    # The time of a batch is proportional to its tokens, including padding.
     hours_if_all_largest = seconds / 3600 * len(batches)
     hours = hours_if_all_largest * mean_tokens / largest_tokens
     peak = peak_bytes(training.accelerator.device)
@@ -100,7 +106,8 @@ def truncated_share(step: StepModule) -> float:
     """Return the share of positives whose text is longer than `max_tokens`, and truncated."""
     limit = step.model.settings.max_tokens
     if isinstance(step, EncoderStep):
-        # An encoder's texts are already truncated. One of exactly `max_tokens` tokens counts too.
+        # An encoder's texts are already truncated, so none is longer than `max_tokens`. A text of
+        # exactly `max_tokens` tokens is assumed to be a truncated one.
         limit -= 1
     is_truncated: list[bool] = []  # of each positive
     for training_list in step.data.lists:

@@ -203,7 +203,7 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
         fix = "give --form, --license and --report to `skilltrain export`"
         raise SkilltrainError(
             "conflicting-settings",
-            "is no training's folder, and is pushed as it is",
+            "is an export, which is pushed unchanged",
             where=run,
             fix=fix,
         )

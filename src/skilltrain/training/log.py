@@ -122,7 +122,8 @@ def open_trackers(
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        # A folder `wandb` that runs have written counts as a package without an origin.
+        # Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
+        # whose origin is None.
         if spec is None or spec.origin is None:
             fix = "pip install 'skilltrain[trackers]'"
             raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)

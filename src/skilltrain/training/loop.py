@@ -33,7 +33,7 @@ from skilltrain.training.checkpoint import (
     save_checkpoint,
 )
 from skilltrain.training.dev import Dev
-from skilltrain.training.engine import check_folder_is_shared, shards_weights, shares_state
+from skilltrain.training.engine import check_folder_is_shared, shards_state, shards_weights
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule
@@ -303,7 +303,7 @@ class Training:
 
         # Add the tokens of all ranks, without and with padding.
         count = self.step_module.count
-        counts = self._sum_over_ranks([count["tokens"], count["slots"]])
+        counts = self._sum_over_ranks([count["tokens"], count["padded_tokens"]])
         num_tokens, num_padded_tokens = counts.tolist()
         count.clear()
 
@@ -345,7 +345,7 @@ class Training:
 
         # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each
         # rank would have to hold the whole gradient until the last batch.
-        syncs_always = shares_state()
+        syncs_always = shards_state()
 
         scaled_sum = torch.zeros((), device=accelerator.device)
         for batch in batches:
@@ -359,7 +359,7 @@ class Training:
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
 
-        # Divide by num_processes, because the losses of the ranks are added here.
+        # Here the losses of the ranks are added, so undo the factor num_processes of `loss_scale`.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
 
     def _clip_gradients(self) -> float:
@@ -421,8 +421,8 @@ class Training:
         Returns:
             Seconds of one forward and backward pass.
         """
-        # AdamW creates its two moments in the first step. Occupy as much memory here. The values
-        # are written, because a CPU would only reserve the memory of empty tensors.
+        # AdamW creates its two moments of each parameter in the first step. Until then, tensors of
+        # ones occupy their memory. Empty tensors would not do: a CPU only reserves their memory.
         device = self.accelerator.device
         moments = []
         if not self.optimizer.state:
@@ -441,7 +441,7 @@ class Training:
             torch.cuda.synchronize(device)
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
-        self.step_module.count.clear()
+        self.step_module.count.clear()  # drop the tokens of this batch
         del moments
 
         if device.type == "cuda":

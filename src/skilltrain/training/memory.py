@@ -13,7 +13,7 @@ from torch import nn
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.terminal import launched_ranks, say
-from skilltrain.training.engine import shares_state
+from skilltrain.training.engine import shards_state
 from skilltrain.training.loop import GIB, Batch, largest_batch, step_batches
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, StepSettings
@@ -46,7 +46,8 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
     available = available_bytes(device) - held_bytes(step)
 
-    # Take the first choice below the limit. If there is none, the last choice stays.
+    # Take the first choice below the limit, which is lower on a CPU, where more memory makes a step
+    # no faster. If none is below it, the last choice stays, and may take all available memory.
     limit = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
     needed = 0.0
     for settings in memory_choices(step.settings, config):
@@ -120,7 +121,7 @@ def held_bytes(module: nn.Module) -> float:
         if parameter.requires_grad:
             total += weight_bytes  # the gradient is as large as the weight
             total += _ADAMW_BYTES * parameter.numel()
-    num_shards = launched_ranks() if shares_state() else 1
+    num_shards = launched_ranks() if shards_state() else 1
     return total / num_shards
 
 
@@ -134,7 +135,7 @@ def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> 
     """
     network = step.model.network
     num_layers = network.config.num_hidden_layers
-    num_tokens = step.slots(batch)  # of each micro-batch, with padding
+    num_tokens = step.padded_tokens(batch)  # of each micro-batch
     if not step.settings.recompute:
         return round(sum(num_tokens) * num_layers * bytes_per_token)
 

@@ -249,7 +249,7 @@ def encoder_scores(
     if context.needs.teacher_scores:
         valid = valid & table.has_teacher_score()
 
-    # Find the negatives of comparisons other than from query to skill.
+    # Find the negatives of the loss's other directions, such as from skill to query.
     negatives = {}
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
@@ -304,13 +304,13 @@ def _negatives(
     row, column = (table.is_positive() & valid).nonzero()  # each [positive]
     gains = table.gains()[row, column]  # [positive]
 
-    # A query is a negative of a positive if the positive's skill is a candidate of the query, and
-    # has a lower gain for it than in the positive. A skill outside the query's list has gain 0.
+    # Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
+    # and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
     all_table = _ListTable.among(batch, skill_ids)
     is_candidate = all_table.is_listed | in_batch_negatives(batch, skill_ids, context)
-    gains_for_all = all_table.gains()[:, column].T  # [positive, all]
-    has_lower_gain = gains_for_all < gains[:, None]  # [positive, all]
-    skill_to_query = is_candidate[:, column].T & has_lower_gain
+    gains_for_queries = all_table.gains()[:, column].T  # [positive, all]: gain of s for each r
+    has_lower_gain = gains_for_queries < gains[:, None]  # [positive, all]
+    skill_to_query = is_candidate[:, column].T & has_lower_gain  # [positive, all]
 
     # A skill is a negative of a positive if it is an in-batch negative of the positive's query.
     skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]

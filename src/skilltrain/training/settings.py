@@ -80,9 +80,9 @@ class DevConfig(Config):
             requirement: Text of the error if the model in training is of another kind.
 
         Raises:
-            ValueError: The first ranker only orders candidates and finds none, the model in
-                training is missing or of another kind, or the metric ignores the order of the
-                candidates that the last ranker reads.
+            ValueError: The first ranker only orders candidates and cannot find skills by itself,
+                the model in training is missing or of another kind, or the metric ignores the order
+                of the candidates that the last ranker reads.
         """
         # Check the rankers.
         first_members = flatten_rankers(self.rankers[:1])
@@ -99,7 +99,8 @@ class DevConfig(Config):
             raise ValueError(f"dev.rankers: {requirement}")
 
         # Check the metric. A reranker cannot change Recall@20, for example, by ordering 20
-        # candidates. `num_read` is None for a ranker without such a limit.
+        # candidates. `num_read` is the number of candidates that a ranker reads, None for all. A
+        # reranker reads as many as it keeps.
         measure = parse_measure(self.metric)
         last = self.rankers[-1]
         if last.num_read is None or measure.name not in _UNORDERED_MEASURES:

@@ -73,9 +73,11 @@ class _Step(nn.Module, Generic[ModelT]):
     """A model with its loss. DDP or FSDP2 wraps it, so only `forward` may run the model.
 
     Attributes:
-        query_ids: Token ids by query text. For a reranker, those of the query's part of a pair.
-        skill_ids: Token ids by skill id. For a reranker, those of the skill's part of a pair.
-        count: Number of `tokens` and of `slots` (tokens and padding) that this rank has computed.
+        query_token_ids: Token ids by query text. For a reranker, those of the query's part of a
+            pair.
+        skill_token_ids: Token ids by skill id. For a reranker, those of the skill's part of a pair.
+        count: Number of `tokens` and of `padded_tokens` (tokens and padding) that this rank has
+            computed.
     """
 
     def __init__(
@@ -95,12 +97,12 @@ class _Step(nn.Module, Generic[ModelT]):
 
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
-        # Each text of a query is its own key.
-        queries = {training_list.query: training_list.query for training_list in data.lists}
-        self.query_ids = made_by_first_rank(
-            lambda: tokenize_texts(queries, model.tokenize_queries, identity, cache)
+        # The text of a query is the key of its token ids.
+        query_by_text = {training_list.query: training_list.query for training_list in data.lists}
+        self.query_token_ids = made_by_first_rank(
+            lambda: tokenize_texts(query_by_text, model.tokenize_queries, identity, cache)
         )
-        self.skill_ids = made_by_first_rank(
+        self.skill_token_ids = made_by_first_rank(
             lambda: tokenize_texts(data.skills, model.tokenize_skills, identity, cache)
         )
 
@@ -126,9 +128,12 @@ class _Step(nn.Module, Generic[ModelT]):
             groups = split_groups(groups, max_groups)
 
         if is_counted:
-            padded_tokens = sum(self.slots_of(items, groups))
-            tokens = padded_tokens if model.is_packed else sum(len(item) for item in items)
-            self.count.update(slots=padded_tokens, tokens=tokens)
+            padded_tokens = sum(self.padded_tokens_of(items, groups))
+            if model.is_packed:  # no padding, and the common beginning of pairs counts once
+                tokens = padded_tokens
+            else:
+                tokens = sum(len(item) for item in items)
+            self.count.update(padded_tokens=padded_tokens, tokens=tokens)
 
         if torch.is_grad_enabled():
             # Look up the token embeddings of all items at once, because each lookup has a gradient
@@ -136,7 +141,7 @@ class _Step(nn.Module, Generic[ModelT]):
             items = model.embed(items)
         return run_micro_batches(function, items, groups)
 
-    def slots_of(self, items: Sequence[Any], groups: Groups) -> list[int]:
+    def padded_tokens_of(self, items: Sequence[Any], groups: Groups) -> list[int]:
         """Return the number of tokens with padding of each micro-batch of texts or pairs."""
         return [
             self.model.num_slots([items[position] for position in group])
@@ -174,16 +179,18 @@ class EncoderStep(_Step[Encoder]):
         """Return the loss of a batch, summed over the queries of this rank."""
         # Collect the token ids of the queries and distinct skills of all ranks.
         skill_ids = self._distinct_skills(batch)
-        queries = [self.query_ids[training_list.query] for training_list in batch]
-        skills = [self.skill_ids[skill_id] for skill_id in skill_ids]
+        queries = [self.query_token_ids[training_list.query] for training_list in batch]
+        skills = [self.skill_token_ids[skill_id] for skill_id in skill_ids]
         has_late_loss = self.settings.late_interaction is not None
-        num_tokens = max(map(len, [*queries, *skills])) if has_late_loss else 0
+        # The late loss reads token vectors, padded to the longest text. 0: no token vectors.
+        padded_length = max(map(len, [*queries, *skills])) if has_late_loss else 0
 
         # Encode this rank's share: with n ranks, every n-th query and every n-th skill.
         rank, world = rank_and_world()
         local_queries = queries[rank::world]
         local_skills = skills[rank::world]
-        vectors, tokens = self._encode([*local_queries, *local_skills], queries[0], num_tokens)
+        local_texts = [*local_queries, *local_skills]
+        vectors, tokens = self._encode(local_texts, queries[0], padded_length)
         num_queries = len(local_queries)
 
         # Compare this rank's queries with the skills of all ranks.
@@ -238,21 +245,22 @@ class EncoderStep(_Step[Encoder]):
         _, world = rank_and_world()
         if world > 1:
             # With 8 ranks, the slowest takes 1.10 times the mean time; unsorted, 1.18 times.
-            skill_ids.sort(key=lambda skill_id: -len(self.skill_ids[skill_id]))
+            skill_ids.sort(key=lambda skill_id: -len(self.skill_token_ids[skill_id]))
         return skill_ids
 
     def lengths(self, training_list: TrainingList) -> list[int]:
         """Return the number of tokens of each skill of a list."""
-        return [len(self.skill_ids[skill_id]) for skill_id in training_list.skill_ids]
+        return [len(self.skill_token_ids[skill_id]) for skill_id in training_list.skill_ids]
 
-    def slots(self, batch: Sequence[TrainingList]) -> list[int]:
+    def padded_tokens(self, batch: Sequence[TrainingList]) -> list[int]:
         """Return the number of tokens with padding of each micro-batch, all on one process."""
-        texts = [self.query_ids[training_list.query] for training_list in batch]
-        texts += [self.skill_ids[skill_id] for skill_id in _skill_ids(batch)]
-        return self.slots_of(texts, self.model.micro_batches(texts, self.settings.token_budget))
+        texts = [self.query_token_ids[training_list.query] for training_list in batch]
+        texts += [self.skill_token_ids[skill_id] for skill_id in _skill_ids(batch)]
+        groups = self.model.micro_batches(texts, self.settings.token_budget)
+        return self.padded_tokens_of(texts, groups)
 
     def _encode(
-        self, texts: Sequence[TokenIds], any_text: TokenIds, num_tokens: int = 0
+        self, texts: Sequence[TokenIds], any_text: TokenIds, padded_length: int = 0
     ) -> tuple[Float[Tensor, "text dim"], Float[Tensor, "text token dim"]]:
         """Encode the texts of this rank.
 
@@ -260,11 +268,11 @@ class EncoderStep(_Step[Encoder]):
             texts: Token ids of each text. A rank may have no texts.
             any_text: Text that is encoded if there are no texts. Every rank must run the model,
                 because ranks exchange weights and gradients.
-            num_tokens: Number of token vectors per text. 0: only the texts' vectors are needed.
+            padded_length: Number of token vectors per text. 0: only the texts' vectors are needed.
 
         Returns:
-            Unit vectors of the texts, and unit vectors of the tokens of each text. A shorter text
-            ends with zero vectors.
+            Unit vectors of the texts, and unit vectors of the tokens of each text. A text with
+            fewer than `padded_length` tokens ends with zero vectors.
         """
         model = self.model
         has_texts = len(texts) > 0
@@ -272,14 +280,17 @@ class EncoderStep(_Step[Encoder]):
         groups = model.micro_batches(inputs, self.settings.token_budget)
 
         # `with_tokens` returns the text's vector, followed by the vectors of the tokens.
-        function = partial(model.with_tokens, num_tokens=num_tokens) if num_tokens else model
+        has_tokens = padded_length > 0
+        function = partial(model.with_tokens, num_tokens=padded_length) if has_tokens else model
         vectors = self.run(function, inputs, groups, is_counted=has_texts)
         vectors = vectors[: len(texts)]  # without `any_text`
-        if not num_tokens:
+        if not has_tokens:
             vectors = vectors[:, None]  # from [text, dim] to [text, 1, dim]
 
-        # Separate the vectors [text, 1 + token, dim].
-        return vectors[:, 0], vectors[:, 1:]
+        # Separate the vectors [text, 1 + token, dim]. There may be 0 tokens.
+        text_vectors = vectors[:, 0]  # [text, dim]
+        token_vectors = vectors[:, 1:]  # [text, token, dim]
+        return text_vectors, token_vectors
 
 
 class RerankerStep(_Step[Reranker]):
@@ -296,20 +307,22 @@ class RerankerStep(_Step[Reranker]):
         if isinstance(batch, PairsToScore):
             return self._gathered_scores(batch.lists)
 
-        # Every rank must run the model. A rank without a list scores the first list, but its loss
-        # gets weight 0, and its tokens are not counted as work.
+        # Every rank must run the model forward and backward. A rank without a list takes the first
+        # list instead, but its loss gets weight 0, and its tokens are not counted.
         rank, world = rank_and_world()
         has_list = rank < len(batch)
         local_lists = batch[rank::world] if has_list else batch[:1]
         pairs = [self.make_pairs(training_list) for training_list in local_lists]
         scores = self._scores(pairs, is_counted=has_list)
         loss = self.loss(list_scores(local_lists, scores, self.loss.needs.teacher_scores))
-        return loss if has_list else loss * 0
+        if not has_list:
+            loss = loss * 0  # a constant 0 would have no backward pass
+        return loss
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
         """Score all lists. Each rank scores some of them, and returns the scores of all."""
-        # Every rank must run the model. A rank without a list scores the first list, and drops the
-        # scores below.
+        # Every rank must run the model. A rank without a list scores the first list, and drops its
+        # scores when it arranges them in rows.
         rank, world = rank_and_world()
         local_lists = lists[rank::world]
         has_list = len(local_lists) > 0
@@ -323,26 +336,28 @@ class RerankerStep(_Step[Reranker]):
         rows = scores.new_zeros(is_local_pair.shape)
         rows[is_local_pair] = scores[:num_local_pairs]
 
-        # Exchange the rows, and drop the padding.
+        # Exchange the rows, which restores the order of `lists`. Then drop the padding.
         all_rows = gather_rows(rows, len(lists))  # [list, column]
         return all_rows[is_pair]
 
     def make_pairs(self, training_list: TrainingList) -> list[PairIds]:
         """Return the pair of the query and each skill of a list."""
-        query = self.query_ids[training_list.query]
+        query = self.query_token_ids[training_list.query]
         join = self.model.pair_tokenizer.join
-        return [join(query, self.skill_ids[skill_id]) for skill_id in training_list.skill_ids]
+        return [join(query, self.skill_token_ids[skill_id]) for skill_id in training_list.skill_ids]
 
     def lengths(self, training_list: TrainingList) -> list[int]:
         """Return the number of tokens of each pair of a list before truncation."""
-        num_fixed = self.model.pair_tokenizer.num_fixed + len(self.query_ids[training_list.query])
-        return [num_fixed + len(self.skill_ids[skill_id]) for skill_id in training_list.skill_ids]
+        query = self.query_token_ids[training_list.query]
+        skills = [self.skill_token_ids[skill_id] for skill_id in training_list.skill_ids]
+        num_fixed = self.model.pair_tokenizer.num_fixed + len(query)
+        return [num_fixed + len(skill) for skill in skills]
 
-    def slots(self, batch: Sequence[TrainingList]) -> list[int]:
+    def padded_tokens(self, batch: Sequence[TrainingList]) -> list[int]:
         """Return the number of tokens with padding of each micro-batch, all on one process."""
         lists = [self.make_pairs(training_list) for training_list in batch]
         groups = self.model.micro_batches(lists, self.settings.token_budget)
-        return self.slots_of([*chain.from_iterable(lists)], groups)
+        return self.padded_tokens_of([*chain.from_iterable(lists)], groups)
 
     def _scores(
         self, lists: Sequence[Sequence[PairIds]], is_counted: bool

@@ -47,7 +47,7 @@ from skilltrain.stage import Summary, TrainingStage
 from skilltrain.terminal import is_main_process, say
 from skilltrain.training.checkpoint import load_weights
 from skilltrain.training.dev import open_dev
-from skilltrain.training.engine import new_accelerator, shards_weights, shares_state
+from skilltrain.training.engine import new_accelerator, shards_state, shards_weights
 from skilltrain.training.estimates import count_work, counts_of, measure_run, truncated_share
 from skilltrain.training.loop import GIB, Run, Training, can_probe, train
 from skilltrain.training.memory import fit_into_memory, held_bytes
@@ -146,8 +146,8 @@ class Train(TrainingStage):
         data = load_data(self)
         check_held_out(self, data)
 
-        # Open the model. Counting needs only its shapes, which the device meta has without weights.
-        # But 4-bit weights have their shapes only once they are loaded.
+        # Open the model. Counting needs only shapes, so the model can be on the device meta, where
+        # it has no weights. But 4-bit weights have their shapes only once they are loaded.
         is_measured = can_probe(accelerator) or _is_small_on_cpu(self, accelerator)
         needs_weights = is_measured or is_quantized(self.adapter)
         device = default_device() if needs_weights else torch.device("meta")
@@ -199,6 +199,8 @@ class TrainEncoder(Train):
 
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        # `push_share` pushes rejected skills away from the query. The loss tells them from
+        # irrelevant skills by their gain, so they need a lower gain.
         pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
         if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
@@ -250,7 +252,7 @@ class TrainReranker(Train):
 
 def _is_small_on_cpu(config: Train, accelerator: Accelerator) -> bool:
     """Return whether the model trains on a CPU, and is so small that a batch takes no minutes."""
-    if accelerator.device.type != "cpu" or is_quantized(config.adapter) or shares_state():
+    if accelerator.device.type != "cpu" or is_quantized(config.adapter) or shards_state():
         return False
     model = load_model(config, torch.device("meta"))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -274,7 +276,8 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         source = source.model_copy(update={"precision": "float32"})
     elif "precision" not in source.model_fields_set:
         # The weights are frozen. Load them in the dtype of the computation, because autocast would
-        # convert them in every micro-batch. `device` may be meta, which has no such dtype.
+        # convert them in every micro-batch. Ask the default device, because `device` may be meta,
+        # where nothing is computed.
         dtype = config.training.dtype_on(default_device())
         precision = "bfloat16" if dtype == torch.bfloat16 else "float32"
         source = source.model_copy(update={"precision": precision})
@@ -326,8 +329,8 @@ def save_trained(
 def load_data(config: Train) -> TrainingSet:
     """Read and check the lists, and cluster near-duplicate skills if in-batch negatives need it."""
     is_encoder = isinstance(config, TrainEncoder)
-    near_duplicates = config.near_duplicates if is_encoder and config.in_batch_negatives else None
-    data = load_training_set(config.data, near_duplicates)
+    min_similarity = config.near_duplicates if is_encoder and config.in_batch_negatives else None
+    data = load_training_set(config.data, min_similarity)
     check_teacher_scores(data, config.loss)
     return data
 
@@ -374,8 +377,8 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     """Check that the lists contain no queries or answers of the benchmarks of the recipe.
 
     The queries and the positives of the lists are compared with the benchmarks of `held_out`. Only
-    the queries are compared with the dev benchmark, because it may have the same skills as answers
-    to other queries.
+    the queries are compared with the dev benchmark, because dev queries may share gold skills with
+    training queries.
 
     Returns:
         Number of contaminated lists by summary key. There is no key for a benchmark that the recipe
@@ -427,10 +430,10 @@ def _check_contamination(
         fix: What the user can do, for the error.
 
     Returns:
-        Number of these lists.
+        Number of contaminated lists, if the settings allow them.
 
     Raises:
-        SkilltrainError: There is such a list, and the settings do not allow it.
+        SkilltrainError: A list is contaminated, and the settings do not allow it.
     """
     contaminations = _find_contaminations(benchmarks, data)
     if not contaminations:

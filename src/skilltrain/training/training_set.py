@@ -133,13 +133,13 @@ class TrainingSet:
     clusters: Mapping[str, int] = field(default_factory=dict)
 
 
-def load_training_set(source: ListsSource, near_duplicates: float | None = None) -> TrainingSet:
+def load_training_set(source: ListsSource, min_similarity: float | None = None) -> TrainingSet:
     """Read and check the lists and their skills.
 
     Args:
         source: Folders of the pool and the lists.
-        near_duplicates: Skills whose bodies are at least this similar (Jaccard) share a cluster.
-            None: there are no clusters.
+        min_similarity: Skills whose bodies are at least this similar (Jaccard) are near-duplicates
+            and share a cluster. None: there are no clusters.
 
     Raises:
         SkilltrainError: A list cannot be used for training.
@@ -151,7 +151,7 @@ def load_training_set(source: ListsSource, near_duplicates: float | None = None)
     _check_rejected_skills(lists)
 
     skills = {skill_id: pool[skill_id] for skill_id in sorted(_candidate_ids(lists))}
-    clusters = made_by_first_rank(lambda: _clusters(skills, near_duplicates))
+    clusters = made_by_first_rank(lambda: _clusters(skills, min_similarity))
     return TrainingSet(tuple(lists), skills, clusters)
 
 
@@ -233,19 +233,19 @@ def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet
     return replace(data, lists=tuple(lists), skills=skills)
 
 
-def _clusters(skills: Mapping[str, Skill], near_duplicates: float | None) -> dict[str, int]:
+def _clusters(skills: Mapping[str, Skill], min_similarity: float | None) -> dict[str, int]:
     """Find clusters of near-duplicates.
 
     Args:
         skills: Skills by id.
-        near_duplicates: Smallest similarity (Jaccard) of near-duplicates. None: no clusters.
+        min_similarity: Smallest similarity (Jaccard) of near-duplicates. None: no clusters.
 
     Returns:
         Number of the cluster by skill id, for skills that have near-duplicates.
     """
-    if near_duplicates is None:
+    if min_similarity is None:
         return {}
-    clusters = near_duplicate_clusters([*skills.values()], near_duplicates)
+    clusters = near_duplicate_clusters([*skills.values()], min_similarity)
     sizes = Counter(clusters[skill_id] for skill_id in skills)
     return {skill_id: clusters[skill_id] for skill_id in skills if sizes[clusters[skill_id]] > 1}
 

@@ -167,10 +167,8 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
     """
     # Encode the queries and the distinct skills of the batch.
     skill_ids = sorted(set(chain.from_iterable(each.skill_ids for each in batch)))
-    query_tokens = step.query_ids  # token ids by query text
-    skill_tokens = step.skill_ids  # token ids by skill id
-    texts = [query_tokens[each.query] for each in batch]
-    texts += [skill_tokens[skill_id] for skill_id in skill_ids]
+    texts = [step.query_token_ids[each.query] for each in batch]
+    texts += [step.skill_token_ids[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
         vectors = step(TextsToEncode(texts)).double().cpu()  # [text, dim]
     queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
