@@ -240,14 +240,24 @@ class BenchmarkIndex:
         """
         benchmark, gold = self._golds[position]
         reason = f"{relation} gold skill {gold.skill_id} of benchmark {benchmark}"
-        return Match("", skill.skill_id, ground, reason, similarity, benchmark, gold.skill_id)
+        return Match(
+            query_id="",  # set by the method `contaminations`
+            skill_id=skill.skill_id,
+            filter=ground,
+            reason=reason,
+            value=similarity,
+            source=benchmark,
+            other_id=gold.skill_id,
+        )
 
     def contaminations(
         self, query_id: str, text: str, skill_matches: Iterable[Match]
     ) -> list[Match]:
-        """Return the strongest match of a training query for each ground and benchmark.
+        """Return the matches that contaminate a training query.
 
-        A ground is a reason to drop the query: one of GROUNDS.
+        A match says what the query, or one of its positives, has in common with a benchmark. The
+        ground of a match is one of GROUNDS, such as "name". If a ground has several matches with
+        one benchmark, only the strongest is returned.
 
         Args:
             query_id: Id of the training query.
@@ -255,18 +265,24 @@ class BenchmarkIndex:
             skill_matches: Matches of the query's positives, from the method `skill_matches`.
 
         Returns:
-            Rows of DROPPED in the order of GROUNDS: `filter` is the ground, `skill_id` the positive
-            (empty for the query itself), `source` the benchmark, `other_id` its gold skill.
+            The matches in the order of GROUNDS. A match is a row of DROPPED with these columns:
+
+            - `filter`: the ground.
+            - `skill_id`: the positive. Empty if the query itself matches.
+            - `value`: the similarity. It is 1 if the words, the names or the ids are the same.
+            - `source`: the benchmark.
+            - `other_id`: the gold skill of the benchmark.
         """
-        # `value` is the similarity. It is 1 if the words, the names or the ids are the same.
+        # Sort by similarity, so that the strongest match comes first.
         matches = [*self.query_matches(text), *skill_matches]
         matches.sort(key=lambda match: match.value or 0, reverse=True)
 
-        # The first match of a ground and a benchmark is the strongest.
+        # Keep the first match of each ground and benchmark.
         strongest: dict[tuple[int, str], Match] = {}  # by index of the ground, and benchmark
         for match in matches:
-            key = (GROUNDS.index(match.filter), match.source or "")
-            strongest.setdefault(key, replace(match, query_id=query_id))
+            ground_index = GROUNDS.index(match.filter)
+            benchmark = match.source or ""
+            strongest.setdefault((ground_index, benchmark), replace(match, query_id=query_id))
         return [strongest[key] for key in sorted(strongest)]
 
 
@@ -334,11 +350,11 @@ class Decontaminate(Stage):
         counts = _write_clean(self.queries, dropped_ids, out)
         write_table(rows, DROPPED, out)
 
-        # Count each query once for a ground, and once for a benchmark.
-        grounds = {(row.query_id, row.filter) for row in rows}
-        sources = {(row.query_id, row.source) for row in rows}
-        by_ground = Counter(ground for _, ground in grounds)
-        by_benchmark = Counter(benchmark for _, benchmark in sources)
+        # A query counts once for each of its grounds, and once for each of its benchmarks.
+        query_grounds = {(row.query_id, row.filter) for row in rows}
+        query_benchmarks = {(row.query_id, row.source) for row in rows}
+        by_ground = Counter(ground for _, ground in query_grounds)
+        by_benchmark = Counter(benchmark for _, benchmark in query_benchmarks)
         return {
             "num_queries": len(positives),
             "num_kept": len(positives) - len(dropped_ids),

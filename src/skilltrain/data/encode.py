@@ -134,7 +134,7 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
         max_tokens: Number of tokens to which an input is cut.
 
     Returns:
-        Counts over all ranks: `texts`, `tokens`, and `slots` (tokens with padding).
+        Counts over all ranks: `texts`, `tokens`, and `slots` (tokens of the padded batches).
     """
     cache = encoder.cache
     assert cache is not None
@@ -147,12 +147,13 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     distinct_keys, first_positions = np.unique(keys, return_index=True)
     cache.make()  # creates the folder
     missing_indices = made_by_first_rank(lambda: cache.missing(distinct_keys))
-    missing = first_positions[missing_indices]  # positions in `texts`
+    missing_keys = distinct_keys[missing_indices]
+    missing_positions = first_positions[missing_indices]  # in `texts`
 
     # Deal the missing texts out to the ranks, longest first.
-    missing_texts = [texts[position] for position in missing.tolist()]
-    missing = missing[longest_first(missing_texts)]
-    share = missing[rank::world]  # of this rank
+    missing_texts = [texts[position] for position in missing_positions.tolist()]
+    sorted_positions = missing_positions[longest_first(missing_texts)]
+    share = sorted_positions[rank::world]  # positions of this rank's texts in `texts`
 
     # Encode the share of this rank.
     description = f"encoding {kind}"
@@ -170,7 +171,7 @@ def _encode(encoder: SkillEncoder, kind: str, texts: list[str], max_tokens: int)
     if world > 1:
         torch.distributed.all_reduce(sums)
         # All vectors must now be in the folder that the first rank sees.
-        num_lost = len(cache.missing(keys[missing])) if rank == 0 else 0
+        num_lost = len(cache.missing(missing_keys)) if rank == 0 else 0
         if num_lost:
             say(
                 f"warning: {cache.folder}: {num_lost:,} vectors of other ranks are not visible "

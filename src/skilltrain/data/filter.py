@@ -101,19 +101,19 @@ class Filter(Stage):
 
         An unjudged candidate is dropped if a layer calls it a false negative. A candidate with the
         verdict `irrelevant` or `rejected` is kept, because a judgement counts more than a
-        similarity. The setting `judged_positives` decides about candidates with a positive verdict.
+        similarity. A candidate with a positive verdict is dropped with the reason `judged`, unless
+        the setting `judged_positives` is `keep`.
         """
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
 
-        # Find the false negatives.
+        # Find the candidates to drop: false negatives and judged positives.
         rows = rows_by_query(rankings)
         verdicts = read_verdicts(self.queries)
-        pairs, dropped_positives = pair_with_golds(rankings, rows, skills, verdicts)
         pool = FilterPool(
             skills,
-            pairs,
+            pair_with_golds(rankings, rows, skills, verdicts),
             sources=texts_of(rankings.column("stage")),
             query_texts=self._query_texts(rows),
             encoder_source=self.encoder,
@@ -122,7 +122,7 @@ class Filter(Stage):
         )
         dropped_by_row = find_false_negatives(pool, list(rows), self.layers)
         if self.judged_positives == "drop":
-            dropped_by_row.update(dropped_positives)
+            dropped_by_row.update(find_judged_positives(rankings, rows, verdicts))
 
         # Write the candidates that are not dropped.
         is_kept = np.ones(rankings.num_rows, dtype=bool)
@@ -152,13 +152,46 @@ class Filter(Stage):
         return [texts[query_id] for query_id in query_ids]
 
 
+def find_judged_positives(
+    rankings: pa.Table,
+    rows_by_id: Mapping[str, Positions],
+    verdicts: Mapping[str, Mapping[str, Verdict]],
+) -> dict[int, Dropped]:
+    """Find the candidates with a positive verdict.
+
+    Args:
+        rankings: The candidates of all queries.
+        rows_by_id: Row numbers of each query's candidates in the rankings, by query id.
+        verdicts: Verdicts by query id and skill id.
+
+    Returns:
+        A row of DROPPED for each of these candidates, by the candidate's row in the rankings.
+    """
+    skill_ids = texts_of(rankings.column("skill_id"))
+    sources = texts_of(rankings.column("stage"))
+    dropped_by_row: dict[int, Dropped] = {}
+    for query_id, query_rows in rows_by_id.items():
+        query_verdicts = verdicts.get(query_id, {})
+        for row in query_rows.tolist():
+            skill_id = skill_ids[row]
+            verdict = query_verdicts.get(skill_id)
+            if verdict in POSITIVE:
+                reason = f"judged {verdict} for this query"
+                dropped_by_row[row] = Dropped(
+                    query_id, skill_id, "judged", reason, source=sources[row]
+                )
+    return dropped_by_row
+
+
 def pair_with_golds(
     rankings: pa.Table,
     rows_by_id: Mapping[str, Positions],
     skills: Sequence[Skill],
     verdicts: Mapping[str, Mapping[str, Verdict]],
-) -> tuple[Pairs, dict[int, Dropped]]:
+) -> Pairs:
     """Pair each unjudged candidate with each gold skill of its query.
+
+    For a query without gold skills, each unjudged candidate has one pair, with -1 as gold skill.
 
     Args:
         rankings: The candidates of all queries.
@@ -167,30 +200,22 @@ def pair_with_golds(
         verdicts: Verdicts by query id and skill id.
 
     Returns:
-        An array of pairs. A pair has the fields `row` and `rank` of the candidate in the rankings,
-        and the positions `query`, `skill` (the candidate) and `gold` (the gold skill). For a query
-        without gold skills, each candidate has one pair, with -1 as `gold`.
-        A row of DROPPED for each candidate with a positive verdict, by row of the rankings.
+        An array of pairs with these fields:
+
+        - `row`: row number of the candidate in the rankings.
+        - `rank`: rank of the candidate in the rankings.
+        - `query`: position of the query in `rows_by_id`.
+        - `skill`: position of the candidate in the pool.
+        - `gold`: position of the gold skill in the pool, or -1.
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
-    sources = texts_of(rankings.column("stage"))
 
-    dropped_positives: dict[int, Dropped] = {}
     blocks = [np.empty(0, PAIR)]  # one block per query; the empty one is for no queries at all
     for query_position, (query_id, query_rows) in enumerate(rows_by_id.items()):
-        # Unjudged candidates are paired, and positives are dropped. Negatives are kept unpaired.
+        # A candidate with a verdict needs no check, so it gets no pair.
         query_verdicts = verdicts.get(query_id, {})
-        unjudged_rows: list[int] = []
-        for row in query_rows.tolist():
-            verdict = query_verdicts.get(skill_ids[row])
-            if verdict is None:
-                unjudged_rows.append(row)
-            elif verdict in POSITIVE:
-                reason = f"judged {verdict} for this query"
-                dropped_positives[row] = Dropped(
-                    query_id, skill_ids[row], "judged", reason, source=sources[row]
-                )
+        unjudged_rows = [row for row in query_rows.tolist() if skill_ids[row] not in query_verdicts]
 
         # Pair the first candidate with all gold skills, then the second candidate, and so on.
         gold_ids = positives_of(query_verdicts)
@@ -207,7 +232,7 @@ def pair_with_golds(
     pairs = np.concatenate(blocks)
     pairs["skill"] = [positions[skill_ids[row]] for row in pairs["row"].tolist()]
     pairs["rank"] = rankings.column("rank").to_numpy()[pairs["row"]]
-    return pairs, dropped_positives
+    return pairs
 
 
 def find_false_negatives(
@@ -218,21 +243,25 @@ def find_false_negatives(
     The layers run in order. A layer checks only the candidates that no earlier layer dropped.
 
     Args:
-        pool: The pairs of a candidate and a gold skill, and data for the layers.
+        pool: The pairs of a candidate and a gold skill (see `pair_with_golds`), and data for the
+            layers. The field `row` of a pair is the candidate's row in the rankings.
         query_ids: Query ids. The field `query` of a pair is a position in this list.
         layers: The layers.
 
     Returns:
-        A row of DROPPED for each false negative, by row of the rankings.
+        A row of DROPPED for each false negative, by its row in the rankings.
     """
     dropped_by_row: dict[int, Dropped] = {}
     remaining = pool.pairs
     for layer in layers:
-        pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
+        pairs = remaining
+        if layer.needs_gold:
+            has_gold = remaining["gold"] >= 0  # -1 if the query has no gold skill
+            pairs = remaining[has_gold]
         values = layer.check(pool, pairs)  # [pair], NaN if the layer keeps the candidate
         hits = np.flatnonzero(~np.isnan(values))  # positions of pairs whose candidate is dropped
 
-        # If a candidate has several such pairs, only the first is reported.
+        # Report only the first of these pairs for each candidate, that is, for each `row`.
         rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
         hits = hits[first_hits]
 

@@ -277,8 +277,8 @@ class CeilingLayer(FilterLayer):
         """Compare each candidate's score with that of the query's lowest-scored gold skill.
 
         Returns:
-            The score of a candidate that is too close to this gold skill, for the pair of both;
-            NaN for all other pairs.
+            For each pair, the candidate's score or NaN. Only a candidate that scores too high has
+            its score here, at its pair with the query's lowest-scored gold skill.
         """
         num_skills = len(pool.skills)
         queries = pairs["query"].astype(np.int64)  # [pair]
@@ -298,13 +298,13 @@ class CeilingLayer(FilterLayer):
         np.minimum.at(lowest_by_query, queries, gold_scores)
         lowest = lowest_by_query[queries]  # [pair]
 
-        # A candidate must stay below this score by the larger of the two margins.
+        # A candidate's score must be below `lowest` by the larger of the two margins.
         scores = pool.query_scores(queries, candidates)  # [pair]
         relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)  # [pair]
         margins = np.maximum(self.absolute_margin or 0.0, relative_margins)
         is_too_high = scores > lowest - margins
 
-        # Of a candidate's pairs, only the pair with the lowest-scored gold skill is reported.
+        # A candidate has one pair per gold skill. Report only that of the lowest-scored one.
         is_reported = is_too_high & (gold_scores == lowest)
         return np.where(is_reported, scores, np.nan)
 

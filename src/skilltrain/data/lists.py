@@ -95,8 +95,8 @@ class Lists(Stage):
             is_valid = self.quotas is None or self.quotas.keys() == {JUDGED}
         if not is_valid:
             raise ValueError(
-                "set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's; its "
-                "only quota is 'judged')"
+                "set either 'quotas' (the encoder's lists) or 'list_size' (the reranker's), alone "
+                "or with the quota 'judged'"
             )
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
@@ -312,8 +312,12 @@ def build_list(
 ) -> list[Candidate]:
     """Choose the positives and negatives of one list.
 
-    If `list_size` is not set, the list holds all positives, and negatives sampled by `quotas`.
-    Otherwise it is the top of one ranking. A known positive is never a negative.
+    There are three kinds of lists. A known positive is never a negative in any of them.
+
+    - Without `list_size`: all gold skills, and negatives sampled by `quotas`.
+    - With `list_size` and `absent_gold: drop`: the top of the ranking.
+    - With `list_size` and `absent_gold: add`: all gold skills and the quota of judged negatives,
+      filled up from the top of the ranking.
 
     The result depends only on the judged skills, the set of candidates and the seed.
 
@@ -340,7 +344,7 @@ def build_list(
         negatives = judged_negatives + mined_negatives
         return golds + sample_negatives(negatives, quotas, seed, config.best_of)
 
-    # Take the top of the ranking, even if gold skills are absent from it.
+    # Take the top of the ranking. Gold skills that are absent from it are not added.
     if config.absent_gold == "drop":
         ranked_golds = [
             candidate for candidate in candidates if candidate.skill_id in judged.positives
@@ -348,7 +352,7 @@ def build_list(
         ranking = sorted(ranked_golds + mined_negatives, key=_rank_key)
         return ranking[: config.list_size]
 
-    # Take all gold skills and some judged negatives, and fill the list from the ranking.
+    # Take all gold skills and some judged negatives, and fill the list with mined negatives.
     fixed = golds + judged_negatives[: quotas.get(JUDGED, 0)]
     return _fill_list(fixed, candidates, mined_negatives, config.list_size)
 
@@ -356,7 +360,7 @@ def build_list(
 def _fill_list(
     fixed: Sequence[Candidate],
     candidates: Sequence[Candidate],
-    negatives: Sequence[Candidate],
+    mined_negatives: Sequence[Candidate],
     list_size: int,
 ) -> list[Candidate]:
     """Complete a list of fixed skills with the best mined negatives.
@@ -364,24 +368,24 @@ def _fill_list(
     Args:
         fixed: Gold skills and judged negatives that the list must hold.
         candidates: The mined candidates of the query. Some of the fixed skills may be among them.
-        negatives: The candidates that are not positives.
+        mined_negatives: Those of `candidates` that are not positives.
         list_size: Number of skills in the list. A list with more fixed skills is longer.
 
     Returns:
-        The list in order of rank. A fixed skill among the candidates has the rank and the source of
-        its candidate. The other fixed skills follow at the end, unchanged.
+        The mined skills of the list in order of rank, fixed or not, as they are in `candidates`.
+        Then the fixed skills that were not mined, as they are in `fixed`.
     """
-    # Take the fixed skills from the candidates if possible.
+    # Separate the fixed skills that were mined, which have a rank, from those that were not.
     fixed_ids = {candidate.skill_id for candidate in fixed}
-    ranked = [candidate for candidate in candidates if candidate.skill_id in fixed_ids]
-    ranked_ids = {candidate.skill_id for candidate in ranked}
-    unranked = [candidate for candidate in fixed if candidate.skill_id not in ranked_ids]
+    mined_fixed = [candidate for candidate in candidates if candidate.skill_id in fixed_ids]
+    mined_fixed_ids = {candidate.skill_id for candidate in mined_fixed}
+    other_fixed = [candidate for candidate in fixed if candidate.skill_id not in mined_fixed_ids]
 
-    # Fill the free slots with the best other negatives.
-    fill = [candidate for candidate in negatives if candidate.skill_id not in fixed_ids]
+    # Fill the free slots with the best mined negatives that are not fixed.
+    fill = [candidate for candidate in mined_negatives if candidate.skill_id not in fixed_ids]
     fill.sort(key=_rank_key)
     num_free = max(0, list_size - len(fixed))
-    return sorted(ranked + fill[:num_free], key=_rank_key) + unranked
+    return sorted(mined_fixed + fill[:num_free], key=_rank_key) + other_fixed
 
 
 def _judged_negatives(judged: JudgedSkills, seed: int) -> list[Candidate]:
@@ -415,28 +419,32 @@ def sample_negatives(
         At most `sum(quotas.values())` candidates with distinct skills. If a source has too few
         candidates, the remaining slots are filled from the other sources, in the order of `quotas`.
     """
-    remaining: dict[str, list[Candidate]] = {}
+    # Order the candidates of each source: at random, or by rank.
+    by_source: dict[str, list[Candidate]] = {}
     for source in quotas:
         matching = [candidate for candidate in candidates if candidate.source == source]
         matching.sort(key=_rank_key)
         if source != JUDGED and source not in best_of:
             random.Random(f"{seed}/{source}").shuffle(matching)
-        remaining[source] = matching
+        by_source[source] = matching
 
-    # Judged negatives come first: they are the most reliable.
+    # Fill the quota of each source. `_add_unselected` adds to `selected`, and skips skills that are
+    # there already. Judged negatives come first, because they are the most reliable.
     judged_first = sorted(quotas, key=lambda source: source != JUDGED)
     selected: dict[str, Candidate] = {}
     for source in judged_first:
-        _select(remaining[source], selected, limit=quotas[source])
+        _add_unselected(by_source[source], selected, limit=quotas[source])
 
-    # Fill the slots that a source could not fill.
+    # Fill the slots that are still free with further candidates of all sources.
     for source in quotas:
         num_free = sum(quotas.values()) - len(selected)
-        _select(remaining[source], selected, limit=num_free)
+        _add_unselected(by_source[source], selected, limit=num_free)
     return list(selected.values())
 
 
-def _select(candidates: Sequence[Candidate], selected: dict[str, Candidate], limit: int) -> None:
+def _add_unselected(
+    candidates: Sequence[Candidate], selected: dict[str, Candidate], limit: int
+) -> None:
     """Add to `selected` the first `limit` candidates of skills that are not selected yet."""
     for candidate in candidates:
         if limit > 0 and candidate.skill_id not in selected:

@@ -94,7 +94,7 @@ def questions_of(
 
     def seed_of(item: ItemT, attempt: int) -> int:
         number = stable_number(seed, item.query_id, item.skill_id, attempt)
-        return number >> 33  # servers take seeds below 2**31
+        return number >> 33  # 31 of the number's 64 bits: servers take seeds below 2**31
 
     return Questions(LLM(llm), items, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
 

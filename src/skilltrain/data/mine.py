@@ -95,7 +95,7 @@ class Mine(Stage):
         RANKINGS names the source of a candidate in the column `stage`. Each source has its own
         ranks and scores: BM25 scores for `lexical`, cosines for the others. A query's judged
         positives are never candidates. A query without a positive in the pool goes to DROPPED,
-        because the stages filter and lists cannot use it.
+        because the stages `filter` and `lists` cannot use it.
         """
         skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
         if not skills:
@@ -136,18 +136,21 @@ class Mine(Stage):
     def _count_by_source(self, candidates: Sequence[Mapping[str, Ranked]]) -> dict[str, int]:
         """Count the candidates of each source, and warn if a source in use has none.
 
-        Installed sources that are not in use count 0.
+        The counts also hold the installed sources that are not in use, with 0.
 
         Args:
             candidates: Positions and scores of each query's candidates, by source.
         """
-        limits = self.limits()
-        counts = dict.fromkeys([*plugin_paths("source"), *limits], 0)
+        limits = self.limits()  # most candidates of a query, by source in use
+        installed = plugin_paths("source")  # import paths by source
+        counts = dict.fromkeys([*installed, *limits], 0)
         for source, limit in limits.items():
             for ranked_by_source in candidates:
                 positions, _ = ranked_by_source[source]
                 counts[source] += len(positions)
-            if limit and not counts[source]:
+
+            # With a limit of 0, a source has no candidates on purpose.
+            if limit > 0 and counts[source] == 0:
                 hint = ""
                 if source == "taxonomy":
                     hint = "; give the pool categories: skilltrain pool categories=taxonomy"

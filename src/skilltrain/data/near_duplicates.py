@@ -29,8 +29,12 @@ MAX_PERMUTATIONS = 100  # hashes in a MinHash sketch
 MIN_RECALL = 0.99  # share of the pairs at the threshold that LSH proposes
 SAME_NAME_OVERLAP = 0.3  # Jaccard index from which a skill of the same name is a copy
 _BLOCK = 512  # bodies or trigram sets that a worker gets at once
-# Odd constants: multiplying by one modulo 2^64 loses no bit.
-_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
+# Factors of the first, second and third word of a trigram. They are odd, so that multiplying by one
+# modulo 2^64 loses no bit.
+_WORD_FACTORS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64
+)
+_TRIGRAM_FACTOR = _WORD_FACTORS[0]  # any odd number will do
 _ONE_WORKER = WorkersConfig(num=1)
 
 MaxNames = Annotated[int | None, Field(ge=1)]
@@ -70,12 +74,13 @@ def word_trigrams(text: str) -> Trigrams:
     num_trigrams = len(words) - width + 1
     hashes = np.zeros(num_trigrams, dtype=np.uint64)  # [trigram]
     for offset in range(width):
-        # The place of a word in the trigram changes its hash, so that the order of words counts.
+        # Change the hash of a word by its place in the trigram, so that the order of words counts.
         words_at_offset = word_hashes[offset : offset + num_trigrams]  # [trigram]
-        mixed = (words_at_offset + np.uint64(offset)) * _MIX[offset]
+        mixed = (words_at_offset + np.uint64(offset)) * _WORD_FACTORS[offset]
         mixed ^= mixed >> np.uint64(29)  # spreads the high bits
-        # Combine the word with the words before it, as FNV-1a does. Any odd factor will do.
-        hashes = (hashes ^ mixed) * _MIX[0]
+
+        # Combine the word with the words before it, as the hash function FNV-1a does.
+        hashes = (hashes ^ mixed) * _TRIGRAM_FACTOR
     return _distinct(np.sort(hashes))
 
 
@@ -93,7 +98,8 @@ def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions
         The positions of these values in `values`, group by group.
         The group number at each of these positions.
     """
-    order = np.argsort(values, kind="stable")  # the fastest for sets that are sorted already
+    # `values` often consists of sorted pieces, for which the stable sort is the fastest.
+    order = np.argsort(values, kind="stable")
     ordered = values[order]
 
     # Equal values are runs of the ordered array.
@@ -163,7 +169,7 @@ class TrigramSets:
 
         Args:
             names: A number for the name of each skill, -1 for a skill without one.
-            max_names: Number of names of one trigram, above which it belongs to a template.
+            max_names: A trigram of more names than this belongs to a template.
         """
         # A trigram of few skills has few names. So look only at trigrams of many skills; each
         # distinct trigram is a group.
@@ -171,15 +177,16 @@ class TrigramSets:
         if not len(positions):
             return self
 
-        # Find the distinct pairs of a trigram and the name of its skill. One number stands for a
-        # pair. For this, names are counted from 0 instead of -1.
+        # Find the distinct pairs of a group and the name of a skill. One number stands for a pair:
+        # `group * base + name`, with names counted from 0 instead of -1.
         names_of_trigrams = np.repeat(names, self.sizes)[positions] + 1
-        num_names = names.max() + 2
-        pairs = groups * num_names + names_of_trigrams
+        base = names.max() + 2  # one more than the largest name
+        pairs = groups * base + names_of_trigrams
         distinct_pairs = _distinct(np.sort(pairs, kind="stable"))
 
-        # Count the names of each trigram.
-        num_names_of_group = np.bincount(distinct_pairs // num_names)
+        # Count the names of each group.
+        groups_of_pairs = distinct_pairs // base
+        num_names_of_group = np.bincount(groups_of_pairs)
         is_template = num_names_of_group > max_names  # [group]
 
         # Remove the templates. Each set then starts earlier by the number of trigrams that are
@@ -406,6 +413,7 @@ def _sketch_block(num_permutations: int, sets: Sequence[Trigrams]) -> list["Lean
     """Return the MinHash sketch of each trigram set."""
     from datasketch import LeanMinHash, MinHash
 
+    # Trigrams are hashes already, so the hash function `int` leaves them as they are.
     empty = MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
     sketches: list[LeanMinHash] = []
     for trigrams in sets:

@@ -61,7 +61,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
 
     Each kind of passage gives one query before any kind gives a second. For half of the skills, at
     random, the description is the first kind. For the other half, quotes and "when to use" lines
-    come before it. These skills often keep their description.
+    come before it, so that their description often does not become a query and is kept.
 
     Returns:
         At most `count` queries, and the skill without their passages.
@@ -77,12 +77,12 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
-    # Take one query of each kind in turn.
+    # Take one query of each kind in turn. `_pop_query` removes the passages that it tries.
     queries: dict[str, str] = {}  # by casefolded text, so that no two are equal
     remaining_skill = skill
     while len(queries) < count and any(passages_by_kind.values()):
         for kind, passages in passages_by_kind.items():
-            query, passage = _next_query(kind, passages, skill.name)
+            query, passage = _pop_query(kind, passages, skill.name)
             is_new = query != "" and query.casefold() not in queries
             if is_new and len(queries) < count:
                 queries[query.casefold()] = query
@@ -98,7 +98,7 @@ def _without_passage(skill: Skill, kind: Kind, passage: str) -> Skill:
     return replace(skill, description=description, body=skill.body.replace(passage, ""))
 
 
-def _next_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
+def _pop_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
     """Take passages off the end of the list until one makes a query.
 
     Args:
@@ -149,19 +149,19 @@ def _passages(skill: Skill) -> Iterator[tuple[Kind, str]]:
             continue
 
         is_about_use = _WHEN_TO_USE.search(heading)
-        quotes = _QUOTED.findall(line)
-        if is_heading and is_about_use:
-            continue  # a heading such as "When to use" is no query
         if is_heading:
-            yield "heading", heading
-        elif not is_about_use:
-            for sentence in filter(None, _SENTENCE_END.split(text)):
-                yield "sentence", sentence
-        elif quotes:
+            # A heading such as "When to use" is no query.
+            if not is_about_use:
+                yield "heading", heading
+        elif is_about_use:
+            quotes = _QUOTED.findall(line)
             for quote in quotes:
                 yield "quote", quote
+            if not quotes:
+                yield "use", text
         else:
-            yield "use", text
+            for sentence in filter(None, _SENTENCE_END.split(text)):
+                yield "sentence", sentence
 
 
 def _query_of(passage: str) -> str:

@@ -221,7 +221,7 @@ class _QueryReader:
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
 
         # The table DROPPED of the pool lists its duplicates, each with the skill that is kept.
-        # `config.pool` can be the file of SKILLS. The other table is in the same folder.
+        # `config.pool` may name the file of SKILLS. DROPPED is beside that file.
         dropped_file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(dropped_file, DROPPED).to_pylist() if dropped_file.is_file() else []
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
@@ -248,9 +248,12 @@ class _QueryReader:
         row_name = f"{where}, query {id_in_row}" if id_in_row else where
         row = validate(QueryRow, values, row_name)
         row_id = _optional_line(row.query_id)
-        required = sorted({self._kept_id(entry) for entry in row.skill_ids + row.required})
+        required_entries = row.skill_ids + row.required
+        required = sorted({self._resolve_duplicate(entry) for entry in required_entries})
         query = self._make_query(row, row_id, required, path)
         judgements = self._judge(row, query, where)
+
+        # A row with the key `group_id` is a group of skills. Its id is read as the query's id.
         if "group_id" in values and len(judgements) < 2:
             problem = (
                 f"group '{row_id}' holds {len(judgements)} skill(s): "
@@ -325,15 +328,16 @@ class _QueryReader:
         judgements: dict[str, Judgement] = {}
         for key, verdict in VERDICT_KEYS.items():
             for entry in getattr(row, key):
-                skill_id = self._kept_id(entry)
+                # A duplicate is not in the pool. Its judgement counts for the skill in the pool.
+                skill_id = self._resolve_duplicate(entry)
                 judgement = Judgement(
                     query.query_id,
                     skill_id,
                     verdict,
-                    query.origin,
-                    entry.reason,
-                    entry.why,
-                    entry.group,
+                    judge=query.origin,
+                    reason=entry.reason,
+                    why=entry.why,  # explains the reason in words
+                    group=entry.group,
                 )
                 first = judgements.setdefault(skill_id, judgement)
                 if first.verdict is not verdict:
@@ -341,7 +345,7 @@ class _QueryReader:
                     self._drop(query, skill_id, "contradiction", reason)
         return judgements
 
-    def _kept_id(self, entry: Entry) -> str:
+    def _resolve_duplicate(self, entry: Entry) -> str:
         """Return the id of the judged skill, or of the one that the pool keeps for a duplicate."""
         if entry.skill_id in self._pool:
             return entry.skill_id

@@ -170,11 +170,12 @@ def without_name(text: str, name: str) -> str:
         return text
 
     # Separators may stand between the words, or between the letters of a single word.
-    units = words[0] if len(words) == 1 else words
+    units = list(words[0]) if len(words) == 1 else words
     pattern = r"[\W_]*".join(map(re.escape, units))
 
-    # A Latin word must be whole: no other letter may touch it. A CJK character is a whole word.
-    letter = rf"[^\W_{CJK}]"  # a letter or digit, but no CJK character
+    # A Latin word must be whole: no other letter or digit may touch it. CJK characters may, because
+    # each of them is a word. In the pattern, `\W_` stands for all but letters and digits.
+    letter = r"[^\W_" + CJK + "]"
     start = rf"(?<!{letter})" if _IS_LATIN.match(words[0]) else ""
     end = rf"(?!{letter})" if _IS_LATIN.match(words[-1]) else ""
     return one_line(re.sub(f"{start}(?i:{pattern}){end}", " ", text))

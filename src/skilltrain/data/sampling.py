@@ -84,7 +84,8 @@ def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int)
     first_group_of: dict[str, str] = {}  # by skill id
     for name, skill_ids in groups.items():
         for skill_id in skill_ids:
-            linked.merge(first_group_of.setdefault(skill_id, name), name)
+            first_group = first_group_of.setdefault(skill_id, name)
+            linked.merge(first_group, name)
 
     # Put linked groups into dev as long as there is room for them.
     components = linked.subsets()

@@ -151,7 +151,7 @@ class Synthesize(Stage):
             SkilltrainError: No query was made at all.
         """
         planned, flagged = _plan_queries(self)
-        num_skills = len(planned) // self.num_queries_per_skill  # skills that are asked for
+        num_skills = len(planned) // self.num_queries_per_skill  # the same number for every skill
 
         # Write the texts of the planned queries.
         if isinstance(self.llm, OwnTextConfig):
@@ -162,7 +162,8 @@ class Synthesize(Stage):
             reason = outcome.dropped[0].reason if outcome.dropped else "every skill is flagged"
             problem = f"made no query for {num_skills} skills; the first reason: {reason}"
             fix = ""
-            if outcome.used:
+            if isinstance(self.llm, LLMConfig):
+                # A chat model was asked, and its answers are cached.
                 fix = "llm.cache holds these answers; set another seed to get other answers"
             raise SkilltrainError("nothing-generated", problem, fix=fix)
 
@@ -181,7 +182,7 @@ class Synthesize(Stage):
             "num_dev": sum(query.split == "dev" for query in queries),
             "mean_words": round(mean_words, 1),
             "origin": self.origin,
-            **outcome.used,
+            **outcome.used,  # tokens and cost
             "profile": query_profile(texts),
         }
 
@@ -283,10 +284,11 @@ def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
         style = "terse"
         length = TERSE_LENGTH
     else:
-        # If the settings give no style, the query draws one.
-        styles = PROMPTS["styles"]["drawn"]
+        # If the settings give no style, draw one at random. The styles to choose from belong to
+        # the prompt named "styles", but they are drawn for every prompt.
+        possible_styles = PROMPTS["styles"]["drawn"]
         number = stable_number(config.seed, "style", f"{skill.skill_id}#{query.number}")
-        style = config.style or styles[number % len(styles)]
+        style = config.style or possible_styles[number % len(possible_styles)]
         length = f"about {config.num_words} words"
 
     texts = load_prompt(config.prompt)
@@ -317,7 +319,13 @@ def _questions(
 
     tokens = round(config.num_words * TOKENS_PER_WORD)
     return questions_of(
-        llm, planned, partial(query_prompt, config), read, config.seed, tokens, "writing queries"
+        llm,
+        planned,
+        partial(query_prompt, config),
+        read,
+        seed=config.seed,
+        answer_tokens=tokens,
+        description="writing queries",
     )
 
 
