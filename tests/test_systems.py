@@ -300,7 +300,7 @@ def test_empty_ranking_changes_no_fused_ranking():
 def test_first_weight_adds_first_scores():
     first = [("a", 0.5), ("b", 0.25), ("c", 0.1)]
 
-    ranking = rerank.reorder(first, 2, {"b": 3.0, "a": 1.0, "c": 9.0}, first_weight=10)
+    ranking = rerank.reorder(first, 2, {"b": 3.0, "a": 1.0, "c": 9.0}, previous_weight=10)
 
     # a: 10 * 0.5 + 1. b: 10 * 0.25 + 3. c is not among the two best and follows one below.
     assert ranking == [("a", 6.0), ("b", 5.5), ("c", 4.5)]

@@ -24,7 +24,7 @@ from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
 from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
-from skilltrain.metrics.slices import ALL, KIND, LENGTH, Row, SliceMeans, distinct_slices
+from skilltrain.metrics.slices import ALL, KIND, QUERY_LENGTH, Row, SliceMeans, distinct_slices
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
 
@@ -276,7 +276,7 @@ def terminal_table(report: Report, width: int) -> Group:
         report: The report.
         width: Width of the terminal in characters. Columns beyond it follow in further tables.
     """
-    labels = (ALL, KIND, LENGTH)
+    labels = (ALL, KIND, QUERY_LENGTH)
     slices = [item for item in distinct_slices(report.slices) if item.label in labels]
     groups = []
     if len(report.systems) == 1:

@@ -149,7 +149,7 @@ def resampled_means(
         # One bincount counts all resamples. So add an offset to the draws of each resample: those
         # of resample i become the numbers from i * num_clusters.
         draws += np.arange(num_resamples)[:, None] * num_clusters
-        counts = np.bincount(draws.ravel(), minlength=draws.size)
+        counts = np.bincount(draws.ravel(), minlength=num_resamples * num_clusters)
         counts = counts.reshape(draws.shape)  # [resample, cluster]
         means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
     return means
@@ -211,10 +211,14 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
         for first, second in group:
             tables[number, labels.index(first), labels.index(second)] += 1
 
-    counts = _draw_counts(np.random.default_rng(SEED), len(groups), _KAPPA_RESAMPLES)
-    resampled_tables = np.tensordot(counts, tables, 1)  # [resample, label, label]
+    # Draw whole groups. A resample adds up the tables of the groups that it draws.
+    rng = np.random.default_rng(SEED)
+    num_draws = _draw_counts(rng, len(groups), _KAPPA_RESAMPLES)  # [resample, group]
+    resampled_tables = np.tensordot(num_draws, tables, 1)  # [resample, label, label]
     low, high = np.quantile(cohens_kappa(resampled_tables), _QUANTILES)
-    (kappa,) = cohens_kappa(tables.sum(0)[None])
+
+    total_table = tables.sum(axis=0, keepdims=True)  # [1, label, label]
+    kappa = cohens_kappa(total_table)[0]
     return Interval(float(kappa), float(low), float(high), len(pairs))
 
 

@@ -189,7 +189,7 @@ def _compare_by(
     bootstrapped = paired_differences(differences, clusters)  # interval and p-value of each pair
 
     sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
-    sums = np.round(sums, _DECIMALS)
+    sums = np.round(sums, _DECIMALS)  # so that a rounding error counts as a tie
     comparisons: list[Comparison] = []
     for number, (baseline, system) in enumerate(pairs):
         interval, p = bootstrapped[number]
@@ -197,6 +197,7 @@ def _compare_by(
         cluster_differences = sums[:, number]  # [cluster]
         num_better = int((cluster_differences > 0).sum())
         num_worse = int((cluster_differences < 0).sum())
+        # If few clusters differ, the p-value of the bootstrap is too small.
         if num_better + num_worse <= MAX_EXACT:
             p = sign_test(cluster_differences)
         comparisons.append(
@@ -228,17 +229,18 @@ def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
     """Return the two-sided p-value of the exact sign test.
 
-    It is twice the one-sided p-value in the direction of the mean, and at most 1. Under the null
-    hypothesis, a coin decides for each differing query which system is better. For values of 0 and
-    1 this is McNemar's exact test. If the mean is positive but most differences are negative, or
-    the reverse, p is 1.
+    Under the null hypothesis, a coin decides for each differing query which system is better. The
+    one-sided p-value is the probability of at least as many differences with the sign of the mean.
+    The result is twice this value, and at most 1. It is 1 if the mean is positive but most
+    differences are negative, or the reverse. For values of 0 and 1 this is McNemar's exact test.
 
     Args:
         differences: Value of one system minus value of the other, for each query.
     """
     from scipy.stats import binomtest
 
-    direction = np.sign(np.round(differences.sum(), _DECIMALS))  # 1, 0 or -1
+    # The sign of the mean: 1, 0 or -1. A sum such as 1e-17 is a rounding error and counts as 0.
+    direction = np.sign(np.round(differences.sum(), _DECIMALS))
     signs = np.sign(differences)  # [query]
     num_differing = np.count_nonzero(signs)
     if direction == 0 or num_differing == 0:

@@ -210,18 +210,25 @@ def parse_measure(text: str) -> Measure:
         form_by_name[option] = f"{option}@k" if has_cutoff(option) else option
     fix = f"measures are {', '.join(form_by_name.values())}, with a whole k from 1"
 
-    # Suggest the measure whose name in lower case is the nearest.
     problem = f"unknown measure '{text}'"
-    name_by_spelling = {"r": "Recall", "p": "Precision"}
-    for option in measure_names:
-        name_by_spelling[option.lower()] = option
-    spelling = name.partition("@")[0].lower()
-    nearest_spellings = difflib.get_close_matches(spelling, name_by_spelling, n=1, cutoff=0.4)
-    if nearest_spellings:
-        nearest_name = name_by_spelling[nearest_spellings[0]]
+    nearest_name = _nearest_measure(name)
+    if nearest_name is not None:
         suggestion = form_by_name[nearest_name].replace("@k", f"@{cutoff or 10}")
         problem += f", did you mean '{suggestion}'?"
     raise SkilltrainError("unknown-measure", problem, fix=fix)
+
+
+def _nearest_measure(name: str) -> str | None:
+    """Return the measure with the most similar name in lower case; None if none is similar."""
+    # Names by their form in lower case, and by the usual abbreviations as in R@10 and P@10.
+    name_by_lower_case = {"r": "Recall", "p": "Precision"}
+    for option in plugin_paths("measure"):
+        name_by_lower_case[option.lower()] = option
+
+    # A wrong cutoff, as in `ndcg@0`, is still part of the name.
+    lower_case = name.partition("@")[0].lower()
+    matches = difflib.get_close_matches(lower_case, name_by_lower_case, n=1, cutoff=0.4)
+    return name_by_lower_case[matches[0]] if matches else None
 
 
 def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:

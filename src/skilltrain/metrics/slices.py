@@ -27,8 +27,8 @@ Row = dict[str, Any]
 """One row of a report: names, numbers and intervals by their key in metrics.json."""
 ALL = "all"
 KIND = "kind"
-LENGTH = "query length"
-DESCRIPTION = "description length"
+QUERY_LENGTH = "query length"
+DESCRIPTION_LENGTH = "description length"
 _MAX_VALUES = 12  # a table by a label with more values, such as an id, would be too long to read
 _MAX_TERSE_WORDS = 20  # a terse query is as short as what people type into a prompt
 # Values that are listed first, in this order. All others follow in alphabetical order.
@@ -76,7 +76,9 @@ def means_by_slice(
     measures: Sequence[str],
     max_values: int = _MAX_VALUES,
 ) -> tuple[SliceMeans, ...]:
-    """Compute the means over all queries, and then over every slice by label and value.
+    """Compute the means of each slice: the queries with the same value of a label.
+
+    The first slice holds all queries. Its label and value are `all`.
 
     Args:
         results: The systems, all of the same queries.
@@ -85,7 +87,8 @@ def means_by_slice(
         max_values: A label with more values has no slices.
 
     Raises:
-        SkilltrainError: The systems have different queries, or only some have a value for a query.
+        SkilltrainError: The systems have different queries, or a measure has a value for a query in
+            only some of the systems.
     """
     if not results or not labels or not measures:
         raise SkilltrainError(
@@ -167,7 +170,7 @@ def description_length_gaps(
         slices: Slices by any label. Those by description length are used.
         measure: Name of the measure.
     """
-    length_slices = [part for part in slices if part.label == DESCRIPTION]
+    length_slices = [part for part in slices if part.label == DESCRIPTION_LENGTH]
     rows: list[Row] = []
     for baseline, system in pairwise(results):
         for part in length_slices:
@@ -244,7 +247,7 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
     language = language_of(text)
     if not language and text.isascii():
         language = "en"
-    directions: set[str] = set()
+    directions: set[str] = set()  # such as `en2zh`: an English query and a Chinese skill
     domains: set[str] = set()
     for skill in gold:
         if language and skill.lang:
@@ -256,8 +259,8 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
         "domain": tuple(sorted(domains)),
     }
     labels.update(task.labels)  # may replace both
-    labels[LENGTH] = "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long"
-    labels[DESCRIPTION] = length_quarter
+    labels[QUERY_LENGTH] = "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long"
+    labels[DESCRIPTION_LENGTH] = length_quarter
     return labels
 
 
@@ -285,13 +288,13 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """
     from scipy.stats import rankdata
 
-    # Ranks count from 1. Equal lengths have their mean rank, so a rank may end in .5.
+    # Ranks count from 1. Equal lengths have the mean of their ranks.
     ranks = rankdata(list(lengths.values()))
     queries_by_quarter: dict[int, list[str]] = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        # Number of shorter queries, plus half the number of equally long ones (this one included).
-        num_below = rank - 0.5
-        quarter = int(4 * num_below // len(lengths))  # 0 to 3
+        # A query of rank r covers the stretch from r - 1 to r. The middle decides the quarter.
+        middle = rank - 0.5
+        quarter = int(4 * middle // len(lengths))  # 0 to 3
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
     names = {}

@@ -89,8 +89,8 @@ class ApiConfig(ServerConfig, RankerConfig):
             "num_requests": math.ceil(len(new_texts) / self.batch_size),
             "num_texts": len(new_texts),
             "num_kept_texts": len(texts) - len(new_texts),
-            **budget.account(Usage(_num_tokens(new_texts))),
-            "budget": str(budget) or None,
+            **budget.account(Usage(_num_tokens(new_texts))),  # tokens and dollars
+            "budget": str(budget) or None,  # None if no limit is set
         }
 
     def render_skill(self, skill: Skill) -> str:
@@ -164,6 +164,10 @@ class ApiEncoder:
 
     def _send(self, texts: list[str], name_by_text: Mapping[str, str]) -> EncodedTexts:
         """Send texts to the server in batches.
+
+        Args:
+            texts: Texts to encode.
+            name_by_text: Name of each text for errors, such as `skill pdf`.
 
         Yields:
             Positions in `texts` and the vectors of these texts, as the replies come.

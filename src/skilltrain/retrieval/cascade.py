@@ -73,8 +73,14 @@ class RankedStage:
         return replace(self, rankings={query_id: self.rankings[query_id] for query_id in query_ids})
 
     def joined(self, other: "RankedStage") -> "RankedStage":
-        """Join with `other`: the same ranker's answers to other queries, over another pool."""
+        """Return the answers of both stages, as if one run had given them.
+
+        Args:
+            other: Answers of the same ranker to other queries. Their pool may be another one, as in
+                a benchmark of several tiers.
+        """
         rankings = {**self.rankings, **other.rankings}
+        # `seconds` is the mean time of a query. Weight it by the number of queries.
         own_seconds = self.seconds * len(self.rankings)
         other_seconds = other.seconds * len(other.rankings)
         return replace(
@@ -112,7 +118,10 @@ class Cascade:
         Returns:
             One stage per ranker. The rankings of the last one are cut to `self.depth`.
         """
+        # Rankers without `keep` return as many skills as the later rankers and the depth need.
         rankers = with_keeps(system.rankers, self.depth)
+
+        # Say from which ranker on latency is not measured. The first rankers may be timeable.
         num_timeable = _num_before_remote(rankers)
         if num_timed and num_timeable < len(rankers):
             first_untimed = rankers[num_timeable]
@@ -137,6 +146,7 @@ class Cascade:
             later_rankers = rankers[number:]  # `number` counts from 1
             if later_rankers:
                 next_ranker = later_rankers[0]
+                # The next ranker may look only at the first skills of these rankings.
                 stage = replace(stage, num_passed=next_ranker.num_read)
             if num_timed and number <= num_timeable:
                 stage = self._add_latencies(stage, ranker_run, num_timed)
@@ -179,7 +189,8 @@ class Cascade:
         # Keep the run for the next system. A model in training changes, so it must run again.
         depends_on_training = any(member.is_in_training for member in flatten_rankers(rankers))
         if not depends_on_training:
-            self._runs[key] = replace(run, by_leg=())  # frees rankings that are not used here
+            # Free the rankings of the single rankers that a fusion combined. Nobody needs them.
+            self._runs[key] = replace(run, by_leg=())
         return run
 
     def _add_latencies(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:

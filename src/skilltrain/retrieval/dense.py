@@ -195,8 +195,9 @@ class SkillEncoder:
             texts: Texts to encode.
             max_tokens: Number of tokens to which texts are cut.
         """
-        # Texts of the same length form micro-batches of at least this size. A GPU is fast only with
-        # full micro-batches.
+        # Texts of one length form a micro-batch if they have at least `min_tokens` tokens, and are
+        # mixed with other lengths otherwise. A GPU is fast only with full micro-batches, so the
+        # minimum is the budget. On a CPU, smaller ones are as fast.
         min_tokens = self.token_budget
         if self.model.device.type == "cpu":
             min_tokens = _ENOUGH_TOKENS
@@ -221,18 +222,19 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     """Open an encoder that is never trained.
 
     Args:
-        source: Settings of the encoder.
+        source: Settings of the encoder. A subclass may have further settings, such as a cache.
         opened: Models that are already loaded, by their settings. A new one is added.
     """
     if opened is None:
         opened = {}
-    # Rankers share a model if these settings are equal, even if their other settings differ.
+    # Rankers share a model if the settings of `OpenConfig` are equal. Settings that a subclass adds
+    # may differ.
     model_settings = source.model_dump(include=set(OpenConfig.model_fields))
     key = repr(model_settings)
     model, identity = opened.get(key, (None, ""))
 
-    # A cache needs the identity: a hash of the weights as they are before they are packed. A model
-    # that was packed without one is loaded again.
+    # A cache needs the identity: a hash of the weights as they are before they are packed. If the
+    # model was packed before its identity was computed, load it again.
     folder = source.cache if isinstance(source, EncoderSource) else None
     lacks_identity = folder is not None and not identity
     if model is None or lacks_identity:

@@ -92,7 +92,8 @@ def run_ranker(
     leg_top_ks = config.leg_top_ks(candidates)
     must_exclude = candidates is None and len(excluded_ids) > 0
 
-    # Find more skills than needed if some are left out later. Legs that are fused already do.
+    # Find more skills than needed if some are left out later. The legs of a fusion need no
+    # spare skills, because they usually find more skills than the fusion keeps.
     num_spare = 0
     is_fused = len(legs) > 1
     if must_exclude and not is_fused:

@@ -91,10 +91,10 @@ def fuse(
     Args:
         rankings: The rankings.
         weights: Weight of each ranking.
-        method: What a ranking adds to the score of a skill. `z` adds weight * z-score, and a skill
-            that the ranking lacks has its lowest score. `rrf` adds weight / (rrf_k + rank), and
-            nothing to a skill that the ranking lacks (reciprocal rank fusion; Cormack et al.,
-            2009).
+        method: What a ranking adds to the score of a skill. `z` adds weight * z-score. A
+            skill that the ranking lacks gets the lowest z-score of the ranking. `rrf` adds
+            weight / (rrf_k + rank), and nothing to a skill that the ranking lacks (reciprocal rank
+            fusion; Cormack et al., 2009).
         rrf_k: The constant of `rrf`.
 
     Returns:

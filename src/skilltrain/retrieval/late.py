@@ -121,28 +121,30 @@ class Late:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the `keep` best candidates of each query by MaxSim.
 
-        Queries are scored in blocks of about 4,000. A block encodes each distinct skill text once.
+        Queries are scored in blocks of at most `_MAX_QUERY_TOKENS` tokens, which is about 4,000
+        queries. A block encodes each distinct skill text once.
         """
         assert candidates is not None, "late interaction needs candidates"
         skill_ids_by_query: list[list[str]] = []
         for query in queries:
             skill_ids_by_query.append([skill_id for skill_id, _ in candidates[query.query_id]])
-        # Of the skills with the same text, only the first one is scored.
-        first_ids = self._first_with_same_text(chain.from_iterable(skill_ids_by_query))
+        # The first of the skills with the same text represents all of them: only it is scored.
+        representative_ids = self._first_with_same_text(chain.from_iterable(skill_ids_by_query))
 
         scores_by_query: list[dict[str, float]] = [{} for _ in queries]
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
         # Score one block of queries at a time. A block is a list of positions in `queries`.
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
             query_vectors: dict[int, Tensor] = {}  # [token, dim], by position in `queries`
-            block_ids = [token_ids[position] for position in block]
-            for index_in_block, vectors in self._encode(block_ids):
+            block_token_ids = [token_ids[position] for position in block]  # of each query
+            for index_in_block, vectors in self._encode(block_token_ids):
                 query_vectors[block[index_in_block]] = vectors
 
             # For each skill to score, the positions of the queries that need its score.
             queries_by_skill: dict[str, list[int]] = {}
             for position in block:
-                scored_ids = [first_ids[skill_id] for skill_id in skill_ids_by_query[position]]
+                skill_ids = skill_ids_by_query[position]
+                scored_ids = [representative_ids[skill_id] for skill_id in skill_ids]
                 for skill_id in dict.fromkeys(scored_ids):  # without repetitions
                     queries_by_skill.setdefault(skill_id, []).append(position)
             self._add_scores(scores_by_query, query_vectors, queries_by_skill)
@@ -151,7 +153,7 @@ class Late:
         for position, query in enumerate(queries):
             scores = scores_by_query[position]
             skill_ids = skill_ids_by_query[position]
-            ranking = [(skill_id, scores[first_ids[skill_id]]) for skill_id in skill_ids]
+            ranking = [(skill_id, scores[representative_ids[skill_id]]) for skill_id in skill_ids]
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 

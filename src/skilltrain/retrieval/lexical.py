@@ -124,8 +124,9 @@ class BM25Index:
         self.keys = text_keys(texts, max_tokens=0)  # texts are not cut
         self.vocabulary = Vocabulary()
         if previous is not None:
-            # Terms keep their numbers.
-            self.vocabulary = Vocabulary(stems=previous.vocabulary.numbers)
+            # The keys of `numbers` are the stems in order, so they get the same numbers again.
+            previous_stems = previous.vocabulary.numbers.keys()
+            self.vocabulary = Vocabulary(previous_stems)
         counts = self._count_terms(texts, previous)  # [text, term]
         if not counts.nnz:
             problem = f"none of the {len(texts)} texts holds a word to index for lexical search"
@@ -135,7 +136,7 @@ class BM25Index:
         by_term = counts.T.tocsr()  # [term, text]
         text_positions = by_term.indices.astype(np.int32)  # [posting]
         self.counts = by_term.data
-        self.texts = text_positions
+        self.texts = text_positions  # positions in `texts`
         self.starts = by_term.indptr.astype(np.int64)
 
         # The parts of the BM25 formula.
@@ -160,13 +161,16 @@ class BM25Index:
         previous_positions = positions_in(previous.keys, self.keys)  # [text]; -1 for a new text
         new_positions = np.flatnonzero(previous_positions < 0)
         new_texts = [texts[position] for position in new_positions.tolist()]
+        # This also adds their new terms to the vocabulary, after the terms of the previous index.
         new_counts = self._count_texts(new_texts)  # [new text, term]
 
-        # The previous index holds a compressed sparse matrix: values, columns and starts of rows.
+        # Make the matrix of the previous index: its values, their columns (texts), and the start of
+        # each row (term). `starts` has one number more than there are terms: the end of the last.
         num_previous = len(previous.keys)
-        matrix = (previous.counts, previous.texts, previous.starts)
-        num_terms = len(previous.starts) - 1  # the last start is the end
-        by_term = csr_array(matrix, shape=(num_terms, num_previous))  # [term, previous text]
+        num_terms = len(previous.starts) - 1
+        by_term = csr_array(  # [term, previous text]
+            (previous.counts, previous.texts, previous.starts), shape=(num_terms, num_previous)
+        )
         previous_counts = by_term.T.tocsr()  # [previous text, term]
         # Terms keep their numbers, so new terms are added as columns at the end.
         previous_counts.resize((num_previous, new_counts.shape[1]))
@@ -188,6 +192,7 @@ class BM25Index:
         terms = array("i")  # 4 bytes per term
         starts = [0]
         for text in track(texts, "reading terms", len(texts)):
+            # `add` returns the numbers of all terms of the text, whether new or known.
             terms.extend(self.vocabulary.add(text))
             starts.append(len(terms))
         columns = np.array(terms, dtype=np.int32)

@@ -73,13 +73,15 @@ class ChunkVectors:
             query_rows: For each pair, the row of its query in `queries`.
             skill_positions: For each pair, the position of its skill.
         """
-        # List the chunks of all pairs, pair after pair. Those of pair i begin at `pair_starts[i]`.
+        # List the chunks of all pairs, pair after pair. For example, two pairs have skills with 2
+        # chunks and 1 chunk. Then `num_chunks` is [2, 1], `pair_starts` is [0, 2, 3],
+        # `pair_of_chunk` is [0, 0, 1], and `numbers_in_pair` is [0, 1, 0].
         num_chunks = np.diff(self.starts)[skill_positions]  # [pair]
         pair_starts = starts_of(num_chunks)  # [pair and end]
         pair_of_chunk = np.repeat(np.arange(len(skill_positions)), num_chunks)  # [listed chunk]
 
-        # The row in `self.vectors` of each listed chunk: the first chunk of its skill, plus the
-        # number of chunks of the same pair that are listed before.
+        # The row in `self.vectors` of each listed chunk: the row of its skill's first chunk, plus
+        # the number of the chunk in its pair.
         numbers_in_pair = np.arange(len(pair_of_chunk)) - pair_starts[pair_of_chunk]
         first_chunks = self.starts[skill_positions]  # [pair]
         vector_rows = first_chunks[pair_of_chunk] + numbers_in_pair  # [listed chunk]
@@ -90,21 +92,23 @@ class ChunkVectors:
             products = queries[query_rows[pair_of_chunk[block]]].astype(np.float64)  # [chunk, dim]
             products *= self.vectors[vector_rows[block]]
             cosines[block] = products.sum(axis=1)
-        return pool_chunks(cosines[None], pair_starts, self.pool)[0]
+        pooling = self.pool  # how the scores of chunks become the score of a skill
+        return pool_chunks(cosines[None], pair_starts, pooling)[0]
 
     def nearest(self, queries: Vectors, k: int) -> SearchResult:
         """Return the `k` best skills of each query. Ties go to the lower position.
 
-        A single-precision search selects more than k skills, and `scores` orders them. Rounding in
-        the search depends on the processor and on the other queries. So if the worst selected skill
-        is nearly as good as the k-th, the search is repeated with more skills.
+        A single-precision search selects more than k skills, and the method `scores` orders them in
+        double precision. Rounding in the search depends on the processor and on the other queries.
+        So if the worst selected skill is nearly as good as the k-th, the search is repeated with
+        more skills.
         """
         k = min(k, self.num_skills)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         positions = np.empty((len(queries), k), np.int64)
-        scores = np.empty((len(queries), k), np.float32)
+        best_scores = np.empty((len(queries), k), np.float32)
         if k == 0:
-            return positions, scores
+            return positions, best_scores
 
         unsure = np.arange(len(queries))  # rows of queries to search
         num_spare = _NUM_SPARE
@@ -115,24 +119,26 @@ class ChunkVectors:
             exact = self.scores(queries, rows, selected.ravel()).reshape(selected.shape)
             order = np.lexsort((selected, -exact), axis=1)[:, :k]
             positions[unsure] = np.take_along_axis(selected, order, axis=1)
-            scores[unsure] = np.take_along_axis(exact, order, axis=1)
+            best_scores[unsure] = np.take_along_axis(exact, order, axis=1)
 
             if width == self.num_skills:
                 break
-            # A skill that was not selected may still be better than the k-th.
+            # The search ranked the skills that it did not select below the worst selected one. Only
+            # if that one is nearly as good as the k-th, rounding may have hidden a better skill.
             worst_selected = exact.min(axis=1)  # [unsure query]
-            kth_best = scores[unsure, -1]  # [unsure query]
+            kth_best = best_scores[unsure, -1]  # [unsure query]
             may_miss_one = worst_selected >= kth_best - _ROUNDING
             unsure = unsure[may_miss_one]
             num_spare *= 4
-        return positions, scores
+        return positions, best_scores
 
     def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
         """Return the `k` best skills by single-precision products.
 
         With one chunk per skill, faiss searches, on a GPU if it can use one.
         """
-        if len(self.vectors) == self.num_skills:
+        has_one_chunk_each = len(self.vectors) == self.num_skills
+        if has_one_chunk_each:
             import faiss
 
             skills = np.ascontiguousarray(self.vectors, np.float32)
@@ -142,10 +148,13 @@ class ChunkVectors:
                 resources = faiss.StandardGpuResources()
                 return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
             return faiss.knn(queries, skills, k, metric=metric)[1]
+
+        pooling = self.pool  # how the scores of chunks become the score of a skill
         positions = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES_AT_ONCE):
             block = slice(start, start + _QUERIES_AT_ONCE)
-            scores = pool_chunks(queries[block] @ self.vectors.T, self.starts, self.pool)
+            # [query, skill]
+            scores = pool_chunks(queries[block] @ self.vectors.T, self.starts, pooling)
             positions[block] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return positions
 

@@ -112,6 +112,7 @@ class Rerank:
         pairs_by_query: list[QueryPairs] = []
         for query in track(queries, "tokenizing", len(queries)):
             skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
+            # This finds the scores that are remembered in `self._scores`.
             pairs_by_query.append(self._pairs(query, skill_ids))
 
         # Both maps are lazy: the loop below makes and scores the pairs, query by query.
@@ -124,6 +125,7 @@ class Rerank:
         rankings = {}
         progress = track(queries, "reranking", len(queries))
         for query, pairs, new_scores in zip(progress, pairs_by_query, score_lists, strict=True):
+            # `score_by_key` is a dict of `self._scores`, so this also remembers the new scores.
             pairs.score_by_key.update(zip(pairs.new_keys, new_scores, strict=True))
             score_by_skill: dict[str, float] = {}
             for skill_id, key in pairs.key_by_skill.items():
@@ -165,7 +167,7 @@ class Rerank:
 
 
 def reorder(
-    ranking: Ranking, keep: int, scores: Mapping[str, float], first_weight: float
+    ranking: Ranking, keep: int, scores: Mapping[str, float], previous_weight: float
 ) -> Ranking:
     """Sort the first `keep` skills of a ranking by score, and append the others in their order.
 
@@ -173,15 +175,16 @@ def reorder(
         ranking: Ranking of the previous ranker.
         keep: Number of skills to sort. Ties keep their order.
         scores: Score of each of these skills, by its id.
-        first_weight: Weight of the previous ranker's score, which is added. The sum helps if the
-            reranker learned from few examples, because both rankers err on different queries.
+        previous_weight: Weight with which the previous ranker's score is added to the new score.
+            Adding it helps if the reranker learned from few examples, because both rankers err on
+            different queries.
 
     Returns:
         The new ranking. Appended skills get scores without meaning, below those of sorted skills.
     """
     rescored: Ranking = []
     for skill_id, previous_score in ranking[:keep]:
-        rescored.append((skill_id, scores[skill_id] + first_weight * previous_score))
+        rescored.append((skill_id, scores[skill_id] + previous_weight * previous_score))
     reranked = sorted(rescored, key=lambda pair: -pair[1])
     lowest = reranked[-1][1] if reranked else 0.0
     for distance, (skill_id, _) in enumerate(ranking[keep:], 1):

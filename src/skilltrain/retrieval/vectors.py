@@ -139,7 +139,8 @@ def cached_vectors(
     Raises:
         SkilltrainError: New vectors have another length than those in the cache.
     """
-    # `vectors` has one row per distinct key. `row_of_text` gives the row of each text.
+    # Equal texts have equal keys. Number the distinct keys: text i has the key of number
+    # `row_of_text[i]`, which will be the row of its vector.
     all_keys = text_keys(texts, max_tokens)
     keys, first_positions, row_of_text = np.unique(all_keys, return_index=True, return_inverse=True)
     is_cached = np.zeros(len(keys), dtype=bool)
@@ -157,9 +158,11 @@ def cached_vectors(
     missing_texts = [missing_texts[int(position)] for position in order]
     if cache:
         cache.make()
+    # `encode` yields the vectors of some texts at a time, with their positions in `missing_texts`.
     for positions, encoded in encode(missing_texts):
         dim = encoded.shape[1]
-        if not vectors.size:  # the cache is empty, so the length of the vectors was not known
+        is_dim_known = vectors.shape[1] > 0
+        if not is_dim_known:  # these are the first vectors, and the cache had none
             vectors = np.empty((len(keys), dim), dtype=np.float32)
         if dim != vectors.shape[1]:
             problem = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"

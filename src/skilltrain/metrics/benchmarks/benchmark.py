@@ -185,7 +185,10 @@ def make_benchmark(
 
 
 def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> dict[str, Task]:
-    """Check the tasks of a split, or all tasks if it is None, and return them by query id."""
+    """Check the tasks of a split and return them by query id. If `split` is None, use all tasks.
+
+    Query ids are distinct within a split, so a repeated id means that its query has two splits.
+    """
     if not tasks:
         raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
     if split is not None:
@@ -286,11 +289,12 @@ def gold_in_pool(relevance: Relevance, pool: Container[str]) -> list[str]:
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
-    """Check that a pool has the gold skills, and remove gains of other skills that it lacks.
+    """Check that a pool has the gold skills, and remove gains of skills that are not in the pool.
 
-    A perfect ranking then has nDCG 1, as in the released evaluation. SkillRouter's easy pool, for
-    example, lacks the degraded copies. A gold skill keeps its gain even if the pool lacks it,
-    because the pool then has an alternative that takes its place.
+    A gold skill keeps its gain even if the pool lacks it, because the pool then has an alternative
+    that takes its place. Other skills that the pool lacks lose their gain, so that a perfect
+    ranking has nDCG 1, as in the released evaluation. SkillRouter's easy pool, for example, lacks
+    the degraded copies.
 
     Args:
         benchmark: The benchmark.

@@ -170,7 +170,8 @@ def _notes(
         num_tools += len(row.tools)
         num_missing += len(missing)
         num_incomplete += bool(missing)
-        if len(missing) == len(row.tools):  # true as well if the task names no tool
+        has_gold = len(missing) < len(row.tools)  # at least one needed tool is offered
+        if not has_gold:
             unscored.append(task_id)
 
     notes = []

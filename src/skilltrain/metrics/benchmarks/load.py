@@ -109,12 +109,13 @@ def _relevance_of(
         judgement_rows: Rows of the query in the table of judgements.
     """
     required = {skill_id for skill_id, verdict in verdicts.items() if verdict is Verdict.REQUIRED}
-    gold_by_skill = {row["skill_id"]: row["group"] for row in judgement_rows}
+    group_by_skill = {row["skill_id"]: row["group"] for row in judgement_rows}
     alternatives: dict[str, str] = {}
-    for skill_id, gold_id in gold_by_skill.items():
-        are_required = skill_id in required and gold_id in required
-        if are_required and skill_id != gold_id:
-            alternatives[skill_id] = gold_id
+    for skill_id, group in group_by_skill.items():
+        # Both must be required. A skill without a group has None, which is never required.
+        are_required = skill_id in required and group in required
+        if are_required and skill_id != group:
+            alternatives[skill_id] = group
 
     gains: dict[str, float] = {}
     for skill_id, verdict in verdicts.items():
