@@ -103,9 +103,10 @@ def test_choice_is_printed(step, monkeypatch, capsys):
 def test_container_limit_counts(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("3000\n")
     (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 200\n")
     monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
 
-    assert available_bytes(CPU) == 2000
+    assert available_bytes(CPU) == 2200
 
 
 def test_container_without_limit_is_ignored(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import nn
 
+from skilltrain.distributed import of_first_rank
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.terminal import launched_ranks, say
@@ -20,7 +21,7 @@ from skilltrain.training.steps import StepModule, StepSettings
 
 _ADAMW_BYTES = 8  # two float32 moments per trained parameter
 _GPU_SHARE = 0.9  # of the free memory; CUDA and the loss need the rest
-_MAX_CPU_BYTES = GIB  # for activations; more makes a step no faster
+_MAX_CPU_BYTES = GIB  # for activations: on a CPU, other programs need the rest
 _MIN_TOKEN_BUDGET = 512  # a smaller micro-batch saves little
 _CONTAINER = Path("/sys/fs/cgroup")  # limits of a container, on Linux
 _STATUS = Path("/proc/self/status")  # on Linux
@@ -44,10 +45,11 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     batches = chain.from_iterable(step_batches(step.data.lists, config))
     batch = largest_batch(step, batches)
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
-    available = available_bytes(device) - held_bytes(step)
+    # All ranks must choose the same settings, so the memory of the first rank counts.
+    available = of_first_rank(available_bytes(device)) - held_bytes(step)
 
-    # Take the first choice below the limit, which is lower on a CPU, where more memory makes a step
-    # no faster. If none is below it, the last choice stays, and may take all available memory.
+    # Take the first choice below the limit, which is lower on a CPU, where other programs need
+    # memory. If none is below it, the last choice stays, and may take all available memory.
     limit = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
     needed = 0.0
     for settings in memory_choices(step.settings, config):
@@ -107,9 +109,11 @@ def available_bytes(device: torch.device) -> int:
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
         used = int((_CONTAINER / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit
+        lines = (_CONTAINER / "memory.stat").read_text().splitlines()
+        cached = int(dict(line.split() for line in lines)["inactive_file"])  # given up on demand
+    except (OSError, ValueError, KeyError):  # no container, or one without a limit
         return available
-    return min(available, limit - used)
+    return min(available, limit - used + cached)
 
 
 def held_bytes(module: nn.Module) -> float:
