@@ -325,6 +325,16 @@ def test_nan_weight_is_not_saved(tmp_path, open_encoder_of):
     assert bytes_in(tmp_path) == {}
 
 
+def test_pair_reranker_is_saved_without_sigmoid(tmp_path, open_reranker_of):
+    save_model(open_reranker_of("bert_reranker"), tmp_path, base="b")
+
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    # vLLM and sentence-transformers 5 read it here. Without it they apply a sigmoid.
+    activation = config["sentence_transformers"]["activation_fn"]
+    assert activation == "torch.nn.modules.linear.Identity"
+
+
 def test_infinite_weight_is_not_saved(tmp_path, open_reranker_of):
     reranker = open_reranker_of("bert_reranker")
     with torch.no_grad():

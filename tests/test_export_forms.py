@@ -1,7 +1,9 @@
 """Exported forms give the outputs of their model in the programs that they are made for."""
 
 import json
+import logging
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from sentence_transformers import CrossEncoder, MultiVectorEncoder
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from faults import raises
+from skilltrain.export import forms
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.forms import ONNX, ONNX_INT8, write_form
 from skilltrain.export.push import check_round_trip
@@ -155,11 +158,11 @@ def test_servers_can_read_an_encoder(tmp_path, open_encoder_of, name, pooling):
     for mode in ("cls_token", "mean_tokens", "lasttoken", "max_tokens", "mean_sqrt_len_tokens"):
         assert pooling_config[f"pooling_mode_{mode}"] is (mode == flag)
     assert "word_embedding_dimension" not in pooling_config
-    # Both servers compare these names.
+    # vLLM compares these names. Its older releases know only those of sentence-transformers 5.
     assert [module["type"] for module in read(tmp_path, "modules.json")] == [
-        "sentence_transformers.base.modules.transformer.Transformer",
-        "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
-        "sentence_transformers.base.modules.normalize.Normalize",
+        "sentence_transformers.models.Transformer",
+        "sentence_transformers.models.Pooling",
+        "sentence_transformers.models.Normalize",
     ]
 
     # TEI takes a map of strings.
@@ -237,6 +240,20 @@ def arrays(tokenizer, *texts):
 
 
 @pytest.mark.slow
+def test_onnx_export_prints_no_warnings(tmp_path, open_encoder_of, monkeypatch, recwarn, caplog):
+    def export_noisily(folder):
+        warnings.warn("the axis name will not be used", stacklevel=1)
+        logging.getLogger("torch.onnx").warning("torchvision is not installed")
+
+    monkeypatch.setattr(forms, "_add_onnx", export_noisily)
+    save_model(open_encoder_of("bert", max_tokens=32), tmp_path, base="b")
+
+    write_form(tmp_path, "onnx")
+
+    assert not [warning for warning in recwarn if "axis name" in str(warning.message)]
+    assert not caplog.records
+
+
 def test_onnx_computes_encoders_token_vectors(tmp_path, open_encoder_of):
     """TEI and sentence-transformers know inputs and output by these names."""
     pytest.importorskip("onnxscript")

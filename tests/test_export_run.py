@@ -641,7 +641,7 @@ def remove_a_weight(run):
             r"tokenizer_config\.json: holds what looks like a secret: https://… \(",
         ),
         (remove_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
-        (shutil.rmtree, r"run: holds no model to push: no skilltrain\.json"),
+        (shutil.rmtree, r"run: no such folder"),
         (
             lambda run: (run / "config.json").unlink(),
             r"run: holds no model to push: no config\.json",

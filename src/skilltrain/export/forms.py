@@ -1,6 +1,10 @@
 """Other forms of a saved model, for servers and runtimes that cannot open it as it was saved."""
 
+import logging
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +16,7 @@ from skilltrain.export import Form
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.loading import CHECKPOINT_FILE, heads
-from skilltrain.models.modules import IDENTITY, write_modules
+from skilltrain.models.modules import write_modules
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.models.saving import write_record, write_weights
 
@@ -71,7 +75,8 @@ def write_form(folder: Path, form: Form) -> None:
     if form == "onnx":
         if answers_yes_no:
             _convert_to_classifier(folder)
-        _add_onnx(folder)
+        with _hide_warnings():
+            _add_onnx(folder)
 
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
@@ -95,7 +100,6 @@ def _convert_to_classifier(folder: Path) -> None:
             "pad_token_id": reranker.tokenizer.pad_token_id,
             "use_sep_token": False,  # vLLM
             "use_pad_token": False,  # vLLM's older name
-            "sentence_transformers": {"activation_fn": IDENTITY},
         }
     )
 
@@ -114,6 +118,17 @@ def _convert_to_classifier(folder: Path) -> None:
     write_weights(network.eval(), staging=folder, folder=folder)
     reranker.network = network  # `write_modules` looks for the head of this network
     write_modules(reranker, folder)
+
+
+@contextmanager
+def _hide_warnings() -> Iterator[None]:
+    """Hide the warnings of the ONNX exporter. They ask for nothing that a user could do."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _add_onnx(folder: Path) -> None:

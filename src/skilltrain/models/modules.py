@@ -17,9 +17,11 @@ from skilltrain.models.reranker import Reranker, yes_no_ids
 
 # The release of sentence-transformers that has this format. Older releases warn.
 _VERSION = {"sentence_transformers": "6.2.0"}
-_TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
-_NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
-_POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+# These three are the names of release 5. Later releases still accept them. Older releases of vLLM
+# know no others: for an unknown name they ignore the pooling without a warning.
+_TRANSFORMER = "sentence_transformers.models.Transformer"
+_NORMALIZE = "sentence_transformers.models.Normalize"
+_POOLING = "sentence_transformers.models.Pooling"
 _MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
 _LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 IDENTITY = "torch.nn.modules.linear.Identity"

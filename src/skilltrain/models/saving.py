@@ -20,8 +20,8 @@ from skilltrain.files import path_inside, read_json, shareable, write_json, writ
 from skilltrain.formats import MODEL
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.loading import CHECKPOINT_FILE
-from skilltrain.models.modules import write_modules
+from skilltrain.models.loading import CHECKPOINT_FILE, heads
+from skilltrain.models.modules import IDENTITY, write_modules
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TextTokenizer, as_special
 from skilltrain.templates import QWEN3_RERANKER_PREFIX, QWEN3_RERANKER_SUFFIX, RerankerTemplate
@@ -160,6 +160,9 @@ def write_weights(network: Any, staging: Path, folder: Path) -> None:
     theta = (config.get("rope_parameters") or {}).get("rope_theta")
     if theta:
         config["rope_theta"] = theta  # transformers 4 reads this key, and else uses 10,000
+    if heads(network):
+        # Without this key, vLLM and sentence-transformers 5 apply a sigmoid to the score.
+        config["sentence_transformers"] = {"activation_fn": IDENTITY}
     write_json(staging / "config.json", config)
 
 

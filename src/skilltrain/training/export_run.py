@@ -162,6 +162,8 @@ def push_model(
         SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
     """
     assert published.repo is not None
+    if not run.is_dir():
+        raise SkilltrainError("not-found", "no such folder", where=run)
     record = record_of(run)  # empty for an export
     has_options = bool(form or published.license or published.reports)
     _check_pushable(run, record, has_options)
