@@ -3,7 +3,8 @@
 #   docker run --rm --gpus all -v "$PWD/runs:/app/runs" skilltrain skilltrain train recipes/sr_emb_0.6b.yaml
 # torch's CPU build, a fifth of the size, lies in an index of PyTorch's own, whose address its site names:
 #   docker build --target cpu --build-arg TORCH_INDEX=THAT_ADDRESS -t skilltrain-cpu .
-# No test builds this file, for neither our machines nor CI have Docker; tests/test_docker.py reads it.
+# No test builds this file, because neither our machines nor CI have Docker.
+# Give ./runs to the user 1000 before you mount it. To serve from a container, see docs/serving.md.
 # The torch of the default index brings its own CUDA libraries, so the slim base needs no more than the host's GPU
 # runtime. A base with a compiler is for DeepSpeed's kernels; it must hold Python 3.11.4 or newer as python3, with venv:
 #   docker build --target cuda --build-arg BASE=YOUR_CUDA_IMAGE --build-arg EXTRAS=quickstart,deepspeed -t skilltrain .
@@ -28,9 +29,11 @@ ARG EXTRAS=quickstart,serve
 RUN test -n "$TORCH_INDEX" || { echo "give --build-arg TORCH_INDEX, the index of torch's CPU builds" >&2; exit 2; }
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt --extra-index-url "$TORCH_INDEX" torch==2.13.0+cpu
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt -e ".[${EXTRAS}]"
-USER skilltrain
+# The number of the user skilltrain: Kubernetes cannot tell from a name that it is not root.
+USER 1000
 
 FROM base AS cuda
 ARG EXTRAS=quickstart,serve
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt -e ".[${EXTRAS}]"
-USER skilltrain
+# The number of the user skilltrain: Kubernetes cannot tell from a name that it is not root.
+USER 1000

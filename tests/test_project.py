@@ -384,8 +384,9 @@ def test_dockerfile_adds_no_address():
 def test_targets_run_without_root():
     last = {stage: (name, arguments) for stage, name, arguments in instructions()}
 
-    assert last["cpu"] == last["cuda"] == ("USER", "skilltrain")
+    assert last["cpu"] == last["cuda"] == ("USER", "1000")
     (line,) = [line for line in arguments_of("RUN", "base") if "useradd" in line]
+    assert "--uid 1000" in line
     assert line.endswith("chown skilltrain runs")
 
 
