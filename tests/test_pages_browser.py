@@ -117,6 +117,22 @@ def test_report_fits_every_screen(report: Page, width: int, dark: bool):
     assert report.run(CONTRASTS) == []
 
 
+def test_dot_is_beside_the_first_line(report: Page):
+    report.check_fits(390, dark=False)
+
+    distances = report.run(DISTANCES_OF_DOTS)
+
+    assert len(distances) > 30
+    assert all(0 < distance < 20 for distance in distances)
+
+
+def test_sticky_names_keep_lines_of_rows(report: Page):
+    """Only borders that belong to a cell move with it; collapsed ones belong to the table."""
+    styles = "[...document.querySelectorAll('table')].map(node => getComputedStyle(node))"
+
+    assert set(report.run(f"{styles}.map(style => style.borderCollapse)")) == {"separate"}
+
+
 # The page of lists ------------------------------------------------------------
 
 
@@ -195,6 +211,16 @@ def test_page_of_lists_fits_every_screen(lists: Page, width: int, dark: bool):
     lists.check_fits(width, dark)
     assert lists.run(CONTRASTS) == []
 
+
+# Pixels from the top of the first line of a name down to the top of the dot before it.
+DISTANCES_OF_DOTS = """(() => {
+  const dots = [...document.querySelectorAll('th .swatch')];
+  return dots.filter(dot => dot.getClientRects().length).map(dot => {
+    const name = document.createRange();
+    name.selectNodeContents(dot.nextSibling);
+    return dot.getBoundingClientRect().top - name.getClientRects()[0].top;
+  });
+})()"""
 
 # Elements whose text has less than 4.5 to 1 contrast (WCAG) to the first opaque background.
 CONTRASTS = """(() => {
