@@ -541,12 +541,36 @@ def test_every_format_escapes_notes():
     assert "<dt>Pool</dt><dd>pool, 3 skills</dd>" in page
 
 
-def test_headline_follows_comparison():
+def test_headline_of_equal_systems():
     assert report_of(BASE).headline() == "base: Hit@1 .333 [.00, 1.00]."
     assert report_of(BASE, SAME).headline().startswith("All systems have the same Hit@1, .333")
-    best = "better has the highest Hit@1, .667 [.00, 1.00]"
-    uncertain = "not told apart from base (difference .333"
-    assert report_of(BASE, BETTER).headline().startswith(f"{best}: {uncertain}")
+
+
+def test_headline_says_what_may_be_chance():
+    report = report_of(BASE, BETTER)
+
+    headline = report.headline()
+
+    best = "better has the highest mean Hit@1, .667 [.00, 1.00]"
+    assert headline == f"{best}, but its difference to base may be chance."
+
+
+def test_headline_of_first_system():
+    """The other system is compared with the best one, which is the first."""
+    report = report_of(replace(BETTER, name="first"), BASE)
+
+    headline = report.headline()
+
+    assert headline.endswith("but its difference to base may be chance.")
+
+
+def test_headline_names_worse_systems():
+    report = report_of(BASE, BETTER)
+    comparisons = tuple(replace(row, reading="above") for row in report.comparisons)
+
+    headline = replace(report, comparisons=comparisons).headline()
+
+    assert headline.endswith(", significantly more than base.")
 
 
 def test_title_names_up_to_two_systems(full_report: Report):
