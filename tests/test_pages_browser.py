@@ -7,6 +7,7 @@ import pytest
 from headless_chromium import CHROMIUM, Page, browser
 from invented_report import invented
 from skilltrain.evaluation.inspect_data import inspect_lists
+from skilltrain.evaluation.page import html_page
 from skilltrain.evaluation.write import write_report
 from test_inspect import DROPS, EVIL, POOL, ROWS, TEXTS, write_runs
 
@@ -210,6 +211,24 @@ def test_hostile_texts_stay_texts(lists: Page):
 def test_page_of_lists_fits_every_screen(lists: Page, width: int, dark: bool):
     lists.check_fits(width, dark)
     assert lists.run(CONTRASTS) == []
+
+
+def test_bars_stay_inside_their_rows(tmp_path):
+    file = tmp_path / "gradients.html"
+    row = {"at": "scores", "part": "required", "num": 8, "norm": 0.1, "share": 0.5}
+    row |= {"survival": 1.0, "cosine": 1.0, "slope": 0.1}
+    about = {"loss": {"name": "infonce"}, "stage": "train_encoder", "model": "base"}
+    about |= {"num_batches": 1, "gains": {"required": 1}}
+    file.write_text(html_page("gradients", about=about, locations=["scores"], rows=[row]))
+
+    with browser(file) as page:
+        heights = page.run(
+            "[...document.querySelectorAll('td .bar')].map(bar => "
+            "bar.getBoundingClientRect().height / bar.closest('tr').getBoundingClientRect().height)"
+        )
+
+    assert len(heights) == 2
+    assert max(heights) < 0.5
 
 
 # Pixels from the top of the first line of a name down to the top of the dot before it.

@@ -481,7 +481,9 @@ def test_page_shows_first_skills_of_fixed_query():
     page = report_page(report_of(BASE, BETTER, analysis=analysis, skills=skills))
 
     assert '<b>q1</b><p dir="auto">text of q1</p>' in page
-    assert re.search(r"<bdi>Ex</bdi> \(first gold skill at rank 2\)\s*<i>→</i>\s*<bdi>a</bdi> \(gold\)", page)
+    assert re.search(
+        r"<bdi>Ex</bdi> \(first gold skill at rank 2\)\s*<i>→</i>\s*<bdi>a</bdi> \(gold\)", page
+    )
 
 
 def attention_shares(name: float, description: float, body: float) -> dict[str, float]:
