@@ -32,10 +32,10 @@ MEANINGS = {
     "Oracle Skill R@10": "Skill R@10 if the plan consists of the texts of the gold steps",
     "Lost in composition": "share of the gold skills that were retrieved for a planned step, "
     "but not chosen",
-    "Lost in decomposition": "share of the gold skills that were retrieved for no planned step, but "
-    "for the text of a gold step",
-    "Lost in retrieval": "share of the gold skills that were retrieved neither for a planned step nor "
-    "for the text of a gold step, at the same depth",
+    "Lost in decomposition": "share of the gold skills that were retrieved for no planned step, "
+    "but for the text of a gold step",
+    "Lost in retrieval": "share of the gold skills that were retrieved neither for a planned step "
+    "nor for the text of a gold step, at the same depth",
     "Context saved": "1 - tokens of the chosen skills / tokens of all skills",
 }
 SkillsByStep = Sequence[Sequence[str]]
