@@ -477,7 +477,7 @@ def test_markdown_names_variants_with_verdicts(tmp_path):
     assert "| raw \\*new\\* | 2 | 1.000 [1.00, 1.00] ± .000 |" in text
     assert "| raw \\*new\\* | Hit@1 | +.750 [" in text
     assert text.count("▲ above") == 1
-    assert "over all 1 comparison" in text
+    assert "correction for the 1 comparison of this file" in text
     for cell in cells:
         assert str(cell.evaluations["evaluate"] / "recipe.yaml").replace("_", "\\_") in text
 

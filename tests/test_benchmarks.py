@@ -389,7 +389,7 @@ def test_skillrouter_gold_is_core_gt_ids(skillrouter_benchmark: Benchmark):
 
 def test_skillrouter_ignores_generic_only_tasks(skillrouter_benchmark: Benchmark):
     # 12 of the published 87 tasks. Tasks that are marked as excluded are scored.
-    notes = ("1 of 3 tasks want generic skills alone and are not scored",)
+    notes = ("1 of 3 tasks need generic skills only and are not scored",)
 
     assert skillrouter_benchmark.notes == notes
 

@@ -132,10 +132,10 @@ def test_command_writes_report(encoder_recipe: Path):
     succeeds("r3", "gradients", encoder_recipe, "--batches", "2")
 
     markdown = (out / "gradients.md").read_text()
-    assert "## At the queries" in markdown
+    assert "## Gradient at the query vectors" in markdown
     assert "| rejected |" in markdown
     page = (out / "gradients.html").read_text()
-    assert "At the skills" in page
+    assert "Gradient at the skill vectors" in page
     assert page.count("<rect") >= 10
     assert "exists already" in skilltrain("r3", "gradients", encoder_recipe).error_line
 

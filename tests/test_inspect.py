@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from skilltrain import tables
+from skilltrain.data.lists import JUDGED
 from skilltrain.evaluation.inspect_data import follow_runs, inspect_lists, page_values
 from skilltrain.evaluation.page import percent
+from skilltrain.plugins import plugin_paths
 from skilltrain.records import Dropped, Query, Skill
 from skilltrain.tables import DROPPED, LISTS, QUERIES, RANKINGS, SKILLS, read_table, write_table
 from small_library import skilltrain, succeeds
@@ -208,7 +210,29 @@ def test_candidates_that_vanished_are_counted(tmp_path: Path):
 
     page = page_of(lists)
 
-    assert "<b>2</b><div><h3>Candidates of semantic vanished without a row" in page
+    assert "<b>2</b><div><h3>Candidates of semantic are missing" in page
+
+
+def test_built_in_sources_and_filters_are_explained(tmp_path: Path):
+    sources = dict.fromkeys(plugin_paths("source"), 1)
+    drops = [replace(DROPS[0], filter=name) for name in plugin_paths("filter")]
+    lists = write_runs(tmp_path, drops=drops)
+    record = json.loads((lists / "run.json").read_text())
+    record["recipe"]["quotas"] = sources | {JUDGED: 1}
+    (lists / "run.json").write_text(json.dumps(record))
+
+    page = page_of(lists)
+
+    explained = set(re.findall(r'<abbr title="[^"]+">(\w+)</abbr>', page))
+    assert explained >= {*sources, JUDGED, *plugin_paths("filter")}
+    assert "<dt>jaccard</dt><dd>Filter. The candidate’s body shares" in page
+    assert "<dt>judged</dt><dd>Judged by" in page
+
+
+def test_sources_may_exceed_their_quotas(tmp_path: Path):
+    page = page_of(write_runs(tmp_path))
+
+    assert "so they can give more per list than their quota" in page
 
 
 def test_checks_point_at_the_skills(tmp_path: Path):

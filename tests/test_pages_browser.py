@@ -7,6 +7,7 @@ import pytest
 from headless_chromium import CHROMIUM, Page, browser
 from invented_report import invented
 from skilltrain.evaluation.inspect_data import inspect_lists
+from skilltrain.evaluation.page import html_page
 from skilltrain.evaluation.write import write_report
 from test_inspect import DROPS, EVIL, POOL, ROWS, TEXTS, write_runs
 
@@ -117,6 +118,22 @@ def test_report_fits_every_screen(report: Page, width: int, dark: bool):
     assert report.run(CONTRASTS) == []
 
 
+def test_dot_is_beside_the_first_line(report: Page):
+    report.check_fits(390, dark=False)
+
+    distances = report.run(DISTANCES_OF_DOTS)
+
+    assert len(distances) > 30
+    assert all(0 < distance < 20 for distance in distances)
+
+
+def test_sticky_names_keep_lines_of_rows(report: Page):
+    """Only borders that belong to a cell move with it; collapsed ones belong to the table."""
+    styles = "[...document.querySelectorAll('table')].map(node => getComputedStyle(node))"
+
+    assert set(report.run(f"{styles}.map(style => style.borderCollapse)")) == {"separate"}
+
+
 # The page of lists ------------------------------------------------------------
 
 
@@ -195,6 +212,34 @@ def test_page_of_lists_fits_every_screen(lists: Page, width: int, dark: bool):
     lists.check_fits(width, dark)
     assert lists.run(CONTRASTS) == []
 
+
+def test_bars_stay_inside_their_rows(tmp_path):
+    file = tmp_path / "gradients.html"
+    row = {"at": "scores", "part": "required", "num": 8, "norm": 0.1, "share": 0.5}
+    row |= {"survival": 1.0, "cosine": 1.0, "slope": 0.1}
+    about = {"loss": {"name": "infonce"}, "stage": "train_encoder", "model": "base"}
+    about |= {"num_batches": 1, "gains": {"required": 1}}
+    file.write_text(html_page("gradients", about=about, locations=["scores"], rows=[row]))
+
+    with browser(file) as page:
+        heights = page.run(
+            "[...document.querySelectorAll('td .bar')].map(bar => "
+            "bar.getBoundingClientRect().height / bar.closest('tr').getBoundingClientRect().height)"
+        )
+
+    assert len(heights) == 2
+    assert max(heights) < 0.5
+
+
+# Pixels from the top of the first line of a name down to the top of the dot before it.
+DISTANCES_OF_DOTS = """(() => {
+  const dots = [...document.querySelectorAll('th .swatch')];
+  return dots.filter(dot => dot.getClientRects().length).map(dot => {
+    const name = document.createRange();
+    name.selectNodeContents(dot.nextSibling);
+    return dot.getBoundingClientRect().top - name.getClientRects()[0].top;
+  });
+})()"""
 
 # Elements whose text has less than 4.5 to 1 contrast (WCAG) to the first opaque background.
 CONTRASTS = """(() => {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from invented_report import invented
+from invented_report import SYSTEMS, invented
 from skilltrain.evaluation.page import (
     Axis,
     axis_around,
@@ -178,7 +178,7 @@ def test_markdown_marks_best_system():
     text = report_markdown(report_of(BASE, BETTER))
 
     assert "| better | **.667** [.00, 1.00] |" in text
-    assert "## Kind: single (n = 2)" in text
+    assert "## Kind: single (n = 2, too few to compare systems)" in text
     assert "| better | base | Hit@1 | 1 | not told apart | +.333 [.00, 1.00] |" in text
 
 
@@ -272,6 +272,53 @@ def test_page_plots_means():
     assert f'x1="{value.low:.2%}" x2="{value.high:.2%}"' in page
 
 
+def test_page_draws_only_chief_measure_openly():
+    """The plots of other measures repeat the table, so they do not precede the recall curve."""
+    first_section = html_of(BASE, BETTER).split("</section>")[0]
+
+    drawn_openly, _, folded = first_section.partition("Plots of the other measures")
+
+    assert re.findall(r"<figcaption>([^<]*)", drawn_openly) == ["Hit@1", "Recall@k "]
+    assert re.findall(r"<figcaption>([^<]*)", folded) == list(DEFAULT_MEASURES[1:])
+
+
+def test_page_explains_measures_in_table():
+    page = html_of(BASE, BETTER)
+
+    assert '<abbr title="1 if a gold skill stands in the top k">Hit@1</abbr>' in page
+    assert re.search('<abbr title="full coverage: 1 if all gold[^"]*">FC@10</abbr>', page)
+    assert '<a href="#measures">' in page
+
+
+def test_page_plots_no_small_slices(full_report: Report):
+    """A mean over two queries says nothing, even with an interval."""
+    kinds = report_page(full_report).split("<h3>Kind</h3>")[1].split("<details")[0]
+
+    # Nine queries have one gold skill and three have several.
+    assert "<svg" not in kinds
+    assert "Too few queries for a plot: single, n = 9; multi, n = 3." in kinds
+
+
+def test_page_plots_slices_of_ten_queries():
+    kinds = report_page(invented(24)).split("<h3>Kind</h3>")[1].split("<details")[0]
+
+    assert kinds.count("single, n = 18 .") == len(SYSTEMS)
+    assert "Too few queries for a plot: multi, n = 6." in kinds
+
+
+def test_page_says_how_long_terse_queries_are():
+    texts = {"q1": "word " * 20, "q2": "word " * 20, "q3": "word " * 21}
+    tasks = []
+    for query_id, text in texts.items():
+        query = Query(query_id, text, "", "made", "test")
+        tasks.append(task_of(query, RELEVANCES[query_id], {}))
+
+    page = report_page(report_of(BASE, BETTER, benchmark=Benchmark("b", tuple(tasks))))
+
+    assert "A terse query has at most 20 words." in page
+    assert "Too few queries for a plot: terse, n = 2; long, n = 1." in page
+
+
 def test_page_plots_recall():
     curve = html_of(BASE, BETTER).split('class="curve"')[1].split("</figure>")[0]
 
@@ -306,7 +353,7 @@ def test_every_format_shows_slices():
 
     assert slices["tier", EVIL]["num_queries"] == 2
     assert slices["tier", EVIL]["systems"]["better"]["Hit@1"]["mean"] == 0.5
-    assert "## Tier: easy (n = 1)" in report_markdown(report)
+    assert "## Tier: easy (n = 1, too few to compare systems)" in report_markdown(report)
     assert "<h3>Tier</h3>" in page
     assert "easy, n = 1" in page
     assert "<img" not in page
@@ -352,7 +399,7 @@ def test_page_has_section_for_each_analysis(full_page: str):
     tags = check_safe(full_page, num_scripts=1).tags
 
     links = [attributes["href"] for tag, attributes in tags if tag == "a"]
-    assert links == [f"#{section}" for section in SECTIONS]
+    assert links == [f"#{section}" for section in SECTIONS] + ["#measures"]
     sections = [attributes.get("id") for tag, attributes in tags if tag == "section"]
     assert [section for section in sections if section is not None] == list(SECTIONS)
     ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
@@ -370,7 +417,7 @@ def test_every_picture_has_a_text(full_page: str):
     pictures = [
         attributes for tag, attributes in tags if tag == "svg" and "viewbox" not in attributes
     ]
-    assert len(pictures) > 50
+    assert len(pictures) > 40
     for attributes in pictures:
         if attributes.get("role") == "img":
             assert attributes.get("aria-label")
@@ -395,7 +442,7 @@ def test_markdown_holds_every_analysis(full_report: Report):
     for title in (
         "Fixed and broken",
         "Latency",
-        "Gap by description length",
+        "Differences by description length",
         "Description length: Q1",
         "Estimated pass rates",
         "Structure of",
@@ -405,7 +452,7 @@ def test_markdown_holds_every_analysis(full_report: Report):
     assert "| code share of the body | .21 | .09 | .68 | <.0001 | more |" in markdown
     assert re.search(r"\| rerank \| 458 ms \| 412 ms .* \| 3.50 \| 412 \| 75 \|", markdown)
     assert re.search(r"\| early \|.*\n\| middle \|.*\n\| late \|", markdown)
-    assert "Share of the body in one pair: lowest, middle and highest ." in markdown
+    assert "Share of the body in single pairs: lowest, median and highest ." in markdown
     assert "| links | 1 | 3 | .39 | .0008 | less |" in markdown
     assert "<img" not in markdown
     assert "\u202e" not in markdown
@@ -434,7 +481,9 @@ def test_page_shows_first_skills_of_fixed_query():
     page = report_page(report_of(BASE, BETTER, analysis=analysis, skills=skills))
 
     assert '<b>q1</b><p dir="auto">text of q1</p>' in page
-    assert re.search(r"<bdi>Ex</bdi> \(gold at 2\)\s*<i>→</i>\s*<bdi>a</bdi> \(gold\)", page)
+    assert re.search(
+        r"<bdi>Ex</bdi> \(first gold skill at rank 2\)\s*<i>→</i>\s*<bdi>a</bdi> \(gold\)", page
+    )
 
 
 def attention_shares(name: float, description: float, body: float) -> dict[str, float]:
@@ -461,9 +510,9 @@ def test_page_draws_attention_against_tokens():
     assert '<polyline class="name expected" points="0.00,95.00 100.00,95.00"/>' in page
     assert "name <b>.200</b> <small>.050 of the tokens, × 4.0</small>" in page
     assert (
-        "middle layers name .200 description .200 body .600; body in one pair .600 .600 .600"
-        in page
-    )
+        "middle layers name .200 description .200 body .600; "
+        "share of the body in single pairs .600 .600 .600"
+    ) in page
 
     one_layer = model | {"layers": model["layers"][:1], "groups": {}}
     assert "100.00,90.00" in page_with(attention=[one_layer])
@@ -541,12 +590,36 @@ def test_every_format_escapes_notes():
     assert "<dt>Pool</dt><dd>pool, 3 skills</dd>" in page
 
 
-def test_headline_follows_comparison():
+def test_headline_of_equal_systems():
     assert report_of(BASE).headline() == "base: Hit@1 .333 [.00, 1.00]."
     assert report_of(BASE, SAME).headline().startswith("All systems have the same Hit@1, .333")
-    best = "better has the highest Hit@1, .667 [.00, 1.00]"
-    uncertain = "not told apart from base (difference .333"
-    assert report_of(BASE, BETTER).headline().startswith(f"{best}: {uncertain}")
+
+
+def test_headline_says_what_may_be_chance():
+    report = report_of(BASE, BETTER)
+
+    headline = report.headline()
+
+    best = "better has the highest mean Hit@1, .667 [.00, 1.00]"
+    assert headline == f"{best}, but its difference to base may be chance."
+
+
+def test_headline_of_first_system():
+    """The other system is compared with the best one, which is the first."""
+    report = report_of(replace(BETTER, name="first"), BASE)
+
+    headline = report.headline()
+
+    assert headline.endswith("but its difference to base may be chance.")
+
+
+def test_headline_names_worse_systems():
+    report = report_of(BASE, BETTER)
+    comparisons = tuple(replace(row, reading="above") for row in report.comparisons)
+
+    headline = replace(report, comparisons=comparisons).headline()
+
+    assert headline.endswith(", significantly more than base.")
 
 
 def test_title_names_up_to_two_systems(full_report: Report):

@@ -130,8 +130,9 @@ class Evaluate(Stage):
             analysis["unserved"] = separations
             for name, value in separations.items():
                 notes.append(
-                    f"{name}: its best score for a query is above that for one that no skill "
-                    f"serves with a chance of {value} (n = {len(query_ids)} and {len(unserved)})."
+                    f"{name}: the best score of a query is above the best score of a query that no "
+                    f"skill serves with probability {value} (n = {len(query_ids)} and "
+                    f"{len(unserved)}; .5 is chance)."
                 )
 
         # From here on, results are without the unserved queries.
@@ -447,8 +448,8 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if num_unusable:
             reasons = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
             notes.append(
-                f"{name}: the chat model gave nothing of use for {num_unusable} of "
-                f"{counts['num_asked']} queries ({reasons}); there it went on without the model."
+                f"{name}: the chat model gave no usable answer for {num_unusable} of "
+                f"{counts['num_asked']} queries ({reasons}). They were ranked without it."
             )
         for filter_name, (num_accepted, num_judged) in counts.get("accepted", {}).items():
             if num_judged:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from skilltrain.evaluation.page import counted, p_equals
+from skilltrain.evaluation.page import counted
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import RESAMPLES, SEED, Interval
 from skilltrain.metrics.comparison import Comparison, SystemResult, compare
@@ -130,7 +130,11 @@ class Report:
         return f"{systems} on {counted(len(self.tasks), 'query')}"
 
     def headline(self) -> str:
-        """Return a sentence that names the best system and compares it with the first system."""
+        """Return a sentence that names the system with the highest mean.
+
+        It also says which of the compared systems may be as good, because their difference to this
+        system is not significant.
+        """
         measure = self.chief_measure
         means = {name: row[measure] for name, row in self.overall.means.items() if measure in row}
         if not means:
@@ -142,18 +146,20 @@ class Report:
         if are_all_equal:
             return f"All systems have the same {measure}, {means[best]}."
 
-        # Add the comparison of the best system with the first one, if there is one.
-        sentence = f"{best} has the highest {measure}, {means[best]}"
-        first = self.systems[0]
+        # Verdicts of the comparisons with the best system, by the name of the other system.
+        verdicts = {}
         for comparison in self.comparisons:
-            has_both_systems = comparison.system == best and comparison.baseline == first
-            if has_both_systems and comparison.measure == measure:
-                p = p_equals(comparison.p_holm)
-                reading = comparison.reading  # above, below or not told apart
-                if reading == "not told apart":
-                    reading = "not told apart from"
-                details = f"difference {comparison.difference}, {p} after Holm"
-                return f"{sentence}: {reading} {comparison.baseline} ({details})."
+            pair = {comparison.system, comparison.baseline}
+            if comparison.measure == measure and best in pair:
+                (other,) = pair - {best}
+                verdicts[other] = comparison.reading
+        similar = [name for name, verdict in verdicts.items() if verdict == "not told apart"]
+
+        sentence = f"{best} has the highest mean {measure}, {means[best]}"
+        if similar:
+            return f"{sentence}, but its difference to {', '.join(similar)} may be chance."
+        if verdicts:
+            return f"{sentence}, significantly more than {', '.join(verdicts)}."
         return f"{sentence}."
 
     def sections(self, system: str) -> dict[str, Mapping[str, Interval]]:

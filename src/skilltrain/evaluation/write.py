@@ -32,6 +32,7 @@ _CURVE_CUTOFFS = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)
 _CURVE_TICKS = (1, 2, 5, 10, 20, 50)
 _MAX_CASES = 100  # fixed queries, and broken ones, that the page lists for a pair of systems
 _MAX_QUERIES = 500  # queries that the page lists; a larger page is slow to search
+_MIN_QUERIES = 10  # of a slice in a plot; the interval of fewer queries says little
 _NAME_WIDTH = 11  # of the first column in the terminal
 _CELL_WIDTH = 21  # of a mean with its interval
 
@@ -113,6 +114,7 @@ def _common_values(report: Report) -> dict[str, Any]:
         "seed": SEED,
         "alpha": ALPHA,
         "max_exact": MAX_EXACT,
+        "min_queries": _MIN_QUERIES,
     }
 
 

@@ -100,7 +100,7 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     num_skipped = len(rows) - len(tasks)
     if num_skipped:
         count = f"{num_skipped} of {len(rows)} tasks"
-        notes.append(f"{count} want generic skills alone and are not scored")
+        notes.append(f"{count} need generic skills only and are not scored")
     return make_benchmark(
         folder, tasks, split, query_ids=rows, gold_skills=gold_skills, notes=notes
     )

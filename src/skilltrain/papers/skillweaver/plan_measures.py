@@ -13,27 +13,29 @@ from skilltrain.records import Skill
 
 CUTOFFS = (1, 5, 10)
 MEANINGS = {
-    "DA": "1 if as many steps are planned as the gold plan has",
-    "DA±1": "1 if the numbers differ by one at most",
-    "steps": "how many steps are planned",
+    "DA": "decomposition accuracy: 1 if the plan has as many steps as the gold plan",
+    "DA±1": "1 if these numbers of steps differ by at most one",
+    "steps": "number of planned steps",
     "R@k": "share of the gold steps whose skill is among the first k skills retrieved for the "
     "planned step at the same position",
-    "CatR@k": "R@k with any skill of the gold skill's category as a hit",
+    "CatR@k": "R@k, where every skill in the category of the gold skill is a hit",
     "Chain exact": "1 if the chosen skills are the gold skills, step by step",
-    "Chain category (share)": "share of the gold steps whose chosen skill has their skill's "
-    "category (the paper's section 5.3)",
+    "Chain category (share)": "share of the gold steps whose chosen skill has the category of "
+    "the gold skill (the paper's section 5.3)",
     "Chain category (all)": "1 if that share is 1 and DA is 1 (the caption of the paper's table 2)",
     "Skill R@k": "share of the gold skills among the first k skills retrieved for any planned step",
     "Chosen": "share of the gold skills that are chosen for some step",
     "Step R@k": "share of the gold steps whose own first hit is among the first k skills "
     "retrieved for any planned step",
-    "Oracle R@1": "R@1 with the gold steps' own words as the plan",
-    "Oracle CatR@1": "CatR@1 with the gold steps' own words as the plan",
-    "Oracle Skill R@10": "Skill R@10 with the gold steps' own words as the plan",
+    "Oracle R@1": "R@1 if the plan consists of the texts of the gold steps",
+    "Oracle CatR@1": "CatR@1 if the plan consists of the texts of the gold steps",
+    "Oracle Skill R@10": "Skill R@10 if the plan consists of the texts of the gold steps",
     "Lost in composition": "share of the gold skills that were retrieved for a planned step, "
     "but not chosen",
-    "Lost in decomposition": "share retrieved for no planned step, but for a gold step's own words",
-    "Lost in retrieval": "share retrieved for neither, to the same depth",
+    "Lost in decomposition": "share of the gold skills that were retrieved for no planned step, "
+    "but for the text of a gold step",
+    "Lost in retrieval": "share of the gold skills that were retrieved neither for a planned step "
+    "nor for the text of a gold step, at the same depth",
     "Context saved": "1 - tokens of the chosen skills / tokens of all skills",
 }
 SkillsByStep = Sequence[Sequence[str]]

@@ -384,9 +384,9 @@ def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
         plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
         if plan_notes:
             share = f"{len(plan_notes)} of {len(task_plans)} tasks"
-            notes.append(f"{name}: rules planned {share}, first: {plan_notes[0]}")
+            notes.append(f"{name}: rules planned {share}, first reason: {plan_notes[0]}")
         steps = list(chain.from_iterable(plan.steps for plan in task_plans))
         num_unserved = sum(step.skill is None for step in steps)
         if num_unserved:
-            notes.append(f"{name}: nothing fits {num_unserved} of {len(steps)} steps")
+            notes.append(f"{name}: no skill fits {num_unserved} of {len(steps)} steps")
     return notes
