@@ -72,12 +72,12 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     if not is_main_process():
         return _run_on_other_rank(stage, resume)
     check_inputs(stage)
+    paths = input_paths(stage)
+    _check_output_path(out, paths.values())
     if stage.in_place:
         return stage.run(out)
 
     # Compare this run with the run in the folder.
-    paths = input_paths(stage)
-    _check_output_path(out, paths.values())
     identity = {
         "recipe": stage.model_dump(mode="json", exclude={"out"}),
         "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
