@@ -133,7 +133,7 @@ def test_folders_of_lists_have_weights(build, tmp_path):
         ([make_list("q1")], "invalid-list"),
         ([make_list("q1", a="required", b="required")], "invalid-list"),
         ([make_list("q9", a="required", b="rejected")], "invalid-list"),
-        ([make_list("q1", a="required", b="good")], "invalid-list"),
+        ([make_list("q1", a="required", b="good")], "invalid-value"),
         (
             [make_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}],
             "invalid-list",

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from skilltrain.config import Config, InputMark, to_yaml
@@ -167,11 +167,31 @@ def dry_run(stage: Stage) -> Summary:
     return summary if is_main_process() else {}
 
 
+class _Record(BaseModel):
+    """Types of the values in a run's record."""
+
+    recipe: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    finished: bool = False
+    summary: dict[str, Any] = {}
+
+
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run."""
+    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run.
+
+    A run.json of another program counts as no record.
+    """
     file = folder / RUN_FILE
-    record = read_json(file) if file.is_file() else {}
-    return record if isinstance(record, dict) else {}
+    if not file.is_file():
+        return {}
+    record = read_json(file)
+    try:
+        _Record.model_validate(record)
+    except ValidationError:
+        return {}
+    for key in ("recipe", "summary"):  # an unfinished run has no summary
+        record.setdefault(key, {})
+    return record
 
 
 def run_state(folder: Path) -> Literal["done", "begun", "to run"]:

@@ -223,7 +223,7 @@ class Index(RouterState):
             folder = current_generation(router)
             try:
                 return _load_generation(folder)
-            except (SkilltrainError, OSError, EOFError, ValueError, pa.ArrowException) as error:
+            except Exception as error:  # a damaged file can cause any exception
                 # If a writer has replaced the generation meanwhile, try the new one.
                 if current_generation(router) == folder:
                     raise _damage(folder, error) from error
@@ -262,9 +262,9 @@ class Index(RouterState):
 
     def check_models(self) -> None:
         """Raise SkilltrainError if a model has changed since the index was made."""
-        for stored_path, fingerprint in self.record.models.items():
+        for stored_path, old_fingerprint in self.record.models.items():
             source = _from_stored_path(self.folder.parent, stored_path)
-            if model_fingerprint(source) != fingerprint:
+            if model_fingerprint(source) != old_fingerprint:
                 problem = f"is of another model: {source} has changed"
                 raise SkilltrainError("changed-model", problem, where=self.folder, fix=_RUN_AGAIN)
 

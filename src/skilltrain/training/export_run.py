@@ -92,7 +92,9 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
-        raise SkilltrainError("no-run", f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+        raise SkilltrainError(
+            "no-run", f"holds no record of a training run: {RUN_FILE}", where=run, fix=fix
+        )
     train_again = f"train again: skilltrain train {run / RECIPE_FILE} out=…"
     RUN_FORMAT.check(record, run, fix=train_again)
 
@@ -105,8 +107,7 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
             "wrong-stage", f"is a run of stage {name}, which trains no model", where=run
         )
     config = validate(stage, recipe, run / RECIPE_FILE)
-    summary = record["summary"] if record["finished"] else {}
-    return config, summary
+    return config, record["summary"]
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
