@@ -140,6 +140,10 @@ def test_folders_of_lists_have_weights(build, tmp_path):
         ),
         ([make_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}], "invalid-list"),
         ([make_list("q1", a="required", x="rejected", y="rejected")], "unknown-skill"),
+        (
+            [make_list("q1", a="required", b="rejected") | {"teacher_scores": [math.nan, 1.0]}],
+            "invalid-list",
+        ),
     ],
 )
 def test_unusable_list_is_refused(build, lists, code):

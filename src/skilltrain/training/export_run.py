@@ -17,6 +17,7 @@ from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.stage import load_stage
+from skilltrain.texts import shorten
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.train import Train, save_trained
 
@@ -130,7 +131,7 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
         name = [*paths][-1]
     path = best_checkpoint(folder) if name == "best" else paths.get(name)
     if path is None:
-        fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
+        fault = f"no checkpoint '{shorten(name, 40)}'; there are {', '.join(paths)}"
         raise SkilltrainError("no-checkpoint", fault, where=folder)
     return path
 

@@ -330,6 +330,8 @@ def _fault_of(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float
         return f"holds skill {most_frequent!r} twice"
     if scores and any(map(math.isinf, scores)):  # NaN is allowed: the candidate has no score
         return "holds an infinite teacher score"
+    if scores and len(scores) - sum(map(math.isnan, scores)) < 2:
+        return "holds fewer than two teacher scores"
     if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
         return "holds no positive"
     if len({gains[verdict] for verdict in verdicts}) == 1:
