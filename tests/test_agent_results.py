@@ -137,6 +137,16 @@ def test_command_writes_json(trials_file: Path):
     assert '"Pass^2"' in succeeds("skillflow", "agents", trials_file, "--json").out
 
 
+def test_names_of_conditions_are_no_markup(tmp_path: Path):
+    file = tmp_path / "trials.jsonl"
+    file.write_text(jsonl(row("[/b]"), row("[red]x[/red]")))
+
+    table = succeeds("skillflow", "agents", file).err
+
+    assert "[/b]" in table
+    assert "[red]x[/red]" in table
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -153,6 +153,18 @@ def with_double_moments(content):
     return tensors(moments)
 
 
+def with_nan(content):
+    """Make all numbers NaN."""
+    return tensors({name: value * torch.nan for name, value in tensors_in(content).items()})
+
+
+def without_first(content):
+    """Remove the first tensor."""
+    values = tensors_in(content)
+    del values[min(values)]
+    return tensors(values)
+
+
 def refusal(run, folder):
     """Return the error of loading a checkpoint."""
     with pytest.raises(SkilltrainError) as error:
@@ -165,7 +177,12 @@ def refusal(run, folder):
     [
         *product(FILES, DAMAGE.values()),
         ("state.json", replaced(b'"step": 3', b'"step": "three"')),
+        ("state.json", replaced(b'"step": 3', b'"step": -3')),
+        ("state.json", replaced(b'"step": 3', b'"step": 2')),
         ("state.json", replaced(b'"position"', b'"place"')),
+        ("model.safetensors", with_nan),
+        ("optimizer.safetensors", with_nan),
+        ("optimizer.safetensors", without_first),
         ("random_0.safetensors", replaced(b'"cpu"', b'"gpu"')),
     ],
 )
@@ -181,6 +198,12 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path, file, damage):
 
     assert message.startswith(f"{tmp_path}/step-3")
     assert "\n" not in message
+
+
+def test_names_with_other_digits_are_no_checkpoints(tmp_path):
+    (tmp_path / "step-٩").mkdir()
+
+    assert checkpoints(tmp_path) == []
 
 
 def test_another_models_optimiser_is_refused(run, tmp_path):

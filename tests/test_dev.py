@@ -242,6 +242,7 @@ def test_foreign_candidates_are_refused(folder, open_reranker_of, candidates, co
 
 
 RERANK = [{"kind": "lexical"}, {"kind": "rerank", "source": "self"}]
+EXPANDED_RERANK = {"kind": "expand", "llm": {"kind": "openai"}, "of": RERANK[1]}
 COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": "o"}
 
 
@@ -261,6 +262,11 @@ COMMON = {"model": {"source": "m"}, "data": {"pool": "p", "lists": "l"}, "out": 
         (
             TrainReranker,
             {"metric": "Recall@20", "rankers": RERANK},
+            "is the same for every order of 20 candid",
+        ),
+        (
+            TrainReranker,
+            {"metric": "Recall@20", "rankers": [RERANK[0], EXPANDED_RERANK]},
             "is the same for every order of 20 candid",
         ),
         (

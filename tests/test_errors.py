@@ -1,6 +1,7 @@
 """Every error has a code, and docs/errors.md explains every code."""
 
 import ast
+import pickle
 import re
 import signal
 from collections.abc import Iterator
@@ -98,3 +99,11 @@ def test_a_signal_keeps_its_number():
     error = StoppedError("interrupted", "stopped", number=signal.SIGTERM)
 
     assert (error.code, error.number) == ("interrupted", signal.SIGTERM)
+
+
+def test_a_signal_survives_pickling():
+    error = StoppedError("interrupted", "stopped", where="runs/x", number=signal.SIGTERM)
+
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert (copy.number, copy.where) == (signal.SIGTERM, "runs/x")

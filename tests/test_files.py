@@ -14,7 +14,15 @@ import pytest
 
 from faults import raises
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import atomic_path, fingerprint, read_json, read_jsonl, write_json, write_text
+from skilltrain.files import (
+    atomic_path,
+    fingerprint,
+    read_json,
+    read_jsonl,
+    staged_folder,
+    write_json,
+    write_text,
+)
 
 # Writing ------------------------------------------------------------------------------------------
 
@@ -74,6 +82,13 @@ def test_write_below_file_is_refused(tmp_path: Path, name: str):
         write_text(file / name, "new")
 
     assert failure.value.where == file / name
+
+
+def test_too_deep_folder_is_refused(tmp_path: Path):
+    folder = tmp_path.joinpath(*["d"] * 1900)
+
+    with raises("cannot-write"), staged_folder(folder):
+        pass
 
 
 # JSON ---------------------------------------------------------------------------------------------

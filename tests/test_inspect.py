@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from faults import raises
 from skilltrain import tables
 from skilltrain.data.lists import JUDGED
 from skilltrain.evaluation.inspect_data import follow_runs, inspect_lists, page_values
@@ -275,6 +276,37 @@ def test_unknown_skills_are_shown_with_scores(tmp_path: Path):
 
     assert "gone · not in the pool" in page
     assert "irrelevant, 0.625" in page
+
+
+def test_unknown_skills_and_queries_are_named(tmp_path: Path):
+    lists = write_runs(
+        tmp_path, lists={"q1": [*ROWS["q1"][:2], ("gone", "irrelevant", "x", 9)], "q8": ROWS["q2"]}
+    )
+
+    lines = succeeds("inspect", lists).out.splitlines()
+
+    assert lines[1:] == [
+        "not found: pool: it lacks 1 skill(s), such as gone",
+        "not found: queries: 1 have no text, such as q8",
+    ]
+
+
+def test_ragged_lists_are_refused(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    rows = read_table(lists, LISTS).to_pylist()
+    write_table([row | {"verdicts": ["required"]} for row in rows], LISTS, lists)
+
+    with raises("invalid-list"):
+        inspect_lists(lists, None, None, 10)
+
+
+def test_foreign_run_record_is_ignored(tmp_path: Path):
+    lists = write_runs(tmp_path)
+    (lists / "run.json").write_text('{"recipe": 5, "inputs": [], "finished": true}')
+
+    missing = inspect_lists(lists, None, tmp_path / "pool", 10)["missing"]
+
+    assert "no record of its run" in missing[0]
 
 
 def test_hostile_text_stays_text(tmp_path: Path):

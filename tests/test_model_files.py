@@ -521,6 +521,14 @@ def test_pooling_is_read_from_folder(plain, config, expected):
     assert settings_of(folder, pooling="mean").pooling == "mean"
 
 
+@pytest.mark.parametrize("mode", [5, ["cls", "mean"], [["cls"]]])
+def test_unknown_pooling_is_refused(plain, mode):
+    folder = plain(pooling={"pooling_mode": mode})
+
+    with raises("unsupported-model"):
+        settings_of(folder)
+
+
 LONG = {"model_max_length": 131072}
 
 

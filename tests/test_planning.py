@@ -671,6 +671,21 @@ def test_plan_of_unknown_query_is_refused(bench: Path):
     assert "1 judged or planned queries are not in queries.parquet, first 'q9'" in line
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"depends_on": ["9"]}, "step '1' depends on '9', which is no step"),
+        ({"depends_on": ["1"]}, "steps depend on each other: 1 on 1"),
+        ({"skill_id": "nope"}, "skill 'nope' of a step is not in the pool"),
+    ],
+)
+def test_impossible_plan_is_refused(bench: Path, changed: dict[str, Any], message: str):
+    row = {"query_id": "q1", "step_id": "1", "text": "t", "depends_on": []}
+    write_table([row | changed], PLANS, bench / "bench")
+
+    assert message in skilltrain(*arguments(bench)).error_line
+
+
 def test_benchmark_without_plans_is_refused(bench: Path):
     (bench / "bench" / "plans.parquet").unlink()
 

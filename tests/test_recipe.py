@@ -184,6 +184,15 @@ def test_folder_without_name_is_refused(library, tmp_path, monkeypatch, out):
         run_stage(pool_config(library, out))
 
 
+def test_router_folder_without_name_is_refused(library, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+    line = skilltrain("index", f"pool={library}/skills", "rankers=[{kind: lexical}]", "out=..")
+
+    assert "[invalid-output-name]" in line.error_line
+
+
 @pytest.mark.parametrize(
     "fault",
     [SkilltrainError("invalid-row", "bad"), KeyboardInterrupt("bad"), ValueError("bad")],

@@ -116,6 +116,15 @@ def test_unusable_answer_is_returned_to_model(rejections_command, server):
     assert "turned down: it is not one JSON object" in user_text(server.requests[16])
 
 
+def test_unusable_groups_name_first_reason(rejections_command, server):
+    """The model is asked about both groups in each round. The faults of the groups differ."""
+    server.script = [Reply("no JSON"), Reply("{}")] * 3
+
+    line = skilltrain(*rejections_command, "num_groups=2").error_line
+
+    assert "made no request for 2 groups; the first reason: it is not one JSON object" in line
+
+
 def test_every_group_becomes_judged_query(rejections_command, server, tmp_path):
     summary = json.loads(succeeds(*rejections_command, "dev_share=0.2", "--json").out)
     queries, judgements, dropped = tables(tmp_path / "out")

@@ -340,8 +340,27 @@ def mix_pools(folder):
     """Replace the keys with those of another pool, and their size in the record."""
     index = folder / "index-1"
     np.save(index / "keys.npy", np.array([b"1"], "S16"))
+    use_sizes_of_files(folder)
+
+
+def use_sizes_of_files(folder):
+    """Write the current sizes of all files to the record, and no digests."""
+    index = folder / "index-1"
     files = json.loads((index / "index.json").read_text())["files"]
-    change_record(folder, files={name: (index / name).stat().st_size for name in files})
+    sizes = {name: (index / name).stat().st_size for name in files}
+    change_record(folder, files=sizes, digests={})
+
+
+def empty_keys(folder):
+    """Empty a file, of which numpy then raises EOFError."""
+    (folder / "index-1" / "keys.npy").write_bytes(b"")
+    use_sizes_of_files(folder)
+
+
+def change_content(folder):
+    """Change a file without changing its size."""
+    file = folder / "index-1" / "skills.arrow"
+    file.write_bytes(file.read_bytes().replace(b"join", b"joim"))
 
 
 def leave_folder(folder):
@@ -364,6 +383,8 @@ def delete_weights(folder):
         (delete_weights, "damaged-router"),
         (cut_skills, "damaged-router"),
         (mix_pools, "damaged-router"),
+        (empty_keys, "damaged-router"),
+        (change_content, "damaged-router"),
         (leave_folder, "path-outside-folder"),
         (use_old_record, "unknown-setting"),
     ],

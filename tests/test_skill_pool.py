@@ -421,6 +421,13 @@ def test_dataset_with_splits_needs_a_split(tmp_path):
         make(tmp_path, f"hf:{tmp_path}/dict:dev")
 
 
+def test_damaged_dataset_is_refused(tmp_path):
+    write(tmp_path / "damaged", {"state.json": "[]", "dataset_info.json": "[]"})
+
+    with raises("unreadable-file"):
+        make(tmp_path, f"hf:{tmp_path}/damaged")
+
+
 def test_folder_name_may_be_no_utf8(tmp_path):
     write(tmp_path / ODD_NAME, {"a/SKILL.md": "Body."})
 

@@ -133,13 +133,17 @@ def test_folders_of_lists_have_weights(build, tmp_path):
         ([make_list("q1")], "invalid-list"),
         ([make_list("q1", a="required", b="required")], "invalid-list"),
         ([make_list("q9", a="required", b="rejected")], "invalid-list"),
-        ([make_list("q1", a="required", b="good")], "invalid-list"),
+        ([make_list("q1", a="required", b="good")], "invalid-value"),
         (
             [make_list("q1", a="required", b="rejected") | {"verdicts": ["required"]}],
             "invalid-list",
         ),
         ([make_list("q1", a="required", b="rejected") | {"skill_ids": ["b", "b"]}], "invalid-list"),
         ([make_list("q1", a="required", x="rejected", y="rejected")], "unknown-skill"),
+        (
+            [make_list("q1", a="required", b="rejected") | {"teacher_scores": [math.nan, 1.0]}],
+            "invalid-list",
+        ),
     ],
 )
 def test_unusable_list_is_refused(build, lists, code):

@@ -32,7 +32,7 @@ class StoppedError(SkilltrainError):
     """
 
     def __init__(
-        self, code: str, problem: str, *, where: object = None, fix: str = "", number: int
+        self, code: str, problem: str, *, where: object = None, fix: str = "", number: int = 0
     ) -> None:
         super().__init__(code, problem, where=where, fix=fix)
         self.number = number

@@ -81,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
             where=folder,
             fix="wait for it, or name another folder",
         ) from error
-    except OSError as error:
+    except (OSError, RecursionError) as error:  # pathlib makes parent folders recursively
         raise SkilltrainError(
             "cannot-write", f"cannot write: {reason_of(error)}", where=folder
         ) from error

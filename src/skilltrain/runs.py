@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from skilltrain.config import Config, InputMark, to_yaml
@@ -72,12 +72,12 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     if not is_main_process():
         return _run_on_other_rank(stage, resume)
     check_inputs(stage)
+    paths = input_paths(stage)
+    _check_output_path(out, paths.values())
     if stage.in_place:
         return stage.run(out)
 
     # Compare this run with the run in the folder.
-    paths = input_paths(stage)
-    _check_output_path(out, paths.values())
     identity = {
         "recipe": stage.model_dump(mode="json", exclude={"out"}),
         "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
@@ -167,11 +167,31 @@ def dry_run(stage: Stage) -> Summary:
     return summary if is_main_process() else {}
 
 
+class _Record(BaseModel):
+    """Types of the values in a run's record."""
+
+    recipe: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    finished: bool = False
+    summary: dict[str, Any] = {}
+
+
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run."""
+    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run.
+
+    A run.json of another program counts as no record.
+    """
     file = folder / RUN_FILE
-    record = read_json(file) if file.is_file() else {}
-    return record if isinstance(record, dict) else {}
+    if not file.is_file():
+        return {}
+    record = read_json(file)
+    try:
+        _Record.model_validate(record)
+    except ValidationError:
+        return {}
+    for key in ("recipe", "summary"):  # an unfinished run has no summary
+        record.setdefault(key, {})
+    return record
 
 
 def run_state(folder: Path) -> Literal["done", "begun", "to run"]:

@@ -282,6 +282,27 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
     return _check_table(table.replace_schema_metadata(None), spec, file)
 
 
+def read_lists(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a LISTS table, in order.
+
+    Raises:
+        SkilltrainError: A list has not as many verdicts, sources, ranks or scores as skills, or a
+            value is no verdict.
+    """
+    rows = read_table(path, LISTS).to_pylist()
+    for row in rows:
+        where = f"{table_path(path, LISTS)}, the list of query {row['query_id']!r}"
+        num_skills = len(row["skill_ids"])
+        for name in ("verdicts", "sources", "ranks", "teacher_scores"):
+            values = row[name]
+            if values is not None and len(values) != num_skills:
+                problem = f"holds {num_skills} skills, but {len(values)} {name}"
+                raise SkilltrainError("invalid-list", problem, where=where)
+        for verdict in row["verdicts"]:
+            _as_verdict(verdict, where)
+    return rows
+
+
 def read_skills(path: Path) -> list[Skill]:
     """Read the skills of a SKILLS table, in order."""
     skills = [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
@@ -384,13 +405,18 @@ def verdicts_by_query(judgements: pa.Table) -> dict[str, dict[str, Verdict]]:
     verdicts: dict[str, dict[str, Verdict]] = {}
     for row in judgements.select(["query_id", "skill_id", "verdict"]).to_pylist():
         query_id = row["query_id"]
-        try:
-            verdict = Verdict(row["verdict"])
-        except ValueError as error:
-            problem = f"'{row['verdict']}' is no verdict; choose from {', '.join(Verdict)}"
-            raise SkilltrainError("invalid-value", problem, where=query_id) from error
+        verdict = _as_verdict(row["verdict"], query_id)
         verdicts.setdefault(query_id, {})[row["skill_id"]] = verdict
     return verdicts
+
+
+def _as_verdict(value: str, where: str) -> Verdict:
+    """Return the verdict with this value, or raise SkilltrainError."""
+    try:
+        return Verdict(value)
+    except ValueError as error:
+        problem = f"'{value}' is no verdict; choose from {', '.join(Verdict)}"
+        raise SkilltrainError("invalid-value", problem, where=where) from error
 
 
 def read_verdicts(folder: Path) -> dict[str, dict[str, Verdict]]:

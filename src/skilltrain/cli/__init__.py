@@ -18,6 +18,10 @@ from skilltrain.errors import SkilltrainError, StoppedError, reason_of
 from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
+# Messages of libraries, as exceptions of several types, if a process gets no more memory.
+_NO_MEMORY = re.compile(
+    "allocate memory|unable to allocate|failed to map segment|bad_alloc|CUDA out of memory", re.I
+)
 # Exit codes.
 _FAULT = 2
 _INTERRUPTED = 130
@@ -64,7 +68,9 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
         code = run([word for word in words if word != "--debug"]) or 0
         if code == _INTERRUPTED:  # typer returns it for Ctrl-C
             raise KeyboardInterrupt
-    except (KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, Exception) as raised:
+        # typer turns the EOFError of a damaged file into an Abort, like Ctrl-C.
+        error = raised.__cause__ if isinstance(raised.__cause__, EOFError) else raised
         is_expected = isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort)
         if "--debug" in words and not is_expected:
             raise
@@ -90,6 +96,8 @@ def _message(error: BaseException) -> str:
         return f"{_usage_fault(error)} (see skilltrain --help)"
     if isinstance(error, SkilltrainError):
         return f"{error} [{error.code}]"
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        return "memory ran out (close other programs, or lower token_budget, max_tokens or workers)"
     if isinstance(error, OSError):
         reason = reason_of(error)
         return f"{error.filename}: {reason}" if error.filename else reason

@@ -93,7 +93,7 @@ def agents(
     for measure in dict.fromkeys(chain.from_iterable(columns)):
         cells = [str(column.get(measure, "–")) for column in columns]
         table.add_row(measure, *cells)
-    console.print(table)
+    console.print(table, markup=False)  # a condition may be named [b]
 
     # Print a line for each comparison and for each share of the ceiling.
     for pair in results.comparisons:

@@ -195,7 +195,8 @@ def inspect_lists(
     findings = [f"{check} {count:,}" for check, count in summary["worth_a_look"].items()]
     text = ", ".join(findings) if findings else "nothing"
     line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: {text}"
-    conclude(summary, [line], as_json)
+    missing = [f"not found: {thing}" for thing in summary["missing"]]
+    conclude(summary, [line, *missing], as_json)
 
 
 @app.command("show", rich_help_panel="Data")

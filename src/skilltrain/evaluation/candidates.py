@@ -150,7 +150,7 @@ class Teacher(Stage):
         """
         for ranker in flatten_rankers(self.rankers):
             ranker.check()
-        lists = read_table(self.lists, LISTS).to_pylist()
+        lists = read_lists(self.lists)
         if not lists:
             raise SkilltrainError("no-list", "holds no list to score", where=self.lists)
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from skilltrain.tables import (
     RANKINGS,
     SKILLS,
     TableSpec,
+    read_lists,
     read_table,
     table_path,
 )
@@ -108,7 +109,7 @@ def inspect_lists(
 
     # Find the runs that made the lists, and the inputs of these runs.
     trail = follow_runs(folder)
-    values = page_values(_read_rows([lists], LISTS), trail, pool, max_lists)
+    values = page_values(read_lists(lists), trail, pool, max_lists)
     write_text(page, html_page("lists", **values, trail=trail, short_body=SHORT_BODY))
     return {
         "page": str(page),
@@ -140,7 +141,7 @@ def follow_runs(folder: Path) -> Trail:
         if not record or any(run.folder == current for run in trail.runs):
             continue
         recipe = record["recipe"]
-        trail.runs.append(Run(recipe["stage"], current, recipe))
+        trail.runs.append(Run(str(recipe.get("stage")), current, recipe))
 
         # Find the inputs of this run. Their folders are visited later.
         for name in _INPUTS:
@@ -157,7 +158,7 @@ def follow_runs(folder: Path) -> Trail:
             elif name in ("lists", "rankings"):
                 # Only a stage writes these, so its record is missing. A pool or queries may come
                 # from elsewhere.
-                trail.missing.append(f"{name} of stage {recipe['stage']}: {recipe[name]}")
+                trail.missing.append(f"{name} of stage {recipe.get('stage')}: {recipe[name]}")
     return trail
 
 
@@ -191,6 +192,8 @@ def page_values(
         trail.missing.append("pool: texts of skills are missing (give --pool)")
     if not texts:
         trail.missing.append("queries: lists are shown without their query's text")
+
+    trail.missing.extend(_unknown_lines(rows, skills, texts))
 
     # Candidates that the stages kept and dropped. The newest run comes first.
     ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
@@ -230,6 +233,26 @@ def page_values(
         "shown": [row for row in rows if row["query_id"] in sampled_ids],
         "shown_drops": _sample_drops(filter_drops),
     }
+
+
+def _unknown_lines(
+    rows: Iterable[Mapping[str, Any]], skills: Mapping[str, Skill], texts: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a line if the pool lacks skills of the lists, and one if queries have no text.
+
+    Args:
+        rows: Rows of LISTS.
+        skills: Skills of the pool by id. Empty: the pool is not known.
+        texts: Query texts by query id. Empty: the queries are not known.
+    """
+    skill_ids = itertools.chain.from_iterable(row["skill_ids"] for row in rows)
+    unknown_skills = sorted(set(skill_ids) - skills.keys())
+    if skills and unknown_skills:
+        yield f"pool: it lacks {len(unknown_skills):,} skill(s), such as {unknown_skills[0]}"
+
+    unknown_queries = sorted({row["query_id"] for row in rows} - texts.keys())
+    if texts and unknown_queries:
+        yield f"queries: {len(unknown_queries):,} have no text, such as {unknown_queries[0]}"
 
 
 def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:

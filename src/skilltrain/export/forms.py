@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
-from skilltrain.models.loading import CHECKPOINT_FILE, heads
+from skilltrain.models.loading import CHECKPOINT_FILE, heads, is_encoder
 from skilltrain.models.modules import write_modules
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.models.saving import write_record, write_weights
@@ -34,7 +34,7 @@ def open_model(
         SkilltrainError: The folder holds no model.
     """
     values: dict[str, Any] = {"source": str(folder), "precision": precision}
-    if read_json(folder / CHECKPOINT_FILE)["kind"] == "encoder":
+    if is_encoder(folder):
         return load_encoder(EncoderConfig(**values), torch.device(device))
     return load_reranker(RerankerConfig(**values), torch.device(device))
 

@@ -17,6 +17,7 @@ from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import Reranker
+from skilltrain.models.saving import listed_files
 from skilltrain.records import Skill
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -46,7 +47,7 @@ def check_folder(folder: Path) -> dict[str, Path]:
         SkilltrainError: The model would not work elsewhere, or a file holds a secret.
     """
     check_round_trip(folder)
-    paths = {name: folder / name for name in read_json(folder / CHECKPOINT_FILE)["files"]}
+    paths = {name: folder / name for name in listed_files(folder)}
     _check_no_secret(paths)
     return paths
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skilltrain.errors import SkilltrainError
@@ -142,7 +143,8 @@ class LLM:
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
         self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
-        self._num_failures = 0
+        self._num_failures = 0  # requests in a row that failed
+        self._failures_lock = Lock()
 
     def recall(self, request: Request) -> Completion | None:
         """Return the cached answer to a request, if any."""
@@ -159,16 +161,19 @@ class LLM:
         try:
             answer = self._ask(request)
         except ServerError as error:
-            self._num_failures += 1
-            if self._num_failures < _MAX_FAILURES:
+            with self._failures_lock:
+                self._num_failures += 1
+                num_failures = self._num_failures
+            if num_failures < _MAX_FAILURES:
                 raise
             raise SkilltrainError(
                 "server-failing",
-                f"{self._num_failures} requests in a row failed, the last with: {error.reason}",
+                f"{num_failures} requests in a row failed, the last with: {error.reason}",
                 where=self.config.base_url,
                 fix="answers so far are cached; run again later",
             ) from None
-        self._num_failures = 0
+        with self._failures_lock:
+            self._num_failures = 0
         self.budget.count(answer.usage)
         self._cache.put(request.key(self._parameters), answer)
         return answer

@@ -57,7 +57,7 @@ class ServerConfig(Config):
     max_retries: int = Field(
         default=5, ge=0, description="tries after the first, on 408, 409, 429, 5xx and timeouts"
     )
-    concurrency: int = Field(default=8, ge=1, description="requests under way at once")
+    concurrency: int = Field(default=8, ge=1, le=1000, description="requests under way at once")
     prices: Prices | None = Field(
         default=None, description="prices of tokens; null: OpenAI's list prices, if known"
     )

@@ -280,8 +280,8 @@ def _domain_by_category() -> dict[str, str]:
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """Return the quarter of each query by length, such as `Q1, 4–11 words`, short queries first.
 
-    Queries of equal length share their mean rank, and so their quarter. Empty quarters are left
-    out, and the others are numbered from 1.
+    Queries of equal length share their mean rank, and so their quarter. Some quarters may be
+    empty then.
 
     Args:
         lengths: Length of each query in words.
@@ -294,15 +294,14 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
         # A query of rank r covers the stretch from r - 1 to r. The middle decides the quarter.
         middle = rank - 0.5
-        quarter = int(4 * middle // len(lengths))  # 0 to 3
+        quarter = 1 + int(4 * middle // len(lengths))  # 1 to 4
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
     names = {}
-    for number, quarter in enumerate(sorted(queries_by_quarter), 1):
-        query_ids = queries_by_quarter[quarter]
+    for quarter, query_ids in queries_by_quarter.items():
         quarter_lengths = [lengths[query_id] for query_id in query_ids]
         shortest = min(quarter_lengths)
         longest = max(quarter_lengths)
         for query_id in query_ids:
-            names[query_id] = f"Q{number}, {shortest:.0f}–{longest:.0f} words"
+            names[query_id] = f"Q{quarter}, {shortest:.0f}–{longest:.0f} words"
     return names

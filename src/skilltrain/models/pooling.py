@@ -204,11 +204,12 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         # Remove the endings: mean_tokens becomes mean, cls_token cls; lasttoken has none.
         names = [flag.removeprefix(_MODE_FLAG).removesuffix("s") for flag in flags]
         modes = [name.removesuffix("_token") for name in names] or ["mean"]
-    if isinstance(modes, str):
+    if not isinstance(modes, list):
         modes = [modes]
+    modes = [str(mode) for mode in modes]
 
     if len(modes) > 1 or modes[0] not in _POOLING_BY_MODE:
-        description = " + ".join(map(str, modes))
+        description = " + ".join(modes)
         fault = f"its pooling is {description}, which an encoder here does not compute"
         fix = f"give pooling: {', '.join(_POOLING_BY_MODE.values())}"
         raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)

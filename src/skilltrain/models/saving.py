@@ -20,7 +20,7 @@ from skilltrain.files import path_inside, read_json, shareable, write_json, writ
 from skilltrain.formats import MODEL
 from skilltrain.models.adapters import adapter_files
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.loading import CHECKPOINT_FILE, heads
+from skilltrain.models.loading import CHECKPOINT_FILE, heads, read_json_object
 from skilltrain.models.modules import IDENTITY, write_modules
 from skilltrain.models.reranker import Reranker
 from skilltrain.models.tokens import TextTokenizer, as_special
@@ -71,6 +71,19 @@ def save_adapter(model: Encoder | Reranker, folder: Path, base: str) -> None:
         save_file(weights, staging / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def listed_files(folder: Path) -> list[str]:
+    """Return the names of a model's files, which its skilltrain.json lists.
+
+    Raises:
+        SkilltrainError: skilltrain.json lists no files.
+    """
+    record = folder / CHECKPOINT_FILE
+    names = read_json_object(record).get("files")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SkilltrainError("not-a-model", "does not list the model's files", where=record)
+    return names
+
+
 def copy_model(source: Path, target: Path) -> None:
     """Copy the files of a model that its skilltrain.json lists, and no others.
 
@@ -79,7 +92,7 @@ def copy_model(source: Path, target: Path) -> None:
     """
     record = source / CHECKPOINT_FILE
     # Check all names first, so that a path outside the folder is refused before anything is copied.
-    files = [path_inside(source, str(name), record) for name in read_json(record)["files"]]
+    files = [path_inside(source, name, record) for name in listed_files(source)]
     for file in files:
         if not file.is_file():
             raise SkilltrainError("incomplete-model", "a file of the model is missing", where=file)

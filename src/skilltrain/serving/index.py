@@ -31,7 +31,14 @@ from pydantic import Field
 from skilltrain.config import Config, validate
 from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import FileStamp, file_stamps, path_inside, read_json, read_local
+from skilltrain.files import (
+    FileStamp,
+    file_stamps,
+    fingerprint,
+    path_inside,
+    read_json,
+    read_local,
+)
 from skilltrain.formats import ROUTER as ROUTER_FORMAT
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
@@ -44,6 +51,7 @@ POINTER = "router.json"
 RECORD = "index.json"
 SKILLS_FILE = "skills.arrow"
 KEYS_FILE = "keys.npy"
+MAX_HASHED_BYTES = 256 * 2**20  # larger files hold token vectors, and hashing them takes seconds
 # The folder of a generation with its number, finished (index-3) or not (.index-3.partial).
 _GENERATION_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")
 _RUN_AGAIN = "run skilltrain index again"
@@ -81,6 +89,7 @@ class IndexRecord(Config):
             stored in this order.
         models: Fingerprint of each model by its source.
         files: Size in bytes of each file of the generation.
+        digests: Fingerprint of each file up to `MAX_HASHED_BYTES`. Earlier versions wrote none.
     """
 
     pool: str
@@ -90,6 +99,7 @@ class IndexRecord(Config):
     models: dict[str, str]
     calibration: Calibration | None
     files: dict[str, int]
+    digests: dict[str, str] = Field(default_factory=dict)
     format: int = ROUTER_FORMAT.number
     skilltrain: str
 
@@ -138,7 +148,7 @@ class IndexRecord(Config):
             rankers=rankers,
             models=models,
             calibration=calibration,
-            files={},  # `_write_generation` adds them
+            files={},  # `_write_generation` adds them, and `digests`
             skilltrain=__version__,
         )
 
@@ -213,7 +223,7 @@ class Index(RouterState):
             folder = current_generation(router)
             try:
                 return _load_generation(folder)
-            except (SkilltrainError, OSError, ValueError, pa.ArrowException) as error:
+            except Exception as error:  # a damaged file can cause any exception
                 # If a writer has replaced the generation meanwhile, try the new one.
                 if current_generation(router) == folder:
                     raise _damage(folder, error) from error
@@ -252,9 +262,9 @@ class Index(RouterState):
 
     def check_models(self) -> None:
         """Raise SkilltrainError if a model has changed since the index was made."""
-        for stored_path, fingerprint in self.record.models.items():
+        for stored_path, old_fingerprint in self.record.models.items():
             source = _from_stored_path(self.folder.parent, stored_path)
-            if model_fingerprint(source) != fingerprint:
+            if model_fingerprint(source) != old_fingerprint:
                 problem = f"is of another model: {source} has changed"
                 raise SkilltrainError("changed-model", problem, where=self.folder, fix=_RUN_AGAIN)
 
@@ -345,6 +355,8 @@ def _load_generation(folder: Path) -> Index:
         file = path_inside(folder, name, record_file)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
+        if name in record.digests and fingerprint(file) != record.digests[name]:
+            raise OSError(f"the content of {name} has changed")
 
     # Load the skills, and what each ranker has stored about them.
     router = folder.parent

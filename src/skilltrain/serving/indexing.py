@@ -12,7 +12,15 @@ from pydantic import Field
 from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
+from skilltrain.files import (
+    LOCAL_FILE,
+    fingerprint,
+    locked,
+    read_json,
+    read_local,
+    staged_folder,
+    write_json,
+)
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
@@ -20,6 +28,7 @@ from skilltrain.retrieval.vectors import text_keys
 from skilltrain.serving.answer import Calibration
 from skilltrain.serving.index import (
     KEYS_FILE,
+    MAX_HASHED_BYTES,
     POINTER,
     RECORD,
     SKILLS_FILE,
@@ -247,7 +256,7 @@ def write_index(
 
         # If nothing has changed, keep the generation in use.
         if previous and np.array_equal(previous.keys, keys):
-            old_record = previous.record.model_copy(update={"files": {}})
+            old_record = previous.record.model_copy(update={"files": {}, "digests": {}})
             if old_record == record:
                 return counts
 
@@ -284,7 +293,7 @@ def _write_generation(
 
     Args:
         folder: Folder of the generation.
-        record: Its record, without `files`.
+        record: Its record, without `files` and `digests`.
         skills: Skills of the router.
         keys: Key of each skill's content, [skill].
         models: Open models of the rankers by `key`. Models that have to be opened are added.
@@ -312,11 +321,15 @@ def _write_generation(
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
 
-        # The record comes last, because it lists the sizes of all other files.
+        # The record comes last, because it describes all other files.
         files: dict[str, int] = {}
+        digests: dict[str, str] = {}
         for file in staged.rglob("*.*"):  # only files have a dot in their names
-            files[str(file.relative_to(staged))] = file.stat().st_size
-        finished = record.model_copy(update={"files": files})
+            name = str(file.relative_to(staged))
+            files[name] = file.stat().st_size
+            if files[name] <= MAX_HASHED_BYTES:
+                digests[name] = fingerprint(file)
+        finished = record.model_copy(update={"files": files, "digests": digests})
         write_json(staged / RECORD, finished.model_dump(mode="json"))
 
 

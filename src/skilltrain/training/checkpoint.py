@@ -152,7 +152,7 @@ def checkpoints(folder: Path) -> list[Path]:
     path_by_step: dict[int, Path] = {}
     for path in folder.glob("step-*"):
         step = path.name.removeprefix("step-")
-        if step.isdecimal():
+        if step.isascii() and step.isdecimal():
             path_by_step[int(step)] = path
     return [path_by_step[step] for step in sorted(path_by_step)]
 
@@ -233,6 +233,10 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
     except (OSError, SafetensorError) as error:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
         raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
+    for key, value in stored.items():
+        if value.isnan().any():
+            fault = f"the checkpoint is damaged: {key} holds NaN"
+            raise SkilltrainError("damaged-checkpoint", fault, where=file, fix=_DAMAGED_FIX)
 
     # Leave frozen weights out, and shard a stored weight like the weight of the module.
     current = module.state_dict(keep_vars=True)
@@ -296,7 +300,11 @@ def _read_state(checkpoint: Path) -> _State:
     file = checkpoint / STATE_FILE
     state = read_json(file)
     CHECKPOINT.check(state, file, "train again into another folder: skilltrain train RECIPE out=…")
-    return validate(_State, state, file)
+    state = validate(_State, state, file)
+    if checkpoint.name != f"step-{state.position.step}":
+        fault = f"is of step {state.position.step}, which is not that of its folder"
+        raise SkilltrainError("damaged-checkpoint", fault, where=file, fix=_DAMAGED_FIX)
+    return state
 
 
 def _sync(path: Path) -> None:
@@ -377,7 +385,7 @@ def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
         moments: This rank's part of each value, by key `<number of the parameter>.<name>`.
 
     Raises:
-        ValueError: A value has another shape than its parameter.
+        ValueError: A value is missing or NaN, or has another shape than its parameter.
     """
     parameters = []
     for group in optimizer.param_groups:
@@ -387,9 +395,14 @@ def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
     for key, value in moments.items():
         number_text, _, name = key.partition(".")
         number = int(number_text)
+        if value.isnan().any():
+            raise ValueError(f"{key} of the optimiser holds NaN")
         if value.ndim:  # a moment; the number of steps has no dimension
             value = _shard_like(parameters[number], value)
         states.setdefault(number, {})[name] = value
+    # AdamW has the same values for every parameter.
+    if len({frozenset(state) for state in states.values()}) > 1:
+        raise ValueError("values of the optimiser are missing")
     optimizer.load_state_dict(
         {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
     )

@@ -17,6 +17,7 @@ from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.saving import copy_model
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.stage import load_stage
+from skilltrain.texts import shorten
 from skilltrain.training.checkpoint import best_checkpoint, checkpoints
 from skilltrain.training.train import Train, save_trained
 
@@ -92,7 +93,9 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
     record = record_of(run)
     if not record:
         fix = "give the folder that a training wrote to (its out=…)"
-        raise SkilltrainError("no-run", f"holds no training run: no {RUN_FILE}", where=run, fix=fix)
+        raise SkilltrainError(
+            "no-run", f"holds no record of a training run: {RUN_FILE}", where=run, fix=fix
+        )
     train_again = f"train again: skilltrain train {run / RECIPE_FILE} out=…"
     RUN_FORMAT.check(record, run, fix=train_again)
 
@@ -105,8 +108,7 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
             "wrong-stage", f"is a run of stage {name}, which trains no model", where=run
         )
     config = validate(stage, recipe, run / RECIPE_FILE)
-    summary = record["summary"] if record["finished"] else {}
-    return config, summary
+    return config, record["summary"]
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
@@ -129,7 +131,7 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
         name = [*paths][-1]
     path = best_checkpoint(folder) if name == "best" else paths.get(name)
     if path is None:
-        fault = f"no checkpoint '{name}'; there are {', '.join(paths)}"
+        fault = f"no checkpoint '{shorten(name, 40)}'; there are {', '.join(paths)}"
         raise SkilltrainError("no-checkpoint", fault, where=folder)
     return path
 

@@ -215,6 +215,9 @@ class Training:
         position = self.position
         steps = [*step_batches(self.step_module.data.lists, config)]
         num_steps = len(steps)
+        if position.step > num_steps:
+            fault = f"a checkpoint is of step {position.step}, but the run has {num_steps} steps"
+            raise SkilltrainError("damaged-checkpoint", fault, where=run.checkpoints)
         steps_per_epoch = math.ceil(num_steps / config.epochs)
         start_time = time.monotonic() - position.seconds
         trackers = open_trackers(config.trackers, run.folder, run.recipe)

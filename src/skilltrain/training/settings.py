@@ -107,7 +107,8 @@ class DevConfig(Config):
             return
         if measure.cutoff >= last.num_read:
             raise ValueError(
-                f"dev.metric: {self.metric} is the same for every order of {last.keep} candidates"
+                f"dev.metric: {self.metric} is the same for every order of {last.num_read} "
+                "candidates"
             )
 
 

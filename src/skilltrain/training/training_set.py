@@ -16,7 +16,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.records import POSITIVE, Skill, Verdict
 from skilltrain.retrieval.lexical import BM25Index
-from skilltrain.tables import LISTS, QUERIES, read_skills, read_table, read_verdicts
+from skilltrain.tables import QUERIES, read_lists, read_skills, read_table, read_verdicts
 from skilltrain.terminal import track
 
 # Separates the skill id and the number in the key of a window. No table has this character.
@@ -270,7 +270,7 @@ def _read_lists(
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
 
     lists: list[TrainingList] = []
-    for row in read_table(folder, LISTS).to_pylist()[: source.max_lists]:
+    for row in read_lists(folder)[: source.max_lists]:
         query_id = row["query_id"]
         fault = _fault_of(row, texts, gains)
         if fault:
@@ -325,17 +325,13 @@ def _fault_of(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float
     scores = row["teacher_scores"]
     if row["query_id"] not in texts:
         return "has no query text"
-    for values, name in ((verdicts, "verdicts"), (scores, "teacher scores")):
-        if values is not None and len(values) != len(skill_ids):
-            return f"holds {len(skill_ids)} skills, but {len(values)} {name}"
     if len(set(skill_ids)) < len(skill_ids):
         most_frequent = Counter(skill_ids).most_common(1)[0][0]
         return f"holds skill {most_frequent!r} twice"
-    unknown = sorted(set(verdicts) - set(Verdict))
-    if unknown:
-        return f"holds '{unknown[0]}', which is no verdict; choose from {', '.join(Verdict)}"
     if scores and any(map(math.isinf, scores)):  # NaN is allowed: the candidate has no score
         return "holds an infinite teacher score"
+    if scores and len(scores) - sum(map(math.isnan, scores)) < 2:
+        return "holds fewer than two teacher scores"
     if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
         return "holds no positive"
     if len({gains[verdict] for verdict in verdicts}) == 1:

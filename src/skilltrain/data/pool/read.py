@@ -27,7 +27,7 @@ from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE, record_of
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
-from skilltrain.texts import clean_text, decode_text, language_of, one_line
+from skilltrain.texts import clean_text, decode_text, language_of, one_line, printable
 
 MAX_BODY_CHARS = 200_000  # longer bodies are cut
 MAX_FILE_BYTES = 64 * 2**20  # of a SKILL.md; larger files are not read
@@ -487,7 +487,12 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
 
     # Load the dataset. If it has no splits, it counts as one split with an empty name.
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
-    loaded: Any = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
+    load: Any = datasets.load_from_disk if is_saved else datasets.load_dataset
+    try:
+        loaded = load(name)
+    except Exception as error:  # a damaged dataset can cause any exception
+        problem = f"cannot be read: {printable(reason_of(error), 300)}"
+        raise SkilltrainError("unreadable-file", problem, where=where) from error
     splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
 
     # Choose the split. The only split of a dataset need not be named.

@@ -1,6 +1,7 @@
 """Read a benchmark from its folder, which holds our own tables or a published form."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     steps_by_query = {}
     if table_path(folder, PLANS).exists():
         steps_by_query = _by_query(read_table(folder, PLANS))
+        for query_id, step_rows in steps_by_query.items():
+            _check_steps(step_rows, f"{table_path(folder, PLANS)}, query {query_id!r}")
 
     unknown = {*verdicts, *steps_by_query} - {query.query_id for query in queries}
     if unknown:
@@ -93,6 +96,29 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
         tasks.append(task_of(query, relevance, labels, file, steps))
     return make_benchmark(folder, tasks, split)
+
+
+def _check_steps(rows: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Check that the steps of one plan can be ordered, each after the steps that it depends on.
+
+    Args:
+        rows: Rows of PLANS of one query.
+        where: Location that errors name.
+
+    Raises:
+        SkilltrainError: A step depends on a missing step, or on itself.
+    """
+    dependencies = {row["step_id"]: row["depends_on"] for row in rows}
+    for step_id, earlier_ids in dependencies.items():
+        missing = sorted(set(earlier_ids) - dependencies.keys())
+        if missing:
+            problem = f"step '{step_id}' depends on '{missing[0]}', which is no step"
+            raise SkilltrainError("invalid-row", problem, where=where)
+    try:
+        TopologicalSorter(dependencies).prepare()
+    except CycleError as error:
+        problem = f"steps depend on each other: {' on '.join(error.args[1])}"
+        raise SkilltrainError("invalid-row", problem, where=where) from error
 
 
 def _relevance_of(

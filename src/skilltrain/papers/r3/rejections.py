@@ -121,7 +121,7 @@ class Rejections(Stage):
         outcome = ask(_questions(self, self.llm, groups, read))
         dropped += outcome.dropped
         if not outcome.values:
-            reason = dropped[-1].reason
+            reason = outcome.dropped[0].reason
             problem = f"made no request for {len(groups)} groups; the first reason: {reason}"
             raise SkilltrainError("nothing-generated", problem)
 

@@ -254,9 +254,16 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
 
     hidden = read_pool(config.held_out) if config.held_out else []
     skills = {skill.skill_id: skill for skill in [*pool, *hidden]}
+    benchmark = check_pool(benchmark, skills)
+    for task in benchmark.tasks:
+        for step in task.steps:
+            if step.skill_id and step.skill_id not in skills:
+                problem = f"skill '{step.skill_id}' of a step is not in the pool"
+                raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
+
     hidden_ids = {skill.skill_id for skill in hidden}
     visible = [skill for skill in pool if skill.skill_id not in hidden_ids]
-    return check_pool(benchmark, skills), skills, visible
+    return benchmark, skills, visible
 
 
 def _results(
