@@ -315,7 +315,7 @@ def _write_generation(
         # The record comes last, because it lists the sizes of all other files.
         files: dict[str, int] = {}
         for file in staged.rglob("*.*"):  # only files have a dot in their names
-            files[str(file.relative_to(staged))] = file.stat().st_size
+            files[file.relative_to(staged).as_posix()] = file.stat().st_size
         finished = record.model_copy(update={"files": files})
         write_json(staged / RECORD, finished.model_dump(mode="json"))
 
