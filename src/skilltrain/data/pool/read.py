@@ -64,13 +64,12 @@ def read_pool(source: Any) -> list[Skill]:
     'pdf-merge'
     """
     if not isinstance(source, Path | str):
-        return skills_of_rows(rows_of(source, "skills"))
-    path = source
-    file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
+        return _skills_of_rows(rows_of(source, "skills"))
+    file = table_path(Path(source), SKILLS)  # `source` itself, if it is a file
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
 
-    sources, dropped = read_sources([path])
+    sources, dropped = read_sources([source])
     # Skills with the same name and body stay. `duplicates` are only the exact copies of a skill.
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
@@ -80,8 +79,8 @@ def read_pool(source: Any) -> list[Skill]:
         num_dropped = sum(num_by_filter.values())
         reasons = ", ".join(f"{name} {count}" for name, count in num_by_filter.items())
         say(
-            f"{path}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
-            f"`skilltrain pool sources={path}` lists them"
+            f"{source}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
+            f"`skilltrain pool sources={source}` lists them"
         )
     return skills
 
@@ -128,7 +127,7 @@ def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
     return None
 
 
-def skills_of_rows(rows: Sequence[Any]) -> list[Skill]:
+def _skills_of_rows(rows: list[Any]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids. Skills are returned as they are.
 
     A repeated id of a row is renamed to ID~2, ID~3 and so on. Skills with the same name and body
@@ -143,11 +142,9 @@ def skills_of_rows(rows: Sequence[Any]) -> list[Skill]:
     if not rows:
         raise SkilltrainError("empty-pool", "the pool is empty")
     if all(isinstance(row, Skill) for row in rows):
-        for skill_id, count in counted(skill.skill_id for skill in rows).items():
-            if count > 1:
-                problem = f"{count} skills have the id '{skill_id}'"
-                raise SkilltrainError("repeated-id", problem, where="skills")
-        return [*rows]
+        if len({skill.skill_id for skill in rows}) < len(rows):
+            raise SkilltrainError("repeated-id", "two skills have the same id", where="skills")
+        return rows
 
     skills: list[Skill] = []
     for number, row in enumerate(rows):
